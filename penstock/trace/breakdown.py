@@ -137,18 +137,6 @@ class Breakdown:
 @collection_paused()
 def breakdown(timeline: Timeline) -> Breakdown:
     """Say where each rank's time went between the step's first instruction and its last."""
-    return Breakdown(
-        stages=stage_times(timeline),
-        num_ranks=timeline.num_ranks,
-        num_microbatches=timeline.schedule.num_microbatches,
-        step_s=timeline.step_s,
-        ideal_step_s=longest_chain_s(timeline, works_s(timeline)),
-    )
-
-
-@collection_paused()
-def stage_times(timeline: Timeline) -> tuple[StageTimes, ...]:
-    """Say where the time of each stage's rank went, without the step that would be ideal."""
     totals: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_SUMS, 0))
     ranks: dict[int, int] = {}
     last: dict[int, Span] = {}
@@ -162,9 +150,16 @@ def stage_times(timeline: Timeline) -> tuple[StageTimes, ...]:
         stage[look_of(span.instruction).counts_as] += span.duration_s - wait_s
     for span in last.values():
         totals[span.instruction.stage]["bubble_s"] += end_s - span.end_s
-    return tuple(
+    stages = (
         StageTimes(stage=number, rank=ranks[number], **sums)
         for number, sums in sorted(totals.items())
+    )
+    return Breakdown(
+        stages=tuple(stages),
+        num_ranks=timeline.num_ranks,
+        num_microbatches=timeline.schedule.num_microbatches,
+        step_s=end_s - start_s,
+        ideal_step_s=longest_chain_s(timeline, works_s(timeline)),
     )
 
 

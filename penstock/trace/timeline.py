@@ -105,10 +105,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Share of the ranks' time in the step in which they had nothing to do."""
-        from .breakdown import share, stage_times  # a breakdown knows timelines, not vice versa
-
-        idle_s = sum(stage.bubble_s for stage in stage_times(self))
-        return share(idle_s, self.num_ranks * self.step_s)
+        return self.breakdown().bubble
 
     def breakdown(self) -> "Breakdown":
         """Say where each rank's time went: work, waiting for messages, bubble; printable."""
