@@ -177,8 +177,9 @@ class _Choices:
         after = [_side(every, *user) for user in users]
         start = _side(known, *maker)
         spec, costs = self._graph.tensors[tensor], self._task.costs
-        is_saved = any(tensor in call.saved for call in self.calls)
-        times = costs.times(is_saved) if tensor in self.weights else 1
+        times: float = 1
+        if tensor in self.weights:
+            times = costs.times(any(tensor in call.saved for call in self.calls))
         seconds = costs.conversions_s(spec, tuple(known), tuple(every), times=times)
         return start, after, seconds
 
