@@ -14,11 +14,12 @@ from hashlib import sha256
 from itertools import combinations
 from typing import Any, NamedTuple
 
+import highspy
 import numpy
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 Numbers = numpy.ndarray[Any, Any]
+States = dict[int, int]
+"""The state of each node."""
 _LARGEST = 2_000_000
 """Entries of the largest table that elimination looks at."""
 _MOST_USERS = 6
@@ -101,12 +102,12 @@ class Problem:
             found.update(table.tobytes())
         return found.digest()
 
-    def solve(self, more: Sequence[Numbers] | None, gap: float) -> dict[int, int] | None:
+    def solve(self, more: Sequence[Numbers], gap: float) -> States | None:
         """Return the best states, at most a share `gap` worse than the best; `more` are further
-        costs of nodes.  None: the solver finds none.
+        costs of nodes, if there are any.  None: the solver finds none.
         """
         costs = dict(enumerate(self.costs))
-        if more is not None:
+        if more:
             costs = {k: own + more[k] for k, own in costs.items()}
         pairs, shared = dict(self.pairs), list(self.shared)
         gone = _eliminate(costs, pairs, set(_nodes(shared)))
@@ -332,26 +333,41 @@ class _Table:
 
     def solve(self, gap: float) -> Numbers | None:
         """Return the values of all variables."""
-        rows, columns, factors = map(numpy.concatenate, zip(*self._entries, strict=True))
-        matrix = coo_array((factors, (rows, columns)), (self._num_rows, self._num_variables))
-        low, high = map(numpy.concatenate, zip(*self._ends, strict=True))
         is_whole = numpy.concatenate(self._is_whole)
-        for integrality in (numpy.zeros_like(is_whole), is_whole):
-            found = milp(
-                numpy.concatenate(self._costs) * _SCALE,
-                constraints=LinearConstraint(matrix.tocsc(), low, high),
-                integrality=integrality.astype(int),
-                bounds=Bounds(0, 1),
-                # presolving a linear program takes as long again as solving it
-                options={"mip_rel_gap": gap, "presolve": bool(integrality.any())},
-            )
-            if found.x is None:
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        solver.silent()
+        solver.setOptionValue("threads", 1)  # several programs are solved at a time
+        solver.setOptionValue("mip_rel_gap", gap)
+        solver.setOptionValue("presolve", "off")  # takes as long as solving a linear program
+        solver.passModel(self._model())
+        for is_again in (False, True):
+            if is_again:
+                solver.setOptionValue("presolve", "choose")
+                every = numpy.arange(len(is_whole), dtype=numpy.int32)
+                solver.changeColsIntegrality(len(every), every, is_whole.astype(numpy.uint8))
+            solver.run()  # other threads go on
+            if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
                 return None
-            own = found.x[is_whole]
+            values: Numbers = numpy.array(solver.getSolution().col_value)
+            own = values[is_whole]
             if numpy.abs(own - own.round()).max() < _WHOLE:
                 break
-        values: Numbers = found.x
         return values
+
+    def _model(self) -> highspy.HighsLp:
+        rows, columns, factors = map(numpy.concatenate, zip(*self._entries, strict=True))
+        order, model = numpy.argsort(rows, kind="stable"), highspy.HighsLp()
+        model.num_col_, model.num_row_ = self._num_variables, self._num_rows
+        model.col_cost_ = numpy.concatenate(self._costs) * _SCALE
+        model.col_lower_ = numpy.zeros(self._num_variables)
+        model.col_upper_ = numpy.ones(self._num_variables)
+        model.row_lower_, model.row_upper_ = map(numpy.concatenate, zip(*self._ends, strict=True))
+        matrix = model.a_matrix_
+        matrix.format_ = highspy.MatrixFormat.kRowwise
+        ends = numpy.bincount(rows, minlength=self._num_rows).cumsum()
+        matrix.start_ = numpy.concatenate(([0], ends))
+        matrix.index_, matrix.value_ = columns[order], factors[order]
+        return model
 
 
 def _of_the_rest(
@@ -359,7 +375,7 @@ def _of_the_rest(
     pairs: Mapping[tuple[int, int], Numbers],
     shared: Sequence[Shared],
     gap: float,
-) -> dict[int, int] | None:
+) -> States | None:
     if not costs:
         return {}
     table, none = _Table(), numpy.zeros(0, dtype=int)

@@ -13,6 +13,7 @@ agree on.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -24,7 +25,7 @@ import numpy
 from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
-from .choose import Numbers, Problem, Side
+from .choose import Numbers, Problem, Side, States
 from .costs import Costs, weights_of
 from .layouts import I, Layout, S, State
 from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
@@ -61,8 +62,8 @@ class Task:
     rests: Callable[[TensorSpec, int], Sequence[State]]
     pins: Mapping[int, Layout] = field(default_factory=dict)
     known: "dict[int, _Choices]" = field(default_factory=dict)
-    solved: dict[bytes, dict[int, int]] = field(default_factory=dict)
-    """What was found for problems of the same numbers, by their digest: of layers, mostly, that
+    solved: "dict[bytes, Future[States | None]]" = field(default_factory=dict)
+    """What is found for problems of the same numbers, by their digest: of layers, mostly, that
     differ in calls without choices.
     """
 
@@ -227,22 +228,33 @@ class LayerProgram:
         Raises:
             PlanError: the solver finds none.
         """
-        num_bytes = self._task.known[self._layer].num_bytes if byte_s else []
-        more = [byte_s * own for own in num_bytes] or None
-        gap, solved = _GAP if byte_s else 0.0, self._task.solved
-        digest = self._problem.digest(more or (), gap)
-        own = solved[digest] if digest in solved else self._problem.solve(more, gap)
+        own, more = self.begin(byte_s).result(), self._more(byte_s)
         if own is None:
             raise PlanError(f"no way to divide layer {self._layer} was found")
-        solved[digest] = own
         num_sites = len(self.sites)
         seconds = self._problem.cost(own) + self._task.known[self._layer].shared_s
         return Solved(
             [site.options[own[k]] for k, site in enumerate(self.sites)],
             {n: self._states[k][own[num_sites + k]] for k, n in enumerate(self._weights)},
             seconds,
-            seconds + sum(float(x[own[k]]) for k, x in enumerate(more or ())),
+            seconds + sum(float(x[own[k]]) for k, x in enumerate(more)),
         )
+
+    def begin(self, byte_s: float, executor: Executor | None = None) -> "Future[States | None]":
+        """Find the states that `solve` returns, or let an executor do so from now on."""
+        more, gap, known = self._more(byte_s), _GAP if byte_s else 0.0, self._task.solved
+        digest = self._problem.digest(more, gap)
+        if digest not in known and executor is not None:
+            known[digest] = executor.submit(self._problem.solve, more, gap)
+        elif digest not in known:
+            known[digest] = Future()
+            known[digest].set_result(self._problem.solve(more, gap))
+        return known[digest]
+
+    def _more(self, byte_s: float) -> Sequence[Numbers]:
+        """Return what the bytes of each choice count for."""
+        num_bytes = self._task.known[self._layer].num_bytes if byte_s else []
+        return [byte_s * own for own in num_bytes]
 
     def compared(self, plan: LayerSharding) -> LayerSharding:
         """Return a plan with the next best way to divide each call: one that cuts something else,

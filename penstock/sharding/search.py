@@ -8,7 +8,8 @@ those of the shortest way through.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise, product
@@ -165,7 +166,30 @@ class Search:
         return found
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
-        """Return what every range of the layers costs as a stage of its own."""
+        """Return what every range of the layers costs as a stage of its own; programs are solved
+        several at a time.
+        """
+        with ThreadPoolExecutor() as executor:
+            try:
+                self._begin(executor, byte_s)
+                return self._of_ranges(byte_s)
+            except BaseException:
+                executor.shutdown(cancel_futures=True)
+                raise
+
+    def _begin(self, executor: Executor, byte_s: float) -> None:
+        """Let an executor solve the programs of all layers."""
+        begun, before = set[object](), {self._whole}
+        for place in range(len(self._layers)):
+            after = {self._whole, *self._borders(place)}
+            for ends in self._ways(before | {self._cut_here(place)}, after):
+                key, borders = self._key(place, *ends)
+                if key not in begun and self._divides(place):
+                    begun.add(key)
+                    self._program(key, place, borders).begin(byte_s, executor)
+            before = after
+
+    def _of_ranges(self, byte_s: float) -> "Ranges":
         count = len(self._layers)
         sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(4)]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
@@ -199,13 +223,20 @@ class Search:
     ) -> dict[Layout, Numbers]:
         """Add a layer to the best ways to give what is before it in each layout."""
         found: dict[Layout, Numbers] = {}
-        for before, after in product(best, {self._whole, *self._borders(place)}):
-            if self._whole in (before, after) or before == after:
-                own = self._sized(place, before, after, byte_s)
-                total = best[before] + numpy.array(own)[:, None]
-                old = found.setdefault(after, total)
-                found[after] = numpy.where(total[0] < old[0], total, old)
+        for before, after in self._ways(best, {self._whole, *self._borders(place)}):
+            own = self._sized(place, before, after, byte_s)
+            total = best[before] + numpy.array(own)[:, None]
+            old = found.setdefault(after, total)
+            found[after] = numpy.where(total[0] < old[0], total, old)
         return found
+
+    def _ways(
+        self, before: Iterable[Layout], after: Iterable[Layout]
+    ) -> Iterator[tuple[Layout, Layout]]:
+        """Yield the layouts of what enters a layer and leaves it that are looked at together."""
+        for both in product(before, after):
+            if self._whole in both or both[0] == both[1]:
+                yield both
 
     def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> _Sum:
         """Return what one layer costs and keeps."""
@@ -234,9 +265,7 @@ class Search:
         best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {begin: (Cost(0.0, 0.0), [])}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
-            for before, after in product(best, self._borders(place)):
-                if self._whole not in (before, after) and before != after:
-                    continue
+            for before, after in self._ways(best, self._borders(place)):
                 own, cost = self._one(place, before, after, byte_s)
                 total = best[before][0].and_then(cost)
                 if after not in further or total < further[after][0]:
@@ -289,7 +318,7 @@ class Search:
         layer = self._layers[place]
         key, borders = self._key(place, before, after)
         if (key, byte_s) not in self._known:
-            self._known[key, byte_s] = self._planned(key, layer, borders, byte_s)
+            self._known[key, byte_s] = self._planned(key, place, borders, byte_s)
         plan, cost = self._known[key, byte_s]
         return replace(plan, name=self._names[layer]), cost
 
@@ -308,19 +337,27 @@ class Search:
         return (self._graph.signature(layer), self._costs.factor(layer), places), borders
 
     def _planned(
-        self, key: object, layer: int, borders: Borders, byte_s: float
+        self, key: object, place: int, borders: Borders, byte_s: float
     ) -> tuple[LayerSharding, Cost]:
         """Divide one layer, and return what it costs."""
+        layer = self._layers[place]
         name = self._names[layer]
-        if self._why_whole(layer) or prod(self._costs.mesh) == 1:
+        if not self._divides(place):
             seconds = whole_s(self._graph, layer, self._costs)
             return LayerSharding(name, (), {}), Cost(seconds, seconds)
-        if key not in self._programs:
-            self._programs[key] = LayerProgram(self._graph, layer, self._task, borders)
-        program = self._programs[key]
+        program = self._program(key, place, borders)
         solved = program.solve(byte_s)
         plan = priced(self._graph, name, self._costs, program.calls, solved, borders)
         return plan, Cost(solved.cost, solved.seconds)
+
+    def _divides(self, place: int) -> bool:
+        return prod(self._costs.mesh) > 1 and not self._why_whole(self._layers[place])
+
+    def _program(self, key: object, place: int, borders: Borders) -> LayerProgram:
+        if key not in self._programs:
+            layer = self._layers[place]
+            self._programs[key] = LayerProgram(self._graph, layer, self._task, borders)
+        return self._programs[key]
 
     def _places(self, layer: int, borders: Borders) -> tuple[tuple[int, Layout], ...]:
         """Say which tensors of a layer are at its borders, in the order in which it meets them."""
