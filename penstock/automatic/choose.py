@@ -8,10 +8,10 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain, product, repeat
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 from penstock.costs.cluster import Cluster
@@ -26,7 +26,7 @@ from penstock.planner.stage_table import Price, Task
 from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages
 from penstock.planner.wanted import Wanted
-from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
+from penstock.schedules import eager_1f1b, gpipe, ir, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering, lower_unproved
@@ -44,7 +44,7 @@ from .why import Candidate, why_on_meshes
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 _MOST, _MARGIN = 4, 1.5
-"""How many answers of each search are simulated, and how much worse by the formula they may be."""
+"""How many answers of each search are compared, and how much slower than the best they may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def choose_on_meshes(task: MeshTask) -> MeshChoice:
         say(ended)
     if not found:
         raise PlanError(lacks[-1])
-    found.sort(key=itemgetter(0))
+    found.sort(key=attrgetter("step_s", "is_bound"))
     best = found[0]
     how, costs = _priced(best)
     timeline = simulate(_compiled(how, best.prices.num_microbatches).schedule, costs)
@@ -146,8 +146,7 @@ def _look(task: MeshTask, number: int, way: Way, found: list[Candidate], lacks: 
     except PlanError as error:
         lacks.append(str(error))
         return
-    best_s = min((own.step_s for own in found), default=inf)
-    found.extend(_candidates(task, answers, prices, sized, best_s))
+    _compare(task, answers, prices, sized, found)
 
 
 def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
@@ -161,20 +160,25 @@ def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Pr
     return own.price._replace(seconds=own.price.seconds - last.forward_s)
 
 
-def _candidates(
-    task: MeshTask, answers: Sequence[Answer], prices: MeshPrices, sized: Task, best_s: float
-) -> Iterator[Candidate]:
-    """Simulate schedules of the best answers, but of those whose slowest stage alone takes much
-    longer than the best step so far.
+def _compare(
+    task: MeshTask,
+    answers: Sequence[Answer],
+    prices: MeshPrices,
+    sized: Task,
+    found: list[Candidate],
+) -> None:
+    """Add schedules of the best answers to the candidates: simulated, but for those that cannot be
+    faster than the best so far, which have the least that they may take.
     """
     memory = [host.memory_bytes for host in hosts_of(task.cluster)]
     for answer, family in product(answers, task.families):
-        each = (sized.price(*stage) for stage in answer.stages)
-        busy_s = max(own.seconds for own in each if own)
-        least_s = prices.num_microbatches * busy_s
-        if answer.seconds > _MARGIN * answers[0].seconds or least_s > _MARGIN * best_s:
-            continue
+        best_s = min((own.step_s for own in found), default=inf)
         stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
+        own = Candidate(0.0, answer, stages, family, prices)
+        own = own._replace(step_s=_least_s(own, sized))
+        if own.step_s >= best_s:
+            found.extend([own] if own.step_s <= _MARGIN * best_s else [])
+            continue
         every = range(len(stages)) if prices.way.recomputes else ()
         work = _work_of(family, len(stages), prices.num_microbatches, frozenset(every))
         kept = (
@@ -183,10 +187,29 @@ def _candidates(
         )
         rooms = (memory[submesh.kind] for *_, submesh in answer.stages)
         if all(own <= room for own, room in zip(kept, rooms, strict=True)):
-            own = Candidate(0.0, answer, stages, family, prices)
             how, costs = _priced(own)
             seconds = step_s(_compiled(how, prices.num_microbatches), costs)
-            yield own._replace(step_s=seconds)
+            found.append(own._replace(step_s=seconds, is_bound=False))
+
+
+def _least_s(own: Candidate, task: Task) -> float:
+    """Return what a step takes at least: a stage is busy for all micro-batches, after the first
+    has come to it; and the last has to go back, where backwards are whole.
+    """
+    found = way_s = 0.0
+    is_whole = _has_whole_backwards(own.family)
+    for stage, each in zip(own.answer.stages, own.stages, strict=True):
+        price = task.price(*stage)
+        assert price is not None, "it is on its mesh"
+        found = max(found, way_s + task.num_microbatches * price.seconds)
+        way_s += each.forward_s + (each.backward_s if is_whole else 0.0)
+    return found
+
+
+@cache
+def _has_whole_backwards(family: Family) -> bool:
+    small = family(2 * family.stages_per_rank, 2)
+    return not any(isinstance(x, ir.BackwardInput) for x in small.instructions)
 
 
 def _priced(own: Candidate) -> tuple[Lowering, Costs]:

@@ -29,7 +29,7 @@ from penstock.trace.looks import KEPT, WAIT
 from penstock.trace.page import Page, Section, Step, Table, Text, with_step
 from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, rounded, spread
 from penstock.trace.page.page import Figure
-from penstock.trace.units import bytes_text, count_text, time_text
+from penstock.trace.units import bytes_text, count_text
 
 from .choose import MeshChoice, MeshTask
 
@@ -316,7 +316,7 @@ def _candidates(choice: MeshChoice) -> Table:
     best_s = choice.candidates[0].step_s
     rows = (
         (
-            time_text(own.step_s),
+            own.step_text,
             f"{own.step_s / best_s - 1:+.1%}",
             str(own.prices.num_microbatches),
             own.family.name,

@@ -18,6 +18,7 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
 from penstock.planner.packing import Hosts, Stage, Submesh
 from penstock.planner.stage_table import Price
+from penstock.sharding.choose import Numbers
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Ranges, Search
@@ -109,13 +110,20 @@ class MeshPrices:
         """Return the fastest way to run a stage on a mesh; of those that fit, if any does."""
         if not {start, end} <= self._cuts:
             return None
-        every = [self._in_shape(start, end, submesh, shape) for shape in shapes_of(submesh)]
+        if submesh not in self._best_shapes:
+            self._best_shapes[submesh] = self._best_shape(submesh)
+        shapes, best = self._best_shapes[submesh]
+        return self._in_shape(start, end, submesh, shapes[best[start][end]])
+
+    def _best_shape(self, submesh: Submesh) -> tuple[list[tuple[int, ...]], list[list[int]]]:
+        """Return the shapes of a mesh, and for stages which is the fastest: of those that fit, if
+        any does.
+        """
+        shapes = [*shapes_of(submesh)]
         memory = self._hosts[submesh.kind].memory_bytes
-
-        def key(own: OnMesh) -> tuple[bool, float]:
-            return own.price.stay_bytes + own.price.microbatch_bytes > memory, own.price.seconds
-
-        return min(every, key=key)
+        every = np.array([self._table(submesh, shape) for shape in shapes])
+        seconds, lacks = every[:, 0], every[:, 1] + every[:, 2] > memory
+        return shapes, np.lexsort((seconds, lacks), axis=0)[0].tolist()
 
     def segments(self, stage: Stage, shape: tuple[int, ...]) -> list[OnMesh]:
         """Return the segments of a stage on a mesh of a shape: itself, if that is no way."""
@@ -125,23 +133,32 @@ class MeshPrices:
         return [self._in_shape(*own, submesh, shape) for own in ends]
 
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
+        every = (table[start][end] for table in self._table(submesh, shape))
+        seconds, stay_bytes, keeps, forward_s, backward_s, stays, graph_bytes = every
+        price = Price(seconds, stay_bytes, keeps, self._handover_s(end, submesh))
+        return OnMesh(price, shape, forward_s, backward_s, stays, graph_bytes, end - start)
+
+    def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> list[list[list[float]]]:
+        """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self._tables:
-            self._tables[key] = self._summed(self._ranges(submesh, shape))
-        every = (table[start][end] for table in self._tables[key])
-        total_s, once_s, stays, keeps, enters, graph_bytes = every
-        stay_bytes, again_s = stays, 0.0
-        if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
-            stay_bytes, again_s, keeps = stays + graph_bytes, once_s, enters
-        price = Price(total_s + again_s, stay_bytes, keeps, self._handover_s(end, submesh))
-        return OnMesh(price, shape, once_s, total_s - once_s, stays, graph_bytes, end - start)
+            total_s, once_s, stays, keeps, enters, graph = self._summed(
+                self._ranges(submesh, shape)
+            )
+            price = total_s, stays, keeps
+            if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
+                price = total_s + once_s, stays + graph, enters
+            with np.errstate(invalid="ignore"):  # infinite where there is no range
+                every = (*price, once_s, total_s - once_s, stays, graph)
+            self._tables[key] = [table.tolist() for table in every]
+        return self._tables[key]
 
-    def _summed(self, ranges: Ranges) -> list[list[list[float]]]:
+    def _summed(self, ranges: Ranges) -> Sequence[Numbers]:
         """Return the tables of stages, as sums over their segments; and the largest graph of one
         segment.
         """
         if not self.way.segments:
-            return [table.tolist() for table in (*ranges, ranges.keeps)]
+            return *ranges, ranges.keeps
         cuts = np.array(sorted(self._cuts))
         found = np.full((len(ranges) + 1, *ranges.seconds.shape), np.inf)
         each = Ranges(*(table[cuts[:-1], cuts[1:]] for table in ranges))
@@ -149,8 +166,11 @@ class MeshPrices:
         for n, start in enumerate(cuts[:-1]):
             found[:-1, start, cuts[n + 1 :]] = own[:, n:].cumsum(axis=1)
             found[-1, start, cuts[n + 1 :]] = np.maximum.accumulate(each.keeps[n:])
-        tables: list[list[list[float]]] = found.tolist()
-        return tables
+        return [*found]
+
+    @cached_property
+    def _best_shapes(self) -> dict[Submesh, tuple[list[tuple[int, ...]], list[list[int]]]]:
+        return {}
 
     @cached_property
     def _tables(self) -> dict[object, list[list[list[float]]]]:

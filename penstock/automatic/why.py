@@ -18,13 +18,21 @@ _FEW_STAGES = 4
 
 
 class Candidate(NamedTuple):
-    """Stages on meshes, a schedule of theirs, and the seconds of a step by the simulator."""
+    """Stages on meshes, a schedule of theirs, and the seconds of a step by the simulator; if it
+    `is_bound`, those that it takes at least, which are no less than the best plan's.
+    """
 
     step_s: float
     answer: Answer
     stages: tuple[OnMesh, ...]
     family: Family
     prices: MeshPrices
+    is_bound: bool = True
+
+    @property
+    def step_text(self) -> str:
+        """The seconds in words."""
+        return "at least " * self.is_bound + time_text(self.step_s)
 
     @property
     def segments(self) -> list[list[OnMesh]]:
@@ -91,7 +99,7 @@ def why_on_meshes(plan: Plan, found: Sequence[Candidate], bubble: float) -> Iter
         others = (other for other in found if decided(other) != decided(best))
         for other in list(others)[:1]:  # they are sorted
             slower = other.step_s / best.step_s - 1
-            yield f"with other {name}: {time_text(other.step_s)} ({slower:+.1%}): {other}"
+            yield f"with other {name}: {other.step_text} ({slower:+.1%}): {other}"
     yield (
         "each device's bytes: weights with gradients and optimizer state, activations at most; "
         "to the next stage: of a micro-batch, and as much comes back"

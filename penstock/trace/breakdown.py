@@ -137,6 +137,25 @@ class Breakdown:
 @collection_paused()
 def breakdown(timeline: Timeline) -> Breakdown:
     """Say where each rank's time went between the step's first instruction and its last."""
+    return Breakdown(
+        stages=stages_of(timeline),
+        num_ranks=timeline.num_ranks,
+        num_microbatches=timeline.schedule.num_microbatches,
+        step_s=timeline.step_s,
+        ideal_step_s=longest_chain_s(timeline, works_s(timeline)),
+    )
+
+
+@collection_paused()
+def bubble(timeline: Timeline) -> float:
+    """Return `Breakdown.bubble` without the ideal step, which takes as long again to find."""
+    return share(
+        sum(x.bubble_s for x in stages_of(timeline)), timeline.num_ranks * timeline.step_s
+    )
+
+
+def stages_of(timeline: Timeline) -> tuple[StageTimes, ...]:
+    """Say where the time of each stage's rank went."""
     totals: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_SUMS, 0))
     ranks: dict[int, int] = {}
     last: dict[int, Span] = {}
@@ -150,16 +169,9 @@ def breakdown(timeline: Timeline) -> Breakdown:
         stage[look_of(span.instruction).counts_as] += span.duration_s - wait_s
     for span in last.values():
         totals[span.instruction.stage]["bubble_s"] += end_s - span.end_s
-    stages = (
+    return tuple(
         StageTimes(stage=number, rank=ranks[number], **sums)
         for number, sums in sorted(totals.items())
-    )
-    return Breakdown(
-        stages=tuple(stages),
-        num_ranks=timeline.num_ranks,
-        num_microbatches=timeline.schedule.num_microbatches,
-        step_s=end_s - start_s,
-        ideal_step_s=longest_chain_s(timeline, works_s(timeline)),
     )
 
 

@@ -105,7 +105,9 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """Share of the ranks' time in the step in which they had nothing to do."""
-        return self.breakdown().bubble
+        from .breakdown import bubble  # a breakdown knows timelines, not the other way round
+
+        return bubble(self)
 
     def breakdown(self) -> "Breakdown":
         """Say where each rank's time went: work, waiting for messages, bubble; printable."""

@@ -43,7 +43,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draw the first values of weights and biases."""
-        self.draw(self.weight)
+        _fill(self.weight, self.draw)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -57,4 +57,9 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Draw the first values of the vectors."""
-        self.draw(self.weight)
+        _fill(self.weight, self.draw)
+
+
+def _fill(weight: Tensor, draw: Draw) -> None:
+    if not weight.is_meta:  # there torch takes a second to find that it has nothing to do
+        draw(weight)
