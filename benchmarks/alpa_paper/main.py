@@ -5,8 +5,10 @@ import csv
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from .subjects import ALPAS, DEVICES, GPT, MOE, NEWEST, RESNET, Subject, subject
 
 _LIMIT_S = 180
 _CLOSE = 1e-9
+INTERRUPTED = "was interrupted"
 
 Published = dict[tuple[str, str, int, str], float]
 
@@ -72,78 +75,95 @@ def read_published(path: Path) -> Published:
 
 
 @dataclass
-class Measured:
-    """What was found so far: rows, what is surprising, what was left out, and the picture."""
+class Found:
+    """What was found of a model: its row and picture, what is surprising, or why it is missing."""
 
-    rows: list[dict[str, Any]]
-    notes: list[str]
-    left_out: list[str]
-    slow: set[str]
+    subject: Subject
+    row: dict[str, Any] | None = None
+    notes: Sequence[str] = ()
     picture: Picture | None = None
+    why_not: str | None = None
 
-    def measure_all(self, chosen: Sequence[Subject], published: Published, limit_s: int) -> None:
-        """Plan models, small ones first; none that is larger than one that takes too long."""
-        for subject in sorted(chosen, key=lambda own: own.num_devices):
-            where = f"{subject.table} on {subject.num_devices}"
-            if subject.table in self.slow:
-                self.left_out.append(where)
-                continue
-            try:
-                with at_most(limit_s):
-                    self.measure(subject, published)
-            except TooLongError:
-                self.left_out.append(f"{where} (takes more than {limit_s} s)")
-                self.slow.add(subject.table)
-            except KeyboardInterrupt:
-                self.left_out.append(f"{where} (was interrupted)")
-                self.slow |= {own.table for own in chosen}
 
-    def measure(self, subject: Subject, published: Published) -> None:
-        """Plan a model with every system."""
-        title = f"{subject.table} {subject.name}"
-        progress(f"{title} on {subject.num_devices}")
-        key = subject.table, subject.name, subject.num_devices
-        row: dict[str, Any] = {"table": key[0], "model": key[1], "devices": key[2]}
-        row |= {f"published {own[3]}": x for own, x in published.items() if own[:3] == key}
-        planned, newest = Planned(subject, ALPAS), Planned(subject, NEWEST)
-        choice, plans = planned.all()
-        if (best := newest.first_that_fits(newest.auto)) is not None:
-            row[NEWEST] = newest.tflops(best.plan)
-        if choice is None:
-            self.notes.append(f"{title}: nothing fits.")
-        else:
-            row |= {name: planned.tflops(plan) for name, plan in plans.items()}
-            row |= self._of_auto(planned, choice, plans)
-        self.rows.append(row)
+def measured(subject: Subject, published: Published, limit_s: int) -> Found:
+    """Plan a model with every system, unless that takes longer than the limit."""
+    try:
+        with at_most(limit_s):
+            return _measured(subject, published)
+    except TooLongError:
+        return Found(subject, why_not=f"takes more than {limit_s} s")
+    except KeyboardInterrupt:
+        return Found(subject, why_not=INTERRUPTED)
 
-    def _of_auto(
-        self, planned: Planned, choice: MeshChoice, plans: dict[str, Plan]
-    ) -> dict[str, Any]:
-        best, subject, own = choice.plan, planned.subject, planned.tflops(choice.plan)
-        title = f"{subject.table} {subject.name}"
-        for name, plan in plans.items():
-            if step_s(plan) < step_s(best) * (1 - _CLOSE):
-                self.notes.append(
-                    f"{title}: {name} is faster than auto, {planned.tflops(plan):.1f} against "
-                    f"{own:.1f} TFLOPS: {plan_text(plan)}, M = {plan.num_microbatches}."
-                )
-        if best.num_microbatches != subject.num_microbatches:
-            self.notes.append(
-                f"{title}: auto has M = {best.num_microbatches}; with Alpa's, "
-                f"{subject.num_microbatches}, nothing fits or a step is slower."
+
+def in_turn(chosen: Sequence[Subject], published: Published, limit_s: int) -> Iterator[Found]:
+    """Yield what is found, of small models first; none that is larger than a slow one."""
+    slow = set[str]()
+    for subject in chosen:
+        if subject.table in slow:
+            yield Found(subject, why_not="a smaller one takes too long")
+            continue
+        yield (found := measured(subject, published, limit_s))
+        if found.why_not is not None:
+            is_all = found.why_not == INTERRUPTED
+            slow |= {own.table for own in chosen} if is_all else {subject.table}
+
+
+def at_once(
+    chosen: Sequence[Subject], published: Published, limit_s: int, jobs: int
+) -> Iterator[Found]:
+    """Yield what is found in so many processes, the largest models first, each for itself."""
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as executor:
+        each = [executor.submit(measured, subject, published, limit_s) for subject in chosen[::-1]]
+        yield from (own.result() for own in as_completed(each))
+
+
+def _measured(subject: Subject, published: Published) -> Found:
+    title = f"{subject.table} {subject.name}"
+    progress(f"{title} on {subject.num_devices}")
+    key = subject.table, subject.name, subject.num_devices
+    row: dict[str, Any] = {"table": key[0], "model": key[1], "devices": key[2]}
+    row |= {f"published {own[3]}": x for own, x in published.items() if own[:3] == key}
+    planned, newest = Planned(subject, ALPAS), Planned(subject, NEWEST)
+    choice, plans = planned.all()
+    if (best := newest.first_that_fits(newest.auto)) is not None:
+        row[NEWEST] = newest.tflops(best.plan)
+    if choice is None:
+        return Found(subject, row, [f"{title}: nothing fits."])
+    row |= {name: planned.tflops(plan) for name, plan in plans.items()}
+    row |= _of_auto(planned, choice)
+    where = f"{title} on {subject.num_devices} devices"
+    picture = Picture.of(where, planned.task, choice)
+    return Found(subject, row, [*_surprises(planned, choice.plan, plans)], picture)
+
+
+def _of_auto(planned: Planned, choice: MeshChoice) -> dict[str, Any]:
+    own = planned.tflops(choice.plan)
+    handed = {name: planned.handed_over(choice, name) for name in HANDOVERS}
+    return {
+        AUTO: own,
+        "pflops": own * planned.subject.num_devices / 1e3,
+        "num_microbatches": choice.plan.num_microbatches,
+        "plan": plan_text(choice.plan),
+        **{name: planned.tflops(plan) for name, plan in handed.items()},
+        **planned.seconds(),
+    }
+
+
+def _surprises(planned: Planned, best: Plan, plans: dict[str, Plan]) -> Iterator[str]:
+    subject, own = planned.subject, planned.tflops(best)
+    title = f"{subject.table} {subject.name}"
+    for name, plan in plans.items():
+        if step_s(plan) < step_s(best) * (1 - _CLOSE):
+            yield (
+                f"{title}: {name} is faster than auto, {planned.tflops(plan):.1f} against "
+                f"{own:.1f} TFLOPS: {plan_text(plan)}, M = {plan.num_microbatches}."
             )
-        if self.picture is None or subject.table == RESNET:
-            where = f"{title} on {subject.num_devices} devices"
-            self.picture = Picture.of(where, planned.task, choice)
-        handed = {name: planned.handed_over(choice, name) for name in HANDOVERS}
-        return {
-            AUTO: own,
-            "pflops": own * subject.num_devices / 1e3,
-            "num_microbatches": best.num_microbatches,
-            "plan": plan_text(best),
-            **{name: planned.tflops(plan) for name, plan in handed.items()},
-            **planned.seconds(),
-        }
+    if best.num_microbatches != subject.num_microbatches:
+        yield (
+            f"{title}: auto has M = {best.num_microbatches}; with Alpa's, "
+            f"{subject.num_microbatches}, nothing fits or a step is slower."
+        )
 
 
 def plan_text(plan: Plan) -> str:
@@ -185,17 +205,25 @@ def run(options: argparse.Namespace) -> None:
     os.environ["PENSTOCK_CACHE"] = "off"  # prices of an earlier run would make the search short
     load = Load.now()
     published = read_published(options.published) if options.published else {}
-    found = Measured([], [], [], set())
     tables = (GPT,) if options.smallest else (GPT, MOE, RESNET)
     chosen = [own for own in subjects(tables) if own.num_devices in options.sizes]
-    found.measure_all(chosen, published, options.limit)
-    rows = sorted(found.rows, key=lambda row: (tables.index(row["table"]), row["devices"]))
+    chosen.sort(key=lambda own: own.num_devices)
+    how = chosen, published, options.limit
+    found = [*(in_turn(*how) if options.jobs == 1 else at_once(*how, options.jobs))]
+    found.sort(key=lambda own: (tables.index(own.subject.table), own.subject.num_devices))
+    rows = [own.row for own in found if own.row is not None]
     settings = {"fitted constants": "none", "load before": f"{load.before:.2f}"}
-    left_out = [f"Left out: {', '.join(found.left_out)}."] if found.left_out else []
-    notes = _as_list([*found.notes, *left_out])
+    missing = ", ".join(
+        f"{own.subject.table} on {own.subject.num_devices} ({own.why_not})"
+        for own in found
+        if own.why_not is not None
+    )
+    left_out = [f"Left out: {missing}."] if missing else []
+    notes = _as_list([*(note for own in found for note in own.notes), *left_out])
     further = ("", *table_lines(FURTHER, rows))
     report = Report(columns(published), tuple(rows), settings, (*notes, *further))
-    draw = None if found.picture is None else found.picture.draw
+    pictures = [own.picture for own in found if own.picture is not None]
+    draw = pictures[-1].draw if pictures else None
     publish(report, options, Path(__file__).parent, draw)
 
 
@@ -219,6 +247,13 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="SECONDS",
         default=_LIMIT_S,
         help="leave out what takes longer to plan, with all that is larger",
+    )
+    options.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        default=1,
+        help="plan so many models at a time: none is left out because a smaller one takes long",
     )
     options.add_argument("--published", type=Path, metavar="FILE", help="figures to print beside")
     chosen = options.parse_args(arguments)
