@@ -66,7 +66,7 @@ def test_every_benchmark_runs_and_prints_its_table(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ("chosen", "uneven", "together", "kinds"))
+@pytest.mark.parametrize("part", ("chosen", "uneven", "together", "kinds", "gpu"))
 def test_the_parts_of_foresight_run_and_print_their_tables(part: str) -> None:
     program = ["-W", "error", "-m", f"benchmarks.foresight.{part}", "--smallest"]
     done = subprocess.run(
