@@ -186,7 +186,7 @@ def _candidates(
             own = Candidate(0.0, answer, stages, family, prices)
             how, costs = _priced(own)
             seconds = step_s(_compiled(how, prices.num_microbatches), costs)
-            yield own._replace(step_s=seconds)
+            yield own._replace(step_s=seconds + own.update_s)
 
 
 def _priced(own: Candidate) -> tuple[Lowering, Costs]:

@@ -54,7 +54,8 @@ WAYS = (
 class OnMesh(NamedTuple):
     """A stage on a mesh: its price, the lengths of the axes of its shards, the seconds of its
     forward and its backward for a micro-batch, and a device's bytes of weights, gradients and
-    optimizer, and of the largest graph of a segment; and how many layers it has.
+    optimizer, those that the optimizer moves once a step, and those of the largest graph of a
+    segment; and how many layers it has.
     """
 
     price: Price
@@ -62,6 +63,7 @@ class OnMesh(NamedTuple):
     forward_s: float
     backward_s: float
     state_bytes: float
+    update_bytes: float
     graph_bytes: float
     num_layers: int
 
@@ -129,12 +131,13 @@ class MeshPrices:
         if key not in self._tables:
             self._tables[key] = self._summed(self._ranges(submesh, shape))
         every = (table[start][end] for table in self._tables[key])
-        total_s, once_s, stays, keeps, enters, graph_bytes = every
+        total_s, once_s, stays, updates, keeps, enters, graph_bytes = every
         stay_bytes, again_s = stays, 0.0
         if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
             stay_bytes, again_s, keeps = stays + graph_bytes, once_s, enters
         price = Price(total_s + again_s, stay_bytes, keeps, self._handover_s(end, submesh))
-        return OnMesh(price, shape, once_s, total_s - once_s, stays, graph_bytes, end - start)
+        each_s = once_s, total_s - once_s
+        return OnMesh(price, shape, *each_s, stays, updates, graph_bytes, end - start)
 
     def _summed(self, ranges: Ranges) -> list[list[list[float]]]:
         """Return the tables of stages, as sums over their segments; and the largest graph of one
