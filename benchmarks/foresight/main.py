@@ -1,7 +1,7 @@
 """Foresight: what a step takes and keeps, predicted from layers measured alone, and measured."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -137,6 +137,21 @@ def run(options: argparse.Namespace) -> Report:
         "load before": f"{load.before:.2f}",
     }
     return Report(COLUMNS, tuple(rows), settings, (*verdicts(rows), *load.notes))
+
+
+def of_one_model(
+    columns: tuple[Column, ...],
+    measure_rows: Callable[[Subject, Cluster, int], Iterable[dict[str, Any]]],
+    options: argparse.Namespace,
+) -> Report:
+    """Calibrate, and measure the first model in so many rounds."""
+    load = Load.now()
+    torch.set_num_threads(1)
+    rounds = 2 if options.smallest else options.rounds
+    subject = (SMALLEST if options.smallest else SUBJECTS)[0]
+    rows = tuple(measure_rows(subject, calibrated(smallest=options.smallest), rounds))
+    described = {"rounds": rounds, "load before": f"{load.before:.2f}"}
+    return Report(columns, rows, described, load.notes)
 
 
 def answer(

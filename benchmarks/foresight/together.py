@@ -7,20 +7,19 @@ make list schedules as well. Both run in turn, in one process.
 python -m benchmarks.foresight.together
 """
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
 from torch import nn
 
 import penstock
 from benchmarks.blocks import transformer
-from benchmarks.foresight.main import answer, calibrated
-from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
-from benchmarks.report import Column, Load, Report, interleaved, progress
+from benchmarks.foresight.main import answer, of_one_model
+from benchmarks.foresight.subjects import Subject
+from benchmarks.report import Column, interleaved, progress
 from penstock import Pipeline, Plan
 from penstock.planner.candidates import Constraints
 from penstock.schedules import critical_path
@@ -112,21 +111,15 @@ def measure(
     ]
 
 
-def run(options: argparse.Namespace) -> Report:
-    """Calibrate, and measure with few micro-batches and with more."""
-    load = Load.now()
-    torch.set_num_threads(1)
-    rounds = 2 if options.smallest else options.rounds
-    subject = (SMALLEST if options.smallest else SUBJECTS)[0]
-    cluster = calibrated(smallest=options.smallest)
-    rows = [row for m in (2, 4) for row in measure(subject, cluster, m, rounds)]
-    described = {"rounds": rounds, "load before": f"{load.before:.2f}"}
-    return Report(COLUMNS, tuple(rows), described, load.notes)
+def both(subject: Subject, cluster: penstock.Cluster, rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure with few micro-batches and with more."""
+    for num_microbatches in (2, 4):
+        yield from measure(subject, cluster, num_microbatches, rounds)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
-    answer(__doc__ or "", run, arguments, rounds=9)
+    answer(__doc__ or "", partial(of_one_model, COLUMNS, both), arguments, rounds=9)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,21 @@
 python -m benchmarks.foresight.uneven
 """
 
-import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from statistics import median
 from typing import Any
 
-import torch
 from torch import nn
 
 import penstock
 from benchmarks.blocks import transformer
-from benchmarks.foresight.main import answer, calibrated
-from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
-from benchmarks.report import Column, Load, Report, interleaved, progress
+from benchmarks.foresight.main import answer, of_one_model
+from benchmarks.foresight.subjects import Subject
+from benchmarks.report import Column, interleaved, progress
 from penstock import Cluster, Pipeline, Plan, Profile
 from penstock.interval import likely
 from penstock.planner.candidates import Constraints
@@ -187,21 +186,15 @@ def settings(subject: Subject, cluster: Cluster) -> Iterator[Setting]:
     yield Setting("a core half as fast", subject, slow, heavy=False, slow=True)
 
 
-def run(options: argparse.Namespace) -> Report:
-    """Calibrate, and measure both settings."""
-    load = Load.now()
-    torch.set_num_threads(1)
-    rounds = 2 if options.smallest else options.rounds
-    subjects: Sequence[Subject] = SMALLEST if options.smallest else SUBJECTS
-    cluster = calibrated(smallest=options.smallest)
-    rows = [row for setting in settings(subjects[0], cluster) for row in measure(setting, rounds)]
-    described = {"rounds": rounds, "load before": f"{load.before:.2f}"}
-    return Report(COLUMNS, tuple(rows), described, load.notes)
+def both(subject: Subject, cluster: Cluster, rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure both settings."""
+    for setting in settings(subject, cluster):
+        yield from measure(setting, rounds)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
-    answer(__doc__ or "", run, arguments, rounds=9)
+    answer(__doc__ or "", partial(of_one_model, COLUMNS, both), arguments, rounds=9)
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def _compare(
         best_s = min((own.step_s for own in found), default=inf)
         stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
         own = Candidate(0.0, answer, stages, family, prices)
-        own = own._replace(step_s=_least_s(own, sized))
+        own = own._replace(step_s=_least_s(own, sized) + own.update_s)
         if own.step_s >= best_s:
             found.extend([own] if own.step_s <= _MARGIN * best_s else [])
             continue
@@ -189,7 +189,7 @@ def _compare(
         if all(own <= room for own, room in zip(kept, rooms, strict=True)):
             how, costs = _priced(own)
             seconds = step_s(_compiled(how, prices.num_microbatches), costs)
-            found.append(own._replace(step_s=seconds, is_bound=False))
+            found.append(own._replace(step_s=seconds + own.update_s, is_bound=False))
 
 
 def _least_s(own: Candidate, task: Task) -> float:

@@ -40,23 +40,23 @@ def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> No
         )
 
 
-def with_measured(task: MeshTask, layers: Layers, inputs: Any) -> MeshTask:
-    """Return a task for which layers are measured here, on the cluster's first device, once for
-    each number of micro-batches.
+def with_measured(task: MeshTask, layers: Layers, inputs: Any, num_threads: int = 1) -> MeshTask:
+    """Return a task for which layers are measured here, on the cluster's first device and with as
+    many threads as a stage has, once for each number of micro-batches.
     """
     check_measurable(layers, inputs, task.cluster)
-    return replace(task, factors_of=cache(partial(_factors, task, layers, inputs)))
+    return replace(task, factors_of=cache(partial(_factors, task, layers, inputs, num_threads)))
 
 
 def _factors(
-    task: MeshTask, layers: Layers, inputs: Any, num_microbatches: int
+    task: MeshTask, layers: Layers, inputs: Any, num_threads: int, num_microbatches: int
 ) -> tuple[float, ...]:
     """Return the seconds of each layer, forward and backward, by those of the roofline; of layers
     that are alike, the median.
     """
     part, graph = first_microbatch(inputs, num_microbatches), task.graph_of(num_microbatches)
     with saying(f"measuring {count_text(len(layers), 'layer')}"):
-        found = measure_layers(layers, part, 1, call=StageCalls(layers))  # a stage has one thread
+        found = measure_layers(layers, part, num_threads, call=StageCalls(layers))
     costs, of_kind, factors = Costs((1,), task.cluster), dict[str, float](), list[float]()
     for n, own in enumerate(found):
         known_s = of_kind.setdefault(graph.signature(n), whole_s(graph, n, costs))

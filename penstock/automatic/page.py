@@ -106,7 +106,9 @@ def mesh_plan_page(task: MeshTask, choice: MeshChoice) -> Page:
     sharding = None if plan.sharding is None else sharding_of(plan, graph, task.names)
     layers = drawn_layers(plan, graph, task.names, sharding)
     page = Page(f"Plan for {task.cluster.name}", plan_subtitle(plan))
-    page = with_step(page, Step(predicted=choice.timeline))
+    page = with_step(
+        page, Step(predicted=choice.timeline, optimizer_s=choice.candidates[0].update_s)
+    )
     first = Section("Layers by stages", (layers_figure(plan, layers),))
     rest = (
         Section("Weights", (weights_table(layers), Text(_LEGEND, "note"))),

@@ -53,18 +53,20 @@ WAYS = (
 
 
 class OnMesh(NamedTuple):
-    """A stage on a mesh: its price, the lengths of the axes of its shards, the seconds of its
-    forward and its backward for a micro-batch, and a device's bytes of weights, gradients and
-    optimizer, and of the largest graph of a segment; and how many layers it has.
+    """A stage on a mesh: its price, the lengths of the axes of its shards, and how many layers it
+    has; the seconds of its forward and its backward for a micro-batch; and a device's bytes of
+    weights, gradients and optimizer, those that the optimizer moves once a step, and those of the
+    largest graph of a segment.
     """
 
     price: Price
     shape: tuple[int, ...]
+    num_layers: int
     forward_s: float
     backward_s: float
     state_bytes: float
+    update_bytes: float
     graph_bytes: float
-    num_layers: int
 
 
 def hosts_of(cluster: Cluster) -> list[Hosts]:
@@ -134,22 +136,21 @@ class MeshPrices:
 
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
         every = (table[start][end] for table in self._table(submesh, shape))
-        seconds, stay_bytes, keeps, forward_s, backward_s, stays, graph_bytes = every
+        seconds, stay_bytes, keeps, forward_s, backward_s, *each_bytes = every
         price = Price(seconds, stay_bytes, keeps, self._handover_s(end, submesh))
-        return OnMesh(price, shape, forward_s, backward_s, stays, graph_bytes, end - start)
+        return OnMesh(price, shape, end - start, forward_s, backward_s, *each_bytes)
 
     def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> list[list[list[float]]]:
         """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self._tables:
-            total_s, once_s, stays, keeps, enters, graph = self._summed(
-                self._ranges(submesh, shape)
-            )
+            summed = self._summed(self._ranges(submesh, shape))
+            total_s, once_s, stays, updates, keeps, enters, graph = summed
             price = total_s, stays, keeps
             if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
                 price = total_s + once_s, stays + graph, enters
             with np.errstate(invalid="ignore"):  # infinite where there is no range
-                every = (*price, once_s, total_s - once_s, stays, graph)
+                every = (*price, once_s, total_s - once_s, stays, updates, graph)
             self._tables[key] = [table.tolist() for table in every]
         return self._tables[key]
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from penstock.interval import likely
 from penstock.planner.plan import Plan
 from penstock.planner.stage_rows import segments_of, stages_text
 from penstock.planner.submeshes import Answer
@@ -15,11 +16,14 @@ from .prices import MeshPrices, OnMesh
 
 _FEW_STAGES = 4
 """Up to which each is described."""
+_WORTH_SAYING = 1e-3
+"""The share of a step from which the optimizer is named."""
 
 
 class Candidate(NamedTuple):
-    """Stages on meshes, a schedule of theirs, and the seconds of a step by the simulator; if it
-    `is_bound`, those that it takes at least, which are no less than the best plan's.
+    """Stages on meshes, a schedule of theirs, and the seconds of a step: by the simulator, and of
+    the optimizer after it; if it `is_bound`, those that it takes at least, which are no less than
+    the best plan's.
     """
 
     step_s: float
@@ -33,6 +37,16 @@ class Candidate(NamedTuple):
     def step_text(self) -> str:
         """The seconds in words."""
         return "at least " * self.is_bound + time_text(self.step_s)
+
+    @property
+    def update_s(self) -> float:
+        """The seconds of the optimizer on the device that takes longest, by its bandwidth."""
+        device_of = self.prices.cluster.device_of
+        return max(
+            own.update_bytes / likely(device_of(place).bytes_per_s)
+            for own, places in zip(self.stages, self.answer.devices, strict=True)
+            for place in places
+        )
 
     @property
     def segments(self) -> list[list[OnMesh]]:
@@ -95,6 +109,8 @@ def why_on_meshes(plan: Plan, found: Sequence[Candidate], bubble: float) -> Iter
         f"bubble {percent_text(bubble)}"
         + (f", slowest handover {time_text(handover_s)}" if handover_s else "")
     )
+    if best.update_s > _WORTH_SAYING * best.step_s:
+        yield f"the optimizer takes {time_text(best.update_s)} of a step, where it takes longest"
     for name, decided in _DECISIONS.items():
         others = (other for other in found if decided(other) != decided(best))
         for other in list(others)[:1]:  # they are sorted

@@ -83,6 +83,12 @@ _COUNT = click.IntRange(min=1)
     'pipeline.plan = "auto".',
 )
 @click.option(
+    "--measure",
+    is_flag=True,
+    help="Run the layers of RECIPE's model first, here, on a device of the cluster's kind, and "
+    "let them count as measured; beside --sub-meshes.  [default: the recipe's pipeline.measure]",
+)
+@click.option(
     "--schedule",
     "schedules",
     type=click.Choice(SCHEDULE_NAMES),
@@ -127,6 +133,7 @@ def plan(  # noqa: PLR0913 - one for each option
     num_shards: tuple[int, ...] | None,
     sharding: str | None,
     sub_meshes: bool,
+    measure: bool,
     **decided: Any,
 ) -> None:
     """Choose how to run RECIPE's model on a cluster: what takes the least time, and fits.
@@ -156,14 +163,15 @@ def plan(  # noqa: PLR0913 - one for each option
 
         check_page(html)
     if sub_meshes or (recipe is not None and not profiles and _plans_itself(recipe, overrides)):
-        number = decided["num_microbatches"]
-        found_plan = _on_sub_meshes(recipe, overrides, sharding, number, cluster, html)
+        wanted = {"num_microbatches": decided["num_microbatches"], "measure": measure}
+        found_plan = _on_sub_meshes(recipe, overrides, cluster, html, sharding=sharding, **wanted)
         if save is not None:
             found_plan.save(save)
             run = _run_command(recipe, save, found_plan.placement)
             click.echo(f"{save} is written; it is run by: {run}", err=True)
         click.echo(found_plan.to_json() if as_json else f"{found_plan}\n", nl=False)
         return
+    _check_unmeasured(measure=measure)
     divided = _divided(recipe, overrides, num_shards, sharding, cluster)
     found, usual_size = _profiles(recipe, overrides, profiles, cluster, sizes)
     if batch_size is None and usual_size is None:
@@ -200,13 +208,20 @@ def _plans_itself(recipe: Path, overrides: tuple[str, ...]) -> bool:
     return read_recipe(recipe, overrides).pipeline.plan == "auto"
 
 
+def _check_unmeasured(*, measure: bool) -> None:
+    if measure:
+        raise click.UsageError(
+            '--measure is how --sub-meshes, or a recipe with pipeline.plan = "auto", are planned; '
+            "without them CPUs are always measured (of accelerators, give --profile)"
+        )
+
+
 def _on_sub_meshes(
     recipe: Path | None,
     overrides: tuple[str, ...],
-    sharding: str | None,
-    num_microbatches: int | None,
     cluster: "Cluster",
     html: Path | None,
+    **wanted: Any,
 ) -> "Plan":
     """Plan stages on sub-meshes; most that is decided for whole devices has no meaning there."""
     if recipe is None:
@@ -229,7 +244,7 @@ def _on_sub_meshes(
 
     from .profile_target import task_of_meshes
 
-    task = task_of_meshes(recipe, overrides, sharding, num_microbatches, cluster)
+    task = task_of_meshes(recipe, overrides, cluster, **wanted)
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
     choice = choose_on_meshes(task)
     if html is not None:
@@ -242,7 +257,7 @@ def _on_sub_meshes(
 
 _BESIDE_SUB_MESHES = (
     *("recipe", "overrides", "cluster_name", "sub_meshes", "sharding", "num_microbatches"),
-    *("save", "html", "as_json"),
+    *("measure", "save", "html", "as_json"),
 )
 """What planning on sub-meshes looks at."""
 

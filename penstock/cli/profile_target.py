@@ -1,7 +1,6 @@
 """Profile the model of a recipe."""
 
 from collections.abc import Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from penstock.runtime.shard import shard
 from penstock.sharding.plan import Sharding
 from penstock.trace.progress import say
 from penstock.train.automatic import task_on
-from penstock.train.build import build_layers, build_model, lowered, optimizer_maker
+from penstock.train.build import autocast, build_layers, build_model, lowered, optimizer_maker
 from penstock.train.tasks import build_task
 from penstock.train.tasks.task import Task
 
@@ -72,7 +71,7 @@ def _profile_of(
     model = build_model(recipe, task).to(here)
     inputs, targets = _moved((part.inputs, part.targets), here)
     layers = build_layers(model, task)
-    with _autocast(recipe, here):
+    with autocast(recipe, here):
         return profile(layers, inputs, busy=busy, **{**options, "targets": targets})
 
 
@@ -148,20 +147,25 @@ def sharding_of(
 def task_of_meshes(
     path: Path,
     overrides: Sequence[str],
+    cluster: Cluster,
+    *,
     sharding: str | None,
     num_microbatches: int | None,
-    cluster: Cluster,
+    measure: bool,
 ) -> MeshTask:
-    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights.
+    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights but to
+    `measure` its layers.
 
     Raises:
-        ConfigError: the recipe is wrong, or its data are not there.
+        ConfigError: the recipe is wrong, or its data are not there; or layers are to be measured,
+            and nothing here is of the cluster's kind.
     """
     recipe = read_recipe(path, overrides)
     number = num_microbatches or (
         recipe.pipeline.planned_microbatches if recipe.pipeline.plan else None
     )
-    return task_on(recipe, _task_of(recipe), cluster, sharding, num_microbatches=number)
+    options: dict[str, Any] = {"num_microbatches": number, "measure": measure}
+    return task_on(recipe, _task_of(recipe), cluster, sharding, **options)
 
 
 def _task_of(recipe: Recipe) -> Task:
@@ -197,9 +201,3 @@ def _first_size(recipe: Recipe, targets: Sized) -> int:
 
 def _moved(value: Any, device: torch.device) -> Any:
     return tree_map(lambda tensor: tensor.to(device), value)
-
-
-def _autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    if recipe.train.precision == "float32":
-        return nullcontext()
-    return torch.autocast(device.type, getattr(torch, recipe.train.precision))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import inf
 
 from penstock.errors import ConfigError
 
@@ -67,9 +68,9 @@ def first_difference(
 
 
 def check_factors(factors: Sequence[float], num_layers: int) -> None:
-    """Refuse what layers cannot take by estimated times: numbers above 0 for each, or ()."""
-    if len(factors) not in (0, num_layers) or not all(own > 0 for own in factors):
+    """Refuse all but () and a finite number above 0 for each layer."""
+    if len(factors) not in (0, num_layers) or not all(0 < own < inf for own in factors):
         raise ConfigError(
-            f"layer_factors={factors!r:.80} of a plan with {num_layers} layers; give a number "
-            "above 0 for each layer, or ()"
+            f"layer_factors={factors!r:.80} of a plan with {num_layers} layers; give a "
+            "finite number above 0 for each layer, or ()"
         )

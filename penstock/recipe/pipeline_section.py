@@ -15,7 +15,7 @@ from penstock.types import LONGEST_TIMEOUT_S, Recompute
 from .section import Count, File, Mark, Section, Seed, one_of
 
 BESIDE_AUTO = frozenset(
-    ("plan", "cluster", "num_microbatches", "threads_per_stage", "timeout_s", "seed")
+    ("plan", "cluster", "measure", "num_microbatches", "threads_per_stage", "timeout_s", "seed")
 )
 """The keys that plan = "auto" leaves to a recipe."""
 
@@ -50,6 +50,9 @@ class PipelineSection(Section):
     cluster: Annotated[File, Mark.LAYOUT] = ""
     """What plan = "auto" plans for: a file or a preset, such as "dgx-a100", with a device for each
     process, in the order of ranks; empty: this machine, measured."""
+    measure: Annotated[bool, Mark.LAYOUT] = False
+    """Whether plan = "auto" runs the layers first, on one such device, and takes times; otherwise
+    they are estimated."""
     num_stages: Annotated[Count, Mark.PROCESSES] = 1
     """K, the parts the model is cut into; to be given, but with plan = "auto"."""
     stages_per_rank: Annotated[Count, Mark.PROCESSES] = 1
@@ -129,6 +132,11 @@ class PipelineSection(Section):
             raise ValueError(
                 f'pipeline.cluster = "{self.cluster}" is what pipeline.plan = "auto" plans for; '
                 "set that too, or leave it out"
+            )
+        if self.measure and not self.plan:
+            raise ValueError(
+                'pipeline.measure = true is how pipeline.plan = "auto" plans; set that too, or '
+                "leave it out (without a plan, layers are always measured)"
             )
         return self
 

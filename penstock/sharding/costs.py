@@ -172,6 +172,17 @@ class Costs:
         optimizer = self.state_bytes * self.bytes_of(spec, between)
         return weight + self.bytes_of(spec, at_rest) + optimizer
 
+    def update_bytes(
+        self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
+    ) -> float:
+        """Return the bytes that an optimizer moves on a device for a layer once a step: it reads
+        the slices that the device has between steps, their gradients and its state of them, and
+        writes the slices and its state.
+        """
+        own = self._at_rest(graph, calls, name, plan)
+        held = (self.bytes_of(spec, self._between_steps(spec, at_rest)) for spec, at_rest in own)
+        return (3 + 2 * self.state_bytes) * sum(held)
+
     def saved_bytes(
         self, graph: Graph, call: Call, planned: PlannedCall, users: Mapping[int, int]
     ) -> float:

@@ -122,11 +122,13 @@ class DividedLayer:
     def _lent(self, run: "LayerRun", again: Again | None) -> Iterator[None]:
         """Let the modules have what stands for their weights meanwhile."""
         own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
+        is_new = False
         try:
             for (parameters, name, layout), (*_, parameter) in zip(self._places, own, strict=True):
                 lent = self._lent_as.get(parameter)
                 if lent is None:
                     self._lent_as[parameter] = lent = run.wrapped(parameter, layout)
+                    is_new = True
                     lent.kept = (self.kept or {}).get(parameter)
                 lent.run, lent.again = run, again if parameter in self._again else None
                 parameters[name] = lent
@@ -136,6 +138,9 @@ class DividedLayer:
                 parameters[name] = parameter
                 if parameter in self._lent_as:
                     self._lent_as[parameter].become(parameter, layout)
+            if is_new:  # perhaps in the place of another, which is not needed any more
+                held = {parameter for *_, parameter in own}
+                self._lent_as = {p: lent for p, lent in self._lent_as.items() if p in held}
 
 
 class WholeLayer:

@@ -48,13 +48,14 @@ class Cost(NamedTuple):
 
 class Ranges(NamedTuple):
     """What layers [first, end) cost as a stage: seconds of a micro-batch and of its forward; bytes
-    of weights, gradients and optimizer; and of a micro-batch those that its graph keeps, and those
-    that enter from layers before.
+    of weights, gradients and optimizer, and those that the optimizer moves once a step; and of a
+    micro-batch those that its graph keeps, and those that enter from layers before.
     """
 
     seconds: Any
     forward_s: Any
     stays: Any
+    updates: Any
     keeps: Any
     enters: Any
 
@@ -66,6 +67,7 @@ class _Sum(NamedTuple):
     seconds: float
     forward_s: float
     stays: float
+    updates: float
     keeps: float
 
 
@@ -191,7 +193,7 @@ class Search:
 
     def _of_ranges(self, byte_s: float) -> "Ranges":
         count = len(self._layers)
-        sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(4)]
+        sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(5)]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
         best = {self._whole: never.copy()}
         for place in range(count):
@@ -200,8 +202,8 @@ class Search:
             best = self._further(best, place, byte_s)
             for table, own in zip(sums, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
-        seconds, forward_s, stays, keeps = sums
-        return Ranges(seconds, forward_s, stays, keeps, self._entering())
+        seconds, forward_s, stays, updates, keeps = sums
+        return Ranges(seconds, forward_s, stays, updates, keeps, self._entering())
 
     def _entering(self) -> Numbers:
         """Return the bytes of a micro-batch that enter every range: of a tensor that crosses where
@@ -250,7 +252,8 @@ class Search:
             stays = one.layer_bytes(self._graph, calls, name, plan) - keeps
             keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
             forward_s = one.forward_s(self._graph, calls, plan, cost.seconds)
-            self._sizes[key] = _Sum(*cost, forward_s, stays, keeps)
+            updates = one.update_bytes(self._graph, calls, name, plan)
+            self._sizes[key] = _Sum(*cost, forward_s, stays, updates, keeps)
         return self._sizes[key]
 
     def _bytes(self, plans: Sequence[LayerSharding]) -> float:

@@ -1,22 +1,28 @@
 """Let a run plan itself when it starts, for the processes that there are: plan = "auto"."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from penstock.automatic.choose import MeshTask, plan_on_meshes
 from penstock.automatic.hosts import check_devices, check_hosts
+from penstock.automatic.measured import with_measured
 from penstock.automatic.parallelize import mesh_task, this_cluster
 from penstock.costs.cluster import Cluster
+from penstock.errors import ConfigError
 from penstock.mesh import Mesh
 from penstock.mesh.init import join_mesh, meet
 from penstock.mesh.start import num_processes
+from penstock.model.capture.capture import resolve_layers
+from penstock.model.pytree import tree_map
 from penstock.planner.plan import Plan
 from penstock.recipe.recipe import Recipe
+from penstock.runtime.devices import why_missing
 from penstock.trace.progress import say
 from penstock.trace.units import count_text
 
-from .build import build_layers, lowered
+from .build import autocast, build_layers, build_model, lowered
 from .layout import is_uneven, kind_of, make_mesh, with_plan
 from .tasks import build_task
 from .tasks.task import Task
@@ -41,6 +47,7 @@ def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None
         recipe = with_plan(recipe, plan, is_own=True)
         return recipe, plan, make_mesh(recipe, plan)
     given = {"cluster": section.cluster, "num_microbatches": section.planned_microbatches}
+    given["measure"] = section.measure
     world, place = meet(given, section.timeout_s, device_kind(recipe, None))
     with world.reporting():
         if (cluster := _cluster(recipe)) is not None:
@@ -81,8 +88,14 @@ def task_on(
     sharding: str | None = None,
     *,
     num_microbatches: int | None,
+    measure: bool = False,
 ) -> MeshTask:
-    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights."""
+    """Say what to plan for stages of a recipe's model on sub-meshes, without its weights; those
+    are made where the recipe, or `measure`, asks for times of its layers.
+
+    Raises:
+        ConfigError: layers are to be measured, and nothing here is of the cluster's kind.
+    """
     part, wanted = next(task.batches(0, 0, slice)).parts[0], recipe.pipeline.sharding
     with torch.device("meta"):
         model = task.make_model()
@@ -91,7 +104,31 @@ def task_on(
     ready = sharding or (wanted if isinstance(wanted, str) else "auto")
     if recipe.pipeline.plan and recipe.optimizer.name == "adafactor":
         ready = sharding or "data"  # it looks at whole weights
-    return mesh_task(layers, inputs, cluster, num_microbatches, ready)
+    found = mesh_task(layers, inputs, cluster, num_microbatches, ready)
+    is_measured = measure or recipe.pipeline.measure
+    return _measured(recipe, task, found, part.inputs) if is_measured else found
+
+
+def _measured(recipe: Recipe, task: Task, planned: MeshTask, inputs: Any) -> MeshTask:
+    """Let layers take as long as they do here, with values and in the recipe's precision."""
+    kind = planned.cluster.device_of(0).torch_type
+    if lacks := why_missing(kind):
+        raise ConfigError(
+            f"to measure layers for {planned.cluster.name}, they run on one of its devices, and "
+            f"{lacks}; plan where there is one, or leave out pipeline.measure and --measure, by "
+            "which seconds are estimated"
+        )
+    here = torch.device(kind)
+    model = build_model(recipe, task).to(here)
+    inputs = tree_map(lambda t: t.to(here), inputs)
+    layers = resolve_layers(build_layers(model, task), inputs)
+    own = with_measured(planned, layers, inputs, recipe.pipeline.threads_per_stage)
+
+    def factors_of(num_microbatches: int) -> tuple[float, ...]:
+        with autocast(recipe, here):
+            return own.factors_of(num_microbatches)
+
+    return replace(own, factors_of=factors_of)
 
 
 def _planned(recipe: Recipe, count: int) -> Plan:

@@ -154,10 +154,8 @@ def build_scaler(recipe: Recipe, pipe: Pipeline) -> GradScaler:
     return GradScaler(pipe, enabled=recipe.train.precision == "float16")
 
 
-def autocast(recipe: Recipe, pipe: Pipeline) -> torch.autocast:
-    """Return the context in which the model runs at the recipe's precision."""
+def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+    """Return the context in which the model runs on a device at the recipe's precision."""
     precision: torch.dtype = getattr(torch, recipe.train.precision)
     is_lower = precision is not torch.float32
-    return torch.autocast(
-        pipe.devices[0].type, precision if is_lower else torch.bfloat16, enabled=is_lower
-    )
+    return torch.autocast(device.type, precision if is_lower else torch.bfloat16, enabled=is_lower)

@@ -100,7 +100,7 @@ def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
         "shard_optimizer": False,
     }
     if not is_own:
-        changes |= {"plan": "", "cluster": ""}
+        changes |= {"plan": "", "cluster": "", "measure": False}
     return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})
 
 

@@ -270,7 +270,7 @@ class Trainer:
         if not self.pipe.plan.schedule.is_asynchronous:
             return [self._update(batch) for batch in window]
         batches = [(part.inputs, part.targets) for batch in window for part in batch.parts]
-        with autocast(self.recipe, self.pipe):
+        with autocast(self.recipe, self.pipe.devices[0]):
             found = self.pipe.train_steps(batches, self.optimizer, lr_scheduler=self._rates)
         losses: list[float] = found.tolist()
         for loss in losses:
@@ -281,7 +281,7 @@ class Trainer:
         """Run a step, part by part, and move the weights; give the loss."""
         scale, loss = self.scaler.get_scale(), 0.0
         for part in batch.parts:
-            with autocast(self.recipe, self.pipe):
+            with autocast(self.recipe, self.pipe.devices[0]):
                 of_part = self.pipe.train_step(
                     part.inputs, part.targets, loss_scale=scale * part.share
                 )
@@ -330,7 +330,8 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Compute the task's figures, of the averaged weights if there are any."""
         with self._average.in_place() if self._average is not None else nullcontext():
-            return scores_of(self.task, self.pipe, lambda: autocast(self.recipe, self.pipe))
+            device = self.pipe.devices[0]
+            return scores_of(self.task, self.pipe, lambda: autocast(self.recipe, device))
 
     def _log(self, folder: RunFolder, kind: str, values: Mapping[str, Any]) -> None:
         where = {"kind": kind, "step": self.position.step, "epoch": self.position.epoch}

@@ -143,4 +143,18 @@ FAULTS = (
         "return own",
         "tests/automatic/test_measured.py",
     ),
+    Fault(
+        "candidates on sub-meshes are ranked without the optimizer",
+        "penstock/automatic/choose.py",
+        "step_s=seconds + own.update_s",
+        "step_s=seconds",
+        "tests/automatic/test_choose.py",
+    ),
+    Fault(
+        "an optimizer moves weights that others keep",
+        "penstock/sharding/costs.py",
+        "self._between_steps(spec, at_rest)) for spec",
+        "at_rest) for spec",
+        "tests/automatic/test_choose.py",
+    ),
 )

@@ -5,13 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import penstock
-from penstock.automatic.choose import plan_on_meshes
+from penstock.automatic.baselines import BASELINES
+from penstock.automatic.choose import choose_on_meshes, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task, plan_for
-from penstock.automatic.prices import MeshPrices
+from penstock.automatic.prices import MeshPrices, Way
 from penstock.errors import PlanError
+from penstock.interval import likely
+from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
+from penstock.sharding.costs import Costs
+from penstock.sharding.program import whole_s
+from penstock.trace.units import time_text
 from penstock.types import Recompute
 from penstock.zoo import gpt
 from tests.few_devices import cluster
@@ -63,6 +70,48 @@ def test_where_memory_is_short_stages_recompute_and_where_it_is_too_short_nothin
     assert tight.predicted_step_s > plenty.predicted_step_s
     with pytest.raises(PlanError, match=r"those that need least lack .* on their fullest device"):
         planned(cluster(2, 2, memory_bytes=least // 5))
+
+
+def test_the_optimizer_is_counted_and_may_decide_where_stages_are_cut() -> None:
+    """Stages of like seconds have 2 and 1 of three layers, and so both wide ones on a device."""
+    width, samples = 1024, 4
+    with torch.device("meta"):
+        wide = [nn.Linear(width, width, bias=False) for _ in range(2)]
+        inputs = torch.zeros(samples, width)
+        layers = [*wide, nn.Linear(width, 1, bias=False)]
+    where = cluster(1, 1, far=1e12)
+    (task,) = BASELINES["inter"](mesh_task(layers, inputs, where, num_microbatches=2))
+    one_s, _, last_s = (whole_s(task.graph_of(2), n, Costs((1,), where)) for n in range(3))
+    task = replace(task, factors_of=lambda number: (1.0, 1.0, 3 * one_s / last_s))
+    choice = choose_on_meshes(task)
+    simulated = min(choice.candidates, key=lambda own: own.step_s - own.update_s)
+    best, bytes_per_s = choice.candidates[0], likely(where.device_of(0).bytes_per_s)
+    assert choice.plan.partition == (1, 2) and simulated.answer.stages[0].end == 2
+    weight_s = (
+        4 * width * width / bytes_per_s
+    )  # weight, gradient, two moments: 4 are read, 3 written
+    assert simulated.update_s == pytest.approx(7 * 2 * weight_s, rel=1e-12)
+    assert best.update_s == pytest.approx(7 * (1 + 1 / width) * weight_s, rel=1e-12)
+    assert choice.plan.predicted_step_s == choice.timeline.step_s + best.update_s
+    (said,) = (line for line in choice.plan.why if "the optimizer" in line)
+    assert (
+        said == f"the optimizer takes {time_text(best.update_s)} of a step, where it takes longest"
+    )
+    long = replace(task, factors_of=lambda number: (1e6, 1e6, 1e9))
+    assert not [line for line in choose_on_meshes(long).plan.why if "the optimizer" in line]
+
+
+@pytest.mark.parametrize("sharding", ["data", "zero1", "zero2", "zero3"])
+def test_an_optimizer_moves_what_a_device_keeps_between_steps(sharding: str) -> None:
+    width, parts = 64, 1 if sharding == "data" else 2
+    with torch.device("meta"):
+        layers = [nn.Linear(width, width, bias=False) for _ in range(3)]
+        task = mesh_task(layers, torch.zeros(8, width), cluster(2), 2, sharding)
+    ways = [Way(), Way(recomputes=True, segments=True)]
+    for way in ways:
+        given = task.graph_of(2), task.names, task.model.spans, task.cluster, 2, sharding
+        found = MeshPrices(*given, way=way).on_mesh(0, 3, Submesh(0, 1, 2))
+        assert found is not None and found.update_bytes == 7 * 3 * 4 * width * width / parts
 
 
 def test_the_same_is_planned_again_and_survives_json() -> None:

@@ -11,6 +11,7 @@ from penstock.planner.make_plan import prediction_path
 from penstock.planner.plan import Plan
 from penstock.schedules import one_f_one_b
 from penstock.trace import Timeline
+from tests.few_devices import cluster as few_devices
 from tests.profiles import chain, cluster
 from tests.text_recipes import TEXT
 
@@ -170,6 +171,33 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
     Path("auto.toml").write_text(auto)
     assert run(("plan", "auto.toml", "--cluster", "dgx-a100", "--json")) == 0
     assert Plan.from_json(capsys.readouterr().out) == plan
+
+
+def test_layers_of_a_recipe_are_measured_where_its_cluster_has_such_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+    few_devices(2, torch_type="cpu").save("here.toml")
+    few_devices(2, torch_type="vulkan").save("away.toml")
+    command = ("plan", "gpt.toml", "--num-microbatches", "2", "--json", "--sub-meshes")
+    here = (*command, "--cluster", "here.toml")
+    assert run(here) == 0
+    assert Plan.from_json(capsys.readouterr().out).layer_factors == ()
+    assert run((*here, "--measure")) == 0
+    plan = Plan.from_json(capsys.readouterr().out)
+    assert len({*plan.layer_factors}) > 1 == min(1, *map(bool, plan.layer_factors))
+    assert len(plan.layer_factors) == len(plan.layers)
+    layout = "num_stages = 2\nnum_microbatches = 2"
+    Path("auto.toml").write_text(Path("gpt.toml").read_text().replace(layout, 'plan = "auto"'))
+    again = ("plan", "auto.toml", "--num-microbatches", "2", "--json")
+    assert run((*again, "--cluster", "here.toml", "--set", "pipeline.measure=true")) == 0
+    assert len(Plan.from_json(capsys.readouterr().out).layer_factors) == len(plan.layers)
+    assert run((*command, "--cluster", "away.toml", "--measure")) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("penstock: to measure layers for few") and "'vulkan'" in said
+    assert run(("plan", "gpt.toml", "--cluster", "here.toml", "--measure")) == 2
+    assert "--measure is how --sub-meshes" in capsys.readouterr().err
 
 
 def test_shards_are_planned_beside_the_pipeline(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from fractions import Fraction
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,12 @@ def test_lists_are_tuples_in_a_plan_as_they_are_in_its_json() -> None:
     assert made == ODD
 
 
+@pytest.mark.parametrize("factor", [inf, nan, 0.0, -1.0])
+def test_a_layer_cannot_take_so_many_times_its_estimate(factor: float) -> None:
+    with pytest.raises(ConfigError, match="give a finite number above 0 for each layer"):
+        replace(ODD, layer_factors=(1.0, factor, 1.0, 1.0))
+
+
 def test_a_way_to_divide_stages_and_shards_come_together() -> None:
     for changes in ({"sharding": None}, {"placement": Placement.of((0, 1, 0, 1))}):
         with pytest.raises(PlanError, match="give a name of a ready plan with init_mesh"):
@@ -222,7 +229,7 @@ def without(key: str) -> str:
         (changed(recompute=["stage"]), "2 stages has recompute for 1"),
         (changed(predicted_s=[1.0]), "2 stages has predicted_s for 1"),
         (changed(layer_factors=[1.0]), r"layer_factors=\(1.0,\) of a plan with 3 layers; give a"),
-        (changed(layer_factors=[1.0, 0.0, 1.0]), "give a number above 0 for each layer"),
+        (changed(layer_factors=[1.0, 0.0, 1.0]), "give a finite number above 0 for each layer"),
         (changed(sharding=[]), "sharding must be a string"),
         (changed(sharding={"weight": {}}), "unknown key sharding.weight; known are plan, weights"),
         (changed(sharding={"weights": {"a": "C"}}), r"pins 'a' to 'C'; a weight at rest is 'I'"),

@@ -128,6 +128,10 @@ def test_a_text_cannot_be_written_at_a_temperature_near_0(temperature: str) -> N
             'pipeline.cluster = "h100" is what pipeline.plan = "auto" plans for',
         ),
         (
+            ["pipeline.measure=true"],
+            'pipeline.measure = true is how pipeline.plan = "auto" plans; set that too, or leave',
+        ),
+        (
             ["train.average_checkpoints=2"],
             'train.average_checkpoints = 2 with data.name = "digits" changes nothing',
         ),

@@ -1,6 +1,7 @@
 """What a device holds and sends is what a plan says, counted in bytes."""
 
 import gc
+import weakref
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,30 @@ def test_no_weight_stays_whole_after_a_layer_and_only_gathered_ones_come_again(
             assert cut
             assert bool(again) == comes_again
             assert not alive
+
+
+def replaced(mesh: Mesh) -> list[bool]:
+    """Replace a layer's weights twice, and tell of the first new ones whether they are alive."""
+    module, whole = gpt_block(), torch.randn(4, 8, 8)
+    graph = record_graph(as_layers([module]), whole.clone().requires_grad_())
+    own = plan_sharding("data", graph, ["0"], Costs.usual((NUM_SHARDS,))).layers[0]
+    divided, once = DividedLayer(0, module, own, mesh.shard_axes), list[Any]()
+    for _ in range(2):
+        once.append([])
+        for part in module.modules():
+            for name, parameter in [*part.named_parameters(recurse=False)]:
+                setattr(part, name, nn.Parameter(parameter.detach().clone()))
+                once[-1].append(weakref.ref(getattr(part, name)))
+        del parameter
+        with torch.no_grad():
+            divided.call(partial(module, whole), {})
+    gc.collect()
+    return [ref() is not None for ref in once[0]]
+
+
+def test_a_weight_that_is_replaced_is_let_go(tmp_path: Path) -> None:
+    for alive in call(replaced, Placement.of(range(1), num_shards=NUM_SHARDS), tmp_path):
+        assert len(alive) > 1 and not any(alive)
 
 
 def sent(mesh: Mesh, seeds: list[int]) -> list[tuple[int, int]]:

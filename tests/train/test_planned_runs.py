@@ -11,11 +11,14 @@ from penstock import Plan, Recompute
 from penstock.cli.main import run
 from penstock.errors import RunFolderError
 from penstock.planner.placement import Placement
+from penstock.recipe.read import read_recipe
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.run_folder import RunFolder
 from tests.digits import DIGITS, SMALL
+from tests.few_devices import cluster
 from tests.quiet import quiet
+from tests.text_recipes import TEXT
 
 ONE_EPOCH = (*SMALL, "train.epochs=1", "train.log_every=1")
 
@@ -101,3 +104,19 @@ def test_a_run_keeps_within_its_limit_and_computes_the_same(
     assert plan.recompute[0] is not Recompute.NEVER
     assert plan.recompute[2] is Recompute.NEVER
     assert max(plan.predicted_peak_bytes) <= 500_000
+
+
+def test_a_run_that_plans_itself_may_measure_its_layers_first(tmp_path: Path) -> None:
+    text = TEXT.replace("PATH", str(tmp_path / "text.txt"))
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 400)
+    (tmp_path / "gpt.toml").write_text(text.replace("num_stages = 2", 'plan = "auto"'))
+    cluster(1, torch_type="cpu").save(tmp_path / "one.toml")
+    changes = [f"pipeline.cluster={tmp_path / 'one.toml'}", "train.log_every=1"]
+    for folder in ("estimated", "measured"):
+        changes.append(f"pipeline.measure={str(folder == 'measured').lower()}")
+        wanted = Request(tmp_path / "gpt.toml", changes, tmp_path / folder)
+        assert start_run(wanted, quiet(), Interrupt()).finished
+    plans = [Plan.load(tmp_path / own / "plan.json") for own in ("estimated", "measured")]
+    assert [len(plan.layer_factors) for plan in plans] == [0, len(plans[1].layers)]
+    assert losses(tmp_path / "measured") == losses(tmp_path / "estimated") != []
+    assert read_recipe(tmp_path / "measured" / "recipe.toml").pipeline.measure

@@ -22,6 +22,7 @@ from .figures import Figure, Spread, rounded, seconds_of
 from .links import MeasuredLink, measure_gpus, measure_processes, measure_threads
 from .work import (
     CHAIN,
+    LARGE,
     USUAL,
     Sizes,
     copy_work,
@@ -39,7 +40,7 @@ _OF_DEVICES, _OF_CROWDS, _OF_LINKS = 0.25, 0.5, 0.25
 _MESSAGE_BYTES = 1 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOO_SLOW, _TRIED = 10, 192
-"""A dtype that is so many times slower than float32, for a product of this size, is left out."""
+"""A dtype that is so many times slower on a core than float32, for such a product, is left out."""
 _QUIET = 0.95
 """What is left to others on a machine that does nothing else."""
 _UNSTEADY = 2.0
@@ -79,7 +80,7 @@ class Calibration:
         return f"{'; '.join(found)}; stop other programs and calibrate again" if found else ""
 
 
-def calibrate(budget_s: float = BUDGET_S, sizes: Sizes = USUAL) -> Calibration:
+def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibration:
     """Measure this machine for about so many seconds: its GPUs, or its cores if it has none.
 
     Raises:
@@ -88,7 +89,9 @@ def calibrate(budget_s: float = BUDGET_S, sizes: Sizes = USUAL) -> Calibration:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _gpus(budget_s, sizes) if torch.cuda.is_available() else _cores(budget_s, sizes)
+        if torch.cuda.is_available():
+            return _gpus(budget_s, sizes or LARGE)
+        return _cores(budget_s, sizes or USUAL)
     finally:
         torch.set_num_threads(threads)
 
@@ -164,7 +167,7 @@ def measure_device(
     figures = [Figure("copy", "B/s", copy)]
     peaks: dict[str, float] = {}
     for name, dtype in _DTYPES.items():
-        if peaks:
+        if peaks and is_cpu:
             tried = seconds_of(gemm_work(device, _TRIED, dtype), 0.0, wait).per(2 * _TRIED**3)
             if tried.middle < peaks["float32"] / _TOO_SLOW:
                 continue

@@ -26,6 +26,8 @@ class Sizes:
 
 
 USUAL = Sizes()
+LARGE = Sizes(copy_bytes=1 << 30, gemm=8192)
+"""Fills a GPU, and none of its caches holds it."""
 TINY = Sizes(copy_bytes=1 << 16, gemm=32, images=(2, 4, 8, 8))
 """Gives figures that say little, at once."""
 

@@ -83,7 +83,7 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
             call = as_call(example_inputs)
             expected, found = (_in_both_modes(model, call, run) for run in (model, chain))
         different = _differences(expected, found)
-        if different and _is_noisy(model, call):
+        if _worse_than_rounding(different) and _is_noisy(model, call):
             warnings.warn(_NOISY, stacklevel=5)
             return f"not checked: {_NOISY}"
     _refuse(different, len(partition))
@@ -136,8 +136,12 @@ def _is_noisy(model: nn.Module, call: Call) -> bool:
     return bool(_differences(one, other))
 
 
+def _worse_than_rounding(different: list[Difference]) -> list[Difference]:
+    return [difference for difference in different if not difference.is_rounding]
+
+
 def _refuse(different: list[Difference], num_stages: int) -> None:
-    worst = [difference for difference in different if not difference.is_rounding]
+    worst = _worse_than_rounding(different)
     if not worst:
         return
     outputs = [difference for difference in worst if difference.name.startswith("output")]
