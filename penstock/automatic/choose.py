@@ -7,6 +7,7 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from itertools import chain, product, repeat
@@ -142,11 +143,25 @@ def _look(task: MeshTask, number: int, way: Way, found: list[Candidate], lacks: 
     price = prices.price if tuple(task.families) == (gpipe,) else partial(price_1f1b, prices)
     sized = Task(len(task.names), hosts_of(task.cluster), price, number)
     try:
-        answers = find_stages(sized, most=_MOST, uses_all_in_order=True)
+        answers = _answers(task.cluster, sized)
     except PlanError as error:
         lacks.append(str(error))
         return
     _compare(task, answers, prices, sized, found)
+
+
+def _answers(cluster: Cluster, sized: Task) -> list[Answer]:
+    """Return the best answers with stages in the order of the cluster's hosts, and where hosts are
+    unlike in any other; best first.
+    """
+    find = partial(find_stages, sized._replace(price=cache(sized.price)), most=_MOST)
+    first, *others = (replace(own, name="", count=1) for own in cluster.hosts)
+    if others.count(first) == len(others):
+        return find(uses_all_in_order=True)
+    found = find(uses_all=True)
+    with suppress(PlanError):  # memory may allow only another order: the first stage keeps most
+        found = [*find(uses_all_in_order=True), *found]
+    return sorted(dict.fromkeys(found), key=attrgetter("seconds"))
 
 
 def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
@@ -262,6 +277,7 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
         least = min(host.memory_bytes for host in hosts_of(task.cluster))
         wanted = Wanted(task.sharding, memory_limit_bytes=int(least))
     is_alone = len(task.cluster.places) == 1
+    places = None if devices == tuple(sorted(devices)) else spread(range(len(devices)))
     return Plan(
         layers=tuple(task.model.layers),
         partition=tuple(own.num_layers for own in chain(*best.segments)),
@@ -272,6 +288,7 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
             spread([(own,) for own in devices]),
             spread(kinds),
             shard_shapes=spread([own.shape for own in best.stages]),
+            stage_places=places,
         ),
         sharding=wanted if max(map(len, devices)) > 1 else None,
         transport=Transport.THREADS if is_alone else Transport.TORCH_DISTRIBUTED,

@@ -137,7 +137,8 @@ class MeshPrices:
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
         every = (table[start][end] for table in self._table(submesh, shape))
         seconds, stay_bytes, keeps, forward_s, backward_s, *each_bytes = every
-        price = Price(seconds, stay_bytes, keeps, self._handover_s(end, submesh))
+        handover_s = self.handover_s(end, submesh, submesh.kind)
+        price = Price(seconds, stay_bytes, keeps, handover_s)
         return OnMesh(price, shape, end - start, forward_s, backward_s, *each_bytes)
 
     def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> list[list[list[float]]]:
@@ -195,32 +196,41 @@ class MeshPrices:
         before = sum(host.count * len(host.devices) for host in self.cluster.hosts[: submesh.kind])
         return tuple(range(before, before + submesh.num_hosts * submesh.num_devices))
 
-    def _handover_s(self, end: int, submesh: Submesh) -> float:
-        """Return the seconds of what goes on to the next stage and comes back."""
+    def handover_s(self, end: int, submesh: Submesh, kind: int) -> float:
+        """Return the seconds of what goes on to the next stage, on hosts of a kind, and comes
+        back.
+        """
         if end == len(self.names) or len(self.cluster.places) == 1:
             return 0.0
-        if submesh not in self._ways_out:
-            self._ways_out[submesh] = self._way_out(submesh)
-        latency_s, bytes_per_s = self._ways_out[submesh]
+        if (submesh, kind) not in self._ways_out:
+            self._ways_out[submesh, kind] = self._way_out(submesh, kind)
+        latency_s, bytes_per_s = self._ways_out[submesh, kind]
         return 2 * (latency_s + self.entering_bytes(end) / bytes_per_s)
 
     def entering_bytes(self, start: int) -> float:
         """Return the bytes of a micro-batch that layers from `start` on are given by others."""
         return float(self._entering[start])
 
-    def _way_out(self, submesh: Submesh) -> tuple[float, float]:
-        """Return latency and bytes a second from a mesh to the next one: over the network where
-        there are several hosts, each host's own at once.
+    def _way_out(self, submesh: Submesh, kind: int) -> tuple[float, float]:
+        """Return latency and bytes a second from a mesh to the next one, on hosts of a kind if
+        there are others of it: over the network where there are several hosts, each host's own at
+        once.
         """
-        first, places = self.devices(submesh)[0], self.cluster.places
-        away = [n for n, place in enumerate(places) if place.host != places[first].host]
-        beside = next(n for n in range(len(places)) if n != first)
+        own, places, (count, size, _) = (
+            self.devices(submesh),
+            self.cluster.places,
+            self._hosts[kind],
+        )
+        hosts, there = {places[n].host for n in own}, self.devices(Submesh(kind, count, size))
+        every, first = range(len(places)), own[0]
+        away = [n for n in (*there, *every) if places[n].host not in hosts]
+        beside = next(n for n in every if n != first)
         route = self.cluster.route(first, away[0] if away else beside)
         at_once = submesh.num_hosts if away else submesh.num_devices
         return route.latency_s, route.bytes_per_s * at_once
 
     @cached_property
-    def _ways_out(self) -> dict[Submesh, tuple[float, float]]:
+    def _ways_out(self) -> dict[tuple[Submesh, int], tuple[float, float]]:
         return {}
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.interval import likely
@@ -50,9 +51,16 @@ class Candidate(NamedTuple):
 
     @property
     def segments(self) -> list[list[OnMesh]]:
-        """The segments of each stage: itself, where it is not cut further."""
+        """The segments of each stage: itself, where it is not cut further; what goes on to hosts
+        of another kind takes the way there.
+        """
         pairs = zip(self.answer.stages, self.stages, strict=True)
-        return [self.prices.segments(stage, own.shape) for stage, own in pairs]
+        found = [self.prices.segments(stage, own.shape) for stage, own in pairs]
+        for own, (before, (*_, onto)) in zip(found, pairwise(self.answer.stages), strict=False):
+            if onto.kind != before.submesh.kind:
+                handover_s = self.prices.handover_s(before.end, before.submesh, onto.kind)
+                own[-1] = own[-1]._replace(price=own[-1].price._replace(handover_s=handover_s))
+        return found
 
     @property
     def schedule(self) -> Family:

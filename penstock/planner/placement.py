@@ -10,6 +10,11 @@ mesh of its own, replica x shard; stages may have unlike ones, as 2 x 2 + 1 x 4:
                        stage 0      stage 1
                        0   1        4  5  6  7
                        2   3
+
+A stage's place along the pipeline, its rank in a schedule, need not be that of its ranks:
+
+    stage_places        0     1   2        stage 0 on ranks 2 and 3, as on the second kind of host
+    ranks             2  3    0   1
 """
 
 from collections.abc import Sequence
@@ -36,18 +41,23 @@ class Placement:
 
     `shard_shapes[stage]` are the lengths of the axes along which its shards are arranged, the last
     one between neighbours in rank.  None: those of each stage are in a row.
+
+    `stage_places[stage]` is the place of its mesh along the pipeline.  None: meshes stand there in
+    the order of their ranks.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
     devices: tuple[str, ...]
     cluster_places: tuple[int, ...] | None = None
     shard_shapes: tuple[tuple[int, ...], ...] | None = None
+    stage_places: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Refuse ranks that no job could have.
 
         Raises:
-            PlanError: a stage's mesh has rows of unlike length, or a rank is in several meshes.
+            PlanError: a stage's mesh has rows of unlike length, a rank is in several meshes, or a
+                place has none or two.
         """
         if not self.ranks or not all(of_stage and of_stage[0] for of_stage in self.ranks):
             raise PlanError("a placement needs at least one stage, and a rank for each")
@@ -72,11 +82,24 @@ class Placement:
                 f"shard_shapes={self.shard_shapes}, and the stages have {numbers} shards; give "
                 "each stage axes whose lengths multiply to that"
             )
+        self._check_places()
         every = [rank for mesh in self.meshes for row in mesh for rank in row]
         if min(every) < 0 or len(every) != len(set(every)):
             raise PlanError(
                 f"a placement has ranks {sorted(every)}; they count from 0, and each belongs to "
                 "one replica and one shard of the stages that it runs"
+            )
+
+    def _check_places(self) -> None:
+        """Refuse places along the pipeline that are not one for each mesh."""
+        if (places := self.stage_places) is None:
+            return
+        pairs = set(zip(places, self.ranks, strict=False))
+        count = len(set(self.ranks))
+        if (len(places), len(pairs), set(places)) != (len(self.ranks), count, {*range(count)}):
+            raise PlanError(
+                f"a placement has stage_places={tuple(places)}, and ranks {self.ranks}; give each "
+                f"stage the place of its mesh, of {count} that count from 0, or leave them out"
             )
 
     @classmethod
@@ -111,14 +134,19 @@ class Placement:
         ranks = tuple(meshes[place] for place in places)
         shapes = tuple(self.shard_axes_of(self.ranks.index(mesh)) for mesh in ranks)
         given = None if self.shard_shapes is None else shapes
-        return Placement(ranks, tuple(devices), shard_shapes=given)
+        own = None if self.stage_places is None else tuple(places)
+        return Placement(ranks, tuple(devices), shard_shapes=given, stage_places=own)
 
     @property
     def meshes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The meshes that stages have, [replica][shard], each once: in order of their first ranks,
-        as they stand along the pipeline.
+        """The meshes that stages have, [replica][shard], each once: as they stand along the
+        pipeline, which is in order of their first ranks unless `stage_places` say otherwise.
         """
-        return tuple(sorted(set(self.ranks)))
+        if self.stage_places is None:
+            return tuple(sorted(set(self.ranks)))
+        return tuple(
+            mesh for _, mesh in sorted(set(zip(self.stage_places, self.ranks, strict=True)))
+        )
 
     @property
     def is_regular(self) -> bool:
@@ -160,6 +188,8 @@ class Placement:
     @property
     def places(self) -> tuple[int, ...]:
         """The place of each stage along the pipeline: its rank in a schedule."""
+        if self.stage_places is not None:
+            return self.stage_places
         if self.is_regular:  # a rank that no stage is on counts
             return tuple(of_stage[0][0] // self.most_shards for of_stage in self.ranks)
         return tuple(self.meshes.index(of_stage) for of_stage in self.ranks)

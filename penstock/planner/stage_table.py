@@ -89,17 +89,22 @@ class StageTable:
             whole = self.hosts[kind].num_devices
             size[kind] = num_hosts * (whole // (whole // number) if even else number)
 
-    def use_all_in_order(self) -> None:
-        """Let stages have all devices, in order: parts of a host only while it has room, whole
-        hosts only at the start of one, and a kind of hosts once those before it are used up.
+    def use_all(self, *, in_order: bool) -> None:
+        """Let stages have all devices, host by host: parts of a host only while it has room, whole
+        hosts only at the start of one, and another kind of hosts only once no host is in part
+        used; if `in_order`, once all of the kinds before it are used up.
         """
         self.covers_all = True
         left = np.indices(self.may_be_next.shape[1:])
+        sizes = [own.num_devices for own in self.hosts]
+        is_whole = [here % whole == 0 for here, whole in zip(left, sizes, strict=True)]
         for may, (kind, num_hosts, number) in zip(self.may_be_next, self.meshes, strict=True):
-            whole = self.hosts[kind].num_devices
-            room = (left[kind] - 1) % whole + 1
-            may &= (left[:kind] == 0).all(axis=0) & (left[kind] >= num_hosts * number)
-            may &= room >= number
+            room = (left[kind] - 1) % sizes[kind] + 1
+            may &= (left[kind] >= num_hosts * number) & (room >= number)
+            if in_order:
+                may &= (left[:kind] == 0).all(axis=0)
+            for own in is_whole[:kind] + is_whole[kind + 1 :]:
+                may &= own
 
     def within(self, bound_s: float) -> Numbers:
         """Return `total`, infinite for what is slower than a bound."""

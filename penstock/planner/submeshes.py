@@ -95,12 +95,18 @@ def alpa_stages(task: Task) -> Answer:
 
 
 def find_stages(
-    task: Task, *, most: int = 8, eps: float = 0.01, uses_all_in_order: bool = False
+    task: Task,
+    *,
+    most: int = 8,
+    eps: float = 0.01,
+    uses_all_in_order: bool = False,
+    uses_all: bool = False,
 ) -> list[Answer]:
     """Return the best answers, at most so many, best first.
 
     Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
-    stay unused; if it `uses_all_in_order`, stages have consecutive devices, and all of them.
+    stay unused; if it `uses_all_in_order`, stages have consecutive devices, and all of them.  If
+    it `uses_all`, the kinds of hosts take turns in any order, each host filled before the next.
     Handing over counts in the sum, and for t_max where it takes longer than the stage: transfers
     go on while other micro-batches are computed.  1F1B keeps at most B in flight.
 
@@ -116,7 +122,10 @@ def find_stages(
     """
     if most < 1 or eps < 0:
         raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
-    return _Search(task, most=most, eps=eps, in_order=uses_all_in_order).answers()
+    search = _Search(task, most=most, eps=eps)
+    if uses_all or uses_all_in_order:
+        search.use_all(in_order=uses_all_in_order)
+    return search.answers()
 
 
 class _State(NamedTuple):
@@ -142,7 +151,6 @@ class _Search:
         most: int,
         eps: float,
         is_alpa: bool = False,
-        in_order: bool = False,
     ) -> None:
         numbers = [task.num_layers, task.num_microbatches, len(task.hosts)]
         numbers += [number for own in task.hosts for number in own[:2]]
@@ -160,12 +168,15 @@ class _Search:
             self.num_stages = min(self.num_stages, MOST_STAGES)
         self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
         self.table = StageTable(task, self.meshes, self.num_stages, is_alpa=is_alpa)
-        self.in_order = in_order
-        if in_order:
-            self.table.use_all_in_order()
+        self.uses_all = False
         self.found: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = inf
         self.gave_up = False
+
+    def use_all(self, *, in_order: bool) -> None:
+        """Look for stages that have all devices, host by host."""
+        self.uses_all = True
+        self.table.use_all(in_order=in_order)
 
     def answers(self) -> list[Answer]:
         """Return the best answers, best first."""
@@ -299,10 +310,13 @@ class _Search:
             yield float(sums[at]), _State(sum_s, stages, state.num_left - 1, left)
 
     def _packed(self, stages: tuple[Stage, ...]) -> tuple[tuple[int, ...], ...] | None:
-        if not self.in_order:
+        if not self.uses_all:
             return pack(stages, self.task.hosts)
-        ends = accumulate((math.prod(stage.submesh[1:]) for stage in stages), initial=0)
-        return tuple(tuple(range(*own)) for own in pairwise(ends))
+        firsts, found = [*accumulate(self.devices, initial=0)], []
+        for *_, (kind, num_hosts, number) in stages:  # the next devices of the kind
+            first, firsts[kind] = firsts[kind], firsts[kind] + num_hosts * number
+            found.append(tuple(range(first, firsts[kind])))
+        return tuple(found)
 
     def _missing(self) -> str:
         """Return why there is no answer."""

@@ -28,7 +28,7 @@ def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
     """
     check_layout(recipe, num_processes(), plan)
     section = recipe.pipeline
-    if plan is not None and is_uneven(plan.placement):
+    if plan is not None and is_uneven(plan.placement) and num_processes() > 1:
         return init_mesh(
             placement=plan.placement, timeout_s=section.timeout_s, device=kind_of(plan)
         )
@@ -37,8 +37,11 @@ def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
 
 
 def is_uneven(placement: Placement) -> bool:
-    """Tell whether some stages have other shards than others, in number or along other axes."""
-    return len({placement.shard_axes_of(stage) for stage in range(placement.num_stages)}) > 1
+    """Tell whether numbers do not say the placement: some stages have other shards than others, in
+    number or along other axes, or stages are not in the order of ranks.
+    """
+    axes = {placement.shard_axes_of(stage) for stage in range(placement.num_stages)}
+    return len(axes) > 1 or placement.stage_places is not None
 
 
 def kind_of(plan: Plan) -> str | None:

@@ -88,17 +88,15 @@ def test_a_plan_has_a_stage_for_each_segment_and_a_row_for_each_mesh() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert set(plan.recompute) == {Recompute.STAGE}
     assert plan.schedule.name == "segmented" and set(plan.partition) == {1}
-    assert [len(ranks[0]) for ranks in plan.placement.meshes] == [1, 2]
+    assert [len(ranks[0]) for ranks in plan.placement.meshes] == [2, 1]
     _, *rows = plan.rows
-    assert [row[0] for row in rows] == ["0-1", f"2-{plan.num_stages - 1}"]
+    assert [row[0] for row in rows] == ["0-3", "4-6"]
     figure = layers_figure(plan, layers_of(task_on(1, 2), choice))
     assert len(figure.layout["yaxis"]["ticktext"]) == 2
     assert len(figure.layout["annotations"]) == 1
     sharding = sharding_of(plan, task_on(1, 2).graph_of(M), task_on(1, 2).names)
-    assert [{*own.leaving.values()} for own in sharding.layers[2:-1]] == [{(S(0),)}] * (
-        plan.num_stages - 3
-    )
-    assert any("limited by stage 2-" in line for line in plan.why)
+    assert [{*own.leaving.values()} for own in sharding.layers[:4]] == [{(S(0),)}] * 4
+    assert any("limited by stage 0-3" in line for line in plan.why)
     assert "recompute each layer" in str(choice.candidates[0])
 
 

@@ -364,9 +364,13 @@ def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
             assert not unlike(found, twin, names), f"{case}: the replicas"
 
 
-def of_meshes(*meshes: tuple[tuple[int, ...], ...], shapes: Any = None) -> Placement:
-    """Place stages on meshes of their own, [replica][shard]."""
-    return Placement(meshes, ("cpu",) * len(meshes), shard_shapes=shapes)
+def of_meshes(
+    *meshes: tuple[tuple[int, ...], ...], shapes: Any = None, in_turn: bool = False
+) -> Placement:
+    """Place stages on meshes of their own, [replica][shard]; `in_turn` whatever their ranks."""
+    places = tuple(range(len(meshes))) if in_turn else None
+    devices = ("cpu",) * len(meshes)
+    return Placement(meshes, devices, shard_shapes=shapes, stage_places=places)
 
 
 @pytest.mark.parametrize(
@@ -377,6 +381,9 @@ def of_meshes(*meshes: tuple[tuple[int, ...], ...], shapes: Any = None) -> Place
         slow("shards", Placement.of(range(2), num_shards=2)),
         ("unlike", of_meshes(((0,),), ((1, 2),))),
         slow("unlike", of_meshes(((0, 1),), ((2,),))),
+        ("unlike", of_meshes(((2,),), ((0, 1),), in_turn=True)),
+        slow("unlike", of_meshes(((1, 2),), ((0,),), in_turn=True)),
+        slow("shards", of_meshes(((2, 3),), ((0, 1),), in_turn=True)),
         slow("float32", of_meshes(((0,),), ((1, 2),))),
         slow("float32", of_meshes(((0, 1),), ((2,),))),
         slow("unlike", of_meshes(((0, 1, 2),), ((3, 4),))),
@@ -387,6 +394,9 @@ def of_meshes(*meshes: tuple[tuple[int, ...], ...], shapes: Any = None) -> Place
     ),
     ids=(
         *("1 x 2, in turns", "1 x 2", "2 x 2", "1 + 2", "2 + 1"),
+        "1 + 2, the last rank first",
+        "2 + 1, the last ranks first",
+        "2 x 2, the last ranks first",
         *("1 + 2 in float32", "2 + 1 in float32", "3 + 2", "2 x 2 + 1", "1 x 3"),
         *("2 replicas of 2 x 2", "2 replicas of 1 + 2"),
     ),

@@ -28,18 +28,19 @@ def job(hosts: str, folder: Path, count: int, **options: Any) -> list[dict[str, 
 @pytest.mark.parametrize(
     ("hosts", "meshes"),
     [
-        ("1,2", [1, 2]),
-        pytest.param("2,1", [2, 1], marks=pytest.mark.slow),
-        pytest.param("1,2,1", [1, 2, 1], marks=pytest.mark.slow),
-        pytest.param("3", [3], marks=pytest.mark.slow),
+        pytest.param("1,2", [[0], [1, 2]], marks=pytest.mark.slow),
+        ("2,1", [[2], [0, 1]]),
+        pytest.param("1,2,1", [[1, 2], [0], [3]], marks=pytest.mark.slow),
+        pytest.param("3", [[0, 1, 2]], marks=pytest.mark.slow),
     ],
 )
 def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
-    hosts: str, meshes: list[int], tmp_path: Path
+    hosts: str, meshes: list[list[int]], tmp_path: Path
 ) -> None:
-    results = job(hosts, tmp_path, sum(meshes))
+    """Also where the first stages are on later hosts: their ranks are those of the cluster."""
+    results = job(hosts, tmp_path, sum(map(len, meshes)))
     plan = Plan.from_json(results[0]["plan"])
-    assert [len(ranks[0]) for ranks in plan.placement.ranks] == meshes
+    assert [[*ranks[0]] for ranks in plan.placement.ranks] == meshes
     assert "a step is predicted to take" in results[0]["text"]
     check_trained(plan, results)
 
@@ -49,7 +50,7 @@ def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
     way = Way(recomputes=True, segments=True)
     results = job("1,2", tmp_path, 3, ways=[way], num_microbatches=2)
     plan = Plan.from_json(results[0]["plan"])
-    assert [len(mesh[0]) for mesh in plan.placement.meshes] == [1, 2]
+    assert [len(mesh[0]) for mesh in plan.placement.meshes] == [2, 1]
     assert plan.schedule.name == "segmented" and set(plan.recompute) == {Recompute.STAGE}
     check_trained(plan, results)
 
@@ -80,7 +81,7 @@ def check_trained(plan: Plan, results: list[dict[str, Any]]) -> None:
 def test_a_model_without_lists_is_clustered_and_is_the_unsplit_model(tmp_path: Path) -> None:
     results = job("1,2", tmp_path, 3, model="attributes", num_layers=3, num_microbatches=2)
     plan = Plan.from_json(results[0]["plan"])
-    assert [len(ranks[0]) for ranks in plan.placement.ranks] == [1, 2]
+    assert [len(ranks[0]) for ranks in plan.placement.ranks] == [2, 1]
     whole = MODELS["attributes"](0)
     assert sum(plan.partition) == len([*whole.children()])
     wanted = train(piped(whole, partition=[sum(plan.partition)]))

@@ -1,6 +1,7 @@
 """A run by a plan of stages on unlike meshes, in the processes that the plan is for."""
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "keys.toml").write_text(text)
     layout = "num_stages = 2\nnum_microbatches = 2"
     (folder / "auto.toml").write_text(text.replace(layout, 'plan = "auto"\nnum_microbatches = 2'))
-    for hosts in ((1, 2), (2,), (1,)):
+    for hosts in ((1, 2), (1, 1), (2,), (1,)):
         cluster_of(*hosts).save(folder / f"{'+'.join(map(str, hosts))}.toml")
     return folder
 
@@ -94,6 +95,28 @@ def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
     assert numbers(folder) == pytest.approx(numbers(alone), rel=0, abs=1e-12)
     placement = Plan.load(folder / "plan.json").placement
     assert placement == Plan.load(plan).placement and is_uneven(placement)
+
+
+@pytest.mark.slow
+def test_a_plan_with_its_first_stage_on_the_last_rank_trains_and_goes_on(
+    here: Path, alone: Path
+) -> None:
+    """In two processes, and in one, whose threads are as any plan's."""
+    recipe, saved = str(here / "keys.toml"), here / "turned.json"
+    wanted = ("--cluster", str(here / "1+1.toml"), "--sub-meshes", "--num-microbatches", "2")
+    assert command(("plan", recipe, *wanted, "--save", str(saved))) == 0
+    plan = Plan.load(saved)
+    assert plan.placement.ranks == (((0,),), ((1,),))
+    turned = replace(plan.placement, ranks=(((1,),), ((0,),)), stage_places=(0, 1))
+    replace(plan, placement=turned).save(saved)
+    for count in (2, 1):
+        folder = here / f"turned_{count}"
+        began = job(2, recipe, "--plan", str(saved), "--run-folder", str(folder))
+        stopped(start(count, began).wait(100))
+        ended = start(count, job(0, "--resume", str(folder))).wait(100)
+        assert all(process.code == 0 for process in ended), ended
+        assert numbers(folder) == pytest.approx(numbers(alone), rel=0, abs=1e-12)
+        assert count == 1 or Plan.load(folder / "plan.json").placement == turned
 
 
 @pytest.mark.slow

@@ -72,6 +72,26 @@ def test_a_rank_that_no_stage_is_on_counts() -> None:
     assert placement.names == ["stages 0 and 1", "no stage", "stage 2"]
 
 
+def test_the_first_stage_may_be_on_the_last_ranks() -> None:
+    placement = Placement((((2,),), ((0, 1),)), ("cpu",) * 2, stage_places=(0, 1))
+    assert (placement.places, placement.meshes) == ((0, 1), placement.ranks)
+    assert [placement.place_of(rank) for rank in range(3)] == [1, 1, 0]
+    assert placement.peers(0, STAGE) == (0, 1, 2)
+    twice = placement.spread((0, 1, 0, 1), ("cpu",) * 4)
+    assert twice.ranks == placement.ranks * 2 and twice.places == (0, 1, 0, 1)
+    swapped = Placement((((1,),), ((0,),)), ("cpu",) * 2, stage_places=(0, 1))
+    assert (swapped.places, swapped.meshes) == ((0, 1), (((1,),), ((0,),)))
+    assert Placement(swapped.ranks, ("cpu",) * 2).places == (1, 0)
+
+
+@pytest.mark.parametrize("places", [(0,), (0, 0), (0, 2), (1, 2), (0, 1, 2)])
+def test_places_that_are_not_one_for_each_mesh_are_refused(places: tuple[int, ...]) -> None:
+    with pytest.raises(PlanError, match="give each stage the place of its mesh, of 2 that count"):
+        Placement((((2,),), ((0, 1),)), ("cpu",) * 2, stage_places=places)
+    with pytest.raises(PlanError, match="give each stage the place of its mesh, of 1 that count"):
+        Placement((((0,),), ((0,),)), ("cpu",) * 2, stage_places=(0, 1))
+
+
 def test_stages_may_have_unlike_meshes() -> None:
     placement = Placement((((0, 1), (2, 3)), ((4, 5, 6, 7),), ((8,),)), ("cpu",) * 3)
     assert not placement.is_regular

@@ -166,6 +166,38 @@ def are_in_order(task: Task, stages: Sequence[Stage]) -> bool:
     return not places
 
 
+def are_host_by_host(task: Task, stages: Sequence[Stage]) -> bool:
+    """Tell whether stages can have all devices so that each host is full before the next one."""
+    used = [0] * len(task.hosts)
+    for *_, (kind, num_hosts, count) in stages:
+        begun = [kind for kind, own in enumerate(task.hosts) if used[kind] % own.num_devices]
+        room = task.hosts[kind].num_devices - used[kind] % task.hosts[kind].num_devices
+        if begun not in ([], [kind]) or count > room:
+            return False
+        used[kind] += num_hosts * count
+    return used == [own.num_hosts * own.num_devices for own in task.hosts]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_hosts_in_any_order_are_searched_as_by_trying_everything(seed: int) -> None:
+    kinds = [Hosts(1 + seed % 2, 1 + seed // 3 % 3, MEMORY), Hosts(2, 1, MEMORY), Hosts(1, 1)]
+    task = drawn_task(seed, kinds[: 2 + seed % 2], 5)
+    seconds = [
+        step_s(task, stages, hands_over=True)
+        for stages in every_answer(task, submeshes(task.hosts))
+        if are_host_by_host(task, stages) and excess(task, stages, task.num_microbatches) <= 0
+    ]
+    if not seconds:
+        with pytest.raises(PlanError):
+            find_stages(task, uses_all=True)
+        return
+    answers = find_stages(task, most=3, eps=0, uses_all=True)
+    assert [own.seconds for own in answers] == pytest.approx(sorted(seconds)[:3])
+    for own in answers:
+        check_placed(own.stages, task.hosts, own.devices)
+        assert len([*chain.from_iterable(own.devices)]) == sum(a * b for a, b, _ in task.hosts)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_all_devices_in_order_are_searched_as_by_trying_everything(seed: int) -> None:
     kinds = [Hosts(1 + seed % 3, 1 + seed // 3 % 4, MEMORY), Hosts(1, 2, MEMORY)]
