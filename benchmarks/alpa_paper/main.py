@@ -5,9 +5,9 @@ import csv
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,16 @@ def at_once(
     chosen: Sequence[Subject], published: Published, limit_s: int, jobs: int
 ) -> Iterator[Found]:
     """Yield what is found in so many processes, the largest models first, each for itself."""
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as executor:
-        each = [executor.submit(measured, subject, published, limit_s) for subject in chosen[::-1]]
-        yield from (own.result() for own in as_completed(each))
+    plan = partial(measured, published=published, limit_s=limit_s)
+    left = dict.fromkeys(chosen)
+    ignored = signal.SIGINT, signal.SIG_IGN
+    with get_context("spawn").Pool(jobs, signal.signal, ignored) as pool:
+        try:
+            for found in pool.imap_unordered(plan, chosen[::-1]):
+                del left[found.subject]
+                yield found
+        except KeyboardInterrupt:
+            yield from (Found(subject, why_not=INTERRUPTED) for subject in left)
 
 
 def _measured(subject: Subject, published: Published) -> Found:
@@ -220,7 +227,7 @@ def run(options: argparse.Namespace) -> None:
     )
     left_out = [f"Left out: {missing}."] if missing else []
     notes = _as_list([*(note for own in found for note in own.notes), *left_out])
-    further = ("", *table_lines(FURTHER, rows))
+    further = ("", *(table_lines(FURTHER, rows) if rows else ()))
     report = Report(columns(published), tuple(rows), settings, (*notes, *further))
     pictures = [own.picture for own in found if own.picture is not None]
     draw = pictures[-1].draw if pictures else None

@@ -43,9 +43,9 @@ def test_a_calibration_is_a_cluster_that_a_file_gives_again(tmp_path: Path) -> N
     cluster = found.cluster
     cluster.save(tmp_path / "cluster.toml", comment_of(found))
     assert Cluster.load(tmp_path / "cluster.toml") == cluster
-    assert "processes: a small message" in (tmp_path / "cluster.toml").read_text()
     if torch.cuda.is_available():
         return
+    assert "processes: a small message" in (tmp_path / "cluster.toml").read_text()
     cores = len(cluster.hosts[0].devices)
     assert 1 <= cores <= len(core_numbers())
     assert {*cluster.hosts[0].devices} == {"core"}
