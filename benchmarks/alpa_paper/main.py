@@ -266,8 +266,19 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = options.parse_args(arguments)
     if chosen.smallest:
         chosen.sizes = (2,)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # prints what it has, too
+    for each in _ENDS:
+        signal.signal(each, _interrupt)
     run(chosen)
+
+
+_ENDS = signal.SIGINT, signal.SIGTERM
+
+
+def _interrupt(*_: Any) -> None:
+    """End the search, once: what was found is printed then."""
+    for each in _ENDS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
