@@ -63,7 +63,7 @@ def table_lines(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> li
     cells = [[column.title for column in columns]]
     cells += [[_cell(row, column) for column in columns] for row in rows]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    right = [_is_number(rows[0].get(column.key)) for column in columns]
+    right = [bool(rows) and _is_number(rows[0].get(column.key)) for column in columns]
     rule = ["-" * (w - 1) + ":" if r else "-" * w for w, r in zip(widths, right, strict=True)]
     return [
         "| " + " | ".join(_pad(*cell) for cell in zip(row, widths, right, strict=True)) + " |"

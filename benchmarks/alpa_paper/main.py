@@ -227,7 +227,7 @@ def run(options: argparse.Namespace) -> None:
     )
     left_out = [f"Left out: {missing}."] if missing else []
     notes = _as_list([*(note for own in found for note in own.notes), *left_out])
-    further = ("", *(table_lines(FURTHER, rows) if rows else ()))
+    further = ("", *table_lines(FURTHER, rows))
     report = Report(columns(published), tuple(rows), settings, (*notes, *further))
     pictures = [own.picture for own in found if own.picture is not None]
     draw = pictures[-1].draw if pictures else None
