@@ -42,9 +42,7 @@ class Placement:
     `shard_shapes[stage]` are the lengths of the axes along which its shards are arranged, the last
     one between neighbours in rank.  None: those of each stage are in a row.
 
-    `stage_places[stage]` is the place of its mesh along the pipeline.  None: meshes stand there in
-    the order of their ranks.
-
+    `stage_places[stage]` is the place of its mesh along the pipeline; None: in order of ranks.
     `idle` are ranks that take part in the job and run no stage.
     """
 
@@ -147,9 +145,8 @@ class Placement:
         """
         if self.stage_places is None:
             return tuple(sorted(set(self.ranks)))
-        return tuple(
-            mesh for _, mesh in sorted(set(zip(self.stage_places, self.ranks, strict=True)))
-        )
+        pairs = {*zip(self.stage_places, self.ranks, strict=True)}
+        return tuple(mesh for _, mesh in sorted(pairs))
 
     @property
     def is_regular(self) -> bool:
@@ -220,9 +217,7 @@ class Placement:
         return self._mesh_of(rank)[self.replica_of(rank)].index(rank)
 
     def place_of(self, rank: int) -> int:
-        """Return the place of `rank` along the pipeline, its rank in a schedule; of one that is
-        idle, the one beyond the last.
-        """
+        """Return the place of `rank` in the pipeline and schedule; an idle one's is the next."""
         stages = self.stages_of(rank)
         return self.places[stages[0]] if stages else self.num_places
 
