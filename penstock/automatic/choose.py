@@ -143,25 +143,22 @@ def _look(task: MeshTask, number: int, way: Way, found: list[Candidate], lacks: 
     price = prices.price if tuple(task.families) == (gpipe,) else partial(price_1f1b, prices)
     sized = Task(len(task.names), hosts_of(task.cluster), price, number)
     try:
-        answers = _answers(task.cluster, sized)
+        answers = _answers(sized)
     except PlanError as error:
         lacks.append(str(error))
         return
     _compare(task, answers, prices, sized, found)
 
 
-def _answers(cluster: Cluster, sized: Task) -> list[Answer]:
-    """Return the best answers with stages in the order of the cluster's hosts, and where hosts are
-    unlike in any other; best first.
+def _answers(sized: Task) -> list[Answer]:
+    """Return the best answers with stages on all devices, in the order of the cluster's hosts, and
+    those with hosts in any order, of which some devices may stay unused; best first.
     """
     find = partial(find_stages, sized._replace(price=cache(sized.price)), most=_MOST)
-    first, *others = (replace(own, name="", count=1) for own in cluster.hosts)
-    if others.count(first) == len(others):
-        return find(uses_all_in_order=True)
-    found = find(uses_all=True)
-    with suppress(PlanError):  # memory may allow only another order: the first stage keeps most
+    found = find(host_by_host=True)
+    with suppress(PlanError):  # the first stage keeps most: memory may allow other orders only
         found = [*find(uses_all_in_order=True), *found]
-    return sorted(dict.fromkeys(found), key=attrgetter("seconds"))
+    return sorted({*found}, key=attrgetter("seconds", "devices", "stages"))
 
 
 def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
@@ -278,6 +275,7 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
         wanted = Wanted(task.sharding, memory_limit_bytes=int(least))
     is_alone = len(task.cluster.places) == 1
     places = None if devices == tuple(sorted(devices)) else spread(range(len(devices)))
+    idle = {*range(len(task.cluster.places))} - {*chain(*devices)}
     return Plan(
         layers=tuple(task.model.layers),
         partition=tuple(own.num_layers for own in chain(*best.segments)),
@@ -289,6 +287,7 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
             spread(kinds),
             shard_shapes=spread([own.shape for own in best.stages]),
             stage_places=places,
+            idle=tuple(sorted(idle)),
         ),
         sharding=wanted if max(map(len, devices)) > 1 else None,
         transport=Transport.THREADS if is_alone else Transport.TORCH_DISTRIBUTED,

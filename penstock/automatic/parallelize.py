@@ -60,7 +60,8 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
 
     Layers are cut into stages, each on some of the devices, and the operators of a stage are
     divided among these: what the simulator finds fastest, that fits.  In a job of processes rank 0
-    plans, the others wait however long that takes, and each then runs its part.
+    plans, the others wait however long that takes, and each then runs its part; where more devices
+    would not make a step faster, some processes take part without a stage.
 
     Args:
         model: as `Pipeline` takes it.
@@ -146,7 +147,8 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     """Plan stages on sub-meshes of a cluster, with their sharding; no device of it is needed, but
     the first one to measure.
 
-    Arguments and errors are those of `parallelize`; all devices are used.
+    Arguments and errors are those of `parallelize`.  Devices that would not make a step faster
+    stay unused.
     """
     layers = resolve_layers(layers, example_inputs)
     task = mesh_task(layers, example_inputs, cluster, num_microbatches, sharding, num_layers)

@@ -108,6 +108,8 @@ def why_on_meshes(plan: Plan, found: Sequence[Candidate], bubble: float) -> Iter
         f"a step is predicted to take {time_text(best.step_s)}{where}, the least of "
         f"{count_text(len(found), 'candidate')}"
     )
+    if idle := plan.placement.idle:
+        yield f"devices {', '.join(map(str, idle))} stay unused: with them a step takes no less"
     assert plan.predicted_s is not None and plan.predicted_stages is not None
     times = {own: sum(plan.predicted_s[n] for n in own) for own in segments_of(plan)}
     slowest = max(times, key=times.__getitem__)

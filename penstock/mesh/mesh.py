@@ -123,9 +123,10 @@ class Mesh:
     @property
     def speaks(self) -> bool:
         """Whether what this process tells its `stages` counts: where these have unlike meshes, the
-        first shard of each speaks for all.
+        first shard of each speaks for all; one without a stage has nothing to tell.
         """
-        return self.placement.is_regular or self.shard == 0
+        is_first = self.shard == 0 and self.rank not in self.placement.idle
+        return self.placement.is_regular or is_first
 
     def speaker_of(self, place: int) -> int:
         """Return the number among `stages` of who speaks for a place along them."""

@@ -42,8 +42,8 @@ class Placement:
     `shard_shapes[stage]` are the lengths of the axes along which its shards are arranged, the last
     one between neighbours in rank.  None: those of each stage are in a row.
 
-    `stage_places[stage]` is the place of its mesh along the pipeline.  None: meshes stand there in
-    the order of their ranks.
+    `stage_places[stage]` is the place of its mesh along the pipeline; None: in order of ranks.
+    `idle` are ranks that take part in the job and run no stage.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -51,6 +51,7 @@ class Placement:
     cluster_places: tuple[int, ...] | None = None
     shard_shapes: tuple[tuple[int, ...], ...] | None = None
     stage_places: tuple[int, ...] | None = None
+    idle: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse ranks that no job could have.
@@ -83,11 +84,11 @@ class Placement:
                 "each stage axes whose lengths multiply to that"
             )
         self._check_places()
-        every = [rank for mesh in self.meshes for row in mesh for rank in row]
+        every = [*self.idle, *(rank for mesh in self.meshes for row in mesh for rank in row)]
         if min(every) < 0 or len(every) != len(set(every)):
             raise PlanError(
                 f"a placement has ranks {sorted(every)}; they count from 0, and each belongs to "
-                "one replica and one shard of the stages that it runs"
+                "one replica and one shard of the stages that it runs, or is idle"
             )
 
     def _check_places(self) -> None:
@@ -135,7 +136,7 @@ class Placement:
         shapes = tuple(self.shard_axes_of(self.ranks.index(mesh)) for mesh in ranks)
         given = None if self.shard_shapes is None else shapes
         own = None if self.stage_places is None else tuple(places)
-        return Placement(ranks, tuple(devices), shard_shapes=given, stage_places=own)
+        return Placement(ranks, tuple(devices), None, given, own, self.idle)
 
     @property
     def meshes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -144,14 +145,13 @@ class Placement:
         """
         if self.stage_places is None:
             return tuple(sorted(set(self.ranks)))
-        return tuple(
-            mesh for _, mesh in sorted(set(zip(self.stage_places, self.ranks, strict=True)))
-        )
+        pairs = {*zip(self.stage_places, self.ranks, strict=True)}
+        return tuple(mesh for _, mesh in sorted(pairs))
 
     @property
     def is_regular(self) -> bool:
-        """Whether all stages have as many replicas and shards."""
-        return len({(len(mesh), len(mesh[0])) for mesh in self.meshes}) == 1
+        """Whether all stages have as many replicas and shards, and no rank is idle."""
+        return len({(len(mesh), len(mesh[0])) for mesh in self.meshes}) == 1 and not self.idle
 
     @property
     def num_stages(self) -> int:
@@ -177,8 +177,9 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all stages together."""
-        return 1 + max(rank for mesh in self.meshes for row in mesh for rank in row)
+        """Ranks of all stages together, and those that are idle."""
+        own = (rank for mesh in self.meshes for row in mesh for rank in row)
+        return 1 + max((*self.idle, *own))
 
     @property
     def num_places(self) -> int:
@@ -216,12 +217,14 @@ class Placement:
         return self._mesh_of(rank)[self.replica_of(rank)].index(rank)
 
     def place_of(self, rank: int) -> int:
-        """Return the place of `rank` along the pipeline: its rank in a schedule."""
-        return self.places[self.stages_of(rank)[0]]
+        """Return the place of `rank` in the pipeline and schedule; an idle one's is the next."""
+        stages = self.stages_of(rank)
+        return self.places[stages[0]] if stages else self.num_places
 
     def peers_in(self, replica: int) -> tuple[int, ...]:
-        """Return the ranks of a replica, in order."""
-        return tuple(sorted(rank for mesh in self.meshes for rank in mesh[replica]))
+        """Return the ranks of a replica, in order; those that are idle are of the first."""
+        idle = () if replica else self.idle
+        return tuple(sorted((*idle, *(rank for mesh in self.meshes for rank in mesh[replica]))))
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks along an axis through `rank`, itself included, in order.

@@ -100,13 +100,13 @@ def find_stages(
     most: int = 8,
     eps: float = 0.01,
     uses_all_in_order: bool = False,
-    uses_all: bool = False,
+    host_by_host: bool = False,
 ) -> list[Answer]:
     """Return the best answers, at most so many, best first.
 
     Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
     stay unused; if it `uses_all_in_order`, stages have consecutive devices, and all of them.  If
-    it `uses_all`, the kinds of hosts take turns in any order, each host filled before the next.
+    `host_by_host`, hosts come in any order, each filled before the next; the rest stays unused.
     Handing over counts in the sum, and for t_max where it takes longer than the stage: transfers
     go on while other micro-batches are computed.  1F1B keeps at most B in flight.
 
@@ -123,8 +123,8 @@ def find_stages(
     if most < 1 or eps < 0:
         raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
     search = _Search(task, most=most, eps=eps)
-    if uses_all or uses_all_in_order:
-        search.use_all(in_order=uses_all_in_order)
+    if host_by_host or uses_all_in_order:
+        search.use_host_by_host(all_in_order=uses_all_in_order)
     return search.answers()
 
 
@@ -168,15 +168,15 @@ class _Search:
             self.num_stages = min(self.num_stages, MOST_STAGES)
         self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
         self.table = StageTable(task, self.meshes, self.num_stages, is_alpa=is_alpa)
-        self.uses_all = False
+        self.host_by_host = False
         self.found: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = inf
         self.gave_up = False
 
-    def use_all(self, *, in_order: bool) -> None:
-        """Look for stages that have all devices, host by host."""
-        self.uses_all = True
-        self.table.use_all(in_order=in_order)
+    def use_host_by_host(self, *, all_in_order: bool) -> None:
+        """Look for stages that fill one host after the other."""
+        self.host_by_host = True
+        self.table.use_host_by_host(all_in_order=all_in_order)
 
     def answers(self) -> list[Answer]:
         """Return the best answers, best first."""
@@ -310,7 +310,7 @@ class _Search:
             yield float(sums[at]), _State(sum_s, stages, state.num_left - 1, left)
 
     def _packed(self, stages: tuple[Stage, ...]) -> tuple[tuple[int, ...], ...] | None:
-        if not self.uses_all:
+        if not self.host_by_host:
             return pack(stages, self.task.hosts)
         firsts, found = [*accumulate(self.devices, initial=0)], []
         for *_, (kind, num_hosts, number) in stages:  # the next devices of the kind

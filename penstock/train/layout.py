@@ -38,10 +38,10 @@ def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
 
 def is_uneven(placement: Placement) -> bool:
     """Tell whether numbers do not say the placement: some stages have other shards than others, in
-    number or along other axes, or stages are not in the order of ranks.
+    number or along other axes, stages are not in the order of ranks, or ranks are idle.
     """
     axes = {placement.shard_axes_of(stage) for stage in range(placement.num_stages)}
-    return len(axes) > 1 or placement.stage_places is not None
+    return len(axes) > 1 or placement.stage_places is not None or bool(placement.idle)
 
 
 def kind_of(plan: Plan) -> str | None:

@@ -19,13 +19,13 @@ from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 
 PEAKS = {"fast": 4e9, "slow": 1e9}
-LINKS = {"fast": 1e9, "slow": 1e7}
+LINKS = {"fast": 1e9, "slow": 3e7}
 WIDTH, NUM_LAYERS = 64, 6
 
 
-def task_on(order: Sequence[str], heavy: Sequence[int]) -> MeshTask:
+def task_on(order: Sequence[str], heavy: Sequence[int], num_layers: int = NUM_LAYERS) -> MeshTask:
     """Return layers of which some are heavy, for hosts of a device each: fast ones are near."""
-    inner = [1024 if n in heavy else 256 for n in range(NUM_LAYERS)]
+    inner = [1024 if n in heavy else 256 for n in range(num_layers)]
     layers = [nn.Sequential(nn.Linear(WIDTH, n), nn.Linear(n, WIDTH)) for n in inner]
     kinds = [(kind, len([*own])) for kind, own in groupby(order)]
     where = penstock.Cluster(
@@ -42,7 +42,7 @@ def task_on(order: Sequence[str], heavy: Sequence[int]) -> MeshTask:
         ),
         links={name: Link(bytes_per_s=speed, latency_s=1e-6) for name, speed in LINKS.items()},
     )
-    return mesh_task(layers, torch.zeros(32, WIDTH), where, 8)
+    return mesh_task(layers, torch.zeros(512, WIDTH), where, 32)
 
 
 def kinds_of(plan: Plan) -> list[str]:
@@ -103,3 +103,12 @@ def test_handing_over_takes_the_link_to_the_next_host(order: list[str]) -> None:
         route, own = plan.cluster.route(here, there), plan.predicted_stages[before]
         seconds = 2 * (route.latency_s + own.sent_bytes / route.bytes_per_s)
         assert own.handover_s == pytest.approx(seconds)
+
+
+def test_devices_that_would_not_make_a_step_faster_stay_unused() -> None:
+    """Here stages on hosts of several kinds cannot be, and there are fewer layers than hosts."""
+    task = task_on(("fast", "slow", "fast"), [0, 1], num_layers=2)
+    plan = plan_on_meshes(task)
+    assert {*plan.placement.ranks} == {((0,),), ((2,),)} and plan.placement.idle == (1,)
+    assert plan.placement.num_ranks == 3 and plan == Plan.from_json(plan.to_json())
+    assert "devices 1 stay unused: with them a step takes no less" in plan.why

@@ -43,7 +43,7 @@ def call(
     where = [
         function.__module__,
         function.__name__,
-        json.dumps([placement.ranks, placement.shard_shapes, placement.stage_places]),
+        json.dumps([placement.ranks, *_more(placement)]),
     ]
     told = ["-m", "tests.distributed.call", *where, str(folder / "arguments.json"), str(folder)]
     if ends_well:
@@ -54,12 +54,16 @@ def call(
     return [torch.load(file, weights_only=False) for file in files]
 
 
+def _more(placement: Placement) -> list[Any]:
+    return [placement.shard_shapes, placement.stage_places, placement.idle]
+
+
 def main() -> None:
     """Do what is asked for."""
     module, name, ranks, arguments, folder = sys.argv[1:6]
     function = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
-    every, shapes, places = json.loads(ranks)
+    every, shapes, places, idle = json.loads(ranks)
     meshes = tuple(tuple(map(tuple, of_stage)) for of_stage in every)
     shard_shapes = None if shapes is None else tuple(map(tuple, shapes))
     placement = Placement(
@@ -67,6 +71,7 @@ def main() -> None:
         ("cpu",) * len(meshes),
         shard_shapes=shard_shapes,
         stage_places=None if places is None else tuple(places),
+        idle=tuple(idle),
     )
     with penstock.init_mesh(placement=placement, timeout_s=60.0, device="cpu") as mesh:
         random.seed(mesh.rank)  # torch's begins with a seed of its own

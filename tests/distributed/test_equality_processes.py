@@ -365,12 +365,15 @@ def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
 
 
 def of_meshes(
-    *meshes: tuple[tuple[int, ...], ...], shapes: Any = None, in_turn: bool = False
+    *meshes: tuple[tuple[int, ...], ...],
+    shapes: Any = None,
+    in_turn: bool = False,
+    idle: tuple[int, ...] = (),
 ) -> Placement:
     """Place stages on meshes of their own, [replica][shard]; `in_turn` whatever their ranks."""
     places = tuple(range(len(meshes))) if in_turn else None
     devices = ("cpu",) * len(meshes)
-    return Placement(meshes, devices, shard_shapes=shapes, stage_places=places)
+    return Placement(meshes, devices, shard_shapes=shapes, stage_places=places, idle=idle)
 
 
 @pytest.mark.parametrize(
@@ -383,6 +386,8 @@ def of_meshes(
         slow("unlike", of_meshes(((0, 1),), ((2,),))),
         ("unlike", of_meshes(((2,),), ((0, 1),), in_turn=True)),
         slow("unlike", of_meshes(((1, 2),), ((0,),), in_turn=True)),
+        ("each_plan", of_meshes(((1, 2),), idle=(0,))),
+        slow("unlike", of_meshes(((3,),), ((1, 2),), in_turn=True, idle=(0,))),
         slow("shards", of_meshes(((2, 3),), ((0, 1),), in_turn=True)),
         slow("float32", of_meshes(((0,),), ((1, 2),))),
         slow("float32", of_meshes(((0, 1),), ((2,),))),
@@ -394,9 +399,8 @@ def of_meshes(
     ),
     ids=(
         *("1 x 2, in turns", "1 x 2", "2 x 2", "1 + 2", "2 + 1"),
-        "1 + 2, the last rank first",
-        "2 + 1, the last ranks first",
-        "2 x 2, the last ranks first",
+        *("1 + 2, the last rank first", "2 + 1, the last ranks first"),
+        *("1 x 2, and an idle rank", "1 + 2, and an idle rank", "2 x 2, the last ranks first"),
         *("1 + 2 in float32", "2 + 1 in float32", "3 + 2", "2 x 2 + 1", "1 x 3"),
         *("2 replicas of 2 x 2", "2 replicas of 1 + 2"),
     ),

@@ -84,6 +84,18 @@ def test_the_first_stage_may_be_on_the_last_ranks() -> None:
     assert Placement(swapped.ranks, ("cpu",) * 2).places == (1, 0)
 
 
+def test_idle_ranks_take_part_and_run_nothing() -> None:
+    placement = Placement((((1,),), ((2,),)), ("cpu",) * 2, idle=(0, 3))
+    assert (placement.num_ranks, placement.places, placement.is_regular) == (4, (0, 1), False)
+    assert placement.names == ["no stage", "stage 0", "stage 1", "no stage"]
+    assert {placement.peers(rank, STAGE) for rank in range(4)} == {(0, 1, 2, 3)}
+    assert [placement.place_of(rank) for rank in range(4)] == [2, 0, 1, 2]
+    assert placement.groups(SHARD) == placement.groups(REPLICA) == [(n,) for n in range(4)]
+    assert placement.spread((0, 1), ("cpu",) * 2) == placement
+    with pytest.raises(PlanError, match="or is idle"):
+        Placement((((1,),), ((2,),)), ("cpu",) * 2, idle=(2,))
+
+
 @pytest.mark.parametrize("places", [(0,), (0, 0), (0, 2), (1, 2), (0, 1, 2)])
 def test_places_that_are_not_one_for_each_mesh_are_refused(places: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="give each stage the place of its mesh, of 2 that count"):

@@ -167,7 +167,7 @@ def are_in_order(task: Task, stages: Sequence[Stage]) -> bool:
 
 
 def are_host_by_host(task: Task, stages: Sequence[Stage]) -> bool:
-    """Tell whether stages can have all devices so that each host is full before the next one."""
+    """Tell whether stages can be placed so that each host is full before the next one."""
     used = [0] * len(task.hosts)
     for *_, (kind, num_hosts, count) in stages:
         begun = [kind for kind, own in enumerate(task.hosts) if used[kind] % own.num_devices]
@@ -175,7 +175,7 @@ def are_host_by_host(task: Task, stages: Sequence[Stage]) -> bool:
         if begun not in ([], [kind]) or count > room:
             return False
         used[kind] += num_hosts * count
-    return used == [own.num_hosts * own.num_devices for own in task.hosts]
+    return True
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -189,13 +189,12 @@ def test_hosts_in_any_order_are_searched_as_by_trying_everything(seed: int) -> N
     ]
     if not seconds:
         with pytest.raises(PlanError):
-            find_stages(task, uses_all=True)
+            find_stages(task, host_by_host=True)
         return
-    answers = find_stages(task, most=3, eps=0, uses_all=True)
+    answers = find_stages(task, most=3, eps=0, host_by_host=True)
     assert [own.seconds for own in answers] == pytest.approx(sorted(seconds)[:3])
     for own in answers:
         check_placed(own.stages, task.hosts, own.devices)
-        assert len([*chain.from_iterable(own.devices)]) == sum(a * b for a, b, _ in task.hosts)
 
 
 @pytest.mark.parametrize("seed", range(60))
