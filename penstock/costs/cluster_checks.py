@@ -35,7 +35,7 @@ def _wrong_link(where: str, link: Link) -> Iterator[str]:
     if link.copy_bytes_per_s is not None:
         where_copied = f"{where}.copy_bytes_per_s"
         yield from _wrong_number(where_copied, link.copy_bytes_per_s, more_than_zero=True)
-    for name in ("latency_s", "overhead_s"):
+    for name in ("latency_s", "overhead_s", "collective_s"):
         yield from _wrong_number(f"{where}.{name}", getattr(link, name))
 
 

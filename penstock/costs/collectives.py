@@ -13,6 +13,8 @@ The other is in two levels, where devices of one host talk to each other first: 
 a reduce-scatter in each host, an all-reduce of each part between the hosts, all parts at once, and
 an all-gather in each host.  What is returned is the way that takes less.
 
+Each takes as long again as the routes' `collective_s` says, once.
+
 b is what each device has before an all-reduce, a reduce-scatter or an all-to-all, and after an
 all-gather or a broadcast.
 """
@@ -37,13 +39,14 @@ def all_reduce_s(
     """Return the seconds until each device of a group has the sum of what all have."""
     group = _checked(cluster, group)
     ring_s = 2 * _passed_on_s(cluster, [group], num_bytes, choose)
+    begun_s = _begun_s(cluster, group, choose)
     parts = _alike_on_hosts(cluster, group)
     if parts is None:
-        return ring_s
+        return begun_s + ring_s
     within_s = _passed_on_s(cluster, parts, num_bytes, choose)
     across = [list(ranks) for ranks in zip(*parts, strict=True)]
     across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]), choose)
-    return min(ring_s, 2 * within_s + 2 * across_s)
+    return begun_s + min(ring_s, 2 * within_s + 2 * across_s)
 
 
 def all_gather_s(
@@ -52,12 +55,13 @@ def all_gather_s(
     """Return the seconds until each device has all parts of a value, `num_bytes` together."""
     group = _checked(cluster, group)
     ring_s = _passed_on_s(cluster, [group], num_bytes, choose)
+    begun_s = _begun_s(cluster, group, choose)
     parts = _alike_on_hosts(cluster, group)
     if parts is None:
-        return ring_s
+        return begun_s + ring_s
     across = [list(ranks) for ranks in zip(*parts, strict=True)]
     across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]), choose)
-    return min(ring_s, across_s + _passed_on_s(cluster, parts, num_bytes, choose))
+    return begun_s + min(ring_s, across_s + _passed_on_s(cluster, parts, num_bytes, choose))
 
 
 def reduce_scatter_s(
@@ -74,7 +78,8 @@ def all_to_all_s(
     group = _checked(cluster, group)
     n = len(group)
     rounds = ([(a, group[(i + r) % n]) for i, a in enumerate(group)] for r in range(1, n))
-    return sum(_at_once_s(cluster, pairs, num_bytes / n, choose) for pairs in rounds)
+    each_s = (_at_once_s(cluster, pairs, num_bytes / n, choose) for pairs in rounds)
+    return _begun_s(cluster, group, choose) + sum(each_s)
 
 
 def broadcast_s(
@@ -86,7 +91,14 @@ def broadcast_s(
         return 0.0
     pairs = list(pairwise(group))
     latency_s, bytes_per_s = _slowest(cluster, pairs, choose)
-    return len(pairs) * latency_s + num_bytes / bytes_per_s
+    begun_s = _begun_s(cluster, group, choose)
+    return begun_s + len(pairs) * latency_s + num_bytes / bytes_per_s
+
+
+def _begun_s(cluster: Cluster, group: Sequence[int], choose: Choose) -> float:
+    """Return what a collective takes beside its messages."""
+    routes = (cluster.route(a, b, choose) for a, b in pairwise(group))
+    return max((route.collective_s for route in routes), default=0.0)
 
 
 def _passed_on_s(

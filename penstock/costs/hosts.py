@@ -12,7 +12,9 @@ class Link:
     `overhead_s` is for how long the sender computes nothing for each message, and the receiver
     likewise; with `blocks` the sender computes nothing until its message is there.  Where sender
     and receiver copy the bytes themselves, as between processes on CPUs, `copy_bytes_per_s` is how
-    fast each does; None: others move them.
+    fast each does; None: others move them.  `collective_s` is what a collective takes beside its
+    messages where ranks compute between one and the next: until it has begun everywhere, and all
+    that wait for it have been woken.
     """
 
     bytes_per_s: Quantity
@@ -21,6 +23,7 @@ class Link:
     overhead_s: Quantity = 0.0
     blocks: bool = False
     copy_bytes_per_s: Quantity | None = None
+    collective_s: Quantity = 0.0
     source: str = ""
 
 

@@ -41,8 +41,8 @@ class Route(NamedTuple):
 
     It passes all `lanes` at once, at the speed of the slowest, `bytes_per_s`; `lane_bytes_per_s`
     is what each carries.  `latency_s` is that of each kind of lane added up, of both ends the
-    longer one.  `overhead_s`, `blocks` and `copy_bytes_per_s` are as in `Link`, of the slowest
-    link.  From a device to itself there are no lanes, and nothing takes time.
+    longer one.  `overhead_s`, `blocks`, `copy_bytes_per_s` and `collective_s` are as in `Link`, of
+    the slowest link.  From a device to itself there are no lanes, and nothing takes time.
     """
 
     lanes: tuple[Lane, ...]
@@ -52,6 +52,7 @@ class Route(NamedTuple):
     blocks: bool = False
     lane_bytes_per_s: tuple[float, ...] = ()
     copy_bytes_per_s: float = math.inf
+    collective_s: float = 0.0
 
     def busy_s(self, num_bytes: float) -> float:
         """Return for how long the sender computes nothing for a message, and the receiver too."""
@@ -93,6 +94,7 @@ def route_between(
         blocks=slowest.blocks,
         lane_bytes_per_s=tuple(lanes.values()),
         copy_bytes_per_s=math.inf if copying is None else rate(copying),
+        collective_s=of(slowest.collective_s),
     )
 
 

@@ -37,6 +37,16 @@ def test_one_device_has_nothing_to_wait_for(collective: Callable[..., float]) ->
 
 
 @pytest.mark.parametrize("collective", ALL)
+@pytest.mark.parametrize("n", [2, 4])
+def test_each_takes_once_what_it_takes_to_begin(collective: Callable[..., float], n: int) -> None:
+    plain, slow = (
+        collective(cluster_of(host(4), links={"bus": link}), range(n), 1e6)
+        for link in (Link(bytes_per_s=8e9), Link(bytes_per_s=8e9, collective_s=3e-3))
+    )
+    assert slow - plain == pytest.approx(3e-3)
+
+
+@pytest.mark.parametrize("collective", ALL)
 @pytest.mark.parametrize("group", [[], [0, 0], [0, 9]])
 def test_a_group_that_cannot_be_is_refused(
     collective: Callable[..., float], group: list[int]

@@ -134,9 +134,11 @@ def test_a_link_is_made_of_what_messages_took(crossing_s: float, duplex: bool) -
         crossing_s=sure(crossing_s),
         overhead_s=sure(2e-5),
         busy_s=sure(3.2e-4),
+        collective_s=sure(3e-3),
     )
     link = measured.link("here")
     assert link.bytes_per_s == pytest.approx(1e9)
+    assert link.collective_s == pytest.approx(3e-3 - 2e-4)  # of which two small messages
     assert link.latency_s == pytest.approx(6e-5)
     assert (link.duplex, link.overhead_s, link.copy_bytes_per_s) == (duplex, 2e-5, 3e9)
 

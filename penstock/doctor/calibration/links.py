@@ -5,6 +5,7 @@ Two processes are started by torchrun, each with one thread:
     rank 0 and rank 1 in turn    a message there and one back, small and large
     both at once                 each sends a large one, then receives
     rank 0, then rank 1          a send while nobody receives; a receive of what was sent
+    both at once                 products, with a small all-reduce after every few, and without
 """
 
 import json
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +35,13 @@ from penstock.transport.threads import QueueChannels
 from penstock.transport.torch_distributed import Incoming, Outgoing
 
 from .figures import LEAST_TIMES, Figure, Spread, rounded, seconds_of
+from .work import gemm_work
 
 _SMALL_BYTES = 64
 _TIMEOUT_S = 60.0
+_PRODUCT, _PRODUCTS, _PIECES = 256, 8, 16
+"""Rows of a product; how many a piece of work has; pieces of which the mean is taken."""
+_TO_ADD = "for the other process to add"
 _WARM, _MOST_TIMES = 5, 2000
 _HALF_WAY = 0.75
 """Of what one direction reaches alone; a duplex link has all of it both ways, another one half."""
@@ -48,7 +54,8 @@ class MeasuredLink(NamedTuple):
     `small_s` and `large_s` are from the begin of a send to the end of a receive that waited;
     `overhead_s` is for how long either end is busy with a small message, `busy_s` with a large
     one, None where nobody copies it.  `crossing_s` is as `large_s` while another message comes the
-    other way, None where both are known not to meet.
+    other way, None where both are known not to meet.  `collective_s` is what a small all-reduce
+    between pieces of work takes, None where there is none.
     """
 
     num_bytes: int
@@ -57,6 +64,7 @@ class MeasuredLink(NamedTuple):
     overhead_s: Spread
     busy_s: Spread | None = None
     crossing_s: Spread | None = None
+    collective_s: Spread | None = None
 
     @property
     def travel_s(self) -> float:
@@ -69,12 +77,17 @@ class MeasuredLink(NamedTuple):
         overhead_s, both = self.overhead_s.middle, self.crossing_s
         copying_s = 0.0 if self.busy_s is None else self.busy_s.middle - overhead_s
         copies = copying_s > self.travel_s / 10
+        latency_s = max(0.0, self.small_s.middle - 2 * overhead_s)
+        begun_s = 0.0  # beside two messages, one after the other
+        if self.collective_s is not None:
+            begun_s = max(0.0, self.collective_s.middle - 2 * (latency_s + 2 * overhead_s))
         return Link(
             bytes_per_s=rounded(self.num_bytes / self.travel_s),
-            latency_s=rounded(max(0.0, self.small_s.middle - 2 * overhead_s)),
+            latency_s=rounded(latency_s),
             duplex=both is None or self.large_s.middle / both.middle > _HALF_WAY,
             overhead_s=rounded(overhead_s),
             copy_bytes_per_s=rounded(self.num_bytes / copying_s) if copies else None,
+            collective_s=rounded(begun_s),
             source=source,
         )
 
@@ -87,6 +100,7 @@ class MeasuredLink(NamedTuple):
             "either end busy, small": self.overhead_s,
             f"either end busy, {size}": self.busy_s,
             f"{size}, both ways at once": self.crossing_s,
+            "a small all-reduce between products": self.collective_s,
         }
         return [Figure(f"{name}: {what}", "s", s) for what, s in found.items() if s is not None]
 
@@ -228,6 +242,7 @@ class _Ends:
 
     def __init__(self, mesh: Mesh) -> None:
         mine, theirs = mesh.rank, 1 - mesh.rank
+        self._mesh, self._product = mesh, gemm_work(torch.device("cpu"), _PRODUCT)
         self._leads = mesh.is_first_rank
         self._out, self._turn_out = (Outgoing(mesh, mine, theirs, mine + n) for n in (0, 2))
         self._in, self._turn_in = (Incoming(mesh, theirs, theirs + n) for n in (0, 2))
@@ -269,6 +284,26 @@ class _Ends:
         self._out.finish(_TIMEOUT_S)
         return took_s
 
+    def all_reduce(self, payload: Payload) -> float:
+        """Return what an all-reduce after a few products takes: the mean, as a step takes the sum
+        of many.
+        """
+        assert isinstance(payload, Gradient) and payload.leaves[0] is not None
+        tensors = self._mesh.world.tensors
+        alone_s = self._products_s(lambda: None)
+        both_s = self._products_s(partial(tensors.all_reduce, payload.leaves[0], _TO_ADD))
+        return max(0.0, both_s - alone_s)
+
+    def _products_s(self, then: Callable[[], object]) -> float:
+        """Return what a few products take, with something after them."""
+        self._mesh.world.tensors.all_reduce(torch.zeros(1), _TO_ADD)  # begin together
+        start_s = time.perf_counter()
+        for _ in range(_PIECES):
+            for _ in range(_PRODUCTS):
+                self._product()
+            then()
+        return (time.perf_counter() - start_s) / _PIECES
+
     def _pass_turn(self, *, to_first: bool) -> None:
         """Let one process wait for the other, by a small message."""
         if self._leads == to_first:
@@ -285,7 +320,8 @@ def _payload(num_bytes: int) -> Payload:
 def _measure(mesh: Mesh, step: Callable[[], float], budget_s: float) -> Spread:
     """Repeat a step as often on both ranks; return the longer medians of both."""
     what = "for the other process to tell what it measured"
-    warm_s = sorted(step() for _ in range(_WARM))[_WARM // 2]
+    ends_s = [(step(), time.perf_counter())[1] for _ in range(_WARM + 1)]
+    warm_s = sorted(b - a for a, b in pairwise(ends_s))[_WARM // 2]
     wanted = mesh.world.highest(int(budget_s / max(warm_s, 1e-7)), what)
     times = max(LEAST_TIMES, min(_MOST_TIMES, wanted))
     spread = Spread.of([step() for _ in range(times)])
@@ -304,6 +340,7 @@ def main() -> None:
             (ends.busy, _SMALL_BYTES),
             (ends.busy, num_bytes),
             (ends.crossing, num_bytes),
+            (ends.all_reduce, _SMALL_BYTES),
         ]
         part_s = budget_s / len(steps)
         spreads = [_measure(mesh, partial(step, _payload(size)), part_s) for step, size in steps]
