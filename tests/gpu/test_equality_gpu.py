@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Recompute, Trace, Transport
+from penstock.zoo import gpt
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.ways import IN_ONE_PROCESS
 
@@ -85,6 +86,14 @@ def test_check_says_equal_without_dropout(num_stages: int) -> None:
         devices="cuda:0",
     )
     assert report.equal, report.verdict
+
+
+def test_a_cut_gpt_is_checked_although_its_kernels_add_in_any_order() -> None:
+    with torch.device("cuda:0"):
+        model = gpt(num_layers=12, width=1024, num_heads=16, num_words=32_000, dropout=0.0)
+        words = torch.randint(32_000, (2, 1024))
+    found = str(penstock.capture(model, words))
+    assert "checked: outputs and gradients" in found and "not checked" not in found
 
 
 def test_the_module_form_does_not_hang() -> None:

@@ -105,10 +105,7 @@ class FileStore(AbstractStore):
 
 
 class HostStore(AbstractStore):
-    """Pinned memory of an accelerator's host; copies run beside what the stage computes.
-
-    Not run on a device yet.
-    """
+    """Pinned memory of an accelerator's host; copies run beside what the stage computes."""
 
     def __init__(self, device: StageDevice) -> None:
         self._device = device

@@ -1,5 +1,7 @@
 """How much of the example the comparison with the whole model takes, and what it finds."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,3 +116,75 @@ def test_a_cut_model_that_is_wrong_in_one_mode_is_refused(is_training: bool) -> 
     model.blocks = nn.ModuleList([Written(WIDTH, WIDTH), Wrong(is_training)])
     with pytest.raises(CheckError, match="output 0 differs by"):
         penstock.capture(model, inputs())
+
+
+NOISE = torch.Generator().manual_seed(0)
+
+
+class AddNoise(torch.autograd.Function):
+    """Returns its input, and its gradient with noise that no seed of torch's repeats."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: float) -> Tensor:
+        ctx.size = size
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient + ctx.size * torch.randn(gradient.shape, generator=NOISE), None
+
+
+class Shifted(nn.Linear):
+    """Has a parameter whose gradient is zero but for noise, as the bias of attention's keys."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.shift, self.noise = nn.Parameter(torch.ones(WIDTH)), noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * AddNoise.apply(self.shift, self.noise)
+
+    def extra_repr(self) -> str:
+        return f"{self.noise}"
+
+
+class WrongBackward(nn.Linear):
+    """Gives a parameter a gradient that depends on where the model is cut, `share` of others."""
+
+    def __init__(self, share: float, noise: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.offset, self.share, self.noise = nn.Parameter(torch.zeros(WIDTH)), share, noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        offset = AddNoise.apply(self.offset, self.noise)
+        return super().forward(x) + offset * (self.share * (1 + x._version))
+
+
+ROUNDED = 1e-7
+
+
+def noisy(noise: float, last: nn.Module) -> Chain:
+    model = Chain()
+    model.blocks = nn.ModuleList([Shifted(noise), Written(WIDTH, WIDTH), last])
+    return model
+
+
+def test_a_model_whose_gradients_differ_by_rounding_each_time_is_checked() -> None:
+    layers = penstock.capture(noisy(ROUNDED, nn.Linear(WIDTH, WIDTH)), inputs())
+    assert "are the model's, but for rounding (the gradient of 'blocks.0.shift')" in str(layers)
+
+
+@pytest.mark.parametrize(
+    ("share", "noise", "of"),
+    [(1e-8, 0.0, "its largest value"), (1.0, ROUNDED, "the largest value of its kind")],
+)
+def test_among_such_gradients_a_wrong_one_is_refused(share: float, noise: float, of: str) -> None:
+    model = noisy(ROUNDED, WrongBackward(share, noise))
+    with pytest.raises(CheckError, match=rf"'blocks\.2\.offset' differs by \S+ of {of}"):
+        penstock.capture(model, inputs())
+
+
+def test_a_model_whose_gradients_differ_by_more_each_time_is_not_called_checked() -> None:
+    with pytest.warns(UserWarning, match="gives other bits each time, in evaluation mode too"):
+        layers = penstock.capture(noisy(1e-2, nn.Linear(WIDTH, WIDTH)), inputs())
+    assert "not checked: the model gives other bits each time" in str(layers)
