@@ -1,0 +1,51 @@
+"""What a search does not simulate would not have been faster: all of it, simulated, says so."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock import Cluster
+from penstock.automatic import choose
+from penstock.automatic.choose import MeshTask, choose_on_meshes
+from penstock.automatic.parallelize import mesh_task
+from penstock.automatic.why import Candidate
+from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
+from penstock.zoo import gpt
+from tests.few_devices import cluster
+
+CLUSTERS = {
+    "fast within hosts": cluster(2, 2),
+    "unlike hosts": cluster(1, 3),
+    "little memory": cluster(2, 2, memory_bytes=10_000_000),
+    "slow links": cluster(1, 1, 1, far=1e9),
+}
+
+
+def task_on(where: Cluster, num_microbatches: int) -> MeshTask:
+    with torch.device("meta"):
+        model = gpt(num_layers=4, width=128, num_heads=4, num_words=64, max_length=32)
+        words = torch.zeros(16, 32, dtype=torch.long)
+    families = (one_f_one_b, eager_1f1b, gpipe, zb_h1())  # one whose backwards are divided, too
+    return replace(mesh_task(model, words, where, num_microbatches), families=families)
+
+
+def what(own: Candidate) -> tuple[object, ...]:
+    return own.answer.stages, own.family, own.prices.plan, own.prices.way
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 16])
+@pytest.mark.parametrize("where", CLUSTERS)
+def test_what_is_not_simulated_would_not_be_faster(
+    where: str, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_on(CLUSTERS[where], num_microbatches)
+    few = choose_on_meshes(task)
+    monkeypatch.setattr(choose, "_least_s", lambda own, sized: 0.0)
+    every = choose_on_meshes(task)
+    seconds = {what(own): own.step_s for own in every.candidates if not own.is_bound}
+    assert few.plan.predicted_step_s == every.plan.predicted_step_s == min(seconds.values())
+    bounds = [own for own in few.candidates if own.is_bound]
+    assert len(few.candidates) - len(bounds) < len(seconds)
+    above = [own for own in bounds if own.step_s > seconds.get(what(own), own.step_s) * (1 + 1e-9)]
+    assert above == []
