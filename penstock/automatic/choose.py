@@ -46,8 +46,10 @@ from .why import Candidate, why_on_meshes
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
 """Ready plans that are tried: weights that are gathered once a step are in none but theirs."""
-_MOST, _MARGIN = 4, 1.5
-"""How many answers of each search are compared, and how much slower than the best they may be."""
+_MOST, _EPS, _MARGIN = 8, 0.001, 1.5
+"""How many answers of each search are compared, the share that it may miss, and how much slower
+than the best they may be.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +169,8 @@ def _answers(sized: Task, limit_s: float) -> list[Answer]:
     """Return the best answers with stages on all devices, in the order of the cluster's hosts, and
     those with hosts in any order, of which some devices may stay unused: for 1F1B, and where
     memory allows it for eager 1F1B, and for GPipe, which is ahead by all micro-batches.
-
-    Raises:
-        PlanError: nothing fits, and there is no limit.
     """
-    find = cache(partial(find_stages, sized, most=_MOST, limit_s=limit_s))
+    find = cache(partial(find_stages, sized, most=_MOST, eps=_EPS, limit_s=limit_s))
     found = [*find(host_by_host=True, ahead=1)]
     for ahead in (1, 2, sized.num_microbatches):
         with suppress(PlanError):  # the first stage keeps most: memory may allow other orders only

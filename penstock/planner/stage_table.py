@@ -51,13 +51,7 @@ class StageTable:
     """
 
     def __init__(
-        self,
-        task: Task,
-        meshes: Sequence[Submesh],
-        num_stages: int,
-        *,
-        is_alpa: bool,
-        ahead: int | None = None,
+        self, task: Task, meshes: Sequence[Submesh], num_stages: int, is_alpa: bool, ahead: int = 0
     ) -> None:
         num_layers, hosts, price, num_microbatches = task
         self.num_layers, self.num_stages, self.covers_all = num_layers, num_stages, is_alpa

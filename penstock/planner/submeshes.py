@@ -175,8 +175,7 @@ class _Search:
         if not is_alpa:
             self.num_stages = min(self.num_stages, MOST_STAGES)
         self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
-        sizes = self.meshes, self.num_stages
-        self.table = StageTable(task, *sizes, is_alpa=is_alpa, ahead=ahead)
+        self.table = StageTable(task, self.meshes, self.num_stages, is_alpa, ahead or 0)
         self.host_by_host = False
         self.found: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = inf
@@ -205,7 +204,8 @@ class _Search:
 
     def _search(self) -> None:
         """Put the best answers into `found`."""
-        paces = np.unique(self.table.pace[np.isfinite(self.table.pace)])
+        most_s = self.worst_s / max(self.task.num_microbatches - 1, 1)
+        paces = np.unique(self.table.pace[self.table.pace < most_s])
         self.bounds: list[tuple[float, float]] = []  # the least and the greatest of close paces
         at = 0
         while at < len(paces):
@@ -219,11 +219,7 @@ class _Search:
             low, high = (low, middle) if is_enough else (middle + 1, high)
         tried, step = [(low - 1, 0.0)], 1
         is_better = True
-        while (
-            low < len(self.bounds)
-            and self._limit(low) > 0
-            and (is_better or len(self.found) < self.most)
-        ):
+        while low < len(self.bounds) and (is_better or len(self.found) < self.most):
             best = self.best_s
             tried.append((low, self._try(low)))
             is_better = self.best_s < best
