@@ -67,7 +67,7 @@ def _gpipe(task: MeshTask) -> Iterator[MeshTask]:
 
 
 def _pp_dp(task: MeshTask) -> Iterator[MeshTask]:
-    yield replace(task, sharding="data", ways=_WITHOUT_BYTES)
+    yield replace(task, shardings=("data",), ways=_WITHOUT_BYTES)
 
 
 def _equal_layers(task: MeshTask) -> Iterator[MeshTask]:
@@ -84,9 +84,9 @@ def _equal_operators(task: MeshTask) -> Iterator[MeshTask]:
 
 
 def _deepspeed(task: MeshTask) -> Iterator[MeshTask]:
+    plans = ("data", "zero1", "zero2", "zero3", "expert")
     for alone in _intra(task):
-        for plan in ("data", "zero1", "zero2", "zero3", "expert"):
-            yield replace(alone, sharding=plan, ways=_WITHOUT_BYTES)
+        yield replace(alone, shardings=plans, ways=_WITHOUT_BYTES)
 
 
 def _one_host(task: MeshTask) -> Iterator[MeshTask]:
@@ -106,7 +106,7 @@ def _megatron(task: MeshTask) -> Iterator[MeshTask]:
             allow = partial(_is_one_of, stages, size=size)
             shape = (size,) if 1 in (tensor, data) else (data, tensor)
             prices = partial(RestrictedPrices, allow=allow, shape=shape)
-            yield replace(task, sharding=plan, prices=prices, ways=_WITHOUT_BYTES)
+            yield replace(task, shardings=(plan,), prices=prices, ways=_WITHOUT_BYTES)
 
 
 _WITHOUT_BYTES = [way for way in WAYS if not way.byte_s]

@@ -44,8 +44,12 @@ from .remembered import RememberedSearch
 from .why import Candidate, why_on_meshes
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
-_MOST, _MARGIN = 4, 1.5
-"""How many answers of each search are compared, and how much slower than the best they may be."""
+SHARDINGS = ("auto", "zero1", "zero2", "expert")
+"""Ready plans that are tried: weights that are gathered once a step are in none but theirs."""
+_MOST, _EPS, _MARGIN = 8, 0.001, 1.5
+"""How many answers of each search are compared, the share that it may miss, and how much slower
+than the best they may be.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,8 @@ class MeshTask:
 
     `graph_of(M)` is the graph of one of M micro-batches; `names` are those of layers in it, and
     `factors_of(M)` the measured seconds of each by those of the roofline; () is as estimated.
-    `prices` and `ways` restrict what is tried; copies with another restriction have `searches`,
-    by number of micro-batches, sharding and factors, together.
+    `shardings`, `prices` and `ways` restrict what is tried; copies with another restriction have
+    `searches`, by number of micro-batches, sharding and factors, together.
     """
 
     model: Model
@@ -65,7 +69,7 @@ class MeshTask:
     batch_size: int
     num_microbatches: int | None = None
     families: Sequence[Family] = FAMILIES
-    sharding: str = "auto"
+    shardings: Sequence[str] = SHARDINGS
     prices: Callable[..., MeshPrices] = MeshPrices
     ways: Sequence[Way] = WAYS
     factors_of: Callable[[int], tuple[float, ...]] = lambda number: ()
@@ -79,6 +83,14 @@ class MeshTask:
         most = min(self.batch_size, 8 * len(self.cluster.places))
         powers = (1 << n for n in range(most.bit_length()))
         return [number for number in powers if self.batch_size % number == 0]
+
+    @property
+    def tries(self) -> list[tuple[int, str, Way]]:
+        """The numbers of micro-batches, ready plans and ways that are tried together: a price of
+        bytes with the first of the plans only, since the others leave little to choose.
+        """
+        every = product(self.numbers, self.shardings, self.ways)
+        return [own for own in every if own[1] == self.shardings[0] or not own[2].byte_s]
 
 
 @dataclass(frozen=True)
@@ -110,12 +122,12 @@ def choose_on_meshes(task: MeshTask) -> MeshChoice:
     """
     found: list[Candidate] = []
     lacks, ended = ["what schedules keep in flight does not fit"], ""
-    every = [*product(task.numbers, task.ways)]
+    every = task.tries
     try:
-        for done, (number, way) in enumerate(every, 1):
-            words = f"{count_text(number, 'micro-batch')}, {way} ({done} of {len(every)})"
-            with saying(f"searching for stages: {words}"):
-                _look(task, number, way, found, lacks)
+        for done, (number, sharding, way) in enumerate(every, 1):
+            words = f"{count_text(number, 'micro-batch')}, {sharding}, {way}"
+            with saying(f"searching for stages: {words} ({done} of {len(every)})"):
+                _look(task, number, sharding, way, found, lacks)
     except KeyboardInterrupt:
         if not found:
             raise
@@ -132,33 +144,40 @@ def choose_on_meshes(task: MeshTask) -> MeshChoice:
     return MeshChoice(replace(plan, why=why), tuple(found), timeline)
 
 
-def _look(task: MeshTask, number: int, way: Way, found: list[Candidate], lacks: list[str]) -> None:
-    """Add the candidates of so many micro-batches and a way to keep less to those that are found,
-    or what is missing.
+def _look(
+    task: MeshTask, number: int, sharding: str, way: Way, found: list[Candidate], lacks: list[str]
+) -> None:
+    """Add the candidates of so many micro-batches, a ready plan and a way to keep less to those
+    that are found, or what is missing.
     """
     factors = task.factors_of(number)
-    shared = task.searches.setdefault((number, task.sharding, factors), {})
-    how = (task.cluster, number, task.sharding, way, shared, factors)
+    shared = task.searches.setdefault((number, sharding, factors), {})
+    how = (task.cluster, number, sharding, way, shared, factors)
     prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
     price = prices.price if tuple(task.families) == (gpipe,) else partial(price_1f1b, prices)
-    sized = Task(len(task.names), hosts_of(task.cluster), price, number)
+    sized = Task(len(task.names), hosts_of(task.cluster), cache(price), number)
+    best_s = min((own.step_s for own in found), default=inf)
     try:
-        answers = _answers(sized)
+        answers = _answers(sized, _MARGIN * best_s)
     except PlanError as error:
         lacks.append(str(error))
         return
     _compare(task, answers, prices, sized, found)
 
 
-def _answers(sized: Task) -> list[Answer]:
+def _answers(sized: Task, limit_s: float) -> list[Answer]:
     """Return the best answers with stages on all devices, in the order of the cluster's hosts, and
-    those with hosts in any order, of which some devices may stay unused; best first.
+    those with hosts in any order, of which some devices may stay unused: for 1F1B, and where
+    memory allows it for eager 1F1B, and for GPipe, which is ahead by all micro-batches.
     """
-    find = partial(find_stages, sized._replace(price=cache(sized.price)), most=_MOST)
-    found = find(host_by_host=True)
-    with suppress(PlanError):  # the first stage keeps most: memory may allow other orders only
-        found = [*find(uses_all_in_order=True), *found]
-    return sorted({*found}, key=attrgetter("seconds", "devices", "stages"))
+    find = cache(partial(find_stages, sized, most=_MOST, eps=_EPS, limit_s=limit_s))
+    found = [*find(host_by_host=True, ahead=1)]
+    for ahead in (1, 2, sized.num_microbatches):
+        with suppress(PlanError):  # the first stage keeps most: memory may allow other orders only
+            found += find(uses_all_in_order=True, ahead=ahead)
+            found += find(host_by_host=True, ahead=ahead)
+    every = {own.stages: own for own in sorted(found, key=attrgetter("seconds", "devices"))}
+    return [*every.values()]
 
 
 def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
@@ -269,10 +288,10 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
     devices = best.answer.devices
     kinds = [task.cluster.device_of(own[0]).torch_type for own in devices]
     recompute = Recompute.STAGE if prices.way.recomputes else Recompute.NEVER
-    wanted: str | Wanted | None = task.sharding
+    wanted: str | Wanted | None = prices.plan
     if prices.way.byte_s:
         least = min(host.memory_bytes for host in hosts_of(task.cluster))
-        wanted = Wanted(task.sharding, memory_limit_bytes=int(least))
+        wanted = Wanted(prices.plan, memory_limit_bytes=int(least))
     is_alone = len(task.cluster.places) == 1
     places = None if devices == tuple(sorted(devices)) else spread(range(len(devices)))
     idle = {*range(len(task.cluster.places))} - {*chain(*devices)}

@@ -29,7 +29,7 @@ from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.trace.progress import saying
 
-from .choose import MeshTask, plan_on_meshes
+from .choose import SHARDINGS, MeshTask, plan_on_meshes
 from .clusters import MOST_CLUSTERS, clustered
 from .hosts import check_devices, check_hosts
 from .measured import check_measurable, with_measured
@@ -174,7 +174,7 @@ def mesh_task(
         cluster=cluster,
         batch_size=samples_of(example_inputs, "example_inputs"),
         num_microbatches=num_microbatches,
-        sharding=sharding,
+        shardings=SHARDINGS if sharding == "auto" else (sharding,),
     )
     if num_layers is not None:
         check_count("num_layers", num_layers)

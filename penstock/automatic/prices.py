@@ -46,6 +46,7 @@ class Way(NamedTuple):
 
 WAYS = (
     Way(),
+    Way(byte_s=_LIGHT_BYTE_S),
     Way(recomputes=True),
     Way(recomputes=True, byte_s=_LIGHT_BYTE_S),
     Way(recomputes=True, segments=True),

@@ -93,6 +93,7 @@ _DECISIONS: dict[str, Callable[[Candidate], object]] = {
     "stages": lambda own: own.answer.stages,
     "micro-batches": lambda own: own.prices.num_microbatches,
     "schedule": lambda own: own.family,
+    "sharding": lambda own: own.prices.plan,
     "recompute": lambda own: own.policy,
 }
 """What tells candidates apart, in the order in which it is decided."""

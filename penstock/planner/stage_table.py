@@ -51,7 +51,7 @@ class StageTable:
     """
 
     def __init__(
-        self, task: Task, meshes: Sequence[Submesh], num_stages: int, *, is_alpa: bool
+        self, task: Task, meshes: Sequence[Submesh], num_stages: int, is_alpa: bool, ahead: int = 0
     ) -> None:
         num_layers, hosts, price, num_microbatches = task
         self.num_layers, self.num_stages, self.covers_all = num_layers, num_stages, is_alpa
@@ -69,14 +69,16 @@ class StageTable:
                     prices[:, n, end, start] = found
         prices[3, :, 0 if is_alpa else num_layers :] = 0.0  # no stage comes after the last layer
         seconds, self.stay, self.kept, handover = prices
-        self.total, self.pace = seconds + handover, np.maximum(seconds, handover)
+        self.total = seconds + handover
+        self.pace = np.maximum(seconds, self.total / ahead if ahead else handover)
+        self.ahead = ahead or 1
         self.memory = np.array([hosts[mesh.kind].memory_bytes for mesh in meshes])
         self.most_in_flight = inf if is_alpa else num_microbatches
         room = self.memory[:, None, None] - self.stay
         many = np.full_like(room, inf)
         np.divide(room, self.kept, out=many, where=self.kept > 0)
         many[many >= self.most_in_flight] = inf
-        self.deepest = np.where(room < 0, 0, np.floor(many))
+        self.deepest = np.where(room < 0, 0, np.floor((many - 1) / self.ahead) + 1)
         """How many stages there may be from this one to the last."""
         self.pace[self.deepest < 1] = inf
 
@@ -127,12 +129,13 @@ class StageTable:
 
         def excess(mesh: int, end: int, start: int, stages: Numbers) -> Numbers:
             at = mesh, end, slice(start, end), None
-            need = self.stay[at] + np.minimum(stages, self.most_in_flight) * self.kept[at]
+            in_flight = np.minimum((stages - 1) * self.ahead + 1, self.most_in_flight)
+            need = self.stay[at] + in_flight * self.kept[at]
             found: Numbers = np.maximum(need - self.memory[mesh], 0.0) + can[at]
             return found
 
         alone = np.maximum(self.stay + self.kept - self.memory[:, None, None], 0.0)
-        ceiling = float((self.stay + self.num_stages * self.kept).max())
+        ceiling = float((self.stay + self.num_stages * self.ahead * self.kept).max())
         found, limit = inf, max(min(ceiling, float(self.memory.max())) / 64, 1.0)
         while found > limit:  # a low limit makes it fast
             limit = limit * 2 if limit < ceiling else inf

@@ -94,21 +94,27 @@ def alpa_stages(task: Task) -> Answer:
     return _Search(task, most=1, eps=0.0, is_alpa=True).answers()[0]
 
 
-def find_stages(
+def find_stages(  # noqa: PLR0913 - what is searched, and how
     task: Task,
     *,
     most: int = 8,
     eps: float = 0.01,
     uses_all_in_order: bool = False,
     host_by_host: bool = False,
+    ahead: int | None = None,
+    limit_s: float = inf,
 ) -> list[Answer]:
-    """Return the best answers, at most so many, best first.
+    """Return the best answers, at most so many, best first; with a limit none that takes longer.
 
     Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
     stay unused; if it `uses_all_in_order`, stages have consecutive devices, and all of them.  If
     `host_by_host`, hosts come in any order, each filled before the next; the rest stays unused.
     Handing over counts in the sum, and for t_max where it takes longer than the stage: transfers
     go on while other micro-batches are computed.  1F1B keeps at most B in flight.
+
+    With `ahead`, a stage is so many micro-batches ahead of the next, 1 in 1F1B and 2 in eager
+    1F1B: with s stages from it on it keeps (s - 1) ahead + 1, and the way to the next one and
+    back, in its seconds and those of handing over, goes on for so many at a time.
 
     The best is at most a share `eps` from the least there is, likewise the second, and so on;
     exact with 0.  Less sure only where parts of hosts of unlike sizes, as 3 and 5 of 8, are better
@@ -118,11 +124,12 @@ def find_stages(
 
     Raises:
         ConfigError: a number is not positive.
-        PlanError: nothing fits; says what is missing.
+        PlanError: nothing fits, and there is no limit; says what is missing.
     """
     if most < 1 or eps < 0:
         raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
-    search = _Search(task, most=most, eps=eps)
+    search = _Search(task, most=most, eps=eps, ahead=ahead)
+    search.best_s = search.worst_s = limit_s
     if host_by_host or uses_all_in_order:
         search.use_host_by_host(all_in_order=uses_all_in_order)
     return search.answers()
@@ -151,6 +158,7 @@ class _Search:
         most: int,
         eps: float,
         is_alpa: bool = False,
+        ahead: int | None = None,
     ) -> None:
         numbers = [task.num_layers, task.num_microbatches, len(task.hosts)]
         numbers += [number for own in task.hosts for number in own[:2]]
@@ -167,7 +175,7 @@ class _Search:
         if not is_alpa:
             self.num_stages = min(self.num_stages, MOST_STAGES)
         self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
-        self.table = StageTable(task, self.meshes, self.num_stages, is_alpa=is_alpa)
+        self.table = StageTable(task, self.meshes, self.num_stages, is_alpa, ahead or 0)
         self.host_by_host = False
         self.found: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = inf
@@ -185,7 +193,7 @@ class _Search:
             self._search()
             if not self.gave_up:
                 break
-        if not self.found:
+        if not self.found and self.worst_s == inf:
             raise PlanError(self._missing())
         return self._best()
 
@@ -196,7 +204,8 @@ class _Search:
 
     def _search(self) -> None:
         """Put the best answers into `found`."""
-        paces = np.unique(self.table.pace[np.isfinite(self.table.pace)])
+        most_s = self.worst_s / max(self.task.num_microbatches - 1, 1)
+        paces = np.unique(self.table.pace[self.table.pace < most_s])
         self.bounds: list[tuple[float, float]] = []  # the least and the greatest of close paces
         at = 0
         while at < len(paces):

@@ -17,6 +17,7 @@ from penstock.mesh.start import num_processes
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.pytree import tree_map
 from penstock.planner.plan import Plan
+from penstock.planner.wanted import Wanted
 from penstock.recipe.recipe import Recipe
 from penstock.runtime.devices import why_missing
 from penstock.trace.progress import say
@@ -105,6 +106,9 @@ def task_on(
     if recipe.pipeline.plan and recipe.optimizer.name == "adafactor":
         ready = sharding or "data"  # it looks at whole weights
     found = mesh_task(layers, inputs, cluster, num_microbatches, ready)
+    if ready == "auto" and recipe.train.average_decay:  # a process has to have all averages
+        whole = [own for own in found.shardings if not Wanted(own).gathers]
+        found = replace(found, shardings=whole)
     is_measured = measure or recipe.pipeline.measure
     return _measured(recipe, task, found, part.inputs) if is_measured else found
 

@@ -1,6 +1,7 @@
 """Baselines keep to their restrictions, and none is faster than the plan that has none."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -17,11 +18,12 @@ from penstock.automatic.baselines import (
     plan_baseline,
 )
 from penstock.automatic.choose import MeshTask, plan_on_meshes, price_1f1b
+from penstock.automatic.parallelize import mesh_task
 from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PlanError
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
 from penstock.planner.packing import Submesh
@@ -30,6 +32,7 @@ from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.types import Recompute
 from penstock.zoo.gpt_family import gpt
+from tests.few_devices import cluster
 
 BATCH_SIZE, NUM_LAYERS = 64, 6
 
@@ -64,6 +67,11 @@ def plans(task: MeshTask) -> dict[str, Plan]:
     return {name: plan_baseline(name, task) for name in BASELINES}
 
 
+def step_s(plan: Plan) -> float:
+    assert plan.predicted_step_s is not None
+    return plan.predicted_step_s
+
+
 def sizes_of(plan: Plan) -> list[int]:
     shapes = plan.placement.shard_shapes or ((1,),) * plan.num_stages
     return [prod(shape) for shape in shapes]
@@ -80,11 +88,33 @@ def num_blocks(plan: Plan) -> list[int]:
 def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(
     task: MeshTask, plans: dict[str, Plan]
 ) -> None:
-    own = plan_on_meshes(task).predicted_step_s
-    assert own is not None
-    assert {
-        n: p.predicted_step_s for n, p in plans.items() if (p.predicted_step_s or 0) < own
-    } == {}
+    own = step_s(plan_on_meshes(task))
+    assert {n: step_s(p) for n, p in plans.items() if step_s(p) < own} == {}
+
+
+@pytest.mark.parametrize(
+    ("where", "num_layers", "num_microbatches", "wanted"),
+    [
+        (cluster(2, 2, far=3e8, memory_bytes=10_000_000), 6, 8, ("stages", "one_f_one_b")),
+        (cluster(2, 2, far=3e7), 6, 32, ("stages", "gpipe")),
+        (cluster(4, near=1e9), 2, 1, ("zero2", "one_f_one_b")),
+    ],
+)
+def test_no_baseline_is_faster_where_schedules_or_zero_decide(
+    where: Cluster, num_layers: int, num_microbatches: int, wanted: tuple[str, str]
+) -> None:
+    """Memory for 1F1B only; links so slow that all micro-batches are sent ahead; sums of gradients
+    that take as long as the work.
+    """
+    with torch.device("meta"):
+        model = gpt(num_layers=num_layers, width=128, num_heads=4, num_words=64, max_length=32)
+        words = torch.zeros(32, 32, dtype=torch.long)
+    small = mesh_task(model, words, where, num_microbatches)
+    plan = plan_on_meshes(small)
+    assert (plan.sharding if plan.num_stages == 1 else "stages", plan.schedule.name) == wanted
+    for name in BASELINES:
+        with suppress(PlanError):
+            assert step_s(plan_baseline(name, small)) >= step_s(plan), name
 
 
 def test_each_baseline_keeps_to_its_restriction(plans: dict[str, Plan]) -> None:
@@ -138,7 +168,7 @@ def test_a_grid_keeps_less_than_data_and_more_than_megatron(
 
 
 def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) -> None:
-    how = (task.graph_of(16), task.names, task.model.spans, task.cluster, 16, "auto", WAYS[1])
+    how = (task.graph_of(16), task.names, task.model.spans, task.cluster, 16, "auto", WAYS[2])
     prices, mesh, last = MeshPrices(*how), Submesh(0, 1, 2), len(task.names)
     first, own = prices.price(0, 3, mesh), prices.on_mesh(3, last, mesh)
     assert own is not None

@@ -9,7 +9,7 @@ from torch import nn
 
 import penstock
 from penstock.automatic.baselines import BASELINES
-from penstock.automatic.choose import choose_on_meshes, plan_on_meshes
+from penstock.automatic.choose import SHARDINGS, choose_on_meshes, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task, plan_for
 from penstock.automatic.prices import MeshPrices, Way
 from penstock.errors import PlanError
@@ -40,7 +40,7 @@ def meshes(plan: Plan) -> list[int]:
 
 def test_stages_are_cut_where_links_are_slow_and_operators_divided_where_they_are_fast() -> None:
     plan = planned(cluster(2, 2))
-    assert meshes(plan) == [2, 2] and plan.sharding == "auto"
+    assert meshes(plan) == [2, 2] and plan.sharding in SHARDINGS
     assert plan.placement.ranks == (((0, 1),), ((2, 3),))
     assert abs(plan.partition[0] - plan.partition[1]) <= 2
 
@@ -135,7 +135,9 @@ def test_an_interrupted_search_gives_the_best_so_far_and_says_so() -> None:
         return MeshPrices(*how)
 
     plan = plan_on_meshes(replace(whole, prices=prices))
-    assert plan.why[-1] == "the search was interrupted in part 2 of 4" and len(tried) == 2
+    assert (
+        plan.why[-1].endswith(f"interrupted in part 2 of {len(whole.tries)}") and len(tried) == 2
+    )
     assert set(plan.recompute) == {Recompute.NEVER}  # the way that was looked at first
     tried[:] = [()]
     with pytest.raises(KeyboardInterrupt):

@@ -85,11 +85,11 @@ def test_a_part_of_a_layer_takes_its_share_of_what_was_measured(num_devices: int
 
 def test_operators_are_divided_as_they_were_in_the_search() -> None:
     """Where links are slow, only what takes long enough is divided: also when a plan is run."""
-    task = task_on(2)
+    task = replace(task_on(2), shardings=("auto",))
     slow = replace(task, cluster=cluster(2, near=1e7), num_microbatches=1)
     graph, count = slow.graph_of(1), len(task.names)
     plans = [
-        replace(planned(task_on(2), factors(1, count)), cluster=slow.cluster, layer_factors=own)
+        replace(planned(task, factors(1, count)), cluster=slow.cluster, layer_factors=own)
         for own in ((), (1e3,) * count)
     ]
     few, many = (

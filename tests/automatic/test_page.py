@@ -75,7 +75,7 @@ def test_it_says_what_other_decisions_would_have_cost() -> None:
     _, choice = chosen(1, 2)
     told = [line for line in choice.plan.why if line.startswith("with other ")]
     assert {line.split(":")[0].removeprefix("with other ") for line in told} == {
-        *("stages", "schedule", "recompute")
+        *("stages", "schedule", "sharding", "recompute")
     }
     best = choice.candidates[0]
     (line,) = (line for line in told if "schedule" in line)

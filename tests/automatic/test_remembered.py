@@ -43,7 +43,7 @@ def plan_text(
         cluster=Cluster.load(cluster),
         batch_size=8,
         num_microbatches=num_microbatches,
-        sharding=sharding,
+        shardings=(sharding,),
         factors_of=lambda _: (factor,) * len(LAYERS),
     )
     return str(plan_on_meshes(task))

@@ -54,7 +54,7 @@ def chosen(*hosts: int) -> MeshChoice:
 def prices(task: MeshTask, way: Way) -> MeshPrices:
     """Give prices of a way."""
     given = task.graph_of(M), task.names, task.model.spans, task.cluster, M
-    return MeshPrices(*given, task.sharding, way)
+    return MeshPrices(*given, task.shardings[0], way)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])

@@ -48,18 +48,20 @@ def every_answer(task: Task, meshes: Sequence[Submesh]) -> Iterator[tuple[Stage,
     yield from continued(0, tuple(own.num_hosts * own.num_devices for own in task.hosts))
 
 
-def excess(task: Task, stages: Sequence[Stage], in_flight: float) -> float:
+def excess(task: Task, stages: Sequence[Stage], in_flight: float, ahead: int = 1) -> float:
     """Return the bytes that the fullest stage lacks."""
     missing = []
     for n, stage in enumerate(stages):
         price = task.price(*stage)
         assert price is not None
-        keeps = min(len(stages) - n, in_flight) * price.microbatch_bytes
+        keeps = min((len(stages) - n - 1) * ahead + 1, in_flight) * price.microbatch_bytes
         missing.append(price.stay_bytes + keeps - task.hosts[stage.submesh.kind].memory_bytes)
     return max(missing)
 
 
-def step_s(task: Task, stages: Sequence[Stage], hands_over: bool) -> float:
+def step_s(
+    task: Task, stages: Sequence[Stage], hands_over: bool, ahead: int | None = None
+) -> float:
     """Return the seconds of a step by the formula."""
     total = slowest = 0.0
     for stage in stages:
@@ -67,7 +69,7 @@ def step_s(task: Task, stages: Sequence[Stage], hands_over: bool) -> float:
         assert price is not None
         over = price.handover_s if hands_over and stage is not stages[-1] else 0.0
         total += price.seconds + over
-        slowest = max(slowest, price.seconds, over)
+        slowest = max(slowest, price.seconds, (price.seconds + over) / ahead if ahead else over)
     return total + (task.num_microbatches - 1) * slowest
 
 
@@ -108,25 +110,29 @@ KINDS = (
 )
 
 
-def check_ours(seed: int, eps: float, most: int) -> bool:
+def check_ours(seed: int, eps: float, most: int, ahead: int | None = None) -> bool:
     """Compare our search with trying everything; return whether anything fits."""
     task = drawn_task(seed, KINDS[seed % len(KINDS)], 4)
     fitting = [
-        (step_s(task, stages, True), stages)
+        (step_s(task, stages, True, ahead), stages)
         for stages in every_answer(task, submeshes(task.hosts))
-        if excess(task, stages, task.num_microbatches) <= 0
+        if excess(task, stages, task.num_microbatches, ahead or 1) <= 0
     ]
     best = sorted(seconds for seconds, stages in fitting if pack(stages, task.hosts))[:most]
     try:
-        answers = find_stages(task, most=most, eps=eps)
+        answers = find_stages(task, most=most, eps=eps, ahead=ahead)
     except PlanError:
         answers = []
     assert len(answers) == len(best)
     assert len({answer.stages for answer in answers}) == len(answers)
     for answer, seconds in zip(answers, best, strict=True):
         assert seconds <= answer.seconds <= seconds * (1 + eps)
-        assert answer.seconds == step_s(task, answer.stages, True)
+        assert answer.seconds == step_s(task, answer.stages, True, ahead)
         check_placed(answer.stages, task.hosts, answer.devices)
+    for limit_s in best[:1]:
+        below = find_stages(task, eps=0, ahead=ahead, limit_s=limit_s * 0.999)
+        within = find_stages(task, eps=0, ahead=ahead, limit_s=limit_s * 1.001)
+        assert not below and within[0].seconds == limit_s
     return bool(best)
 
 
@@ -149,9 +155,10 @@ def check_placed(
         assert sorted(on.values()) == [number] * num_hosts
 
 
-@pytest.mark.parametrize("most", [1, 4])
-def test_our_search_finds_what_trying_everything_finds(most: int) -> None:
-    fits = Counter(check_ours(seed, 0.0, most) for seed in range(400))
+@pytest.mark.parametrize(("most", "ahead"), [(1, None), (4, None), (4, 1), (4, 2), (2, 64)])
+def test_our_search_finds_what_trying_everything_finds(most: int, ahead: int | None) -> None:
+    """With `ahead` as with the formula that has none."""
+    fits = Counter(check_ours(seed, 0.0, most, ahead) for seed in range(400))
     assert fits[True] > 200 and fits[False] > 10
 
 
