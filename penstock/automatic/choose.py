@@ -24,7 +24,7 @@ from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.stage_rows import PredictedStage
 from penstock.planner.stage_table import Price, Task
-from penstock.planner.stage_work import made, work_of
+from penstock.planner.stage_work import StageWork, made, work_of
 from penstock.planner.submeshes import Answer, find_stages
 from penstock.planner.wanted import Wanted
 from penstock.schedules import eager_1f1b, gpipe, ir, one_f_one_b
@@ -46,7 +46,7 @@ from .why import Candidate, why_on_meshes
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
 """Ready plans that are tried: weights that are gathered once a step are in none but theirs."""
-_MOST, _EPS, _MARGIN = 8, 0.001, 1.5
+_MOST, _EPS, _NEAR, _MARGIN = 8, 0.001, 1.05, 1.5
 """How many answers of each search are compared, the share that it may miss, and how much slower
 than the best they may be.
 """
@@ -158,7 +158,7 @@ def _look(
     sized = Task(len(task.names), hosts_of(task.cluster), cache(price), number)
     best_s = min((own.step_s for own in found), default=inf)
     try:
-        answers = _answers(sized, _MARGIN * best_s)
+        answers = _answers(sized, _NEAR * best_s)
     except PlanError as error:
         lacks.append(str(error))
         return
@@ -166,16 +166,14 @@ def _look(
 
 
 def _answers(sized: Task, limit_s: float) -> list[Answer]:
-    """Return the best answers with stages on all devices, in the order of the cluster's hosts, and
-    those with hosts in any order, of which some devices may stay unused: for 1F1B, and where
-    memory allows it for eager 1F1B, and for GPipe, which is ahead by all micro-batches.
+    """Return the best answers for 1F1B, and where memory allows it for eager 1F1B, and for GPipe,
+    which is ahead by all micro-batches.
     """
-    find = cache(partial(find_stages, sized, most=_MOST, eps=_EPS, limit_s=limit_s))
-    found = [*find(host_by_host=True, ahead=1)]
-    for ahead in (1, 2, sized.num_microbatches):
-        with suppress(PlanError):  # the first stage keeps most: memory may allow other orders only
-            found += find(uses_all_in_order=True, ahead=ahead)
-            found += find(host_by_host=True, ahead=ahead)
+    find = partial(find_stages, sized, most=_MOST, eps=_EPS, limit_s=limit_s, host_by_host=True)
+    found = find(ahead=1)
+    for ahead in {2, sized.num_microbatches} - {1}:
+        with suppress(PlanError):
+            found += find(ahead=ahead)
     every = {own.stages: own for own in sorted(found, key=attrgetter("seconds", "devices"))}
     return [*every.values()]
 
@@ -207,11 +205,14 @@ def _compare(
         stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
         own = Candidate(0.0, answer, stages, family, prices)
         own = own._replace(step_s=_least_s(own, sized) + own.update_s)
+        every = range(len(stages)) if prices.way.recomputes else ()
+        if own.step_s < best_s:
+            work = _work_of(family, len(stages), prices.num_microbatches, frozenset(every))
+            least_s = max(own.step_s, _least_in_flight_s(own, work) + own.update_s)
+            own = own._replace(step_s=least_s)
         if own.step_s >= best_s:
             found.extend([own] if own.step_s <= _MARGIN * best_s else [])
             continue
-        every = range(len(stages)) if prices.way.recomputes else ()
-        work = _work_of(family, len(stages), prices.num_microbatches, frozenset(every))
         kept = (
             own.price.stay_bytes + each.most_kept * own.price.microbatch_bytes
             for own, each in zip(stages, work, strict=True)
@@ -234,6 +235,19 @@ def _least_s(own: Candidate, task: Task) -> float:
         assert price is not None, "it is on its mesh"
         found = max(found, way_s + task.num_microbatches * price.seconds)
         way_s += each.forward_s + (each.backward_s if is_whole else 0.0)
+    return found
+
+
+def _least_in_flight_s(own: Candidate, work: Sequence[StageWork]) -> float:
+    """Return what a step takes at least, as no more micro-batches than a stage keeps are on their
+    way from it to the end and back at a time.
+    """
+    found = way_s = 0.0
+    is_whole, is_chain = _has_whole_backwards(own.family), own.family.stages_per_rank == 1
+    for each, does in zip(reversed(own.segments), reversed(work), strict=True):
+        way_s += sum(part.forward_s + is_whole * part.backward_s for part in each)
+        way_s += is_chain * each[-1].price.handover_s
+        found = max(found, own.prices.num_microbatches * way_s / does.most_kept)
     return found
 
 

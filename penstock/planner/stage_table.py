@@ -4,6 +4,7 @@ F[start, stages, devices left]     from the last layer on, each end pushed to al
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import combinations
 from math import inf
 from typing import Any, NamedTuple
@@ -45,6 +46,19 @@ class Task(NamedTuple):
     num_microbatches: int
 
 
+@lru_cache(maxsize=1)  # those of one task are searched in several ways
+def _prices(task: Task, meshes: tuple[Submesh, ...]) -> Numbers:
+    """Return the fields of prices [field, mesh, end, start]; what cannot be takes for ever."""
+    found = np.zeros((4, len(meshes), task.num_layers + 1, task.num_layers))
+    found[0] = inf
+    for n, mesh in enumerate(meshes):
+        for start, end in combinations(range(task.num_layers + 1), 2):
+            price = task.price(start, end, mesh)
+            if price is not None:
+                found[:, n, end, start] = price
+    return found
+
+
 class StageTable:
     """Prices as arrays [mesh, end, start]: seconds with handing over as `total`, and the time
     between micro-batches as `pace`, which is infinite for what does not fit.
@@ -53,20 +67,14 @@ class StageTable:
     def __init__(
         self, task: Task, meshes: Sequence[Submesh], num_stages: int, is_alpa: bool, ahead: int = 0
     ) -> None:
-        num_layers, hosts, price, num_microbatches = task
+        num_layers, hosts, _, num_microbatches = task
         self.num_layers, self.num_stages, self.covers_all = num_layers, num_stages, is_alpa
         self.hosts, self.meshes = hosts, meshes
         self.devices = tuple(own.num_hosts * own.num_devices for own in hosts)
         self.charge(even=False)
         self.may_be_next = np.ones((len(meshes), *(n + 1 for n in self.devices)), dtype=bool)
         """By the devices left of each kind, whether the next stage may have a mesh."""
-        prices = np.zeros((4, len(meshes), num_layers + 1, num_layers))
-        prices[0] = inf
-        for n, mesh in enumerate(meshes):
-            for start, end in combinations(range(num_layers + 1), 2):
-                found = price(start, end, mesh)
-                if found is not None:
-                    prices[:, n, end, start] = found
+        prices = _prices(task._replace(hosts=tuple(hosts)), tuple(meshes)).copy()
         prices[3, :, 0 if is_alpa else num_layers :] = 0.0  # no stage comes after the last layer
         seconds, self.stay, self.kept, handover = prices
         self.total = seconds + handover

@@ -41,7 +41,8 @@ def test_what_is_not_simulated_would_not_be_faster(
 ) -> None:
     task = task_on(CLUSTERS[where], num_microbatches)
     few = choose_on_meshes(task)
-    monkeypatch.setattr(choose, "_least_s", lambda own, sized: 0.0)
+    for bound in ("_least_s", "_least_in_flight_s"):
+        monkeypatch.setattr(choose, bound, lambda own, of: 0.0)
     every = choose_on_meshes(task)
     seconds = {what(own): own.step_s for own in every.candidates if not own.is_bound}
     assert few.plan.predicted_step_s == every.plan.predicted_step_s == min(seconds.values())
