@@ -99,20 +99,17 @@ class StageTable:
             whole = self.hosts[kind].num_devices
             size[kind] = num_hosts * (whole // (whole // number) if even else number)
 
-    def use_host_by_host(self, *, all_in_order: bool) -> None:
+    def use_host_by_host(self) -> None:
         """Let stages fill one host after the other: parts of a host only while it has room, whole
         hosts only at the start of one, and another kind of hosts only once no host is in part
-        used; if `all_in_order`, once all of the kinds before it are used up, and all devices.
+        used.
         """
-        self.covers_all = all_in_order
         left = np.indices(self.may_be_next.shape[1:])
         sizes = [own.num_devices for own in self.hosts]
         is_whole = [here % whole == 0 for here, whole in zip(left, sizes, strict=True)]
         for may, (kind, num_hosts, number) in zip(self.may_be_next, self.meshes, strict=True):
             room = (left[kind] - 1) % sizes[kind] + 1
             may &= (left[kind] >= num_hosts * number) & (room >= number)
-            if all_in_order:
-                may &= (left[:kind] == 0).all(axis=0)
             for own in is_whole[:kind] + is_whole[kind + 1 :]:
                 may &= own
 

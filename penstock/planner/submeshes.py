@@ -94,12 +94,11 @@ def alpa_stages(task: Task) -> Answer:
     return _Search(task, most=1, eps=0.0, is_alpa=True).answers()[0]
 
 
-def find_stages(  # noqa: PLR0913 - what is searched, and how
+def find_stages(
     task: Task,
     *,
     most: int = 8,
     eps: float = 0.01,
-    uses_all_in_order: bool = False,
     host_by_host: bool = False,
     ahead: int | None = None,
     limit_s: float = inf,
@@ -107,8 +106,7 @@ def find_stages(  # noqa: PLR0913 - what is searched, and how
     """Return the best answers, at most so many, best first; with a limit none that takes longer.
 
     Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
-    stay unused; if it `uses_all_in_order`, stages have consecutive devices, and all of them.  If
-    `host_by_host`, hosts come in any order, each filled before the next; the rest stays unused.
+    stay unused; if `host_by_host`, hosts come in any order, each filled before the next.
     Handing over counts in the sum, and for t_max where it takes longer than the stage: transfers
     go on while other micro-batches are computed.  1F1B keeps at most B in flight.
 
@@ -130,8 +128,9 @@ def find_stages(  # noqa: PLR0913 - what is searched, and how
         raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
     search = _Search(task, most=most, eps=eps, ahead=ahead)
     search.best_s = search.worst_s = limit_s
-    if host_by_host or uses_all_in_order:
-        search.use_host_by_host(all_in_order=uses_all_in_order)
+    if host_by_host:
+        search.host_by_host = True
+        search.table.use_host_by_host()
     return search.answers()
 
 
@@ -180,11 +179,6 @@ class _Search:
         self.found: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = inf
         self.gave_up = False
-
-    def use_host_by_host(self, *, all_in_order: bool) -> None:
-        """Look for stages that fill one host after the other."""
-        self.host_by_host = True
-        self.table.use_host_by_host(all_in_order=all_in_order)
 
     def answers(self) -> list[Answer]:
         """Return the best answers, best first."""

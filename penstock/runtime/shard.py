@@ -18,6 +18,7 @@ from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
 from penstock.planner.plan import Plan
+from penstock.planner.stage_work import work_of
 from penstock.planner.wanted import Wanted
 from penstock.sharding.costs import Costs
 from penstock.sharding.plan import LayerSharding, Sharding
@@ -87,7 +88,7 @@ def check_sharding(plan: Plan, part: Any) -> None:
     """
     if plan.sharding is None:
         return
-    from penstock.sharding.named import ready_plan  # SciPy takes a while to import
+    from penstock.sharding.named import ready_plan  # the solver takes a while to import
 
     name = Wanted.of(plan.sharding).plan
     num_shards = plan.placement.most_shards
@@ -139,15 +140,21 @@ def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
     """
     assert plan.sharding is not None, "stages have several ranks"
     meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]
-    recomputes = set(plan.recompute) == {Recompute.STAGE}
-    counts = plan.num_microbatches, 1 if recomputes else plan.num_microbatches
+    number = plan.num_microbatches
+    kept = [1] * plan.num_stages  # a graph at a time, where all is recomputed
+    if set(plan.recompute) != {Recompute.STAGE}:
+        work = work_of(plan.schedule, plan.num_stages, number)
+        kept = [own.most_kept for own in work]
     ends = [0, *accumulate(plan.partition)]
     stages = [range(a, b) for a, b in pairwise(ends)]
-    costs = Costs.usual(max(meshes, key=prod), *counts)
+    costs = Costs.usual(max(meshes, key=prod), number)
     if plan.cluster is not None:
-        costs = Costs(costs.mesh, plan.cluster, *counts)
+        costs = Costs(costs.mesh, plan.cluster, number)
     costs = replace(costs, factors=plan.layer_factors)
-    each = [replace(costs, mesh=m, devices=plan.devices_of(n)) for n, m in enumerate(meshes)]
+    each = [
+        replace(costs, mesh=m, num_in_flight=kept[n], devices=plan.devices_of(n))
+        for n, m in enumerate(meshes)
+    ]
     return _planned(Wanted.of(plan.sharding), graph, names, each, stages=stages)
 
 

@@ -101,4 +101,19 @@ FAULTS = (
         "tests/planner/test_choose.py",
         "always_compared",
     ),
+    Fault(
+        "a search leaves out what may be faster: backwards in two parts count as whole ones",
+        "penstock/automatic/choose.py",
+        "    return not any(isinstance(x, ir.BackwardInput) for x in small.instructions)",
+        "    return True",
+        "tests/automatic/test_bounds.py",
+    ),
+    Fault(
+        "a collective takes nothing to begin",
+        "penstock/costs/collectives.py",
+        "    return max((route.collective_s for route in routes), default=0.0)",
+        "    return 0.0",
+        "tests/costs/test_collectives.py",
+        "takes_once",
+    ),
 )

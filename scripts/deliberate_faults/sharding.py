@@ -110,8 +110,8 @@ FAULTS = (
     Fault(
         "a stage may keep a micro-batch more than its memory holds",
         "penstock/planner/stage_table.py",
-        "self.deepest = np.where(room < 0, 0, np.floor(many))",
-        "self.deepest = np.where(room < 0, 0, np.floor(many) + 1)",
+        "np.floor((many - 1) / self.ahead) + 1)",
+        "np.floor(many / self.ahead) + 1)",
         "tests/planner/test_submeshes.py",
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain, combinations, product
+from itertools import combinations, product
 from math import inf
 from time import perf_counter
 
@@ -162,17 +162,6 @@ def test_our_search_finds_what_trying_everything_finds(most: int, ahead: int | N
     assert fits[True] > 200 and fits[False] > 10
 
 
-def are_in_order(task: Task, stages: Sequence[Stage]) -> bool:
-    """Tell whether stages can have all devices in order, parts of a host in one host."""
-    hosts = [(kind, own.num_devices) for kind, own in enumerate(task.hosts) for _ in range(own[0])]
-    places = [(n, kind) for n, (kind, count) in enumerate(hosts) for _ in range(count)]
-    for *_, (kind, num_hosts, count) in stages:
-        own, places = places[: num_hosts * count], places[num_hosts * count :]
-        if {k for _, k in own} != {kind} or sorted(Counter(own).values()) != [count] * num_hosts:
-            return False
-    return not places
-
-
 def are_host_by_host(task: Task, stages: Sequence[Stage]) -> bool:
     """Tell whether stages can be placed so that each host is full before the next one."""
     used = [0] * len(task.hosts)
@@ -202,25 +191,6 @@ def test_hosts_in_any_order_are_searched_as_by_trying_everything(seed: int) -> N
     assert [own.seconds for own in answers] == pytest.approx(sorted(seconds)[:3])
     for own in answers:
         check_placed(own.stages, task.hosts, own.devices)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_all_devices_in_order_are_searched_as_by_trying_everything(seed: int) -> None:
-    kinds = [Hosts(1 + seed % 3, 1 + seed // 3 % 4, MEMORY), Hosts(1, 2, MEMORY)]
-    task = drawn_task(seed, kinds[: 1 + seed % 2], 5)
-    seconds = [
-        step_s(task, stages, hands_over=True)
-        for stages in every_answer(task, submeshes(task.hosts))
-        if are_in_order(task, stages) and excess(task, stages, task.num_microbatches) <= 0
-    ]
-    if not seconds:
-        with pytest.raises(PlanError):
-            find_stages(task, uses_all_in_order=True)
-        return
-    answers = find_stages(task, most=3, eps=0, uses_all_in_order=True)
-    assert [own.seconds for own in answers] == pytest.approx(sorted(seconds)[:3])
-    every = range(sum(own.num_hosts * own.num_devices for own in task.hosts))
-    assert all([*chain.from_iterable(own.devices)] == [*every] for own in answers)
 
 
 def test_close_bounds_lose_no_more_than_they_may() -> None:
