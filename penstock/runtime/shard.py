@@ -188,7 +188,7 @@ def _planned(
     wanted: Wanted, graph: Graph, names: Sequence[str], costs: Costs | Sequence[Costs], **how: Any
 ) -> Sharding:
     """Plan with the graph of a micro-batch."""
-    from penstock.sharding.stages import plan_sharding  # SciPy takes a while to import
+    from penstock.sharding.stages import plan_sharding  # the solver takes a while to import
 
     how |= {"memory_limit_bytes": wanted.memory_limit_bytes, "pins": wanted.weights}
     return plan_sharding(wanted.plan, graph, names, costs, **how)

@@ -186,7 +186,7 @@ def _fits(recipe: Recipe, world_size: int) -> bool:
 
 
 def _check_plan_name(name: str) -> None:
-    from penstock.sharding.named import ready_plan  # SciPy takes a while to import
+    from penstock.sharding.named import ready_plan  # the solver takes a while to import
 
     try:
         ready_plan(name)

@@ -116,4 +116,12 @@ FAULTS = (
         "tests/costs/test_collectives.py",
         "takes_once",
     ),
+    Fault(
+        "memory is limited as if a stage kept all micro-batches",
+        "penstock/runtime/shard.py",
+        "        kept = [own.most_kept for own in work]\n",
+        "        kept = [number for own in work]\n",
+        "tests/automatic/test_bounds.py",
+        "divided_within",
+    ),
 )

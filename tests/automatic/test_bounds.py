@@ -9,7 +9,9 @@ from penstock import Cluster
 from penstock.automatic import choose
 from penstock.automatic.choose import MeshTask, choose_on_meshes
 from penstock.automatic.parallelize import mesh_task
+from penstock.automatic.prices import WAYS, Way
 from penstock.automatic.why import Candidate
+from penstock.runtime.shard import sharding_of
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
 from penstock.zoo import gpt
 from tests.few_devices import cluster
@@ -28,6 +30,20 @@ def task_on(where: Cluster, num_microbatches: int) -> MeshTask:
         words = torch.zeros(16, 32, dtype=torch.long)
     families = (one_f_one_b, eager_1f1b, gpipe, zb_h1())  # one whose backwards are divided, too
     return replace(mesh_task(model, words, where, num_microbatches), families=families)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way.byte_s], ids=str)
+@pytest.mark.parametrize("memory_bytes", [5_000_000, 1 << 30])
+def test_layers_are_divided_within_the_memory_that_a_plan_was_made_for(
+    memory_bytes: int, way: Way
+) -> None:
+    """Stages keep what their schedule has in flight there, not all micro-batches."""
+    task = task_on(cluster(2, 2, memory_bytes=memory_bytes), 16)
+    task = replace(task, ways=(way,), families=(one_f_one_b,), shardings=("auto",))
+    plan = choose_on_meshes(task).plan
+    assert plan.sharding is not None
+    found = sharding_of(plan, task.graph_of(16), task.names)
+    assert len(found.layers) == len(task.names)
 
 
 def what(own: Candidate) -> tuple[object, ...]:

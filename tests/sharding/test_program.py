@@ -230,7 +230,7 @@ def test_the_best_of_all_states_is_found(seed: int) -> None:
     for first, *users in ((0, 1), (1, 2, 3), (2, 4), (3, 4, None), (4, 5), (5, 6), (None, 0, 6)):
         seconds = rng.integers(0, 9, (3, 3)).astype(float)
         problem.convert(side(first), [side(user) for user in users], seconds)
-    more = [rng.integers(0, 9, n).astype(float) for n in sizes] if seed % 2 else None
+    more = [rng.integers(0, 9, n).astype(float) for n in sizes] if seed % 2 else []
     added = more or [numpy.zeros(n) for n in sizes]
 
     def cost(states: Mapping[int, int]) -> float:
@@ -257,7 +257,7 @@ def test_a_block_needs_no_linear_program(seed: int, monkeypatch: pytest.MonkeyPa
     for first, *users in ends:
         seconds = rng.integers(0, 9, (3, 3)).astype(float)
         problem.convert(side(first), [side(user) for user in users], seconds)
-    found = problem.solve(None, 0.0)
+    found = problem.solve([], 0.0)
     assert found is not None
     every = itertools.product(*map(range, sizes))
     assert problem.cost(found) == min(problem.cost(dict(enumerate(own))) for own in every)
