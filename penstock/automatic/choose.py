@@ -26,8 +26,9 @@ from penstock.planner.stage_rows import PredictedStage
 from penstock.planner.stage_table import Price, Task
 from penstock.planner.stage_work import StageWork, made, work_of
 from penstock.planner.submeshes import Answer, find_stages
+from penstock.planner.unsplit import divides_backwards
 from penstock.planner.wanted import Wanted
-from penstock.schedules import eager_1f1b, gpipe, ir, one_f_one_b
+from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering, lower_unproved
@@ -253,8 +254,7 @@ def _least_in_flight_s(own: Candidate, work: Sequence[StageWork]) -> float:
 
 @cache
 def _has_whole_backwards(family: Family) -> bool:
-    small = family(2 * family.stages_per_rank, 2)
-    return not any(isinstance(x, ir.BackwardInput) for x in small.instructions)
+    return not divides_backwards(family(2 * family.stages_per_rank, 2))
 
 
 def _priced(own: Candidate) -> tuple[Lowering, Costs]:
