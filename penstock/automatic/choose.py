@@ -156,7 +156,7 @@ def _look(
     how = (task.cluster, number, sharding, way, shared, factors)
     prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
     price = prices.price if tuple(task.families) == (gpipe,) else partial(price_1f1b, prices)
-    sized = Task(len(task.names), hosts_of(task.cluster), cache(price), number)
+    sized = Task(len(task.names), hosts_of(task.cluster), price, number)
     best_s = min((own.step_s for own in found), default=inf)
     try:
         answers = _answers(sized, _NEAR * best_s)
