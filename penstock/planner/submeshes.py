@@ -100,7 +100,7 @@ def find_stages(
     most: int = 8,
     eps: float = 0.01,
     host_by_host: bool = False,
-    ahead: int | None = None,
+    ahead: int = 0,
     limit_s: float = inf,
 ) -> list[Answer]:
     """Return the best answers, at most so many, best first; with a limit none that takes longer.
@@ -157,7 +157,7 @@ class _Search:
         most: int,
         eps: float,
         is_alpa: bool = False,
-        ahead: int | None = None,
+        ahead: int = 0,
     ) -> None:
         numbers = [task.num_layers, task.num_microbatches, len(task.hosts)]
         numbers += [number for own in task.hosts for number in own[:2]]
@@ -174,7 +174,7 @@ class _Search:
         if not is_alpa:
             self.num_stages = min(self.num_stages, MOST_STAGES)
         self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
-        self.table = StageTable(task, self.meshes, self.num_stages, is_alpa, ahead or 0)
+        self.table = StageTable(task, self.meshes, self.num_stages, is_alpa, ahead)
         self.host_by_host = False
         self.found: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = inf
