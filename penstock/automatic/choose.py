@@ -48,8 +48,8 @@ FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
 """Ready plans that are tried: weights that are gathered once a step are in none but theirs."""
 _MOST, _EPS, _NEAR, _MARGIN = 8, 0.001, 1.05, 1.5
-"""How many answers of each search are compared, the share that it may miss, and how much slower
-than the best they may be.
+"""How many answers of each search are compared, and the share that it may miss; how many times as
+long as the best step they may take by the formula, and at least, to be shown.
 """
 
 

@@ -59,9 +59,7 @@ def excess(task: Task, stages: Sequence[Stage], in_flight: float, ahead: int = 1
     return max(missing)
 
 
-def step_s(
-    task: Task, stages: Sequence[Stage], hands_over: bool, ahead: int = 0
-) -> float:
+def step_s(task: Task, stages: Sequence[Stage], hands_over: bool, ahead: int = 0) -> float:
     """Return the seconds of a step by the formula."""
     total = slowest = 0.0
     for stage in stages:
