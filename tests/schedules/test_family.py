@@ -107,7 +107,7 @@ def test_a_schedule_is_a_family_of_its_own_size() -> None:
     "given", ("zb_h1", Path("x.csv"), searched, from_csv, segmented, zb_h1, 5), ids=str
 )
 def test_what_is_no_family_is_refused_with_what_to_write(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is no schedule; give a family, .* zb_h1\(\)"):
+    with pytest.raises(ConfigError, match=r"is no schedule; give a family, .*zb_h1\(\)"):
         family_of(given, 4)
 
 
