@@ -52,7 +52,7 @@ def same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what was checked in a folder of this run's own."""
+    """Keep what is remembered in a folder of this run's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from benchmarks.foresight.main import KIB, calibrated
+from benchmarks.foresight.profile_shards import profile_shards
 from benchmarks.foresight.runners import Peaks, Planned, bytes_kept, step_seconds
 from benchmarks.foresight.subjects import Subject
 from benchmarks.report import Column, Load, Report, parser, progress, publish
 from penstock import Cluster, Plan, Profile, Recompute, Transport
 from penstock.planner.placement import Placement
 from penstock.planner.predict import Prediction
-from penstock.runtime.profile_shards import profile_shards
 from penstock.schedules import Family, gpipe, interleaved_1f1b, one_f_one_b
 
 SUBJECT = Subject(kind="GPT", depth=8, width=192, side=64, batch=32)

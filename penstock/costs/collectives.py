@@ -6,7 +6,6 @@ neighbours that pass the same lane share it:
 
     all-gather, reduce-scatter    (n - 1) (alpha + b / n / beta)
     all-reduce                    both, one after the other
-    broadcast                     (n - 1) alpha + b / beta           pieces follow one another
     all-to-all                    (n - 1) rounds, in round r to the device r places on
 
 The other is in two levels, where devices of one host talk to each other first: for an all-reduce,
@@ -16,7 +15,7 @@ an all-gather in each host.  What is returned is the way that takes less.
 Each takes as long again as the routes' `collective_s` says, once.
 
 b is what each device has before an all-reduce, a reduce-scatter or an all-to-all, and after an
-all-gather or a broadcast.
+all-gather.
 """
 
 import math
@@ -80,19 +79,6 @@ def all_to_all_s(
     rounds = ([(a, group[(i + r) % n]) for i, a in enumerate(group)] for r in range(1, n))
     each_s = (_at_once_s(cluster, pairs, num_bytes / n, choose) for pairs in rounds)
     return _begun_s(cluster, group, choose) + sum(each_s)
-
-
-def broadcast_s(
-    cluster: Cluster, group: Sequence[int], num_bytes: float, choose: Choose = likely
-) -> float:
-    """Return the seconds until the first device's value is at all others of a group."""
-    group = _checked(cluster, group)
-    if len(group) < 2:
-        return 0.0
-    pairs = list(pairwise(group))
-    latency_s, bytes_per_s = _slowest(cluster, pairs, choose)
-    begun_s = _begun_s(cluster, group, choose)
-    return begun_s + len(pairs) * latency_s + num_bytes / bytes_per_s
 
 
 def _begun_s(cluster: Cluster, group: Sequence[int], choose: Choose) -> float:

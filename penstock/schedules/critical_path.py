@@ -100,10 +100,7 @@ def _schedule(
         problem = problem_of(costs or UNIT_COSTS, limit, on, num_microbatches, ())
         check_limits(problem)
         goal = lower_bound(problem) * (1 + _ROUNDING)
-        for policy in _policies(problem):
-            answer = built(problem, policy)
-            assert answer is not None, "no order is given that ranks could wait in"
-            made = joined(problem, answer)
+        for made in filled(problem):
             took = length(problem, made)
             if best is None or took[0] < best[0][0] * (1 - _ROUNDING):
                 best = took, made, problem
@@ -111,6 +108,14 @@ def _schedule(
                 return schedule_of(problem, made)
     assert best is not None, "some policy is tried"
     return schedule_of(best[2], best[1])
+
+
+def filled(problem: Problem) -> Iterator[Answer]:
+    """Yield what ranks do that begin first what is due first, in each of the ways to fill."""
+    for policy in _policies(problem):
+        answer = built(problem, policy)
+        assert answer is not None, "no order is given that ranks could wait in"
+        yield joined(problem, answer)
 
 
 def _limits(ranks: tuple[int, ...], num_microbatches: int) -> Iterator[AtMostBytes]:

@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from .collection import collection_paused
 from .family import Family
 from .ir import Schedule
-from .laws import OF_MEMORY, SYNCHRONOUS
+from .laws import SYNCHRONOUS, AtMostBytes
 from .passes import (
     add_commits,
     add_communication,
@@ -88,7 +88,8 @@ def _lower(how: Lowering, num_microbatches: int, mode: Mode, num_minibatches: in
     laws = how.family.laws
     if mode is not Mode.TRAIN:
         laws = SYNCHRONOUS if how.family.is_asynchronous else laws
-        laws = tuple(law for law in laws if not isinstance(law, OF_MEMORY))
+        # what is kept is limited in the order in which a family trains, and in no other
+        laws = tuple(law for law in laws if not isinstance(law, AtMostBytes))
     verify(schedule, how.transfers, laws)
     match mode:
         case Mode.TRAIN:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
-from pathlib import PurePath
 from types import FunctionType
 from typing import Any, get_type_hints
 
@@ -209,42 +208,15 @@ def family_of(given: Build | Schedule, num_microbatches: int) -> Family:
         return given
     if isinstance(given, Schedule):
         return from_csv(to_csv(given))
-    remedy = _remedy(given)
-    if remedy is not None:
-        raise ConfigError(remedy)
+    is_maker = isinstance(given, type) or given in (*_EVERY_FAMILY, *_MADE)
+    if is_maker or not callable(given):
+        raise ConfigError(
+            f"schedule={given!r:.80} is no schedule; give a family, such as schedules.one_f_one_b "
+            "or schedules.zb_h1(), which is called as it has arguments, a Schedule, or a function "
+            "(num_stages, num_microbatches) -> Schedule; schedules.from_csv(path) reads one"
+        )
     name = given.__name__ if isinstance(given, FunctionType) else repr(given)
     return Family(name, given, deal=_AsBuilt(given, num_microbatches))
-
-
-def _remedy(given: object) -> str | None:
-    """Say what to write instead of what is neither a family nor a function of a user's own."""
-    if isinstance(given, str | PurePath):
-        found = _IN_FILES.get(str(given))
-        if found is None:
-            words = f"schedules.from_csv({str(given)!r}), if that is the path of a CSV file"
-        else:
-            words = f"schedules.{given}"
-            words += "" if isinstance(found, Family) else _CALLS.get(str(given), "()")
-        return f"schedule={str(given)!r} is a word; write schedule={words}"
-    if isinstance(given, type) or given in (*_EVERY_FAMILY, *_MADE):
-        name = getattr(given, "__name__", repr(given))
-        words = name + _CALLS.get(name, "()")
-        return f"schedule={name} makes schedule families: write schedule={words}"
-    if not callable(given):
-        return (
-            f"schedule={given!r:.80} is no schedule; give a family, such as schedules.one_f_one_b "
-            "or schedules.zb_h1(), a Schedule, or a function (num_stages, num_microbatches) -> "
-            "Schedule"
-        )
-    return None
-
-
-_CALLS = {
-    "searched": "(costs), with costs = measured_costs(pipe.last_timeline) of a traced step",
-    "segmented": "((2, 2)), with the number of segments of each stage",
-    "from_csv": "(path)",
-}
-"""How to call those that need an argument."""
 
 
 @dataclass(frozen=True, slots=True)

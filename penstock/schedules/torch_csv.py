@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.errors import ConfigError, ScheduleError, shown
 
@@ -32,8 +33,8 @@ _LETTERS: Mapping[type[Instruction], str] = {kind: letter for letter, kind in _K
 _ACTION = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _LEFT_OUT = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
-_SHOWN_CHARACTERS, _SHOWN_CELLS = 40, 10
-"""How much of a cell, and how many cells on either side of it, an error shows."""
+_SHOWN_CHARACTERS = 40
+"""How much of a cell an error shows."""
 
 
 def from_csv(source: str | Path) -> Family:
@@ -178,46 +179,33 @@ def _read(text: str) -> Schedule:
 
 def _rows(text: str) -> list[list[str]]:
     """Divide a text into cells; programs that write tables may put a byte-order mark first."""
-    lines = text.removeprefix("\ufeff").rstrip().splitlines()
-    reader = csv.reader(lines)
+    reader = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
     try:
         return list(reader)
     except csv.Error as error:  # a cell is too long
-        cells = tuple(lines[reader.line_num - 1].split(","))
-        longest = max(range(len(cells)), key=lambda n: len(cells[n]))
-        spot = _Spot(cells, reader.line_num, longest + 1)
-        raise spot.fault(f"it is no action: {error}") from None
+        raise ScheduleError(f"line {reader.line_num}: it is no row of actions: {error}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Spot:
+class _Spot(NamedTuple):
     """A cell, by its line and its place in that, both from 1 on."""
 
-    row: tuple[str, ...]
+    text: str
     line: int
     cell: int
 
     def fault(self, problem: str) -> ScheduleError:
-        """Make the error that says what is wrong with the cell, and marks it."""
-        at = self.cell - 1
-        cells = [_shortened(cell) for cell in self.row]
-        shown = cells[at]
-        cells[at] = f">>{shown}<<"
-        around = cells[max(0, at - _SHOWN_CELLS) : at + _SHOWN_CELLS + 1]
-        return ScheduleError(
-            f"line {self.line}, cell {self.cell}, {shown!r}: {problem}.\n" + ",".join(around)
-        )
-
-
-def _shortened(cell: str) -> str:
-    return cell if len(cell) <= _SHOWN_CHARACTERS else f"{cell[:_SHOWN_CHARACTERS]}..."
+        """Make the error that says what is wrong with the cell."""
+        text = self.text
+        if len(text) > _SHOWN_CHARACTERS:
+            text = f"{text[:_SHOWN_CHARACTERS]}..."
+        return ScheduleError(f"line {self.line}, cell {self.cell}, {text!r}: {problem}")
 
 
 def _actions(rows: list[list[str]]) -> Iterator[tuple[_Spot, ir.Compute]]:
     most = sum(1 + cell.count(";") for row in rows for cell in row)
-    for line, row in enumerate(map(tuple, rows), 1):
+    for line, row in enumerate(rows, 1):
         for number, cell in enumerate(row, 1):
-            spot = _Spot(row, line, number)
+            spot = _Spot(cell, line, number)
             pair = _PAIR.fullmatch(cell.strip())
             for word in pair[1].split(";") if pair else [cell]:
                 yield from ((spot, x) for x in _parsed(word.strip(), spot, most))

@@ -104,22 +104,10 @@ def test_a_schedule_is_a_family_of_its_own_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, message",
-    (
-        ("zb_h1", r"write schedule=schedules\.zb_h1\(\)$"),
-        ("gpipe", r"write schedule=schedules\.gpipe$"),
-        ("x.csv", r"write schedule=schedules\.from_csv\('x.csv'\)"),
-        (Path("x.csv"), r"write schedule=schedules\.from_csv\('x.csv'\)"),
-        ("searched", r"schedules\.searched\(costs\), with costs = measured_costs"),
-        (searched, r"write schedule=searched\(costs\), with costs = measured_costs"),
-        (from_csv, r"write schedule=from_csv\(path\)"),
-        (segmented, r"write schedule=segmented\(\(2, 2\)\), with the number of segments"),
-        (zb_h1, r"write schedule=zb_h1\(\)"),
-        (5, "schedule=5 is no schedule; give a family"),
-    ),
+    "given", ("zb_h1", Path("x.csv"), searched, from_csv, segmented, zb_h1, 5), ids=str
 )
-def test_what_is_no_family_is_refused_with_what_to_write(given: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_no_family_is_refused_with_what_to_write(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is no schedule; give a family, .*zb_h1\(\)"):
         family_of(given, 4)
 
 

@@ -16,8 +16,9 @@ from penstock.schedules import (
     one_f_one_b,
     parse,
 )
-from penstock.schedules.laws import SYNCHRONOUS, AtMostLive, Law
+from penstock.schedules.laws import SYNCHRONOUS, AtMostBytes, Law
 from penstock.schedules.lower import Lowering, Mode, lower
+from penstock.schedules.memory import Sizes, peak_bytes
 from penstock.schedules.passes import (
     add_commits,
     add_communication,
@@ -167,11 +168,12 @@ def test_every_pair_runs_once_forward_and_once_backward(function: Family) -> Non
 
 @pytest.mark.parametrize("p, m", SIZES)
 def test_1f1b_keeps_at_most_p_minus_s_microbatches_and_gpipe_all(p: int, m: int) -> None:
-    chain = chain_transfers(p)
-    laws: tuple[Law, ...] = (*SYNCHRONOUS, AtMostLive(p))
-    found = verify(add_communication(one_f_one_b(p, m), chain), chain, laws).peak_live
-    assert found == tuple(min(p - s, m) for s in range(p))
-    assert verify(add_communication(gpipe(p, m), chain), chain).peak_live == (m,) * p
+    chain, sizes = chain_transfers(p), Sizes(kept_bytes=1)
+    laws: tuple[Law, ...] = (*SYNCHRONOUS, AtMostBytes(sizes, p))
+    schedule = add_communication(one_f_one_b(p, m), chain)
+    verify(schedule, chain, laws)
+    assert peak_bytes(schedule, sizes) == tuple(min(p - s, m) for s in range(p))
+    assert peak_bytes(gpipe(p, m), sizes) == (m,) * p
 
 
 @pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)

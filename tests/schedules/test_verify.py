@@ -6,8 +6,9 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedules import Family, parse
-from penstock.schedules.laws import SYNCHRONOUS, AtMostLive, in_order
+from penstock.schedules.laws import SYNCHRONOUS, AtMostBytes, in_order
 from penstock.schedules.lower import Lowering, lower
+from penstock.schedules.memory import Sizes
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfer, chain_transfers
 from penstock.schedules.verify import verify
@@ -286,14 +287,16 @@ def test_the_spot_is_marked_in_the_grid() -> None:
 
 
 def test_too_many_live_microbatches_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="keeps 3 micro-batches alive, more than 2"):
-        verify(parse("rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2"), (), [AtMostLive(2)])
+    with pytest.raises(ScheduleError, match="its rank then keeps 3 bytes, 1 more than 2"):
+        verify(
+            parse("rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2"), (), [AtMostBytes(Sizes(kept_bytes=1), 2)]
+        )
 
 
 def test_a_family_names_the_laws_that_hold_for_it() -> None:
     text = "rank 0 | 0F0 0F1 0B1 0B0"
     unordered = tuple(law for law in SYNCHRONOUS if law is not in_order)
-    assert verify(parse(text), (), unordered).peak_live == (2,)
+    verify(parse(text), (), unordered)
     family = Family("last_first", lambda num_stages, num_microbatches: parse(text))
     with pytest.raises(ScheduleError, match="backwards of a stage must come in micro-batch order"):
         lower(Lowering(family=family, ranks=(0,)), 2)
@@ -309,5 +312,6 @@ def test_every_schedule_is_proved_for_chains_and_skips(function: Family) -> None
                 Transfer(producer=s, consumer=t) for s in range(p) for t in range(s + 2, p, 2)
             ]
             transfers = (*chain_transfers(p), *skips)
-            proof = verify(add_communication(function(p, m), transfers), transfers)
-            assert proof.num_stages == p
+            schedule = add_communication(function(p, m), transfers)
+            verify(schedule, transfers)
+            assert (schedule.num_stages, schedule.num_microbatches) == (p, m)

@@ -21,6 +21,6 @@ header_cache            what a stage told the next ones before
 materialize             values for a model that was built without any
 outer_state             what the model's code may not change outside blocks, and what it may
 attribute_writes        what it may not write while it runs, nor seed
-check, checked_before   is the cut model the model?  Not asked twice
+check                   is the cut model the model?
 errors                  errors of code between blocks
 """

@@ -15,7 +15,7 @@ from penstock.torch_private import uncompiled
 from penstock.trace.progress import saying
 
 from .captured import record_model
-from .checked_before import prove_once
+from .check import prove_where_possible
 from .inputs import ROUTED, as_call
 from .source import captured_layers
 
@@ -56,10 +56,8 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
         keep: patterns of names of blocks whose results are wanted: where no gradients are
             recorded, as in eval_step, the output is then (output, {name: what the block gave}).
         check: compare the cut model with the whole one on one sample of the example, or on more
-            where one shows too little, outputs and all gradients: once for a model, its code and
-            library versions (the cache is in `PENSTOCK_CACHE`, by default ~/.cache/penstock;
-            "off" is none).  Of
-            several processes the first one does.  A model without values is not checked.
+            where one shows too little, outputs and all gradients.  Of several processes the first
+            one does.  A model without values is not checked.
 
     Raises:
         BatchError: the example has no values.
@@ -78,8 +76,8 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
             model, example_inputs, blocks=blocks, together=together, inputs=inputs, keep=keep
         )
     if check:
-        with saying(f"checking the cut {name} against the whole one, once; this is remembered"):
-            captured = replace(captured, checked=prove_once(captured, example_inputs))
+        with saying(f"checking the cut {name} against the whole one"):
+            captured = replace(captured, checked=prove_where_possible(captured, example_inputs))
     return captured_layers(captured)
 
 

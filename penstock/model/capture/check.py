@@ -21,12 +21,14 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import CheckError, RouteError
 from penstock.model.copies import faithful_copy
 from penstock.model.entries import Entry, make_entry
 from penstock.model.pytree import flatten, tree_map
+from penstock.torch_private import has_accumulation_hooks
 from penstock.trace.units import count_text
 
 from .captured import Captured
@@ -34,11 +36,13 @@ from .events import ValueId
 from .header_cache import SealedHeader
 from .inputs import Call, as_call, first_samples
 from .outer_state import as_it_was
+from .source import captured_layers
 from .stages import CutModel
 
 ROUNDING = 64
 """A difference below so many times the largest value's precision is one of summation order."""
 _MOST_ROUNDING = 1e-2
+_MOST_STAGES = 8
 _FEW = (1, 2)
 """Numbers of samples that are tried before the example as it is."""
 _NOISY = (
@@ -64,6 +68,39 @@ class Difference:
     @property
     def is_rounding(self) -> bool:
         return self.share <= min(ROUNDING * self.precision, _MOST_ROUNDING)
+
+
+def prove_where_possible(captured: Captured, example_inputs: Any) -> str:
+    """Compare a cut model with the whole one, if it has values and a cut.
+
+    Returns:
+        What was found, in a sentence.
+
+    Raises:
+        CheckError: they differ.
+    """
+    parameters = list(captured.model.parameters())
+    reason = None
+    if any(tensor.is_meta for tensor in (*parameters, *captured.model.buffers())):
+        reason = "the model has no values yet"
+    elif len(captured.calls) < 2:
+        reason = "there is one block, and so no cut"
+    elif any(has_accumulation_hooks(p) for p in parameters):
+        reason = "hooks on its gradients would run"
+    elif dist.is_available() and dist.is_initialized() and dist.get_rank():
+        reason = "rank 0 does"
+    if reason is not None:
+        return f"not checked: {reason}"
+    return prove(captured, example_inputs, _partition(captured))
+
+
+def _partition(captured: Captured) -> tuple[int, ...]:
+    """Cut into a few stages, of about as many calls each."""
+    spans = captured_layers(captured).spans
+    num_stages = min(_MOST_STAGES, len(spans))
+    starts = [spans[stage * len(spans) // num_stages][0] for stage in range(num_stages)]
+    ends = [*starts[1:], len(captured.calls)]
+    return tuple(end - start for start, end in zip(starts, ends, strict=True))
 
 
 def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -> str:

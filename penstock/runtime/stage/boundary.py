@@ -1,8 +1,7 @@
 """What may leave a stage, what of it shares memory, and what the loss may be."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,24 +106,12 @@ def check_loss(loss: Any, with_grad: bool) -> None:
 # -- tensors that share memory: a change of one in place would have to be seen in the other --
 
 
-class _Extent(NamedTuple):
-    """Where a tensor lies: its addresses from `start` to before `end`, in bytes.
-
-    Along dimension 0 it is rows of `width` bytes, one every `row` bytes.
-    """
-
-    start: int
-    end: int
-    number: int
-    strides: tuple[int, ...]
-    row: int
-    width: int
-
-
 def find_aliases(
     exported: Mapping[int, Sequence[Tensor]], known: Iterable[Tensor] = ()
 ) -> dict[int, frozenset[int]]:
-    """Find, for each peer, the places of tensors that overlap in memory with another one.
+    """Find, for each peer, the places of tensors that lie where another one does.
+
+        address ──►  a a a b b b . c d c d c d        c and d: columns of the same rows count too
 
     `known` are tensors that came in as such: what overlaps with one is an alias too.
     """
@@ -139,78 +126,23 @@ def find_aliases(
 
 
 def _overlapping(tensors: Sequence[Tensor]) -> Iterator[int]:
-    """Yield the numbers of the tensors that share a byte with another one, or might."""
-    if len(tensors) < 2:
-        return
-    extents = [_extent(n, t) for n, t in enumerate(tensors) if t.layout is torch.strided]
-    for crowd in _crowds([extent for extent in extents if extent.end > extent.start]):
-        for extent in crowd:
-            if any(other is not extent and _overlap(extent, other) for other in crowd):
-                yield extent.number
-
-
-def _extent(number: int, tensor: Tensor) -> _Extent:
-    start, size, strides = tensor.data_ptr(), tensor.element_size(), tensor.stride()
-    steps = [(n - 1) * stride * size for n, stride in zip(tensor.shape, strides, strict=True)]
-    end = start + size + sum(steps) if tensor.numel() else start
-    row = strides[0] * size if strides else 0
-    return _Extent(start, end, number, strides, row, size + sum(steps[1:]))
-
-
-def _crowds(extents: Sequence[_Extent]) -> Iterator[list[_Extent]]:
-    """Yield groups that no address divides, nor, among slices of the same rows, a column.
-
-    Sorting finds them, so that many tensors are not compared two by two:
-
-        address ──►  a a a b b b . c d c d c d        {a}, {b}, {c, d}: c and d are columns of
-                                                      the same rows, so {c}, {d}
-    """
-    for crowd in _divided(extents, lambda extent: (extent.start, extent.end)):
-        if len(crowd) == 1:
-            continue
-        first = crowd[0]
-        if not all(_has_rows_of(first, extent) for extent in crowd):
-            yield crowd
-            continue
-        columns = list(_divided(crowd, partial(_columns, first)))
-        if len(columns) == 1:
-            yield crowd
-        for column in columns if len(columns) > 1 else ():
-            yield from _crowds(column)
-
-
-def _divided(
-    extents: Sequence[_Extent], interval: Callable[[_Extent], tuple[int, int]]
-) -> Iterator[list[_Extent]]:
-    """Divide into groups wherever an interval begins behind the end of all before it."""
-    group: list[_Extent] = []
+    """Yield the numbers of the tensors whose first to last byte meet those of another one."""
+    extents = [(*_extent(t), n) for n, t in enumerate(tensors) if t.layout is torch.strided]
+    crowd: list[int] = []
     furthest = 0
-    for (start, end), extent in sorted((interval(extent), extent) for extent in extents):
-        if group and start >= furthest:
-            yield group
-            group = []
-        furthest = end if not group else max(furthest, end)
-        group.append(extent)
-    if group:
-        yield group
+    for start, end, number in sorted(extent for extent in extents if extent[0] < extent[1]):
+        if start >= furthest:
+            yield from crowd if len(crowd) > 1 else ()
+            crowd = []
+        crowd.append(number)
+        furthest = max(furthest, end)
+    yield from crowd if len(crowd) > 1 else ()
 
 
-def _has_rows_of(first: _Extent, extent: _Extent) -> bool:
-    return extent.strides == first.strides and 0 < extent.width <= extent.row == first.row
-
-
-def _columns(first: _Extent, extent: _Extent) -> tuple[int, int]:
-    """Return the first byte of each row, and the one after the last; the whole row if it wraps."""
-    begin = (extent.start - first.start) % first.row
-    end = begin + extent.width
-    return (begin, end) if end <= first.row else (0, first.row)
-
-
-def _overlap(a: _Extent, b: _Extent) -> bool:
-    """Tell whether two tensors share a byte; where their strides differ, whether they might."""
-    if a.start >= b.end or b.start >= a.end:
-        return False
-    if not a.row or a.strides != b.strides or max(a.width, b.width) > a.row:
-        return True
-    distance = (b.start - a.start) % a.row  # slices of the same rows, side by side
-    return distance < a.width or distance + b.width > a.row
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor, from its first byte to behind its last."""
+    start, size = tensor.data_ptr(), tensor.element_size()
+    if not tensor.numel():
+        return start, start
+    steps = ((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + size * (1 + sum(steps))

@@ -15,15 +15,13 @@ from .common import (
     reductions,
 )
 from .lanes import Lanes
-from .memory import AtMostBytes, AtMostLive
+from .memory import AtMostBytes
 from .updates import commits_by_minibatch, one_version, updates
 
 __all__ = [
     "ASYNCHRONOUS",
-    "OF_MEMORY",
     "SYNCHRONOUS",
     "AtMostBytes",
-    "AtMostLive",
     "Lanes",
     "Law",
     "in_order",
@@ -49,5 +47,3 @@ A law may take for granted that `complete` holds.
 """
 ASYNCHRONOUS: tuple[Law, ...] = (*_COMMON, commits_by_minibatch, updates)
 """The laws of schedules in which weights change; a family adds which version a forward sees."""
-OF_MEMORY = (AtMostLive, AtMostBytes)
-"""The laws of what is kept; they hold for the order in which a family trains, and for no other."""

@@ -123,22 +123,10 @@ def test_a_cut_model_that_is_not_the_model_is_refused() -> None:
         penstock.capture(stack(nn.Linear(4, 4), Wrong(4, 4)), torch.randn(2, 4))
 
 
-def test_what_was_checked_once_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.model.capture import checked_before
-
-    calls = []
-
-    def counting(*args: Any) -> str:
-        calls.append(args)
-        return "checked: it was"
-
-    monkeypatch.setattr(checked_before, "prove", counting)
-    for width in (4, 4, 6):
-        model = stack(nn.Linear(width, width), nn.Linear(width, width))
-        layers = penstock.capture(model, torch.randn(2, width), check=width > 0)
-        assert "checked: it was" in str(layers)
-    assert len(calls) == 2
-    assert "not checked" in str(penstock.capture(model, torch.randn(2, width), check=False))
+def test_a_model_is_not_compared_if_nobody_asks() -> None:
+    model = stack(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert "checked: outputs" in str(penstock.capture(model, torch.randn(2, 4)))
+    assert "not checked" in str(penstock.capture(model, torch.randn(2, 4), check=False))
 
 
 def test_blocks_that_belong_together_stay_on_one_stage() -> None:

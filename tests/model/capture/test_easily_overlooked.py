@@ -1,12 +1,7 @@
 """What capture leaves as it was, notes and refuses, where that is easy to overlook."""
 
 import copy
-import importlib
 import io
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +10,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.model.capture import checked_before
 from penstock.model.capture.captured import record_model
-from penstock.model.capture.check import prove
 from penstock.model.capture.source import captured_layers
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 from tests.model.capture.any_models.lists import REQUIRED
@@ -114,50 +107,6 @@ class Dropping(nn.Linear):
 
 class DroppingAll(Chain):
     kinds = (Dropping,) * 3
-
-
-MODEL_AND_HELPER = {
-    "helper_beside": "def mix(x):\n    return x + 1\n",
-    "model_beside": """
-import helper_beside
-from tests.model.capture.any_models.chain import Chain
-
-
-class Mixing(Chain):
-    def between(self, x, number):
-        return helper_beside.mix(x)
-""",
-}
-
-
-def test_a_model_is_compared_again_if_anything_that_counts_has_changed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name, text in MODEL_AND_HELPER.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    model = importlib.import_module("model_beside").Mixing()
-    compared = []
-
-    def counting(*arguments: Any) -> str:
-        compared.append(arguments)
-        return prove(*arguments)
-
-    monkeypatch.setattr(checked_before, "prove", counting)
-    changes: list[Callable[[], Any]] = [
-        lambda: None,
-        lambda: model.requires_grad_(requires_grad=False),
-        lambda: model.blocks[1].eval(),
-        lambda: (tmp_path / "helper_beside.py").write_text("def mix(x):\n    return x + 1.0\n"),
-    ]
-    for number, change in enumerate(changes):
-        change()
-        for _ in range(2):
-            penstock.capture(model, inputs())
-            assert len(compared) == number + 1
-    for name in MODEL_AND_HELPER:
-        monkeypatch.delitem(sys.modules, name)
 
 
 class Gaining(Chain):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.foresight.profile_shards import profile_shards
 from penstock import Cluster, Mesh, Pipeline, Plan, Recompute, Trace, Transport
 from penstock.costs.device import Device
 from penstock.costs.hosts import Host, Link
@@ -15,7 +16,6 @@ from penstock.model.capture.capture import resolve_layers
 from penstock.planner.placement import Placement
 from penstock.planner.predict import Prediction
 from penstock.runtime.planning import facts_of
-from penstock.runtime.profile_shards import profile_shards
 from penstock.schedules import one_f_one_b
 from penstock.torch_private import storage_id
 from penstock.zoo import gpt

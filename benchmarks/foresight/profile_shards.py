@@ -33,15 +33,14 @@ from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
 from penstock.model.stage_plan import Step
 from penstock.planner.plan import Plan
+from penstock.runtime.planning import StageCalls
+from penstock.runtime.profiling import CPU_CORE, divided_backward, of_samples
+from penstock.runtime.shard import sharding_of
+from penstock.runtime.unsplit import left_bytes
 from penstock.sharding.at_rest import keep_slices
 from penstock.sharding.divided import DividedLayer, WholeLayer
 from penstock.sharding.layouts import S, as_on
 from penstock.sharding.plan import Sharding
-
-from .planning import StageCalls
-from .profiling import CPU_CORE, divided_backward, of_samples
-from .shard import sharding_of
-from .unsplit import left_bytes
 
 
 def profile_shards(  # noqa: PLR0913 - the front door: each a keyword with a default
