@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     help="Deadline of every wait for another process; at least 1.",
 )
 @num_processes_option
-@click.option("--json", "as_json", is_flag=True, help="Write the report as one line of JSON.")
+@click.option("--json", "as_json", is_flag=True, help="With --calibrate: write one line of JSON.")
 @click.option(
     "--calibrate",
     is_flag=True,
@@ -70,15 +70,17 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
         return _calibrate(options["budget_s"], options["save"], as_json)
     if options["save"] is not None:
         raise click.UsageError("--save is for --calibrate: give both, or neither")
+    if as_json:
+        raise click.UsageError("--json is for --calibrate: give both, or neither")
     if num_processes is not None:
         refuse_inside_torchrun()
-        words = ["doctor", "--timeout", str(timeout_s), *(["--json"] if as_json else [])]
+        words = ["doctor", "--timeout", str(timeout_s)]
         return launch(num_processes, 0, words)
     end_with_launcher()
     require_torch()
     from penstock.doctor import examine
 
-    return examine(os.environ, timeout_s, lambda report: _write(report, as_json))
+    return examine(os.environ, timeout_s, _write)
 
 
 def _refuse_several(num_processes: int | None) -> None:
@@ -132,17 +134,11 @@ def _refuse_unwritable(path: Path) -> None:
         path.unlink()
 
 
-def _write(report: "Report", as_json: bool) -> None:
-    """Write the report on rank 0; elsewhere, the findings that rank 0 cannot write."""
-    from penstock.doctor.report import show_report
-
-    if report.rank == 0 and as_json:
-        click.echo(report.to_json())
-    elif report.rank == 0 and report.ranks:
-        show_report(report)
-    if report.is_said and report.exit_code:
-        click.echo(f"penstock: rank {report.rank} ends with what rank 0 found", err=True)
-    elif not report.is_said and (report.rank or not report.ranks):
-        who = f"rank {report.rank}: " if report.world_size > 1 else ""
+def _write(report: "Report") -> None:
+    """Write the report on rank 0; on all of them what kept the job from ending well."""
+    if report.rank == 0 and not report.stopped:
+        for line in (*report.lines, *map(str, report.findings), report.verdict):
+            click.echo(line)
+    elif report.stopped or report.broke_off:
         for finding in report.findings:
-            click.echo(f"penstock: {who}{finding.severity.value}: {finding}", err=True)
+            click.echo(f"penstock: rank {report.rank}: {finding}", err=True)

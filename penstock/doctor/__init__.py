@@ -1,7 +1,5 @@
 """BEFORE IT RUNS: can a job with these settings, hosts and links train at all, and how fast?"""
 
-from .examine import examine
-from .finding import Finding, Severity
-from .report import Report
+from .examine import Report, examine
 
-__all__ = ["Finding", "Report", "Severity", "examine"]
+__all__ = ["Report", "examine"]

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,29 +10,19 @@ from torch import Tensor, nn
 from penstock.equality import check
 from penstock.equality.unsplit import run_unsplit
 from penstock.mesh import Mesh
-from penstock.mesh.plain_data import Codec, record
 from penstock.model.layer_list import as_layers
 from penstock.pipeline import Pipeline
 from penstock.trace.units import count_text
 from penstock.types import Reduction
 
-from .finding import Finding, error, named, warning
+from .settings import Finding
 
 _WIDTH, _BATCH, _NUM_MICROBATCHES = 16, 14, 4
 _CLOSE = 1e-4
 """Losses that differ by less, relatively, differ by rounding."""
 
 
-@dataclass(frozen=True, slots=True)
-class SelfTest:
-    """What was compared, in a line, and whether no bit differed."""
-
-    equal: bool
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """One rank's loss over the mesh, the unsplit model's there, and how many of the gradients of
     its stage differ between the two.
     """
@@ -45,11 +35,6 @@ class Outcome:
     def equal(self) -> bool:
         """Whether no bit differs."""
         return self.loss == self.unsplit_loss and not self.differing
-
-    @property
-    def is_close(self) -> bool:
-        """Whether the losses differ by rounding at most."""
-        return abs(self.loss - self.unsplit_loss) <= _CLOSE * abs(self.unsplit_loss)
 
 
 def layers_for(num_stages: int) -> list[nn.Module]:
@@ -73,7 +58,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def run_alone(device: str) -> tuple[SelfTest, list[Finding]]:
+def run_alone(device: str) -> tuple[str, list[Finding]]:
     """Compare a pipeline of two stages in this process with the unsplit model, on `device`."""
     inputs, targets = batch()
     try:
@@ -87,15 +72,15 @@ def run_alone(device: str) -> tuple[SelfTest, list[Finding]]:
             threads_per_stage=1,
             devices=device,
         )
-        equal, verdict = report.equal, report.verdict
     except Exception as failure:  # a torch that does not fit the machine fails in ways of its own
         reason = str(failure).strip().partition("\n")[0]
-        equal, verdict = False, f"FAILED: {type(failure).__name__}: {reason}"
-    test = SelfTest(equal, f"{device}: {verdict}")
-    return test, _unless(test)
+        text = f"{device}: FAILED: {type(failure).__name__}: {reason}"
+        return text, [_failed(text)]
+    text = f"{device}: {report.verdict}"
+    return text, [] if report.equal else [_failed(text)]
 
 
-def run_together(mesh: Mesh) -> tuple[SelfTest, list[Finding]]:
+def run_together(mesh: Mesh) -> tuple[str, list[Finding]]:
     """Run a training step over the mesh; each rank compares with the unsplit model.
 
     Gives the same on every rank.
@@ -129,49 +114,34 @@ def run_together(mesh: Mesh) -> tuple[SelfTest, list[Finding]]:
     )
     pipe.close()
     mine = Outcome(float(found), float(theirs), differing)
-    what = "for the others' losses to compare"
-    return judge(mesh.world.gather(mine, what, Codec([record(Outcome)])))
+    return judge(mesh.world.gather(mine, "for the others' losses to compare"))
 
 
-def judge(everyone: Sequence[Outcome]) -> tuple[SelfTest, list[Finding]]:
+def judge(everyone: Sequence[Outcome]) -> tuple[str, list[Finding]]:
     """Compare what the ranks got over the mesh with what the unsplit model gives them."""
     losses = {outcome.loss for outcome in everyone}
-    apart = [n for n, outcome in enumerate(everyone) if not outcome.equal]
-    if not apart and len(losses) == 1:
-        return SelfTest(
-            True,
+    if len(losses) == 1 and all(outcome.equal for outcome in everyone):
+        return (
             f"EQUAL: {count_text(len(everyone), 'process')}, {_NUM_MICROBATCHES} micro-batches: "
             f"the loss {losses.pop():.6f} is the same on every rank and the unsplit model's, and "
-            "so is every gradient; 0 bits differ",
+            "so is every gradient; 0 bits differ"
         ), []
-    if len(losses) == 1 and all(outcome.is_close for outcome in everyone):
-        text = f"differs by rounding from the unsplit model as {named(apart)} would run it"
-        why = "processors of several kinds round differently, so that results depend on which host"
-        return SelfTest(False, text), [
-            warning(
-                f"a training step over the mesh {text}",
-                f"{why} runs which stage",
-                "Use hosts with the same processors where every bit counts",
-            )
-        ]
     pairs = (f"{o.loss:.9g} ({o.unsplit_loss:.9g}) on rank {r}" for r, o in enumerate(everyone))
     text = f"DIFFERENT: the loss over the mesh (and the unsplit model's) is {', '.join(pairs)}"
-    test = SelfTest(False, text)
-    return test, _unless(test)
+    are_close = all(abs(o.loss - o.unsplit_loss) <= _CLOSE * abs(o.loss) for o in everyone)
+    if len(losses) == 1 and are_close:
+        why = "processors of several kinds round differently; use equal ones where each bit counts"
+        return text, [Finding(False, f"the self-test: {text}: {why}")]
+    return text, [_failed(text)]
 
 
 def _same(ours: Tensor | None, theirs: Tensor | None) -> bool:
     return ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
-def _unless(test: SelfTest) -> list[Finding]:
-    if test.equal:
-        return []
-    return [
-        error(
-            "the self-test",
-            test.text,
-            "See that this build of torch fits the machine, and report this with the output of "
-            "penstock doctor --json",
-        )
-    ]
+def _failed(text: str) -> Finding:
+    return Finding(
+        True,
+        f"the self-test: {text}. See that this build of torch fits the machine, and report this "
+        "with the output of penstock doctor",
+    )

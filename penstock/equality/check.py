@@ -20,7 +20,7 @@ from penstock.torch_private import version_counter
 from penstock.types import Reduction
 
 from .compare import compare, together
-from .report import CODEC, CheckReport, Result, collect, digests
+from .report import CheckReport, Result, collect, digests
 from .unsplit import run_unsplit
 
 
@@ -87,7 +87,7 @@ def check(
         if pipe.sharding is not None:
             setting += f", sharding={pipe.plan.sharding}"
         own = compare(unsplit, expected, found, setting)
-        everyone = pipe.mesh.world.gather(own, "for what the others compared", CODEC)
+        everyone = pipe.mesh.world.gather(own, "for what the others compared")
         return together(everyone, expected)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
 from penstock.runtime.microbatches import LossFunction
@@ -157,7 +156,3 @@ class CheckReport:
             )
         lines += [f"likely cause: {cause}" for cause in self.likely_causes]
         return "\n".join([*lines, self.verdict])
-
-
-CODEC = Codec([record(CheckRow), record(CheckReport)])
-"""How processes tell each other what they have compared."""

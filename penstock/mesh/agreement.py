@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, MeshError, PeerError, PenstockError
 
-from .plain_data import HEAD, PLAIN, body_bytes
+from .objects import decode, encode
 
 CALLS = (
     "eval_step",
@@ -31,8 +31,6 @@ CALLS = (
 of the pipeline that it is for, and what else the processes must know of each other.
 """
 ROW_WIDTH = 9
-_FIRST_BYTES = 256
-"""What of a message goes in the first exchange; most need no second one."""
 
 
 def kind_of_call(kind: str) -> float:
@@ -145,37 +143,18 @@ def result_of(told: tuple[str, Any], teller: str) -> Any:
 
 def gather_messages(message: bytes, size: int, group: Any = None) -> list[bytes]:
     """Return the messages of all `size` processes of a group of torch."""
-    firsts = _gather_rows(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), size, group)
-    sizes = [HEAD.size + body_bytes(first) for first in firsts]
-    rests = [b""] * size
-    if (longest := max(sizes) - _FIRST_BYTES) > 0:
-        rests = _gather_rows(message[_FIRST_BYTES:].ljust(longest, b"\0"), size, group)
-    return [(a + b)[:n] for a, b, n in zip(firsts, rests, sizes, strict=True)]
-
-
-def _gather_rows(row: bytes, size: int, group: Any) -> list[bytes]:
-    sent = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    rows = [torch.empty_like(sent) for _ in range(size)]
-    dist.all_gather(rows, sent, group=group)
-    return [found.numpy().tobytes() for found in rows]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, message, group)
+    return found
 
 
 def broadcast_message(message: bytes, source: int, group: Any = None) -> bytes:
     """Return the message of the process with rank `source`, to all of a group of torch."""
-    first = _broadcast_row(message[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), source, group)
-    size = HEAD.size + body_bytes(first)
-    rest = b""
-    if (more := size - _FIRST_BYTES) > 0:
-        rest = _broadcast_row(message[_FIRST_BYTES:].ljust(more, b"\0"), source, group)
-    return (first + rest)[:size]
-
-
-def _broadcast_row(row: bytes, source: int, group: Any) -> bytes:
-    sent = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    dist.broadcast(sent, src=source, group=group)
-    return sent.numpy().tobytes()
+    found: list[Any] = [message]
+    dist.broadcast_object_list(found, source, group, device=torch.device("cpu"))
+    return bytes(found[0])
 
 
 def told_by_first(value: Any) -> Any:
     """Return rank 0's value to all processes that have met; for before there is a mesh."""
-    return PLAIN.decode(broadcast_message(PLAIN.encode(value), 0))
+    return decode(broadcast_message(encode(value), 0))

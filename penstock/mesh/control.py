@@ -30,7 +30,7 @@ from .agreement import (
 )
 from .background import Background, Slot, Worker
 from .collectives import Collectives, Waits
-from .plain_data import PLAIN, Codec
+from .objects import decode, encode
 
 Row = Sequence[float]
 
@@ -92,22 +92,22 @@ class Control:
             self.waits.background.watch.name_ranks(names)
         return self.waits.background.watch.reporting()
 
-    # -- plain data -------------------------------------------------------------------------------
+    # -- objects ----------------------------------------------------------------------------------
 
-    def gather(self, value: Any, what: str, codec: Codec = PLAIN) -> list[Any]:
+    def gather(self, value: Any, what: str) -> list[Any]:
         """Return the values of all, in the order of ranks."""
         if self.size == 1:
             return [value]
-        job = partial(gather_messages, codec.encode(value), self.size, self.tensors.group)
-        return list(map(codec.decode, self.waits.run(job, what)))
+        job = partial(gather_messages, encode(value), self.size, self.tensors.group)
+        return list(map(decode, self.waits.run(job, what)))
 
-    def broadcast(self, value: Any, source: int, what: str, codec: Codec = PLAIN) -> Any:
+    def broadcast(self, value: Any, source: int, what: str) -> Any:
         """Return the value that rank `source` gives."""
         if self.size == 1:
             return value
-        message = codec.encode(value) if self.rank == source else b""
+        message = encode(value) if self.rank == source else b""
         rank, group = self.tensors.ranks[source], self.tensors.group
-        return codec.decode(self.waits.run(partial(broadcast_message, message, rank, group), what))
+        return decode(self.waits.run(partial(broadcast_message, message, rank, group), what))
 
     @property
     def num_pipelines(self) -> int:

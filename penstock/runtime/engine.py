@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, CutError, PenstockError, shown
 from penstock.mesh import Mesh
-from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import StagePlan
 from penstock.model.stages import stage_of_layers
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
-from penstock.planner.unsplit import Unsplit, divides_backwards
+from penstock.planner.unsplit import divides_backwards
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.sharding.divided import Shards
@@ -280,7 +279,7 @@ class Engine:
         """Put into the plan, the same in all processes, what the stages' backwards have shown."""
         seen = [here.divided for here in run.stages.values()]
         what = "for what their backwards in two parts have shown"
-        everyone = self.mesh.world.gather(seen, what, Codec([record(Unsplit)]))
+        everyone = self.mesh.world.gather(seen, what)
         self.plan = replace(self.plan, unsplit=together(chain.from_iterable(everyone)))
         self._has_looked = True
 

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from penstock.errors import BoundaryError, OutputWarning
 from penstock.mesh.control import Control
-from penstock.mesh.plain_data import Kind
-from penstock.mesh.user_classes import user_codec
+from penstock.mesh.objects import encode
 from penstock.model.compare import first_difference, is_object, leaf_paths
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import constants, flatten, flatten_by, tree_map, unflatten
 from penstock.model.templates import StandIn, from_template, template
-from penstock.transport.wire import TENSOR_KIND, TensorKind, fill, room_for, to_bytes
+from penstock.transport.wire import TensorKind, fill, room_for, to_bytes
 
 _SHOWN = 60
 
@@ -60,11 +59,11 @@ def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any
     if stages.size == 1:
         return outputs
     what, is_last = "for the outputs of the last stage", stages.rank == last
-    leaves, structure = flatten(outputs) if is_last else ([], None)
+    leaves, structure = flatten(_tellable(outputs)) if is_last else ([], None)
     facts = None
     if structure is not None:
         facts = ([TensorKind.of(leaf) for leaf in leaves], template(structure))
-    kinds, form = stages.broadcast(facts, last, what, _CODEC)
+    kinds, form = stages.broadcast(facts, last, what)
     found = []
     for n, kind in enumerate(kinds):
         received, tensor = room_for(kind, device)
@@ -74,6 +73,21 @@ def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any
             stages.tensors.broadcast(last, received, what)
         found.append(leaves[n] if is_last else fill(tensor, received, kind))
     return unflatten(from_template(form), found)
+
+
+def _tellable(outputs: Any) -> Any:
+    """Return outputs with something in the place of each object that cannot be told."""
+    parts, structure = flatten_by(outputs, is_object)
+    return unflatten(structure, [*map(_told, parts)])
+
+
+def _told(part: Any) -> Any:
+    if not isinstance(part, Tensor):
+        try:
+            encode(part)
+        except BoundaryError:
+            return _Elsewhere(type(part).__name__)
+    return part
 
 
 def _is_scalar(leaf: Any) -> bool:
@@ -157,16 +171,6 @@ class _Elsewhere(_Absent):
         "which only the process of the last stage has. Return tensors, numbers, strings, and "
         "tuples, lists, dicts and dataclasses of them"
     )
-
-
-_CODEC = user_codec(
-    (
-        TENSOR_KIND,
-        Kind("unjoined", _Unjoined, lambda u: (u.why, u.path), lambda said: _Unjoined(*said)),
-        Kind("several", _Several, lambda several: several.__dict__["kind"], _Several),
-    ),
-    fallback=Kind("elsewhere", _Elsewhere, lambda value: type(value).__name__, _Elsewhere),
-)
 
 
 def _check_alike(parts: Sequence[Any], sizes: Sequence[int]) -> None:

@@ -13,7 +13,6 @@ from penstock.costs.measure import measure_layers
 from penstock.costs.measure_bytes import measure_bytes
 from penstock.errors import ConfigError, PlanError, check_kind, shown
 from penstock.mesh import Mesh
-from penstock.mesh.plain_data import Codec, record
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import Step
 from penstock.planner.arguments import (
@@ -27,11 +26,10 @@ from penstock.planner.arguments import (
     resolve_transport,
 )
 from penstock.planner.balance import Measured, balanced
-from penstock.planner.plan import BalancedBy, Plan
+from penstock.planner.plan import Plan
 from penstock.planner.unsplit import Unsplit
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
-from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .batch_norm import batch_norms, separate_statistics
 from .caller import CallerContext
@@ -202,27 +200,14 @@ def agree(
         )
     decided_names = (
         *("partition", "predicted_s", "threads_per_stage", "offload", "predicted_peak_bytes"),
-        "unsplit",
+        *("unsplit", "balanced_by", "recompute"),
     )
-    decided = {name: getattr(plan, name) for name in decided_names}, plan.balanced_by.value
-    what = "for the partition of the layers"
-    (told, balanced_by), recompute = mesh.world.broadcast(
-        (decided, _told(plan)), 0, what, Codec([record(Unsplit)])
-    )
-    plan = replace(plan, balanced_by=BalancedBy(balanced_by), recompute=_heard(recompute), **told)
+    decided = {name: getattr(plan, name) for name in decided_names}
+    told = mesh.world.broadcast(decided, 0, "for the partition of the layers")
+    plan = replace(plan, **told)
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
     return plan, mesh.world.number_pipeline(what), False
-
-
-def _told(plan: Plan) -> list[str | list[int | str]]:
-    """Return what is recomputed as plain data."""
-    kinds = plan.recompute
-    return [list(x.layers) if isinstance(x, RecomputeLayers) else x.value for x in kinds]
-
-
-def _heard(told: list[str | list[int | str]]) -> tuple[RecomputePolicy, ...]:
-    return tuple(Recompute(x) if isinstance(x, str) else Recompute.layers(*x) for x in told)
 
 
 def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str | None:

@@ -7,13 +7,11 @@ times are set side by side by the moment at which each had heard from all others
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 
 from penstock.mesh import Mesh
-from penstock.mesh.plain_data import Codec, Kind, record
 from penstock.schedules.ir import Schedule, sent_message
-from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
+from penstock.trace.timeline import MemorySample, Span, Timeline
 
 from .run import Recorded
 
@@ -78,11 +76,7 @@ def gather_noted(mesh: Mesh, recorded: Recorded, agreed_s: float) -> Noted:
     """Return what a traced run noted on all stages of this replica."""
     times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
     mine = Noted(clock_name(), agreed_s, times_s, sent_bytes, memory)
-    kind = Kind(MemoryKind.__name__, MemoryKind, attrgetter("value"), MemoryKind)
-    codec = Codec([record(Noted), record(MemorySample), kind])
-    told = mesh.stages.gather(
-        mine if mesh.speaks else None, "for what the other stages traced", codec
-    )
+    told = mesh.stages.gather(mine if mesh.speaks else None, "for what the other stages traced")
     return put_together([part for part in told if part is not None], mine)
 
 

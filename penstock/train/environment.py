@@ -5,6 +5,7 @@ import os
 import platform
 import socket
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 def environment_of(mesh: Mesh) -> str:
     """Write what each process runs with, and where, as JSON; all processes call it alike."""
-    facts = {**gather_facts(mesh.rank, "").to_dict(), "processor": _processor()}
+    facts = {**asdict(gather_facts(mesh.rank)), "processor": _processor()}
     everyone = mesh.world.gather(facts, "for what the others run with")
     common: dict[str, Any] = {
         "system": platform.platform(),

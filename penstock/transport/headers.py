@@ -1,7 +1,6 @@
 """Headers: what a message holds beside its values, told to the other side when it is new.
 
-Both ends number the headers they have seen alike, so that each travels once.  They are plain data:
-nothing that comes in is unpickled, and classes are found among those that are imported here.
+Both ends number the headers they have seen alike, so that each travels once.
 """
 
 from collections.abc import Iterable
@@ -9,18 +8,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.errors import MeshError
-from penstock.mesh.plain_data import Kind, record
-from penstock.mesh.user_classes import user_codec
-from penstock.model.capture.events import LeftBehind, Told
-from penstock.model.capture.header_cache import SealedHeader
+from penstock.mesh.objects import decode, encode
 from penstock.model.entries import version_of
 from penstock.model.pytree import Structure
 from penstock.model.templates import from_template, is_plain, template
-from penstock.sharding.layouts import Layout, S
+from penstock.sharding.layouts import Layout
 
 from .channels import Activation, Gradient, Layouts
-from .wire import TENSOR_KIND, TensorKind
+from .wire import TensorKind
 
 _MOST_KNOWN = 256
 """Beyond so many, both ends forget all and number anew."""
@@ -42,6 +37,13 @@ class About(NamedTuple):
     lasting: frozenset[int]
     hooked: frozenset[int]
 
+    def __reduce__(self) -> Any:  # how a structure is put together is no object to be told
+        return _about, (self.wants_grad, template(self.structure), *self[2:])
+
+
+def _about(wants_grad: tuple[bool, ...], form: Any, *places: frozenset[int]) -> About:
+    return About(wants_grad, from_template(form), *places)
+
 
 class Header(NamedTuple):
     """What a message holds; `about` is None for a gradient, `layouts` are () if all is whole."""
@@ -61,47 +63,6 @@ def layouts_of(header: Header) -> list[Layout | None]:
     layouts = header.layouts or (None,) * len(header.kinds)
     pairs = zip(header.kinds, layouts, strict=True)
     return [layout for kind, layout in pairs if isinstance(kind, TensorKind)]
-
-
-def _told_about(about: About) -> tuple[Any, ...]:
-    return about.wants_grad, template(about.structure), *about[2:]
-
-
-def _about(told: tuple[Any, Any, Any, Any, Any]) -> About:
-    wants_grad, form, *places = told
-    return About(wants_grad, from_template(form), *places)
-
-
-CODEC = user_codec(
-    (
-        record(Header),
-        record(Again),
-        record(S),
-        Kind("About", About, _told_about, _about),
-        TENSOR_KIND,
-        Kind("Told", Told, Told.parts, lambda parts: Told.of_parts(*parts)),
-        Kind("SealedHeader", SealedHeader, lambda sealed: sealed.header, SealedHeader),
-        Kind("LeftBehind", LeftBehind, LeftBehind.parts, lambda parts: LeftBehind(*parts)),
-    )
-)
-
-
-def _is_whole(header: Any) -> bool:
-    """Tell whether what came in is a header whose parts fit together."""
-    if not isinstance(header, Header) or not isinstance(header.kinds, tuple):
-        return False
-    about = header.about
-    if not all(kind is None or isinstance(kind, TensorKind | Again) for kind in header.kinds):
-        return False
-    if header.layouts and len(header.layouts) != len(header.kinds):
-        return False
-    return about is None or (
-        isinstance(about, About)
-        and isinstance(about.wants_grad, tuple)
-        and len(about.wants_grad) == len(header.kinds)
-        and None not in header.kinds
-        and all(isinstance(places, frozenset) for places in about[2:])
-    )
 
 
 class HeaderWriter:
@@ -153,7 +114,7 @@ class HeaderWriter:
         number = None if quick is None else self._plain.get(quick)
         if number is not None:
             return number, b""
-        told, new = CODEC.encode(header), b""
+        told, new = encode(header), b""
         if told not in self._known:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
@@ -179,21 +140,12 @@ class HeaderReader:
         """Return the header of that number; `told` are its bytes, if it is new.
 
         Raises:
-            MeshError: it cannot be read, or is not known.
+            MeshError: it cannot be read.
         """
         if told:
             if number == 0:
                 self._known.clear()
-            header = CODEC.decode(told)
-            if not _is_whole(header):
-                raise MeshError(f"a message from another process begins with {header!r:.80}")
-            if number != len(self._known):
-                raise MeshError(
-                    f"a message from another process tells header {number} out of turn"
-                )
-            self._known.append(header)
-        if number >= len(self._known):
-            raise MeshError(f"a message from another process names header {number}, never told")
+            self._known.append(decode(told))
         return self._known[number]
 
     def payload(self, header: Header, tensors: Iterable[Tensor]) -> Payload:
@@ -202,7 +154,7 @@ class HeaderReader:
         lasting = frozenset[int]() if header.about is None else header.about.lasting
         for place, kind in enumerate(header.kinds):
             if kind is None or isinstance(kind, Again):
-                leaves.append(None if kind is None else self._sent_before(kind.number))
+                leaves.append(None if kind is None else self._lasting[kind.number])
                 continue
             leaves.append(next(new))
             if place in lasting:
@@ -221,11 +173,3 @@ class HeaderReader:
             hooked=hooked,
             layouts=header.layouts,
         )
-
-    def _sent_before(self, number: int) -> Tensor:
-        if not 0 <= number < len(self._lasting):
-            raise MeshError(
-                f"a message from another process names tensor {number} of those that last, and "
-                f"{len(self._lasting)} were sent"
-            )
-        return self._lasting[number]

@@ -22,7 +22,6 @@ from torch import Tensor
 from penstock.errors import MeshError, PeerError
 from penstock.mesh import Mesh
 from penstock.mesh.background import Slot
-from penstock.mesh.plain_data import MOST_BYTES
 from penstock.model.entries import version_of
 
 from .channels import check_still_as_sent
@@ -190,7 +189,7 @@ class Incoming:
         self._wires.wait(self._next, self._room, deadline)
         self._next = None
         number, size, sent, is_whole = _FIRST.unpack_from(self._bytes)
-        self._check(sent, microbatch, size)
+        self._check(sent, microbatch)
         at = _FIRST.size + size
         told = self._bytes[_FIRST.size : at] if is_whole else self._told(size, deadline)
         header = self._headers.read(number, told)
@@ -214,12 +213,7 @@ class Incoming:
             self._bytes = memoryview(bytearray(num_bytes))
             self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
 
-    def _check(self, sent: int, microbatch: int, header_bytes: int) -> None:
-        if header_bytes > MOST_BYTES:
-            raise MeshError(
-                f"rank {self.rank} sent a header of {header_bytes:,} bytes: the connection is "
-                "damaged, or the versions differ"
-            )
+    def _check(self, sent: int, microbatch: int) -> None:
         if sent != microbatch:
             raise PeerError(
                 f"rank {self.rank} sent micro-batch {sent} where {microbatch} was due: the "

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.mesh.plain_data import Kind
-from penstock.mesh.user_classes import class_name, tensor_class
 from penstock.model.entries import as_plain
 
 CACHE_LINE_BYTES = 64
@@ -38,29 +36,6 @@ class TensorKind(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes that travel."""
         return _layout(self).num_bytes
-
-
-def _kind_parts(kind: TensorKind) -> tuple[Any, ...]:
-    return (*kind[:-1], class_name(kind.type))
-
-
-def _kind_made(parts: tuple[Any, ...]) -> TensorKind:
-    """Make the kind that another process told of.
-
-    Raises:
-        ValueError: no tensor is like that.
-    """
-    dtype, shape, strides, distance, name = parts
-    numbers = (*shape, *strides, distance)
-    if not isinstance(dtype, torch.dtype) or any(type(n) is not int or n < 0 for n in numbers):
-        raise ValueError("a tensor's type or sizes are wrong")
-    if len(shape) != len(strides) or distance >= CACHE_LINE_BYTES:
-        raise ValueError("a tensor's strides or place are wrong")
-    return TensorKind(dtype, torch.Size(shape), tuple(strides), distance, tensor_class(name))
-
-
-TENSOR_KIND = Kind("TensorKind", TensorKind, _kind_parts, _kind_made)
-"""How a `TensorKind` is told to another process."""
 
 
 @dataclass(frozen=True, slots=True)

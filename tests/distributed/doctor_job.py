@@ -28,4 +28,4 @@ if __name__ == "__main__":
         penstock.__version__ = f"0.0.{int(rank == who)}"
     elif rank == who:
         sys.modules[examine.__module__].run_together = die  # type: ignore[attr-defined]
-    main(["doctor", "--timeout", timeout_s, "--json"])
+    main(["doctor", "--timeout", timeout_s])

@@ -16,7 +16,7 @@ import torch
 
 from penstock.costs.cluster import Cluster, Host
 from penstock.costs.device import Device
-from penstock.doctor.facts import memory_bytes, this_host
+from penstock.doctor.facts import core_numbers, memory_bytes, quota_cores
 
 from .figures import Figure, Spread, rounded, seconds_of
 from .links import MeasuredLink, measure_gpus, measure_processes, measure_threads
@@ -97,8 +97,8 @@ def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibra
 
 
 def _cores(budget_s: float, sizes: Sizes) -> Calibration:
-    host = this_host()
-    num_cores = max(1, min(host.num_cores, int(host.quota_cores or host.num_cores)))
+    visible = len(core_numbers())
+    num_cores = max(1, min(visible, int(quota_cores() or visible)))
     cpu = torch.device("cpu")
     facts = DeviceFacts("core", memory_bytes() // num_cores, _source(_cpu_name()))
     began_s, used_s = time.perf_counter(), time.thread_time()

@@ -164,15 +164,14 @@ class Told(NamedTuple):
     infos: tuple[Info, ...]
     changed: tuple[tuple[int, Info], ...]
 
-    def parts(self) -> tuple[Any, ...]:
-        """Return it as plain data."""
-        return self.name, template(self.structure), self.infos, self.changed
+    def __reduce__(self) -> Any:
+        return Told.of_parts, (self.name, template(self.structure), self.infos, self.changed)
 
     @classmethod
     def of_parts(
         cls, name: str, form: Any, infos: tuple[Info, ...], changed: tuple[tuple[int, Info], ...]
     ) -> "Told":
-        """Return what has these `parts`."""
+        """Return what was told with a template in the place of its structure."""
         return cls(name, told_structure(from_template(form), START), infos, changed)
 
 
@@ -185,10 +184,6 @@ class LeftBehind(StandIn):
 
     def __init__(self, kind: str, maker: EventKey) -> None:
         self.__dict__.update(kind=kind, maker=maker)
-
-    def parts(self) -> tuple[str, EventKey]:
-        """Return what it is made of."""
-        return self.__dict__["kind"], self.__dict__["maker"]
 
     def _error(self) -> CutError:
         where = f"{self.maker} gave a {self.kind}, which a later stage uses"
