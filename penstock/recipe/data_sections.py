@@ -26,9 +26,11 @@ class Digits(Section):
     """Decides the split into training and test samples."""
 
 
-class _Photographs(Section):
-    """What all colour images have in common."""
+class ImageFolder(Section):
+    """Images in folders as ImageNet is unpacked: train/CLASS/*.jpg and val/CLASS/*.jpg."""
 
+    name: Literal["image_folder"]
+    """image_folder: a folder train with one for each class, and val or test likewise."""
     path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder that they are in."""
     size: Annotated[int, Field(ge=8)] = 224
@@ -54,22 +56,6 @@ class _Photographs(Section):
     """Processes that decode images; 0: none beside the one that trains."""
     strict: bool = False
     """Whether an image that cannot be decoded ends the run; otherwise it is skipped and named."""
-
-
-class ImageFolder(_Photographs):
-    """Images in folders as ImageNet is unpacked: train/CLASS/*.jpg and val/CLASS/*.jpg."""
-
-    name: Literal["image_folder"]
-    """image_folder: a folder train with one for each class, and val or test likewise."""
-
-
-class Cifar(_Photographs):
-    """CIFAR's files, binary or for Python, as they are unpacked."""
-
-    name: Literal["cifar"]
-    """cifar: the 60,000 images of 32 x 32 pixels in 10 or 100 classes."""
-    num_classes: Literal[10, 100] = 10
-    """Which of the two: 10, or 100."""
 
 
 class _Translated(Section):
@@ -157,6 +143,6 @@ class Text(Section):
     """What it goes on from; empty: the beginning of the validation text."""
 
 
-ImageSection = Digits | ImageFolder | Cifar
+ImageSection = Digits | ImageFolder
 TranslatedSection = Names | ParallelText
 DataSection = ImageSection | TranslatedSection | Text
