@@ -67,9 +67,6 @@ class _Translated(Section):
     """Subwords of the vocabulary that all languages share."""
     vocabulary: File = ""
     """The vocabulary.json of another run, to start from its weights; empty: train a new one."""
-    hold_out: Annotated[Literal["pair", "target"], Mark.HELD_OUT] = "pair"
-    """What is kept from training: a pair, whose translation other languages may teach all the
-    same; or a translation (target), in all languages."""
     temperature: Above0 = 5.0
     """How languages are sampled: 1 as they come, high: all alike.  5 as in the papers that follow
     GPipe on the same data, 1.43 as multilingual BERT."""
@@ -108,10 +105,10 @@ class Names(_Translated):
 
 
 class ParallelText(_Translated):
-    """Line-aligned text in files named as OPUS names them, plain or .gz."""
+    """Line-aligned text in files named for their part and languages."""
 
     name: Literal["parallel_text"]
-    """parallel_text: files such as CORPUS.de-en.de and CORPUS.de-en.en."""
+    """parallel_text: files such as train.de-en.de and train.de-en.en; and valid, and test."""
     path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder of the files."""
     target: str = "en"
