@@ -200,7 +200,7 @@ class TranslationTask(Task):
         return {"valid_loss": totals[0] / totals[1]}
 
     def finish(self, weights: Weights, folder: Path) -> str:
-        """Translate the test texts; write translations.tsv, scores.json, scores.png."""
+        """Translate the test texts; write translations.tsv, scores.txt, scores.json."""
         model = self.make_model().eval()
         fill(model, weights)
         translations = translate(
