@@ -49,7 +49,6 @@ try:
     from torch.nn.modules.dropout import _DropoutNd as _DropoutNd
     from torch.nn.utils import parametrize
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._pytree import tree_map_only as tree_map_only
 except ImportError as missing:
     raise TorchError(f"torch {torch.__version__} lacks one: {missing}") from None
 
@@ -60,18 +59,9 @@ AnyDropout = _DropoutNd
 
 
 def fake_tensors(**options: Any) -> Any:
-    """Return a mode in which tensors have a device but no memory.  Needed by `summary`."""
-    return _fake_tensor("FakeTensorMode")(**options)
-
-
-def data_dependent_errors() -> tuple[type[Exception], ...]:
-    """List what fake tensors raise where a model asks for their values.  Needed by `summary`."""
-    names = ("DataDependentOutputException", "DynamicOutputShapeException")
-    return tuple(_fake_tensor(name) for name in names)
-
-
-def _fake_tensor(name: str) -> Any:
-    return _needed(_needed(_needed(torch, "_subclasses"), "fake_tensor"), name)
+    """Return a mode in which tensors have a device but no memory.  Needed."""
+    module = _needed(_needed(torch, "_subclasses"), "fake_tensor")
+    return _needed(module, "FakeTensorMode")(**options)
 
 
 # -- switches that keep torch's dispatch away from a subclass of Tensor -------------------------

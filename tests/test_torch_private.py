@@ -113,19 +113,11 @@ def test_every_dropout_has_one_base(kind: type[nn.Module]) -> None:
     assert issubclass(kind, private.AnyDropout)
 
 
-def test_fake_tensors_have_shapes_and_refuse_their_values() -> None:
+def test_fake_tensors_have_shapes() -> None:
     with private.fake_tensors():
         tensor = torch.ones(3, 4)
         assert (tensor @ tensor.T).shape == (3, 3)
-        with pytest.raises(private.data_dependent_errors()):
-            tensor.sum().item()
-        with pytest.raises(private.data_dependent_errors()):
-            tensor.nonzero()
-
-
-def test_tree_map_only_changes_tensors_in_nested_values() -> None:
-    changed = private.tree_map_only(Tensor, lambda t: t + 1, {"a": (torch.zeros(()), "b")})
-    assert changed == {"a": (torch.ones(()), "b")}
+        assert "FakeTensor" in repr(tensor)
 
 
 def test_a_change_in_place_is_counted() -> None:

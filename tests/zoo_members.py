@@ -1,4 +1,5 @@
-"""Small members of every family of the zoo, with all that is random or hard in them switched on.
+"""Small members of every family of models, the zoo's and the benchmarks', with all that is random
+or hard in them switched on.
 
 Whoever adds one here buys the laws of test_zoo_equality.py.
 """
@@ -9,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.alpa_paper.gshard import gshard_moe
+from benchmarks.alpa_paper.wide_resnet import bottleneck_resnet
 from penstock.zoo import (
     amoebanet_b,
     amoebanet_d,
-    bottleneck_resnet,
     gpt,
-    gshard_moe,
     residual_network,
     transformer_lm,
     translation_transformer,
-    unet,
 )
+from tests.u_net import unet
 
 BATCH = 9
 """Samples of an example, so that four micro-batches are uneven, and none has one sample only."""

@@ -18,8 +18,9 @@ from penstock.planner.arguments import Model
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.zoo.gpt_family import GPT_SIZES, gpt
-from penstock.zoo.gshard import GSHARD_SIZES, gshard_moe
-from penstock.zoo.resnet import WIDE_RESNET_SIZES, wide_resnet
+
+from .gshard import GSHARD_SIZES, gshard_moe
+from .wide_resnet import WIDE_RESNET_SIZES, wide_resnet
 
 GPT, MOE, RESNET = "GPT", "GShard MoE", "Wide-ResNet"
 DEVICES = (1, 2, 4, 8, 16, 32, 64)

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import penstock
+from benchmarks.alpa_paper.gshard import gshard_moe
+from benchmarks.alpa_paper.wide_resnet import WideResNetSize, wide_resnet
 from benchmarks.foresight.main import calibrated
 from benchmarks.foresight.subjects import next_words
 from benchmarks.report import Column, Load, Report, parser, progress, publish
@@ -31,8 +33,7 @@ from penstock.costs.hosts import Host
 from penstock.planner.placement import Placement
 from penstock.planner.predict import Prediction
 from penstock.schedules import gpipe
-from penstock.zoo import gpt, gshard_moe, wide_resnet
-from penstock.zoo.resnet import WideResNetSize
+from penstock.zoo import gpt
 
 NUM_WARM_UPS, NUM_STEPS = 3, 10
 MIB = 1 << 20

@@ -1,7 +1,5 @@
 """`penstock plan`: how to run a model on a cluster."""
 
-import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from penstock.costs.profile import Profile
     from penstock.planner.placement import Placement
     from penstock.planner.plan import Plan
-    from penstock.sharding.plan import Sharding
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
@@ -64,16 +61,10 @@ _COUNT = click.IntRange(min=1)
 @click.option("--num-replicas", type=_COUNT, help="D.")
 @click.option("--num-microbatches", type=_COUNT, help="M, of each replica.")
 @click.option(
-    "--num-shards",
-    metavar="T[xT...]",
-    callback=lambda _context, _option, text: _axes(text),
-    help="Say for each operator of RECIPE's model, too, how so many devices best share it; 2x4: "
-    "along two axes.",
-)
-@click.option(
     "--sharding",
     metavar="NAME",
-    help="The ready plan by which they share it, such as megatron.  [default: the recipe's]",
+    help="The ready plan by which the devices of a stage share it, such as megatron; beside "
+    "--sub-meshes.  [default: the recipe's]",
 )
 @click.option(
     "--sub-meshes",
@@ -116,8 +107,7 @@ _COUNT = click.IntRange(min=1)
     "--json",
     "as_json",
     is_flag=True,
-    help="Write the plan as JSON, and no table; with --num-shards an object with "
-    '"plan" and "sharding".',
+    help="Write the plan as JSON, and no table.",
 )
 def plan(  # noqa: PLR0913 - one for each option
     recipe: Path | None,
@@ -130,7 +120,6 @@ def plan(  # noqa: PLR0913 - one for each option
     save: Path | None,
     html: Path | None,
     as_json: bool,
-    num_shards: tuple[int, ...] | None,
     sharding: str | None,
     sub_meshes: bool,
     measure: bool,
@@ -147,7 +136,6 @@ def plan(  # noqa: PLR0913 - one for each option
     Examples:
       penstock plan recipes/gpt_small.toml --cluster h100
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
-      penstock plan recipes/gpt_small.toml --cluster dgx-a100 --num-shards 2x2 --sharding megatron
       penstock plan recipes/gpt_small.toml --cluster dgx-a100 --sub-meshes
       penstock plan recipes/digits.toml --cluster here.toml --num-replicas 1 --save plan.json
       penstock train recipes/digits.toml --plan plan.json
@@ -171,8 +159,7 @@ def plan(  # noqa: PLR0913 - one for each option
             click.echo(f"{save} is written; it is run by: {run}", err=True)
         click.echo(found_plan.to_json() if as_json else f"{found_plan}\n", nl=False)
         return
-    _check_unmeasured(measure=measure)
-    divided = _divided(recipe, overrides, num_shards, sharding, cluster)
+    _check_whole_devices(sharding, measure=measure)
     found, usual_size = _profiles(recipe, overrides, profiles, cluster, sizes)
     if batch_size is None and usual_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
@@ -196,10 +183,9 @@ def plan(  # noqa: PLR0913 - one for each option
 
         write_page(plan_page(chosen, choices, cluster), html)
     if as_json:
-        click.echo(_json(chosen, divided), nl=False)
+        click.echo(chosen.to_json(), nl=False)
         return
-    table = "" if divided is None else f"\n{divided}\n"
-    click.echo(f"{chosen}\n\n{choices_text(choices)}{table}", nl=False)
+    click.echo(f"{chosen}\n\n{choices_text(choices)}", nl=False)
 
 
 def _plans_itself(recipe: Path, overrides: tuple[str, ...]) -> bool:
@@ -208,7 +194,12 @@ def _plans_itself(recipe: Path, overrides: tuple[str, ...]) -> bool:
     return read_recipe(recipe, overrides).pipeline.plan == "auto"
 
 
-def _check_unmeasured(*, measure: bool) -> None:
+def _check_whole_devices(sharding: str | None, *, measure: bool) -> None:
+    """See that nothing is asked for that planning without sub-meshes does not look at."""
+    if sharding is not None:
+        raise click.UsageError(
+            "--sharding is how the devices of a stage share a model; give --sub-meshes too"
+        )
     if measure:
         raise click.UsageError(
             '--measure is how --sub-meshes, or a recipe with pipeline.plan = "auto", are planned; '
@@ -260,46 +251,6 @@ _BESIDE_SUB_MESHES = (
     *("measure", "save", "html", "as_json"),
 )
 """What planning on sub-meshes looks at."""
-
-
-def _json(chosen: "Plan", divided: "Sharding | None") -> str:
-    text = chosen.to_json()
-    if divided is None:
-        return text
-    both = {"plan": json.loads(text), "sharding": divided.to_dict()}
-    return json.dumps(both, ensure_ascii=False, indent=1) + "\n"
-
-
-def _axes(text: str | None) -> tuple[int, ...] | None:
-    """Read "2" or "2x4"."""
-    if text is None:
-        return None
-    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text, re.ASCII) is None:
-        raise click.BadParameter(
-            f"{text!r} is no number of devices, such as 8, nor the lengths of axes, such as 2x4."
-        )
-    return tuple(map(int, text.split("x")))
-
-
-def _divided(
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    num_shards: tuple[int, ...] | None,
-    sharding: str | None,
-    cluster: "Cluster",
-) -> "Sharding | None":
-    """Say how devices best share the operators of the recipe's model, if that is asked for."""
-    if num_shards is None:
-        if sharding is not None:
-            raise click.UsageError("--sharding is how shards share a model; give --num-shards too")
-        return None
-    if recipe is None:
-        raise click.UsageError("--num-shards needs a RECIPE: a profile has no operators")
-    say(f"loading PyTorch, to record {recipe}")
-    require_torch()
-    from .profile_target import sharding_of
-
-    return sharding_of(recipe, overrides, num_shards, sharding, cluster)
 
 
 def _run_command(recipe: Path | None, plan: Path, placement: "Placement") -> str:

@@ -21,8 +21,6 @@ from penstock.recipe.recipe import Recipe
 from penstock.runtime.devices import num_cores
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.runtime.profiling import profile
-from penstock.runtime.shard import shard
-from penstock.sharding.plan import Sharding
 from penstock.trace.progress import say
 from penstock.train.automatic import task_on
 from penstock.train.build import autocast, build_layers, build_model, lowered, optimizer_maker
@@ -111,37 +109,6 @@ def profiles_for(
     recipes = [read_recipe(path, (*overrides, n)) for n in numbers]
     found = [_profile_of(r, task, wanted, None, name=path.stem, busy=True) for r in recipes]
     return found, batch_size
-
-
-def sharding_of(
-    path: Path,
-    overrides: Sequence[str],
-    num_shards: tuple[int, ...],
-    sharding: str | None,
-    cluster: Cluster,
-) -> Sharding:
-    """Divide the model of a recipe among devices of a cluster, without its weights.
-
-    Raises:
-        ConfigError: the recipe is wrong, its data are not there, or nobody knows the ready plan.
-        PlanError: the model cannot be divided so.
-    """
-    recipe = read_recipe(path, overrides)
-    task, section = _task_of(recipe), recipe.pipeline
-    part = next(task.batches(0, 0, slice)).parts[0]
-    with torch.device("meta"):
-        model = task.make_model()
-    layers = build_layers(model, task)
-    num_microbatches = section.num_microbatches // section.num_replicas
-    inputs = tree_map(lambda x: x[: len(x) // section.num_replicas], part.inputs)
-    return shard(
-        layers,
-        lowered(recipe, model, inputs),
-        num_shards if len(num_shards) > 1 else num_shards[0],
-        sharding=sharding or section.sharding,
-        num_microbatches=num_microbatches,
-        cluster=cluster,
-    )
 
 
 def task_of_meshes(

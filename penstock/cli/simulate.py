@@ -1,8 +1,7 @@
 """`penstock simulate`: draw a schedule with unit costs, without tensors."""
 
 import json
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -20,7 +19,6 @@ from .options import stages_per_rank_option
 
 if TYPE_CHECKING:
     from penstock.schedules.costs import Costs
-    from penstock.schedules.walk import Run
     from penstock.trace.timeline import Timeline
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -127,7 +125,8 @@ def simulate(  # noqa: PLR0913 - one for each option
         program = read_csv(csv)
     if write_csv is not None:
         _write(write_csv, to_csv(program))
-    timeline = predict(add_recompute(program) if recompute else program, costs, _watched)
+    _say("simulating its instructions", sum(map(len, program.programs)))
+    timeline = predict(add_recompute(program) if recompute else program, costs)
     _say("adding up where the time goes", len(timeline.spans))
     if as_json:
         breakdown = json.loads(timeline.breakdown().to_json())
@@ -178,23 +177,6 @@ def _say(what: str, num_instructions: int) -> None:
     """Say on a terminal what is being done, if it takes long."""
     if num_instructions >= _MANY:
         say(what)
-
-
-def _watched(runs: "Iterable[Run]", number: int) -> "Iterable[Run]":
-    """Show a bar on a terminal, if it takes long."""
-    if number < _MANY or not sys.stderr.isatty():
-        return runs
-    return _with_bar(runs, number)
-
-
-def _with_bar(runs: "Iterable[Run]", number: int) -> "Iterator[Run]":
-    label = f"simulating {number:,} instructions"
-    with click.progressbar(
-        length=number, label=label, file=sys.stderr, update_min_steps=number // 100
-    ) as bar:
-        for rank, start, stop in runs:
-            yield rank, start, stop
-            bar.update(stop - start)
 
 
 def _can_be_read(timeline: "Timeline", width: int) -> bool:

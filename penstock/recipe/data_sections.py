@@ -26,9 +26,11 @@ class Digits(Section):
     """Decides the split into training and test samples."""
 
 
-class _Photographs(Section):
-    """What all colour images have in common."""
+class ImageFolder(Section):
+    """Images in folders as ImageNet is unpacked: train/CLASS/*.jpg and val/CLASS/*.jpg."""
 
+    name: Literal["image_folder"]
+    """image_folder: a folder train with one for each class, and val or test likewise."""
     path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder that they are in."""
     size: Annotated[int, Field(ge=8)] = 224
@@ -56,22 +58,6 @@ class _Photographs(Section):
     """Whether an image that cannot be decoded ends the run; otherwise it is skipped and named."""
 
 
-class ImageFolder(_Photographs):
-    """Images in folders as ImageNet is unpacked: train/CLASS/*.jpg and val/CLASS/*.jpg."""
-
-    name: Literal["image_folder"]
-    """image_folder: a folder train with one for each class, and val or test likewise."""
-
-
-class Cifar(_Photographs):
-    """CIFAR's files, binary or for Python, as they are unpacked."""
-
-    name: Literal["cifar"]
-    """cifar: the 60,000 images of 32 x 32 pixels in 10 or 100 classes."""
-    num_classes: Literal[10, 100] = 10
-    """Which of the two: 10, or 100."""
-
-
 class _Translated(Section):
     """What all parallel text has in common."""
 
@@ -81,9 +67,6 @@ class _Translated(Section):
     """Subwords of the vocabulary that all languages share."""
     vocabulary: File = ""
     """The vocabulary.json of another run, to start from its weights; empty: train a new one."""
-    hold_out: Annotated[Literal["pair", "target"], Mark.HELD_OUT] = "pair"
-    """What is kept from training: a pair, whose translation other languages may teach all the
-    same; or a translation (target), in all languages."""
     temperature: Above0 = 5.0
     """How languages are sampled: 1 as they come, high: all alike.  5 as in the papers that follow
     GPipe on the same data, 1.43 as multilingual BERT."""
@@ -122,10 +105,10 @@ class Names(_Translated):
 
 
 class ParallelText(_Translated):
-    """Line-aligned text in files named as OPUS names them, plain or .gz."""
+    """Line-aligned text in files named for their part and languages."""
 
     name: Literal["parallel_text"]
-    """parallel_text: files such as CORPUS.de-en.de and CORPUS.de-en.en."""
+    """parallel_text: files such as train.de-en.de and train.de-en.en; and valid, and test."""
     path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder of the files."""
     target: str = "en"
@@ -157,6 +140,6 @@ class Text(Section):
     """What it goes on from; empty: the beginning of the validation text."""
 
 
-ImageSection = Digits | ImageFolder | Cifar
+ImageSection = Digits | ImageFolder
 TranslatedSection = Names | ParallelText
 DataSection = ImageSection | TranslatedSection | Text

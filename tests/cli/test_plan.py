@@ -86,9 +86,7 @@ def test_another_file_is_not_overwritten_by_a_page(
         (("--schedule", "fastest"), "'fastest' is not one of"),
         (("recipe.toml",), "give either a RECIPE or --profile"),
         (("--set", "a.b=1"), "--set and --microbatch-size change a RECIPE"),
-        (("--num-shards", "2"), "--num-shards needs a RECIPE"),
-        (("--num-shards", "2x0"), "'2x0' is no number of devices, such as 8, nor the lengths"),
-        (("--sharding", "megatron"), "give --num-shards too"),
+        (("--sharding", "megatron"), "give --sub-meshes too"),
     ),
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -161,9 +159,8 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
     assert plan.placement.num_ranks == 8 and plan.num_microbatches == 2
     assert run((*command, "--num-replicas", "2")) == 2
     assert "--num-replicas beside --sub-meshes" in capsys.readouterr().err
-    for option, value in (("--num-shards", "2"), ("--best", "3")):
-        assert run((*command, option, value)) == 2
-        assert f"{option} beside --sub-meshes" in capsys.readouterr().err
+    assert run((*command, "--best", "3")) == 2
+    assert "--best beside --sub-meshes" in capsys.readouterr().err
     assert run(("plan", "--profile", "x.json", "--cluster", "h100", "--sub-meshes")) == 2
     assert "--sub-meshes needs a RECIPE" in capsys.readouterr().err
     layout = "num_stages = 2\nnum_microbatches = 2"
@@ -198,34 +195,6 @@ def test_layers_of_a_recipe_are_measured_where_its_cluster_has_such_devices(
     assert said.startswith("penstock: to measure layers for few") and "'vulkan'" in said
     assert run(("plan", "gpt.toml", "--cluster", "here.toml", "--measure")) == 2
     assert "--measure is how --sub-meshes" in capsys.readouterr().err
-
-
-def test_shards_are_planned_beside_the_pipeline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
-    command = ("plan", "gpt.toml", "--cluster", "dgx-a100", "--best", "1", "--num-ranks", "1")
-    shards = ("--num-shards", "2x2", "--sharding", "megatron")
-    assert run((*command, "--json")) == 0
-    plan = Plan.from_json(capsys.readouterr().out)
-    assert run((*command, *shards, "--json")) == 0
-    both = json.loads(capsys.readouterr().out)
-    assert Plan.from_json(json.dumps(both["plan"])) == plan
-    found = both["sharding"]
-    assert found["meshes"] == [[2, 2]]
-    layers = {layer["name"]: layer for layer in found["layers"]}
-    weights = layers["blocks.0"]["weights"]
-    assert "S(" in weights["feed_forward.widen.weight"]
-    assert run((*command, *shards)) == 0
-    said = capsys.readouterr().out
-    assert "why it is not the best" in said
-    assert "5 layers on 2 x 2 shards" in said and "next best" in said
-    assert f"feed_forward.widen.weight {weights['feed_forward.widen.weight']}" in said
-    assert run((*command, "--num-shards", "9")) == 2
-    assert "num_shards=9 asks for 9 devices" in capsys.readouterr().err
-    assert run((*command, *shards[:2], "--sharding", "alpa")) == 2
-    assert "sharding='alpa': ready plans are 'auto'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.alpa_paper.gshard import gshard_moe
 from penstock.costs.opaque_modules import OPAQUE, opaque_module
-from penstock.zoo import gshard_moe
 from tests.sharding.fuzz import Case
 
 

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.alpa_paper.wide_resnet import Bottleneck
 from penstock.zoo.amoebanet.cell import Cell
 from penstock.zoo.amoebanet.genotype import AMOEBANET_B, AMOEBANET_D, Genotype
-from penstock.zoo.resnet import Bottleneck
-from penstock.zoo.u_net import Down, Up
 from tests.sharding.fuzz import Case
+from tests.u_net import Down, Up
 
 
 class InPlace(nn.Module):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.alpa_paper.gshard import gshard_moe
 from penstock import Mesh
 from penstock.planner.placement import Placement
-from penstock.zoo import gshard_moe
 from tests.distributed.call import call
 from tests.sharding.test_pipeline import WORDS, piped, two_steps
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from penstock.data import batch_indices, epoch_order, num_batches
 from penstock.errors import ConfigError
 
-from .source import Images
+from .folders import FolderImages
 from .views import View
 
 NO_CLASS = -1
@@ -29,7 +29,7 @@ class ViewedImages:
     With `strict`, an image that cannot be decoded is an error; otherwise it is skipped.
     """
 
-    images: Images
+    images: FolderImages
     view: View
     strict: bool = False
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.errors import ConfigError
 
-from .source import ImageSplit, pillow
+from .libraries import pillow
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 TRAIN, TESTS = "train", ("val", "test")
@@ -21,7 +21,10 @@ MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class FolderImages:
-    """Images in files: `files[n]`, below `folder`, is of class number `targets[n]`."""
+    """Images in files: `files[n]`, below `folder`, is of class number `targets[n]`.
+
+    They can be sent to worker processes.
+    """
 
     folder: str
     classes: tuple[str, ...]
@@ -59,8 +62,23 @@ class FolderImages:
             return None
 
     def digest(self) -> bytes:
-        """Tell by names: an image that was drawn anew under its name is the same."""
+        """Tell these images, their order and their classes from others, wherever they are kept.
+
+        By names: an image that was drawn anew under its name is the same.
+        """
         return blake2b(repr((self.classes, self.files, self.targets)).encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSplit:
+    """Images to learn from and images to be judged by, with the same classes.
+
+    `skipped` names the files of both that are no images.
+    """
+
+    train: FolderImages
+    test: FolderImages
+    skipped: tuple[str, ...] = ()
 
 
 def _as_rgb(library: Any, image: Any) -> Any:

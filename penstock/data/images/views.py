@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.data import keyed_generator
 from penstock.errors import ConfigError
 
-from .source import pillow, require_extra
+from .libraries import pillow, require_extra
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_DEVIATION = (0.229, 0.224, 0.225)

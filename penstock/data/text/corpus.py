@@ -1,12 +1,11 @@
 """Parallel text in memory: pairs of texts by source language, to learn from and be judged by."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeVar
+from dataclasses import dataclass
+from typing import Literal, Self
 
 from penstock.errors import ConfigError
 
-Found = TypeVar("Found")
 _MOST_SHOWN = 30
 
 PartName = Literal["train", "valid", "test"]
@@ -52,22 +51,6 @@ class ParallelCorpus:
         """The source languages, in alphabetical order."""
         return tuple(sorted({*self.train, *self.valid, *self.test}))
 
-    def only(self, languages: Iterable[str]) -> "ParallelCorpus":
-        """Return the same pairs of fewer languages; a bilingual model learns from one of them.
-
-        Raises:
-            ConfigError: the corpus has none of a language.
-        """
-        wanted = set(languages)
-        check_languages(wanted, self.languages, "the corpus")
-        return replace(
-            self,
-            train=_only(self.train, wanted),
-            valid=_only(self.valid, wanted),
-            test=_only(self.test, wanted),
-            num_skipped=_only(self.num_skipped, wanted),
-        )
-
     def __str__(self) -> str:
         sizes = (sum(map(len, part.values())) for part in (self.train, self.valid, self.test))
         counts = ", ".join(
@@ -90,7 +73,3 @@ def check_languages(wanted: Iterable[str], known: Iterable[str], where: str) -> 
             f"there is no language {', '.join(map(repr, unknown))} in {where}; "
             f"there is {', '.join(there[:_MOST_SHOWN]) or 'none'}{more}"
         )
-
-
-def _only(by_language: Mapping[str, Found], wanted: set[str]) -> dict[str, Found]:
-    return {language: found for language, found in by_language.items() if language in wanted}

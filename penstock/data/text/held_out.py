@@ -1,26 +1,18 @@
 """Which pairs are kept from training: decided by what they say, so that equal ones stay together.
 
-"pair"    A pair that stands in the corpus twice, in one language or in two that write it alike, is
-          not learnt from in one place and asked for in another.  The translation of a pair that is
-          tested may well be learnt from other languages: a model that knows Frankreich and
-          Francia, and how Slovak words look, can find France for Francúzsko.  This asks what
-          languages learn from each other, and is the default.
-"target"  A translation that is tested is learnt from no language: the figure for text that nobody
-          has seen.  Of names much cannot be known then (who has never heard of Japan cannot
-          translate its name).
+A pair that stands in the corpus twice, in one language or in two that write it alike, is not
+learnt from in one place and asked for in another.  The translation of a pair that is tested may
+well be learnt from other languages: a model that knows Frankreich and Francia, and how Slovak
+words look, can find France for Francúzsko.  This asks what languages learn from each other.
 """
 
 import hashlib
 import unicodedata
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 from penstock.errors import ConfigError
 
 from .corpus import PartName
-
-HoldOut = Literal["pair", "target"]
-"""What is never trained on; see above."""
 
 
 def check_shares(name: str, share: float) -> None:
@@ -36,16 +28,6 @@ def check_shares(name: str, share: float) -> None:
         )
 
 
-def check_hold_out(hold_out: str) -> None:
-    """See that it is one of the words above.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if hold_out not in get_args(HoldOut):
-        raise ConfigError(f'hold_out={hold_out!r}: must be "pair" or "target"')
-
-
 def held_out_part(group: str, shares: Mapping[PartName, float], seed: int) -> PartName:
     """Return the part that `group` falls into; whatever has no share goes to training."""
     digest = hashlib.blake2b(f"{seed}:held out:{group}".encode(), digest_size=8).digest()
@@ -57,12 +39,8 @@ def held_out_part(group: str, shares: Mapping[PartName, float], seed: int) -> Pa
     return "train"
 
 
-def group_of(source: str, target: str, hold_out: HoldOut) -> str:
-    """Return what a pair shares with those that must fall into the same part."""
-    shared = _same_text(target)
-    return f"{_same_text(source)}\t{shared}" if hold_out == "pair" else shared
-
-
-def _same_text(text: str) -> str:
-    """Return what texts have in common that differ in case or in the form of their characters."""
-    return unicodedata.normalize("NFKC", text).casefold()
+def group_of(source: str, target: str) -> str:
+    """Return what a pair shares with those that must fall into the same part: its texts, but for
+    case and the form of their characters.
+    """
+    return "\t".join(unicodedata.normalize("NFKC", text).casefold() for text in (source, target))

@@ -14,7 +14,7 @@ from penstock.data import keyed_generator
 from penstock.errors import ConfigError
 
 from .corpus import ParallelCorpus, PartName, TextPairs, check_languages
-from .held_out import HoldOut, check_hold_out, check_shares, group_of, held_out_part
+from .held_out import check_shares, group_of, held_out_part
 from .vocabulary import optional_library
 
 TARGET = "en"
@@ -48,7 +48,6 @@ def load_names(
     *,
     kinds: Sequence[str] = NAME_KINDS,
     most_pairs: Mapping[str, int] | None = None,
-    hold_out: HoldOut = "pair",
     held_out_share: float = 0.05,
     seed: int = 0,
 ) -> ParallelCorpus:
@@ -57,15 +56,12 @@ def load_names(
     kinds: Which names: "territories", "languages", "scripts", "currencies", "units".
     most_pairs: How many training pairs a language may keep, which makes it a low-resource one;
         its pairs for validation and testing stay.
-    hold_out: Whether pairs are kept from training, or English names in all languages; see
-        held_out.py.
-    held_out_share: Share of them kept for validation, and as much again for testing.
+    held_out_share: Share of the pairs kept for validation, and as much again for testing.
 
     Raises:
         ConfigError: Babel is not installed, or a language, a kind or a number cannot be.
     """
     check_shares("held_out_share", held_out_share)
-    check_hold_out(hold_out)
     _check_kinds(kinds)
     _check_names(languages)
     limits = dict(most_pairs or {})
@@ -76,7 +72,7 @@ def load_names(
     for language in languages:
         pairs: dict[PartName, list[tuple[str, str]]] = {part: [] for part in parts}
         for source, target in _pairs(names_in(language, kinds), english):
-            group = group_of(source, target, hold_out)
+            group = group_of(source, target)
             pairs[held_out_part(group, shares, seed)].append((source, target))
         if language in limits:
             pairs["train"] = _some(pairs["train"], limits[language], language, seed)
@@ -112,7 +108,7 @@ def _pairs(
     seen = set()
     for item, name in names.items():
         if name and item in english:
-            key = group_of(name, english[item], "pair")
+            key = group_of(name, english[item])
             if key not in seen:
                 seen.add(key)
                 yield name, english[item]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 
-BYTE_ORDER_MARK = "\ufeff"
+_BYTE_ORDER_MARK = "\ufeff"
 """What some editors write before a text in UTF-8; it is none of it."""
 
 
@@ -73,15 +73,7 @@ def load_text(path: Path, valid_share: float = 0.05) -> TextSplit:
     if not path.is_file():
         what = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"{path} {what}; give a text file, as --set data.path=FILE")
-    content = path.read_bytes()
-    try:
-        text = content.decode().removeprefix(BYTE_ORDER_MARK)
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            f"{path} is not UTF-8: byte {error.start} (line {line}) is "
-            f"0x{content[error.start]:02x}; convert it, say with iconv -f LATIN1 -t UTF-8"
-        ) from None
+    text = read_text(path)
     cut = round(len(text) * (1 - valid_share))
     if not 0 < cut < len(text):
         raise ConfigError(
@@ -89,6 +81,23 @@ def load_text(path: Path, valid_share: float = 0.05) -> TextSplit:
             "validation; give a longer text"
         )
     return TextSplit(text[:cut], text[cut:])
+
+
+def read_text(path: Path) -> str:
+    """Read a file of UTF-8, without a byte order mark at its start.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    content = path.read_bytes()
+    try:
+        return content.decode().removeprefix(_BYTE_ORDER_MARK)
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path} is not UTF-8: byte {error.start} (line {line}) is "
+            f"0x{content[error.start]:02x}; convert it, say with iconv -f LATIN1 -t UTF-8"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)

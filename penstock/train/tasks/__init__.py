@@ -1,6 +1,6 @@
 """One task for each kind of data."""
 
-from penstock.recipe.data_sections import Cifar, Digits, ImageFolder, Names, ParallelText, Text
+from penstock.recipe.data_sections import Digits, ImageFolder, Names, ParallelText, Text
 from penstock.recipe.recipe import Recipe
 
 from .task import Task
@@ -21,7 +21,7 @@ def build_task(recipe: Recipe) -> Task:
             from .translation import TranslationTask
 
             return TranslationTask(recipe, section)
-        case Digits() | ImageFolder() | Cifar() as section:
+        case Digits() | ImageFolder() as section:
             from .images import ImageTask, open_images
 
             return ImageTask(recipe, open_images(section))

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.data.image_sets import ImageSet, ViewedImageSet, digit_images
-from penstock.data.images import EvaluationView, TrainingView, image_folders, load_cifar
+from penstock.data.images import EvaluationView, TrainingView, image_folders
 from penstock.data.images.batches import NO_CLASS
 from penstock.errors import ConfigError, RecipeError
-from penstock.recipe.data_sections import Cifar, Digits, ImageSection
+from penstock.recipe.data_sections import Digits, ImageSection
 from penstock.recipe.model_sections import AmoebaNet, Residual
 from penstock.recipe.recipe import Recipe
 from penstock.train.layout import num_batches, smallest_microbatch
@@ -134,12 +134,8 @@ def open_images(section: ImageSection) -> ImageSet:
     """
     if isinstance(section, Digits):
         return digit_images(**section.options())
-    if isinstance(section, Cifar):
-        split = load_cifar(section.path, f"cifar{section.num_classes}")
-    else:
-        split = image_folders(section.path, strict=section.strict)
     return ViewedImageSet(
-        split,
+        image_folders(section.path, strict=section.strict),
         TrainingView(
             size=section.size,
             area=(section.least_area, 1.0),

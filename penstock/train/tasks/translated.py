@@ -94,12 +94,9 @@ def judge(
     ]
     replace_text(folder / "translations.tsv", "\n".join(lines) + "\n")
     replace_text(folder / "scores.txt", table + "\n")
-    _plot(systems, folder / "scores.png")
     replace_text(folder / SCORES, json.dumps(_as_json(systems), indent=1) + "\n")
     ends = [line for n, line in enumerate(table.splitlines()) if n == 0 or line[:4] == "mean"]
-    return "\n".join(
-        [*ends, f"by language: {folder / 'scores.txt'}, scores.png; texts in translations.tsv"]
-    )
+    return "\n".join([*ends, f"by language: {folder / 'scores.txt'}; texts in translations.tsv"])
 
 
 def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:
@@ -125,22 +122,3 @@ def _as_json(systems: Mapping[str, Scores]) -> dict[str, object]:
         name: {language: asdict(score) for language, score in scores.by_language.items()}
         for name, scores in systems.items()
     }
-
-
-def _plot(systems: Mapping[str, Scores], path: Path) -> None:
-    """Draw chrF by language, best first; nothing where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure  # an optional dependency, and slow to import
-    except ImportError:
-        return
-    model, copy = systems["model"].by_language, systems["copy"].by_language
-    languages = sorted(model, key=lambda language: -model[language].chrf)
-    figure = Figure(figsize=(max(6.0, 0.18 * len(languages) + 1), 3.6), layout="constrained")
-    axes = figure.subplots()
-    axes.bar(languages, [model[name].chrf for name in languages], label="model")
-    axes.plot(languages, [copy[name].chrf for name in languages], "k_", label="copy of the source")
-    axes.set_ylabel("chrF (test)")
-    axes.set_ylim(0, 100)
-    axes.tick_params(axis="x", rotation=90, labelsize=7)
-    axes.legend()
-    figure.savefig(path, dpi=120)

@@ -200,7 +200,7 @@ class TranslationTask(Task):
         return {"valid_loss": totals[0] / totals[1]}
 
     def finish(self, weights: Weights, folder: Path) -> str:
-        """Translate the test texts; write translations.tsv, scores.json, scores.png."""
+        """Translate the test texts; write translations.tsv, scores.txt, scores.json."""
         model = self.make_model().eval()
         fill(model, weights)
         translations = translate(
@@ -241,7 +241,6 @@ def open_corpus(section: TranslatedSection) -> ParallelCorpus:
                 Path(section.path),
                 section.languages or None,
                 target=section.target,
-                hold_out=section.hold_out,
                 held_out_share=section.held_out_share,
                 seed=section.seed,
             )
@@ -251,7 +250,6 @@ def open_corpus(section: TranslatedSection) -> ParallelCorpus:
                 **options,
                 kinds=section.kinds,
                 most_pairs=dict.fromkeys(section.low_resource, section.low_resource_pairs),
-                hold_out=section.hold_out,
                 held_out_share=section.held_out_share,
                 seed=section.seed,
             )

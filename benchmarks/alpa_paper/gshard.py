@@ -5,18 +5,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-
-from .attention import BlockShape, CausalAttention, CausalBlock
-from .drawn import Draws, Linear, normal, xavier
-from .mixture import Mixture, MixtureShape
-from .transformer_sizes import (
+from penstock.zoo.attention import BlockShape, CausalAttention, CausalBlock
+from penstock.zoo.drawn import Draws, Linear, normal, xavier
+from penstock.zoo.transformer_sizes import (
     require_at_least,
     require_even,
     require_positive,
     require_share,
     sizes_of,
 )
-from .words import SinusoidalEmbedding
+from penstock.zoo.words import SinusoidalEmbedding
+
+from .mixture import Mixture, MixtureShape
 
 GSHARD_SIZES = {
     "380M": {"num_layers": 8, "width": 768, "num_heads": 16, "num_experts": 8},

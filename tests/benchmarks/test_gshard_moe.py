@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.alpa_paper.gshard import GSHARD_SIZES, GShard, gshard_moe
+from benchmarks.alpa_paper.mixture import Mixture, MixtureShape, balance_loss, choose
 from penstock.errors import ConfigError
-from penstock.zoo import GSHARD_SIZES, gshard_moe
 from penstock.zoo.drawn import Draws, xavier
-from penstock.zoo.gshard import GShard
-from penstock.zoo.mixture import Mixture, MixtureShape, balance_loss, choose
 
 WIDTH, EXPERTS = 6, 4
 

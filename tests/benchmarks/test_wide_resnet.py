@@ -1,4 +1,4 @@
-"""ResNets and U-Nets: published parameter counts, the library's outputs, any size of image."""
+"""Wide ResNets: published parameter counts, the library's outputs, any size of image."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -9,16 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from penstock.errors import ConfigError
-from penstock.zoo import (
+from benchmarks.alpa_paper.wide_resnet import (
+    BLOCKS,
     WIDE_RESNET_SIZES,
+    Bottleneck,
+    WideResNetSize,
     bottleneck_resnet,
-    resnet50,
-    resnet101,
-    unet,
     wide_resnet,
 )
-from penstock.zoo.resnet import Bottleneck, WideResNetSize
+from penstock.errors import ConfigError
 
 
 def count(build: Callable[[], nn.Module]) -> int:
@@ -26,12 +25,9 @@ def count(build: Callable[[], nn.Module]) -> int:
         return sum(parameter.numel() for parameter in build().parameters())
 
 
-@pytest.mark.parametrize(
-    ("build", "published"),
-    [(resnet50, 25_557_032), (resnet101, 44_549_160), (unet, 31_037_698)],
-)
-def test_published_parameter_counts(build: Callable[[], nn.Module], published: int) -> None:
-    assert count(build) == published
+@pytest.mark.parametrize(("num_layers", "published"), [(50, 25_557_032), (101, 44_549_160)])
+def test_published_parameter_counts(num_layers: int, published: int) -> None:
+    assert count(lambda: bottleneck_resnet(BLOCKS[num_layers])) == published
 
 
 @pytest.mark.parametrize(
@@ -121,74 +117,19 @@ def test_a_wide_network_starts_as_its_shortcuts_alone() -> None:
     assert not torch.equal(plain.get_submodule("block1")(x_BCHW), x_BCHW)
 
 
-@pytest.mark.parametrize("build", [small_resnet, lambda: unet(width=4, depth=2)])
-def test_the_seed_decides_the_weights(build: Callable[[], nn.Module]) -> None:
+def test_the_seed_decides_the_weights() -> None:
     def weights(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
-        return list(build().parameters())
+        return list(small_resnet().parameters())
 
     assert all(map(torch.equal, weights(1), weights(1)))
     assert not all(map(torch.equal, weights(1), weights(2)))
 
 
-@pytest.mark.parametrize(
-    ("build", "name", "fan"),
-    [
-        (lambda: bottleneck_resnet(base_channels=64), "block0.body.3", 9 * 64),
-        (lambda: unet(width=32, depth=1), "decoder.0.widen", 64),
-        (lambda: unet(width=32, depth=1), "decoder.0.convolutions.first", 9 * 64),
-    ],
-)
-def test_convolutions_are_drawn_to_keep_the_variance(
-    build: Callable[[], nn.Module], name: str, fan: int
-) -> None:
+def test_convolutions_are_drawn_to_keep_the_variance() -> None:
     torch.manual_seed(0)
-    weight = build().get_parameter(f"{name}.weight")
-    assert weight.std().item() == pytest.approx((2 / fan) ** 0.5, rel=0.05)
-
-
-@pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize(("height", "width"), [(1, 2), (5, 7), (8, 8), (17, 12)])
-def test_a_unet_gives_an_output_for_each_pixel(height: int, width: int, norm: str) -> None:
-    model = unet(in_channels=2, out_channels=3, depth=3, width=4, norm=norm)
-    assert model(torch.randn(2, 2, height, width)).shape == (2, 3, height, width)
-
-
-def test_each_level_of_a_unet_has_half_the_resolution_and_twice_the_channels() -> None:
-    model, x_BCHW = unet(depth=3, width=4), torch.randn(1, 3, 20, 9)
-    shapes = []
-    for block in [*model.encoder, model.bottom]:
-        x_BCHW = block(x_BCHW)
-        shapes.append(tuple(x_BCHW.shape[1:]))
-    assert shapes == [(4, 20, 9), (8, 10, 5), (16, 5, 3), (32, 3, 2)]
-
-
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_each_skip_reaches_the_output(level: int) -> None:
-    model, x_BCHW = unet(depth=3, width=4).eval(), torch.randn(1, 3, 8, 8)
-    before = model(x_BCHW)
-    nothing = {name: torch.zeros_like(p) for name, p in model.bottom.named_parameters()}
-    model.bottom.load_state_dict(nothing, strict=False)
-    without_bottom = model(x_BCHW)
-    assert not torch.equal(without_bottom, before)
-    handle = model.encoder[level].register_forward_hook(lambda _m, _a, y: torch.zeros_like(y))
-    assert not torch.equal(model(x_BCHW), without_bottom)
-    handle.remove()
-
-
-def test_a_unet_with_group_norm_looks_at_one_sample_at_a_time() -> None:
-    model, x_BCHW = unet(depth=2, width=4, norm="group"), torch.randn(3, 3, 8, 8)
-    torch.testing.assert_close(model(x_BCHW)[:1], model(x_BCHW[:1]))
-    mixing = unet(depth=2, width=4)
-    assert not torch.allclose(mixing(x_BCHW)[:1], mixing(x_BCHW[:1]))
-
-
-def test_a_unet_drops_at_the_bottom_only() -> None:
-    model = unet(depth=2, width=4, dropout=0.5)
-    dropouts = {
-        name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout)
-    }
-    assert dropouts == {"encoder.1.dropout": 0.0, "bottom.dropout": 0.5}
+    weight = bottleneck_resnet(base_channels=64).get_parameter("block0.body.3.weight")
+    assert weight.std().item() == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -197,13 +138,9 @@ def test_a_unet_drops_at_the_bottom_only() -> None:
         (bottleneck_resnet, {"blocks": ()}, r"blocks=\(\): give the number of blocks"),
         (bottleneck_resnet, {"blocks": (2, 0)}, r"blocks\[1\]=0: give an integer from 1 up"),
         (bottleneck_resnet, {"width_factor": 1.5}, r"width_factor=1\.5: give an integer"),
-        (resnet50, {"num_classes": 0}, "num_classes=0: give an integer from 1 up"),
         (wide_resnet, {"size": "3B"}, "size='3B' is not known; choose one of '250M', '500M'"),
         (wide_resnet, {"size": WideResNetSize(49, 8, 2)}, "num_layers=49 .* one of 50, 101, 152"),
         (wide_resnet, {"size": WideResNetSize(50, 0, 2)}, "base_channels=0: give an integer"),
-        (unet, {"depth": 0}, "depth=0: give an integer from 1 up"),
-        (unet, {"norm": "layer"}, "norm='layer' is not known; choose one of 'batch', 'group'"),
-        (unet, {"dropout": 1.0}, r"dropout=1\.0: give a share from 0 to below 1"),
     ],
 )
 def test_bad_sizes_are_refused(

@@ -10,9 +10,6 @@ from math import gcd, sqrt
 import torch
 from torch import Tensor, nn
 
-from .transformer_sizes import require_at_least, require_one_of, require_share
-
-NORMS = ("batch", "group")
 MOST_GROUPS = 32
 """Groups that Wu and He 2018 (arXiv:1803.08494) advise; fewer where channels cannot be so cut."""
 
@@ -121,38 +118,11 @@ def unet(
     norm: str = "batch",
     dropout: float = 0.0,
 ) -> UNet:
-    """Build a U-Net whose output is as large as its input, for any H and W.
+    """Build one for any H and W: an odd last row or column is pooled as it is, and cut back.
 
-    It is a plain module; `penstock.capture` finds its blocks, and sends skips past the stages
-    between.  The defaults have 31,037,698 parameters, as in the paper's figure, with a BatchNorm
-    where the paper has biases.  Where this differs from the paper:
-
-    - convolutions pad their input, so that no border is lost (the paper's 572 pixels give 388);
-    - pooling takes an odd last row or column as it is, and what was widened from it is cut back to
-      the skip's size: H and W need not be multiples of 2 ** depth, and no pixel is made up (the
-      paper asks for even sizes, and crops the skip);
-    - each convolution is followed by BatchNorm or GroupNorm, which the paper's time had not.
-
-    As in the paper: channels double on the way down; weights are normal with variance 2 / fan-in;
-    dropout, if any, is at the end of the way down.
-
-    Args:
-        in_channels: channels of an image.
-        out_channels: numbers per pixel, such as one score per class.
-        depth: how often the resolution is halved.
-        width: channels at full resolution.
-        norm: "batch": BatchNorm; "group": GroupNorm, which does not look at other samples, so that
-            gradients do not depend on the number of micro-batches.
-        dropout: share of the values that is dropped at the lowest resolution.
-
-    Raises:
-        ConfigError: a size is below 1, the dropout is no share, the norm is not known.
+    `norm` is "batch", or "group" whose gradients do not depend on other samples; `dropout` is at
+    the bottom, where there are the most channels.
     """
-    require_at_least(
-        1, in_channels=in_channels, out_channels=out_channels, depth=depth, width=width
-    )
-    require_one_of(NORMS, norm=norm)
-    require_share(dropout=dropout)
     widths = [width * 2**level for level in range(depth + 1)]
     encoder: list[nn.Module] = [TwoConvolutions(in_channels, width, norm)]
     for level in range(1, depth):
