@@ -1,6 +1,6 @@
 """A process without a stage takes part in a job as the others do."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.distributed.call import call
 from tests.distributed.test_checkpoint_processes import MICROBATCHES, batch, layers
 from tests.side_by_side import same_bits
 
-KINDS: dict[str, type[Optimizer]] = {"AdamW": AdamW, "Adagrad": Adagrad}
+KINDS: dict[str, Callable[..., Optimizer]] = {"AdamW": AdamW, "Adagrad": Adagrad}
 """Adagrad has state of all parameters before the first step."""
 
 
@@ -29,13 +29,13 @@ def placed(*ranks: int, idle: tuple[int, ...] = (), num_replicas: int = 1) -> Pl
 
 def piped(mesh: penstock.Mesh, **options: Any) -> penstock.Pipeline:
     """Make the pipeline, in every process alike."""
-    usual = {
-        "num_microbatches": MICROBATCHES // mesh.num_replicas,
+    usual: dict[str, Any] = {
+        "loss": nn.MSELoss(),
+        "threads_per_stage": 1,
         "batch_norm_over_replicas": True,
     }
-    return penstock.Pipeline(
-        layers(), mesh=mesh, loss=nn.MSELoss(), threads_per_stage=1, seed=4, **usual, **options
-    )
+    options |= {"num_microbatches": MICROBATCHES // mesh.num_replicas, "seed": 4}
+    return penstock.Pipeline(layers(), mesh=mesh, **usual, **options)
 
 
 class Run:
@@ -78,6 +78,17 @@ def goes_on(mesh: penstock.Mesh, folders: list[str]) -> dict[str, list[dict[str,
     return found
 
 
+def save_first(folder: Path) -> dict[str, list[dict[str, Tensor]]]:
+    """Train and save in this process; return what was found in each step, and in 4 more."""
+    found = {}
+    for kind in KINDS:
+        with (run := Run(penstock.init_mesh(1), kind)).pipe:
+            found[kind] = [run.step()]
+            penstock.save_checkpoint(folder / "0" / kind, run.pipe, run.optimizer)
+            found[kind] += [run.step() for _ in range(4)]
+    return found
+
+
 def check_same(found: list[dict[str, Tensor]], wanted: dict[str, Tensor], where: str) -> None:
     """Compare a step of all processes with that of one, in every bit."""
     assert set().union(*found) == wanted.keys(), where
@@ -90,12 +101,7 @@ def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(
     tmp_path: Path,
 ) -> None:
     """One process, 2 of 3, 2, the last two of 4 turned round, and one again."""
-    wanted: dict[str, list[dict[str, Tensor]]] = {}
-    for kind in KINDS:
-        with (run := Run(penstock.init_mesh(1), kind)).pipe:
-            wanted[kind] = [run.step()]
-            penstock.save_checkpoint(tmp_path / "0" / kind, run.pipe, run.optimizer)
-            wanted[kind] += [run.step() for _ in range(4)]
+    wanted = save_first(tmp_path)
     chain = (placed(1, 2, idle=(0,)), placed(0, 1), placed(3, 2, idle=(0, 1)))
     for number, placement in enumerate(chain):
         folders = [str(tmp_path / str(n)) for n in (number, number + 1)]
@@ -114,3 +120,68 @@ def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(
         of_unsplit = KINDS[kind](unsplit.parameters())
         penstock.load_checkpoint(tmp_path / "3" / kind, unsplit, of_unsplit)
         assert all(same_bits(t, wanted[kind][4][n]) for n, t in unsplit.state_dict().items())
+
+
+def ordinary(mesh: penstock.Mesh) -> dict[str, Any]:
+    """Train as a script that knows nothing of idle ranks: a scaler, clipping, a scheduler."""
+    pipe = piped(mesh)
+    assert [p.numel() > 0 for p in pipe.parameters()], "what torch makes an optimizer of"
+    optimizer = AdamW(pipe.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = penstock.GradScaler(pipe, init_scale=1024.0)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(3):
+        inputs = batch(step, mesh.replica, mesh.num_replicas)
+        loss = pipe.train_step(*inputs, loss_scale=scaler.get_scale())
+        found["losses"].append(float(loss))
+        scaler.unscale_(optimizer)
+        found["norms"].append(float(penstock.clip_grad_norm_(pipe, 0.1)))
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        pipe.zero_grad()
+    weights = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    assert weights.keys() <= pipe.state_dict().keys()
+    outputs = pipe.eval_step(batch(9, 0, 1)[0])
+    return found | {"weights": weights, "rates": scheduler.get_last_lr(), "outputs": outputs}
+
+
+def test_an_ordinary_script_trains_with_idle_ranks_as_without(tmp_path: Path) -> None:
+    wanted = ordinary(penstock.init_mesh(1))
+    found = call(ordinary, placed(1, 2, idle=(0,)), tmp_path)
+    for of_rank in found:
+        for key in ("losses", "norms", "rates"):
+            assert of_rank[key] == wanted[key], key
+        assert same_bits(of_rank["outputs"], wanted["outputs"])
+    check_same([of_rank["weights"] for of_rank in found], wanted["weights"], "weights")
+
+
+def asynchronous(mesh: penstock.Mesh) -> tuple[list[float], dict[str, Tensor]]:
+    """Train where the schedule moves the weights."""
+    pipe = piped(mesh, partition=[2, 2], schedule=schedules.pipedream_2bw)
+    optimizer = SGD(pipe.parameters(), lr=0.05)
+    losses = pipe.train_steps([batch(step, 0, 1) for step in range(3)], optimizer)
+    return losses.tolist(), {name: p.detach() for name, p in pipe.named_parameters()}
+
+
+def test_an_asynchronous_schedule_trains_with_idle_ranks_as_without(tmp_path: Path) -> None:
+    losses, weights = asynchronous(penstock.init_mesh(2))
+    found = call(asynchronous, placed(1, 2, idle=(0,)), tmp_path)
+    assert all(own == losses for own, _ in found)
+    check_same([own for _, own in found], weights, "weights")
+
+
+def test_replicas_beside_an_idle_rank_are_as_without(tmp_path: Path) -> None:
+    save_first(tmp_path)
+    found = []
+    for name, placement in (
+        ("without", placed(0, 1, num_replicas=2)),
+        ("with", placed(1, 2, idle=(0,), num_replicas=2)),
+    ):
+        folders = [str(tmp_path / "0"), str(tmp_path / name)]
+        found.append(call(goes_on, placement, tmp_path, folders=folders))
+    (wanted, _), (idle, *own) = found
+    for kind in KINDS:
+        for step in (0, 1):
+            assert idle[kind][step].keys() == {"loss"}
+            check_same([of_rank[kind][step] for of_rank in (idle, *own)], wanted[kind][step], kind)
