@@ -90,7 +90,5 @@ def scores_of(
         sums = tally[: max(0, known - counted)].sum(dim=0)
         totals, counted = sums + (totals if counted else 0), counted + len(tally)
     of_all = mesh.world.gather(totals.tolist(), "for the others to evaluate")
-    once = [
-        of_all[row[0]] for row in mesh.placement.ranks[0]
-    ]  # of each replica, for idle ranks too
+    once = [of_all[row[0]] for row in mesh.placement.ranks[0]]  # of each replica, on idle ranks
     return dict(task.scores([sum(column) for column in zip(*once, strict=True)]))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
@@ -164,6 +165,7 @@ def asynchronous(mesh: penstock.Mesh) -> tuple[list[float], dict[str, Tensor]]:
     return losses.tolist(), {name: p.detach() for name, p in pipe.named_parameters()}
 
 
+@pytest.mark.slow
 def test_an_asynchronous_schedule_trains_with_idle_ranks_as_without(tmp_path: Path) -> None:
     losses, weights = asynchronous(penstock.init_mesh(2))
     found = call(asynchronous, placed(1, 2, idle=(0,)), tmp_path)
@@ -171,6 +173,7 @@ def test_an_asynchronous_schedule_trains_with_idle_ranks_as_without(tmp_path: Pa
     check_same([own for _, own in found], weights, "weights")
 
 
+@pytest.mark.slow
 def test_replicas_beside_an_idle_rank_are_as_without(tmp_path: Path) -> None:
     save_first(tmp_path)
     found = []
