@@ -41,13 +41,7 @@ from penstock.runtime.microbatches import (
 )
 from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
 from penstock.runtime.outputs import gather, share
-from penstock.runtime.planning import (
-    Devices,
-    agree,
-    balance,
-    device_names,
-    make_plan,
-)
+from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
 from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
 from penstock.runtime.record import Record
 from penstock.runtime.run import Run
@@ -201,6 +195,7 @@ class Pipeline(AbstractMovable):
         self._trace = records
         self._record: Record | None = None
         self._timeline: Timeline | None = None
+        self._none = [nn.Parameter(torch.empty(0, device=mesh.device))] if mesh.processes else []
         with self._engine.reporting():
             self._engine.shards.start_equal(self._engine.tensors())
             load_and_tell(weights, self.held, self.mesh, self.shards)
@@ -291,7 +286,7 @@ class Pipeline(AbstractMovable):
                 made some of the updates: load a checkpoint.
         """
         updating = Updating(optimizer, lr_scheduler)
-        check_updating(updating, self.parameters())
+        check_updating(updating, dict(self.named_parameters()).values())
         pairs = as_pairs(batches)
         if not self._engine.is_asynchronous:
             return self._train_one_by_one(pairs, updating)
@@ -449,6 +444,12 @@ class Pipeline(AbstractMovable):
         """What this process holds of weights that are cut."""
         every = dict(self.named_parameters(remove_duplicate=False))
         return CutWeights(every, self._engine.shards.cut)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the own stages.  A process of several that has none, as an idle
+        one, yields one without elements, name or gradient, for optimizers; no checkpoint has it.
+        """
+        return iter([*super().parameters(recurse)] or self._none)
 
     @property
     def num_stages(self) -> int:

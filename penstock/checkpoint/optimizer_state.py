@@ -33,10 +33,11 @@ def pack_optimizer(
     ]
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    for parameter, state in optimizer.state.items():
+    own = ((names[id(p)], state) for p, state in optimizer.state.items() if id(p) in names)
+    for name, state in own:  # without that of what stands in for parameters
         for key, value in state.items():
             target = tensors if isinstance(value, Tensor) else values
-            target[f"{names[id(parameter)]}.{_escaped(str(key))}"] = value
+            target[f"{name}.{_escaped(str(key))}"] = value
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
 
 
@@ -128,8 +129,8 @@ def unpack_optimizer(
     groups = []
     for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
         numbers = []
-        for name in _group_names(group, names):
-            if name in by_parameter:
+        for parameter in group["params"]:
+            if (name := names.get(id(parameter))) in by_parameter:
                 state[number] = by_parameter[name]
             numbers.append(number)
             number += 1
@@ -137,7 +138,7 @@ def unpack_optimizer(
         groups.append({**options, "params": numbers})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, loaded in optimizer.state.items():
-        _restore_types(loaded, by_parameter.get(names[id(parameter)], {}))
+        _restore_types(loaded, by_parameter.get(names.get(id(parameter), ""), {}))
 
 
 def _restore_types(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -160,13 +161,15 @@ def _unescaped(key: str) -> str:
 
 
 def _group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
-    for parameter in group["params"]:
+    """Name the parameters of a group; what stands in where a process has none has no name."""
+    own = [p for p in group["params"] if p.numel() > 0 or id(p) in names]
+    for parameter in own:
         if id(parameter) not in names:
             raise CheckpointError(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not "
                 "the model's; make the optimizer from the parameters of the model given here"
             )
-    return [names[id(parameter)] for parameter in group["params"]]
+    return [names[id(parameter)] for parameter in own]
 
 
 def _options(group: Mapping[str, Any]) -> Json:

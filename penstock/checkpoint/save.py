@@ -141,7 +141,7 @@ def _collect(
     if without and len(without) < len(parts):
         raise CheckpointError(
             f"rank {', '.join(without)} saves without an optimizer, the others with one; give one "
-            "on every rank (of a stage without parameters, torch takes [{'params': []}])"
+            "on every rank, of pipe.parameters()"
         )
     if optimizer is not None:
         firsts = [rows[0][0] for rows in mesh.placement.meshes] if mesh.world_size > 1 else [0]

@@ -117,7 +117,7 @@ def divided(
     """
     known = {p for parameters in stages.values() for p in parameters}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = sum(p not in known for p in held)
+    strangers = sum(p not in known and p.numel() > 0 for p in held)
     if strangers:
         raise ConfigError(
             f"{strangers} of the optimizer's {len(held)} parameters are on no stage here, so "

@@ -89,5 +89,6 @@ def scores_of(
         tally = task.tally(tree_map(Tensor.cpu, outputs), targets)
         sums = tally[: max(0, known - counted)].sum(dim=0)
         totals, counted = sums + (totals if counted else 0), counted + len(tally)
-    of_all = mesh.replicas.gather(totals.tolist(), "for the others to evaluate")
-    return dict(task.scores([sum(column) for column in zip(*of_all, strict=True)]))
+    of_all = mesh.world.gather(totals.tolist(), "for the others to evaluate")
+    once = [of_all[row[0]] for row in mesh.placement.ranks[0]]  # of each replica, on idle ranks
+    return dict(task.scores([sum(column) for column in zip(*once, strict=True)]))

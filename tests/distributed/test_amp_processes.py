@@ -113,7 +113,7 @@ def test_an_inf_on_one_rank_skips_the_step_of_all(layout: tuple[int, int], tmp_p
         has_parameters = (len(by_rank), rank) != (3, 1)
         for found, of_first in zip(overflows, by_rank[0], strict=True):
             assert found["scales"] == [1024.0, 512.0, 512.0]
-            moved: list[Any] = [{True}, {False}, {True}] if has_parameters else [set()] * 3
+            moved: list[Any] = [{True}, {False}, {True}] if has_parameters else [{False}] * 3
             assert found["moved"] == moved
             assert found["state"] == of_first["state"]
 

@@ -1,0 +1,190 @@
+"""A process without a stage takes part in a job as the others do."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+
+import penstock
+from penstock import schedules
+from penstock.planner.placement import Placement
+from tests.distributed.call import call
+from tests.distributed.test_checkpoint_processes import MICROBATCHES, batch, layers
+from tests.side_by_side import same_bits
+
+KINDS: dict[str, Callable[..., Optimizer]] = {"AdamW": AdamW, "Adagrad": Adagrad}
+"""Adagrad has state of all parameters before the first step."""
+
+
+def placed(*ranks: int, idle: tuple[int, ...] = (), num_replicas: int = 1) -> Placement:
+    """Place a stage on each rank, or its replicas on several in a row."""
+    rows = [ranks[n : n + num_replicas] for n in range(0, len(ranks), num_replicas)]
+    meshes = tuple(tuple((rank,) for rank in row) for row in rows)
+    places = tuple(range(len(rows)))
+    return Placement(meshes, ("cpu",) * len(rows), stage_places=places, idle=idle)
+
+
+def piped(mesh: penstock.Mesh, **options: Any) -> penstock.Pipeline:
+    """Make the pipeline, in every process alike."""
+    usual: dict[str, Any] = {
+        "loss": nn.MSELoss(),
+        "threads_per_stage": 1,
+        "batch_norm_over_replicas": True,
+    }
+    options |= {"num_microbatches": MICROBATCHES // mesh.num_replicas, "seed": 4}
+    return penstock.Pipeline(layers(), mesh=mesh, **usual, **options)
+
+
+class Run:
+    """A pipeline and its optimizer."""
+
+    def __init__(self, mesh: penstock.Mesh, kind: str) -> None:
+        self.pipe = piped(mesh)
+        self.optimizer = KINDS[kind](self.pipe.parameters(), lr=0.05)
+
+    def step(self) -> dict[str, Tensor]:
+        """Train one step; return what was there before it, and its gradients."""
+        found = dict(self._tensors())
+        mesh = self.pipe.mesh
+        loss = self.pipe.train_step(*batch(self.pipe.step, mesh.replica, mesh.num_replicas))
+        for name, parameter in self.pipe.named_parameters():
+            assert parameter.grad is not None
+            found[f"gradient {name}"] = parameter.grad.clone()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found | {"loss": loss}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.pipe.held.state().items():
+            yield name, tensor.detach().clone()
+        for name, parameter in self.pipe.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                yield f"{key} of {name}", torch.as_tensor(value).clone()
+
+
+def goes_on(mesh: penstock.Mesh, folders: list[str]) -> dict[str, list[dict[str, Tensor]]]:
+    """Load what others have saved, train a step, save, and train another one."""
+    found = {}
+    for kind in KINDS:
+        run = Run(mesh, kind)
+        before, after = (Path(folder) / kind for folder in folders)
+        penstock.load_checkpoint(before, run.pipe, run.optimizer)
+        found[kind] = [run.step()]
+        penstock.save_checkpoint(after, run.pipe, run.optimizer)
+        found[kind].append(run.step())
+    return found
+
+
+def save_first(folder: Path) -> dict[str, list[dict[str, Tensor]]]:
+    """Train and save in this process; return what was found in each step, and in 4 more."""
+    found = {}
+    for kind in KINDS:
+        with (run := Run(penstock.init_mesh(1), kind)).pipe:
+            found[kind] = [run.step()]
+            penstock.save_checkpoint(folder / "0" / kind, run.pipe, run.optimizer)
+            found[kind] += [run.step() for _ in range(4)]
+    return found
+
+
+def check_same(found: list[dict[str, Tensor]], wanted: dict[str, Tensor], where: str) -> None:
+    """Compare a step of all processes with that of one, in every bit."""
+    assert set().union(*found) == wanted.keys(), where
+    for of_rank in found:
+        unlike = [name for name, tensor in of_rank.items() if not same_bits(tensor, wanted[name])]
+        assert not unlike, f"{where}: {unlike}"
+
+
+def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(
+    tmp_path: Path,
+) -> None:
+    """One process, 2 of 3, 2, the last two of 4 turned round, and one again."""
+    wanted = save_first(tmp_path)
+    chain = (placed(1, 2, idle=(0,)), placed(0, 1), placed(3, 2, idle=(0, 1)))
+    for number, placement in enumerate(chain):
+        folders = [str(tmp_path / str(n)) for n in (number, number + 1)]
+        every = call(goes_on, placement, tmp_path, folders=folders)
+        for kind in KINDS:
+            for step in (0, 1):
+                found = [of_rank[kind][step] for of_rank in every]
+                check_same(found, wanted[kind][1 + number + step], f"{kind}, {placement}, {step}")
+            for rank in placement.idle:
+                assert every[rank][kind][0].keys() == {"loss"}
+    for kind in KINDS:
+        with (run := Run(penstock.init_mesh(1), kind)).pipe:
+            penstock.load_checkpoint(tmp_path / "3" / kind, run.pipe, run.optimizer)
+            check_same([run.step()], wanted[kind][4], kind)
+        unsplit = nn.Sequential(*layers())
+        of_unsplit = KINDS[kind](unsplit.parameters())
+        penstock.load_checkpoint(tmp_path / "3" / kind, unsplit, of_unsplit)
+        assert all(same_bits(t, wanted[kind][4][n]) for n, t in unsplit.state_dict().items())
+
+
+def ordinary(mesh: penstock.Mesh) -> dict[str, Any]:
+    """Train as a script that knows nothing of idle ranks: a scaler, clipping, a scheduler."""
+    pipe = piped(mesh)
+    assert [p.numel() > 0 for p in pipe.parameters()], "what torch makes an optimizer of"
+    optimizer = AdamW(pipe.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = penstock.GradScaler(pipe, init_scale=1024.0)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(3):
+        inputs = batch(step, mesh.replica, mesh.num_replicas)
+        loss = pipe.train_step(*inputs, loss_scale=scaler.get_scale())
+        found["losses"].append(float(loss))
+        scaler.unscale_(optimizer)
+        found["norms"].append(float(penstock.clip_grad_norm_(pipe, 0.1)))
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        pipe.zero_grad()
+    weights = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    assert weights.keys() <= pipe.state_dict().keys()
+    outputs = pipe.eval_step(batch(9, 0, 1)[0])
+    return found | {"weights": weights, "rates": scheduler.get_last_lr(), "outputs": outputs}
+
+
+def test_an_ordinary_script_trains_with_idle_ranks_as_without(tmp_path: Path) -> None:
+    wanted = ordinary(penstock.init_mesh(1))
+    found = call(ordinary, placed(1, 2, idle=(0,)), tmp_path)
+    for of_rank in found:
+        for key in ("losses", "norms", "rates"):
+            assert of_rank[key] == wanted[key], key
+        assert same_bits(of_rank["outputs"], wanted["outputs"])
+    check_same([of_rank["weights"] for of_rank in found], wanted["weights"], "weights")
+
+
+def asynchronous(mesh: penstock.Mesh) -> tuple[list[float], dict[str, Tensor]]:
+    """Train where the schedule moves the weights."""
+    pipe = piped(mesh, partition=[2, 2], schedule=schedules.pipedream_2bw)
+    optimizer = SGD(pipe.parameters(), lr=0.05)
+    losses = pipe.train_steps([batch(step, 0, 1) for step in range(3)], optimizer)
+    return losses.tolist(), {name: p.detach() for name, p in pipe.named_parameters()}
+
+
+@pytest.mark.slow
+def test_an_asynchronous_schedule_trains_with_idle_ranks_as_without(tmp_path: Path) -> None:
+    losses, weights = asynchronous(penstock.init_mesh(2))
+    found = call(asynchronous, placed(1, 2, idle=(0,)), tmp_path)
+    assert all(own == losses for own, _ in found)
+    check_same([own for _, own in found], weights, "weights")
+
+
+@pytest.mark.slow
+def test_replicas_beside_an_idle_rank_are_as_without(tmp_path: Path) -> None:
+    save_first(tmp_path)
+    found = []
+    for name, placement in (
+        ("without", placed(0, 1, num_replicas=2)),
+        ("with", placed(1, 2, idle=(0,), num_replicas=2)),
+    ):
+        folders = [str(tmp_path / "0"), str(tmp_path / name)]
+        found.append(call(goes_on, placement, tmp_path, folders=folders))
+    (wanted, _), (idle, *own) = found
+    for kind in KINDS:
+        for step in (0, 1):
+            assert idle[kind][step].keys() == {"loss"}
+            check_same([of_rank[kind][step] for of_rank in (idle, *own)], wanted[kind][step], kind)
