@@ -214,14 +214,16 @@ def _compare(
 
 def _least_s(own: Candidate, task: Task) -> float:
     """Return what a step takes at least: a stage is busy for all micro-batches, after the first
-    has come to it; and the last has to go back, where backwards are whole.
+    has come to it, handed over on its way; and the last has to go back, where backwards are whole.
     """
     found = way_s = 0.0
     is_whole = _has_whole_backwards(own.family)
-    for stage, each in zip(own.answer.stages, own.stages, strict=True):
+    is_chain = own.family.stages_per_rank == 1
+    for stage, each, parts in zip(own.answer.stages, own.stages, own.segments, strict=True):
         seconds = float(task.prices(stage.submesh)[0, stage.start, stage.end])
         found = max(found, way_s + task.num_microbatches * seconds)
         way_s += each.forward_s + (each.backward_s if is_whole else 0.0)
+        way_s += parts[-1].price.handover_s * (1 if is_whole else 0.5) * is_chain
     return found
 
 
