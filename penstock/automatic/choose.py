@@ -23,7 +23,7 @@ from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.stage_rows import PredictedStage
 from penstock.planner.stage_table import Task
-from penstock.planner.stage_work import made, most_kept
+from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages
 from penstock.planner.unsplit import divides_backwards
 from penstock.planner.wanted import Wanted
@@ -49,6 +49,10 @@ SHARDINGS = ("auto", "zero1", "zero2", "expert")
 _MOST, _EPS, _NEAR, _MARGIN = 8, 0.001, 1.05, 1.5
 """How many answers of each search are compared, and the share that it may miss; how many times as
 long as the best step they may take by the formula, and at least, to be shown.
+"""
+_FEW = 4
+"""Micro-batches for each stage with which no stage is still to keep more, but of those that keep
+all.
 """
 
 
@@ -217,13 +221,12 @@ def _least_s(own: Candidate, task: Task) -> float:
     has come to it, handed over on its way; and the last has to go back, where backwards are whole.
     """
     found = way_s = 0.0
-    is_whole = _has_whole_backwards(own.family)
-    is_chain = own.family.stages_per_rank == 1
+    is_whole, is_chain = _has_whole_backwards(own.family), own.family.stages_per_rank == 1
     for stage, each, parts in zip(own.answer.stages, own.stages, own.segments, strict=True):
         seconds = float(task.prices(stage.submesh)[0, stage.start, stage.end])
         found = max(found, way_s + task.num_microbatches * seconds)
-        way_s += each.forward_s + (each.backward_s if is_whole else 0.0)
-        way_s += parts[-1].price.handover_s * (1 if is_whole else 0.5) * is_chain
+        way_s += each.forward_s + is_whole * each.backward_s
+        way_s += is_chain * (1 + is_whole) / 2 * parts[-1].price.handover_s
     return found
 
 
@@ -238,6 +241,16 @@ def _least_in_flight_s(own: Candidate, in_flight: Sequence[int]) -> float:
         way_s += is_chain * each[-1].price.handover_s
         found = max(found, own.prices.num_microbatches * way_s / number)
     return found
+
+
+@lru_cache(maxsize=64)
+def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return how many micro-batches each stage keeps something of, at the most: as `work_of` has
+    it, from few micro-batches, since a stage that keeps not all of these never keeps more.
+    """
+    few = min(num_microbatches, _FEW * num_stages)
+    kept = (each.most_kept for each in work_of(family, num_stages, few))
+    return tuple(num_microbatches if own == few else own for own in kept)
 
 
 @cache

@@ -120,7 +120,7 @@ class MeshPrices:
         recomputes nothing.
         """
         shapes, best = self._best_shapes_on(submesh)
-        found = np.full((len(Price._fields), *best.shape), np.inf)
+        found = np.full((4, *best.shape), np.inf)
         if not shapes:
             return found
         every = np.stack([self._table(submesh, shape) for shape in shapes])

@@ -24,11 +24,6 @@ from penstock.types import RecomputeLayers, RecomputePolicy
 
 from .cuts import Matrix, Window
 
-_FEW = 4
-"""Micro-batches for each stage with which no stage is still to keep more, but of those that keep
-all.
-"""
-
 
 class Tables(NamedTuple):
     """Bytes of one micro-batch on a stage of layers [start, end), as `schedules.memory.Sizes`."""
@@ -125,16 +120,6 @@ def work_of(
     programs = [schedule.programs[places[stage]] for stage in range(num_stages)]
     own = [tuple(x for x in program if x.stage == n) for n, program in enumerate(programs)]
     return tuple(_work(program, num_stages, every) for program in own)
-
-
-@lru_cache(maxsize=64)
-def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return how many micro-batches each stage keeps something of, at the most: as `work_of` has
-    it, from few micro-batches, since a stage that keeps not all of these never keeps more.
-    """
-    few = min(num_microbatches, _FEW * num_stages)
-    kept = (each.most_kept for each in work_of(family, num_stages, few))
-    return tuple(num_microbatches if own == few else own for own in kept)
 
 
 @lru_cache(maxsize=256)

@@ -298,16 +298,9 @@ class _Search:
         return meshes, room[meshes]
 
     def _continued(
-        self,
-        state: _State,
-        onto: tuple[Numbers, Numbers],
-        least: Numbers,
-        total: Numbers,
-        limit: float,
+        self, state: _State, onto: Sequence[Numbers], least: Numbers, total: Numbers, limit: float
     ) -> Iterator[tuple[float, _State]]:
-        """Yield a state with one stage more `onto` meshes, and the least sum it can come to, least
-        first.
-        """
+        """Yield a state with one stage more `onto` meshes, and its least sum, least first."""
         (meshes, room), start = onto, state.start
         after = slice(start + 1, None)
         rest = least[after, state.num_left - 1][(slice(None), *room.T)].T

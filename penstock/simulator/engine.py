@@ -221,8 +221,8 @@ class Engine:
                 now_s += seconds[code]
             else:
                 message = ~code >> 1
-                go = self._send if code & 1 else self._receive
-                after_s = go(rank, message, ways[edge_of[message]], now_s)
+                pass_on = self._send if code & 1 else self._receive
+                after_s = pass_on(rank, message, ways[edge_of[message]], now_s)
                 if after_s is None:
                     self._hold(rank, code)
                     break
