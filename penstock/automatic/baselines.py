@@ -20,14 +20,17 @@ from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 
+import numpy as np
+
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
+from penstock.planner.stage_table import Numbers
 from penstock.schedules import gpipe
 
 from .choose import MeshTask, plan_on_meshes
-from .prices import WAYS, MeshPrices, OnMesh
+from .prices import WAYS, MeshPrices
 
 Allow = Callable[[int, int, Submesh], bool]
 """Tells whether layers [start, end) may be a stage on a mesh."""
@@ -40,15 +43,14 @@ class RestrictedPrices(MeshPrices):
     allow: Allow = lambda start, end, submesh: True
     shape: tuple[int, ...] | None = None
 
-    def on_mesh(self, start: int, end: int, submesh: Submesh) -> OnMesh | None:
-        """Return the fastest way to run a stage on a mesh, None for what is not allowed."""
-        if not self.allow(start, end, submesh):
-            return None
-        if self.shape is None:
-            return super().on_mesh(start, end, submesh)
-        if not {start, end} <= self._cuts:
-            return None
-        return self._in_shape(start, end, submesh, self.shape)
+    def _may_be(self, submesh: Submesh) -> Numbers:
+        found = super()._may_be(submesh)
+        for start, end in np.argwhere(found).tolist():
+            found[start, end] = self.allow(start, end, submesh)
+        return found
+
+    def _shapes(self, submesh: Submesh) -> Sequence[tuple[int, ...]]:
+        return super()._shapes(submesh) if self.shape is None else [self.shape]
 
 
 def _intra(task: MeshTask) -> Iterator[MeshTask]:

@@ -19,12 +19,11 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
 from penstock.errors import PlanError
 from penstock.planner.arguments import Model
-from penstock.planner.packing import Stage, Submesh
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.stage_rows import PredictedStage
-from penstock.planner.stage_table import Price, Task
-from penstock.planner.stage_work import StageWork, made, work_of
+from penstock.planner.stage_table import Task
+from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages
 from penstock.planner.unsplit import divides_backwards
 from penstock.planner.wanted import Wanted
@@ -50,6 +49,10 @@ SHARDINGS = ("auto", "zero1", "zero2", "expert")
 _MOST, _EPS, _NEAR, _MARGIN = 8, 0.001, 1.05, 1.5
 """How many answers of each search are compared, and the share that it may miss; how many times as
 long as the best step they may take by the formula, and at least, to be shown.
+"""
+_FEW = 4
+"""Micro-batches for each stage with which no stage is still to keep more, but of those that keep
+all.
 """
 
 
@@ -155,8 +158,8 @@ def _look(
     shared = task.searches.setdefault((number, sharding, factors), {})
     how = (task.cluster, number, sharding, way, shared, factors)
     prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
-    price = prices.price if tuple(task.families) == (gpipe,) else partial(price_1f1b, prices)
-    sized = Task(len(task.names), hosts_of(task.cluster), price, number)
+    of_stages = cache(partial(prices.of_stages, is_1f1b=tuple(task.families) != (gpipe,)))
+    sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)
     best_s = min((own.step_s for own in found), default=inf)
     try:
         answers = _answers(sized, _NEAR * best_s)
@@ -179,17 +182,6 @@ def _answers(sized: Task, limit_s: float) -> list[Answer]:
     return [*every.values()]
 
 
-def price_1f1b(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> Price | None:
-    """Return the price of a stage as 1F1B has it: the last one's backwards follow its forwards at
-    once, so its last segment recomputes nothing.
-    """
-    own = prices.on_mesh(start, end, submesh)
-    if own is None or end < len(prices.names) or not prices.way.recomputes:
-        return own and own.price
-    last = prices.segments(Stage(start, end, submesh), own.shape)[-1]
-    return own.price._replace(seconds=own.price.seconds - last.forward_s)
-
-
 def _compare(
     task: MeshTask,
     answers: Sequence[Answer],
@@ -206,17 +198,16 @@ def _compare(
         stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
         own = Candidate(0.0, answer, stages, family, prices)
         own = own._replace(step_s=_least_s(own, sized) + own.update_s)
-        every = range(len(stages)) if prices.way.recomputes else ()
         if own.step_s < best_s:
-            work = _work_of(family, len(stages), prices.num_microbatches, frozenset(every))
-            least_s = max(own.step_s, _least_in_flight_s(own, work) + own.update_s)
+            in_flight = most_kept(family, len(stages), prices.num_microbatches)
+            least_s = max(own.step_s, _least_in_flight_s(own, in_flight) + own.update_s)
             own = own._replace(step_s=least_s)
         if own.step_s >= best_s:
             found.extend([own] if own.step_s <= _MARGIN * best_s else [])
             continue
         kept = (
-            own.price.stay_bytes + each.most_kept * own.price.microbatch_bytes
-            for own, each in zip(stages, work, strict=True)
+            own.price.stay_bytes + number * own.price.microbatch_bytes
+            for own, number in zip(stages, in_flight, strict=True)
         )
         rooms = (memory[submesh.kind] for *_, submesh in answer.stages)
         if all(own <= room for own, room in zip(kept, rooms, strict=True)):
@@ -227,29 +218,39 @@ def _compare(
 
 def _least_s(own: Candidate, task: Task) -> float:
     """Return what a step takes at least: a stage is busy for all micro-batches, after the first
-    has come to it; and the last has to go back, where backwards are whole.
+    has come to it, handed over on its way; and the last has to go back, where backwards are whole.
     """
     found = way_s = 0.0
-    is_whole = _has_whole_backwards(own.family)
-    for stage, each in zip(own.answer.stages, own.stages, strict=True):
-        price = task.price(*stage)
-        assert price is not None, "it is on its mesh"
-        found = max(found, way_s + task.num_microbatches * price.seconds)
-        way_s += each.forward_s + (each.backward_s if is_whole else 0.0)
+    is_whole, is_chain = _has_whole_backwards(own.family), own.family.stages_per_rank == 1
+    for stage, each, parts in zip(own.answer.stages, own.stages, own.segments, strict=True):
+        seconds = float(task.prices(stage.submesh)[0, stage.start, stage.end])
+        found = max(found, way_s + task.num_microbatches * seconds)
+        way_s += each.forward_s + is_whole * each.backward_s
+        way_s += is_chain * (1 + is_whole) / 2 * parts[-1].price.handover_s
     return found
 
 
-def _least_in_flight_s(own: Candidate, work: Sequence[StageWork]) -> float:
+def _least_in_flight_s(own: Candidate, in_flight: Sequence[int]) -> float:
     """Return what a step takes at least, as no more micro-batches than a stage keeps are on their
     way from it to the end and back at a time.
     """
     found = way_s = 0.0
     is_whole, is_chain = _has_whole_backwards(own.family), own.family.stages_per_rank == 1
-    for each, does in zip(reversed(own.segments), reversed(work), strict=True):
+    for each, number in zip(reversed(own.segments), reversed(in_flight), strict=True):
         way_s += sum(part.forward_s + is_whole * part.backward_s for part in each)
         way_s += is_chain * each[-1].price.handover_s
-        found = max(found, own.prices.num_microbatches * way_s / does.most_kept)
+        found = max(found, own.prices.num_microbatches * way_s / number)
     return found
+
+
+@lru_cache(maxsize=64)
+def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return how many micro-batches each stage keeps something of, at the most: as `work_of` has
+    it, from few micro-batches, since a stage that keeps not all of these never keeps more.
+    """
+    few = min(num_microbatches, _FEW * num_stages)
+    kept = (each.most_kept for each in work_of(family, num_stages, few))
+    return tuple(num_microbatches if own == few else own for own in kept)
 
 
 @cache
@@ -282,9 +283,6 @@ def _priced(own: Candidate) -> tuple[Lowering, Costs]:
         transfer_s=one_way_s or 0,
     )
     return how, costs
-
-
-_work_of = lru_cache(maxsize=64)(work_of)
 
 
 @lru_cache(maxsize=16)
@@ -337,18 +335,17 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
 def _predicted(best: Candidate) -> Iterator[PredictedStage]:
     """Yield what was predicted of each segment; the largest graph of a stage is that of one."""
     count, prices = len(best.stages), best.prices
-    every = frozenset(range(count) if prices.way.recomputes else ())
-    work = work_of(best.family, count, prices.num_microbatches, every)
-    for stage, segments, each in zip(best.answer.stages, best.segments, work, strict=True):
+    in_flight = most_kept(best.family, count, prices.num_microbatches)
+    for stage, segments, number in zip(best.answer.stages, best.segments, in_flight, strict=True):
         largest = max(segments, key=attrgetter("graph_bytes"))
         for own in segments:
             is_last, price = own is segments[-1], own.price
-            kept = each.most_kept * price.microbatch_bytes
-            kept += own.graph_bytes if every and own is largest else 0
+            kept = number * price.microbatch_bytes
+            kept += own.graph_bytes if prices.way.recomputes and own is largest else 0
             sent = prices.entering_bytes(stage.end) if is_last else 0
             yield PredictedStage(
                 own.forward_s,
                 own.backward_s,
                 price.handover_s if is_last else 0.0,
-                *(round(number) for number in (own.state_bytes, kept, sent)),
+                *(round(size) for size in (own.state_bytes, kept, sent)),
             )

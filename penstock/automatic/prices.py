@@ -27,6 +27,8 @@ from .remembered import RememberedSearch
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
+_FORWARD = 3
+"""Where tables of stages have the seconds of a forward."""
 
 
 class Way(NamedTuple):
@@ -102,31 +104,57 @@ class MeshPrices:
     factors: tuple[float, ...] = ()
     """Measured seconds of each layer by those of the roofline, where layers were measured."""
 
-    def price(self, start: int, end: int, submesh: Submesh) -> Price | None:
-        """Return the price of layers [start, end); None where the cut is inside a span, or nothing
-        fits.
-        """
-        found = self.on_mesh(start, end, submesh)
-        return None if found is None else found.price
-
     def on_mesh(self, start: int, end: int, submesh: Submesh) -> OnMesh | None:
-        """Return the fastest way to run a stage on a mesh; of those that fit, if any does."""
-        if not {start, end} <= self._cuts:
-            return None
-        if submesh not in self._best_shapes:
-            self._best_shapes[submesh] = self._best_shape(submesh)
-        shapes, best = self._best_shapes[submesh]
-        return self._in_shape(start, end, submesh, shapes[best[start][end]])
-
-    def _best_shape(self, submesh: Submesh) -> tuple[list[tuple[int, ...]], list[list[int]]]:
-        """Return the shapes of a mesh, and for stages which is the fastest: of those that fit, if
-        any does.
+        """Return the fastest way to run a stage on a mesh; of those that fit, if any does.  None
+        where the cut is inside a span.
         """
-        shapes = [*shapes_of(submesh)]
-        memory = self._hosts[submesh.kind].memory_bytes
-        every = np.array([self._table(submesh, shape) for shape in shapes])
-        seconds, lacks = every[:, 0], every[:, 1] + every[:, 2] > memory
-        return shapes, np.lexsort((seconds, lacks), axis=0)[0].tolist()
+        shapes, best = self._best_shapes_on(submesh)
+        which = best[start, end]
+        return None if which < 0 else self._in_shape(start, end, submesh, shapes[which])
+
+    def of_stages(self, submesh: Submesh, *, is_1f1b: bool = False) -> Numbers:
+        """Return the fields of the prices of all stages on a mesh [field, start, end], infinite
+        for what cannot be.
+
+        In 1F1B the last stage's backwards follow its forwards at once, so its last segment
+        recomputes nothing.
+        """
+        shapes, best = self._best_shapes_on(submesh)
+        found = np.full((4, *best.shape), np.inf)
+        if not shapes:
+            return found
+        every = np.stack([self._table(submesh, shape) for shape in shapes])
+        found[:3] = np.take_along_axis(every[:, :3], best[None, None], axis=0)[0]
+        if is_1f1b and self.way.recomputes:
+            starts = np.flatnonzero(best[:, -1] >= 0)
+            lasts = sorted(self._cuts)[-2] if self.way.segments else starts
+            found[0, starts, -1] -= every[best[starts, -1], _FORWARD, lasts, -1]
+        found[3] = [self.handover_s(end, submesh, submesh.kind) for end in range(best.shape[1])]
+        found[:, best < 0] = np.inf
+        return found
+
+    def _may_be(self, submesh: Submesh) -> Numbers:
+        """Tell which stages [start, end] there may be on a mesh: their ends are cuts."""
+        is_cut = np.isin(np.arange(len(self.names) + 1), [*self._cuts])
+        return np.triu(is_cut[:-1, None] & is_cut, 1)
+
+    def _shapes(self, submesh: Submesh) -> Sequence[tuple[int, ...]]:
+        return [*shapes_of(submesh)]
+
+    def _best_shapes_on(self, submesh: Submesh) -> tuple[Sequence[tuple[int, ...]], Numbers]:
+        """Return the shapes of a mesh, and for stages which is the fastest, of those that fit if
+        any does; -1 for what cannot be.
+        """
+        if submesh not in self._best_shapes:
+            may_be = self._may_be(submesh)
+            shapes, best = self._shapes(submesh) if may_be.any() else [], np.where(may_be, 0, -1)
+            if shapes:
+                every = np.stack([self._table(submesh, shape)[:3] for shape in shapes], axis=1)
+                lacks = every[1] + every[2] > self._hosts[submesh.kind].memory_bytes
+                seconds = np.where(lacks & ~lacks.all(axis=0), np.inf, every[0])
+                best[may_be] = seconds.argmin(axis=0)[may_be]
+            self._best_shapes[submesh] = shapes, best
+        return self._best_shapes[submesh]
 
     def segments(self, stage: Stage, shape: tuple[int, ...]) -> list[OnMesh]:
         """Return the segments of a stage on a mesh of a shape: itself, if that is no way."""
@@ -136,13 +164,13 @@ class MeshPrices:
         return [self._in_shape(*own, submesh, shape) for own in ends]
 
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
-        every = (table[start][end] for table in self._table(submesh, shape))
+        every = self._table(submesh, shape)[:, start, end].tolist()
         seconds, stay_bytes, keeps, forward_s, backward_s, *each_bytes = every
         handover_s = self.handover_s(end, submesh, submesh.kind)
         price = Price(seconds, stay_bytes, keeps, handover_s)
         return OnMesh(price, shape, end - start, forward_s, backward_s, *each_bytes)
 
-    def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> list[list[list[float]]]:
+    def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> Numbers:
         """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self._tables:
@@ -153,7 +181,7 @@ class MeshPrices:
                 price = total_s + once_s, stays + graph, enters
             with np.errstate(invalid="ignore"):  # infinite where there is no range
                 every = (*price, once_s, total_s - once_s, stays, updates, graph)
-            self._tables[key] = [table.tolist() for table in every]
+            self._tables[key] = np.stack(every)
         return self._tables[key]
 
     def _summed(self, ranges: Ranges) -> Sequence[Numbers]:
@@ -172,11 +200,11 @@ class MeshPrices:
         return [*found]
 
     @cached_property
-    def _best_shapes(self) -> dict[Submesh, tuple[list[tuple[int, ...]], list[list[int]]]]:
+    def _best_shapes(self) -> dict[Submesh, tuple[Sequence[tuple[int, ...]], Numbers]]:
         return {}
 
     @cached_property
-    def _tables(self) -> dict[object, list[list[list[float]]]]:
+    def _tables(self) -> dict[object, Numbers]:
         return {}
 
     def _ranges(self, submesh: Submesh, shape: tuple[int, ...]) -> Ranges:

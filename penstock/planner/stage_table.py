@@ -5,7 +5,6 @@ F[start, stages, devices left]     from the last layer on, each end pushed to al
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import combinations
 from math import inf
 from typing import Any, NamedTuple
 
@@ -36,26 +35,21 @@ class Price(NamedTuple):
 class Task(NamedTuple):
     """What is to be cut into stages, and where they are to run.
 
-    `price(start, end, submesh)` is of layers [start, end), None for what cannot be; a search asks
-    once for each.
+    `prices(submesh)` are the fields of `Price` of layers [start, end) on it, [field, start, end];
+    infinite for what cannot be.
     """
 
     num_layers: int
     hosts: Sequence[Hosts]
-    price: Callable[[int, int, Submesh], Price | None]
+    prices: Callable[[Submesh], Numbers]
     num_microbatches: int
 
 
 @lru_cache(maxsize=1)  # those of one task are searched in several ways
 def _prices(task: Task, meshes: tuple[Submesh, ...]) -> Numbers:
     """Return the fields of prices [field, mesh, end, start]; what cannot be takes for ever."""
-    found = np.zeros((4, len(meshes), task.num_layers + 1, task.num_layers))
-    found[0] = inf
-    for n, mesh in enumerate(meshes):
-        for start, end in combinations(range(task.num_layers + 1), 2):
-            price = task.price(start, end, mesh)
-            if price is not None:
-                found[:, n, end, start] = price
+    found = np.stack([task.prices(mesh) for mesh in meshes], axis=1).swapaxes(2, 3)
+    found[1:, ~np.isfinite(found[0])] = 0.0  # bytes of nothing
     return found
 
 

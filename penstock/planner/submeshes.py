@@ -24,6 +24,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from itertools import accumulate, count, islice, pairwise
 from math import inf
@@ -265,7 +266,7 @@ class _Search:
         """Yield answers that can be packed, the least sum first: the best partial answer is always
         the next to be continued, and F says how good it can become.
         """
-        number, tries = count(), 0
+        number, tries, next_meshes = count(), 0, cache(self._next_meshes)
         heap: list[tuple[float, int, _State, Iterator[tuple[float, _State]]]] = []
 
         def put_next(states: Iterator[tuple[float, _State]]) -> None:
@@ -284,21 +285,25 @@ class _Search:
                 self.gave_up = True
                 return
             if state.num_left:
-                put_next(self._continued(state, least, total, limit))
+                put_next(self._continued(state, next_meshes(state.devices), least, total, limit))
             elif self._packed(state.stages) is not None:
                 yield state.stages
         self.reached_s = limit
 
+    def _next_meshes(self, devices: tuple[int, ...]) -> tuple[Numbers, Numbers]:
+        """Return the meshes that the next stage may have, and the devices that each leaves."""
+        room = np.array(devices) - self.table.sizes
+        at: Any = (slice(None), *devices)
+        meshes = np.flatnonzero((room >= 0).all(axis=1) & self.table.may_be_next[at])
+        return meshes, room[meshes]
+
     def _continued(
-        self, state: _State, least: Numbers, total: Numbers, limit: float
+        self, state: _State, onto: Sequence[Numbers], least: Numbers, total: Numbers, limit: float
     ) -> Iterator[tuple[float, _State]]:
-        """Yield a state with one stage more, and the least sum it can come to, least first."""
-        room = np.array(state.devices) - self.table.sizes
-        at: Any = (slice(None), *state.devices)
-        may = self.table.may_be_next[at]
-        meshes = np.flatnonzero((room >= 0).all(axis=1) & may)
-        after, start = slice(state.start + 1, None), state.start
-        rest = least[after, state.num_left - 1][(slice(None), *room[meshes].T)].T
+        """Yield a state with one stage more `onto` meshes, and its least sum, least first."""
+        (meshes, room), start = onto, state.start
+        after = slice(start + 1, None)
+        rest = least[after, state.num_left - 1][(slice(None), *room.T)].T
         own = total[meshes, after, start]
         own = np.where(self.table.deepest[meshes, after, start] >= state.num_left, own, inf)
         sums = (state.sum_s + own + rest).ravel()
@@ -308,7 +313,7 @@ class _Search:
             which, further = divmod(int(at), rest.shape[1])
             mesh, end = meshes[which], start + 1 + further
             stages = (*state.stages, Stage(start, end, self.meshes[mesh]))
-            left = tuple(int(n) for n in room[mesh])
+            left = tuple(room[which].tolist())
             sum_s = state.sum_s + float(own[which, further])
             yield float(sums[at]), _State(sum_s, stages, state.num_left - 1, left)
 

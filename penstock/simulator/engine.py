@@ -212,7 +212,7 @@ class Engine:
         another one is to go first.
         """
         seconds, ends_s, number = self._seconds, self.ends_s[rank], self._pool_of[rank]
-        add = ends_s.append
+        add, ways, edge_of = ends_s.append, self._ways, self._edge_of
         for code in self._rest[rank]:
             if code >= 0:
                 if number >= 0 and seconds[code]:
@@ -220,7 +220,9 @@ class Engine:
                     break
                 now_s += seconds[code]
             else:
-                after_s = self._communicate(rank, code, now_s)
+                message = ~code >> 1
+                pass_on = self._send if code & 1 else self._receive
+                after_s = pass_on(rank, message, ways[edge_of[message]], now_s)
                 if after_s is None:
                     self._hold(rank, code)
                     break
@@ -252,12 +254,8 @@ class Engine:
             who = len(self._program.codes) + number
             heappush(self._ready, (end_s, who, pool.version))
 
-    def _communicate(self, rank: int, code: int, now_s: float) -> float | None:
-        """Send or receive; return when that has ended, None if the rank has to wait."""
-        message = ~code >> 1
-        way = self._ways[self._edge_of[message]]
-        if code & 1:
-            return self._send(rank, message, way, now_s)
+    def _receive(self, rank: int, message: int, way: Way | None, now_s: float) -> float | None:
+        """Return when a message has been received, None if the rank has to wait."""
         came_s = self._arrival_s[message]
         if came_s is None:
             self._waiting[message] = now_s, rank
@@ -267,6 +265,7 @@ class Engine:
         return now_s if way is None else now_s + way.receive_s
 
     def _send(self, rank: int, message: int, way: Way | None, now_s: float) -> float | None:
+        """Return when a message has been sent, None if another rank is to go first."""
         came_s = now_s
         if way is not None:
             _, lane_s, latency_s, send_s, _, blocks = way

@@ -17,7 +17,7 @@ from penstock.automatic.baselines import (
     even_stages,
     plan_baseline,
 )
-from penstock.automatic.choose import MeshTask, plan_on_meshes, price_1f1b
+from penstock.automatic.choose import MeshTask, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task
 from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.costs.cluster import Cluster
@@ -140,8 +140,10 @@ def test_deepspeed_keeps_more_in_slices_where_less_does_not_fit(wanted: str) -> 
     whole = small.names, small.model.spans, small.cluster, 16
     mesh, found = Submesh(0, 1, 4), {}
     for plan in ("data", "zero1", "zero2", "zero3"):
-        found[plan] = MeshPrices(small.graph_of(16), *whole, plan).price(0, len(small.names), mesh)
-    prices = [own for own in found.values() if own is not None]
+        own = MeshPrices(small.graph_of(16), *whole, plan).on_mesh(0, len(small.names), mesh)
+        assert own is not None
+        found[plan] = own.price
+    prices = [*found.values()]
     needs = {n: p.stay_bytes + p.microbatch_bytes for n, p in zip(found, prices, strict=True)}
     assert sorted(needs.values(), reverse=True) == [*needs.values()]
     assert sorted(price.seconds for price in prices) == [price.seconds for price in prices]
@@ -170,12 +172,12 @@ def test_a_grid_keeps_less_than_data_and_more_than_megatron(
 def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) -> None:
     how = (task.graph_of(16), task.names, task.model.spans, task.cluster, 16, "auto", WAYS[2])
     prices, mesh, last = MeshPrices(*how), Submesh(0, 1, 2), len(task.names)
-    first, own = prices.price(0, 3, mesh), prices.on_mesh(3, last, mesh)
+    own, found = prices.on_mesh(3, last, mesh), prices.of_stages(mesh, is_1f1b=True)
     assert own is not None
-    assert price_1f1b(prices, 0, 3, mesh) == first
-    found = price_1f1b(prices, 3, last, mesh)
-    assert found is not None
-    assert found.seconds == own.forward_s + own.backward_s < own.price.seconds
+    every = prices.of_stages(mesh)
+    assert (found[:, :, :last] == every[:, :, :last]).all()
+    assert tuple(every[:, 3, last]) == own.price
+    assert found[0, 3, last] == own.forward_s + own.backward_s < own.price.seconds
 
 
 @pytest.mark.parametrize(

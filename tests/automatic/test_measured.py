@@ -72,9 +72,9 @@ def test_a_part_of_a_layer_takes_its_share_of_what_was_measured(num_devices: int
 
     def seconds(slow: float, layer: int) -> float:
         own = MeshPrices(*given, factors=factors(slow, len(task.names)))
-        found = own.price(layer, layer + 1, mesh)
+        found = own.on_mesh(layer, layer + 1, mesh)
         assert found is not None
-        return found.seconds
+        return found.price.seconds
 
     whole_s = layer_s(task.graph_of(M), SLOW, Costs((1,), task.cluster))
     one_s, two_s, three_s = (seconds(slow, SLOW) for slow in (1, 2, 3))
@@ -119,5 +119,5 @@ def test_layers_are_measured_where_they_are() -> None:
     assert 0 < one == same < sleeper
     assert found.factors_of(2)[1:] == (one, same, sleeper)  # measured once
     given = found.graph_of(2), found.names, found.model.spans, where, 2
-    alone = MeshPrices(*given, factors=found.factors_of(2)).price(3, 4, Submesh(0, 1, 1))
-    assert alone is not None and alone.seconds > 0.01
+    alone = MeshPrices(*given, factors=found.factors_of(2)).on_mesh(3, 4, Submesh(0, 1, 1))
+    assert alone is not None and alone.price.seconds > 0.01

@@ -1,11 +1,14 @@
 """What stages do and keep: read off the programs that run, as these say it themselves."""
 
+from itertools import product
 from random import Random
 
 import numpy as np
 import pytest
 
+from penstock.automatic.choose import most_kept
 from penstock.costs.profile import LayerSeconds
+from penstock.errors import ConfigError
 from penstock.planner.stage_work import StageWork, Tables, steady, work_of
 from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b, zb_h1
 from penstock.schedules.family import Family
@@ -72,6 +75,17 @@ def test_what_is_held_gives_the_peak_of_any_sizes(family: Family) -> None:
             graph, weights = inputs + random.randint(0, 100), random.randint(0, 100)
             peak = of_stage.peak_bytes(Tables(*map(np.array, (graph, inputs, weights, stays))))
             assert peak == stage_peak(schedule, stage, Kept(graph, inputs, weights, stays))
+
+
+@pytest.mark.parametrize("family", ALL_SCHEDULES, ids=repr)
+def test_few_micro_batches_tell_how_many_are_kept_of_many(family: Family) -> None:
+    for num_stages, num_microbatches in product((4, 6, 8), (1, 3, 16, 24, 32, 33, 48, 96)):
+        try:
+            work = work_of(family, num_stages, num_microbatches, range(num_stages))
+        except ConfigError:
+            continue
+        kept = tuple(each.most_kept for each in work)
+        assert kept == most_kept(family, num_stages, num_microbatches), (num_stages, kept)
 
 
 def test_with_a_stage_on_each_rank_these_are_the_peaks_of_ranks() -> None:

@@ -1,7 +1,8 @@
 """Stages on sub-meshes: searches find what trying everything finds, and answers can be placed."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import combinations, product
 from math import inf
 from time import perf_counter
@@ -11,7 +12,7 @@ import pytest
 
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.packing import Hosts, Stage, Submesh, pack
-from penstock.planner.stage_table import Price, Task
+from penstock.planner.stage_table import Numbers, Price, Task
 from penstock.planner.submeshes import alpa_stages, find_stages, submeshes
 
 MEMORY = 100.0
@@ -28,7 +29,29 @@ def drawn_task(seed: int, hosts: Sequence[Hosts], most_layers: int) -> Task:
         stay, each = random.integers(0, 1 + int(MEMORY * share), 2).tolist()
         found = Price(float(random.integers(1, 30)), stay, each // 2, float(random.integers(0, 9)))
         known[start, end, mesh] = None if random.random() < 0.05 else found
-    return Task(num_layers, hosts, lambda *at: known[at], num_microbatches)
+    return task_of(num_layers, hosts, lambda *at: known[at], num_microbatches)
+
+
+def task_of(
+    num_layers: int,
+    hosts: Sequence[Hosts],
+    price: Callable[[int, int, Submesh], Price | None],
+    num_microbatches: int,
+) -> Task:
+    """Return a task with the prices that are given for layers [start, end) on a mesh."""
+
+    def prices(submesh: Submesh) -> Numbers:
+        found = np.full((4, num_layers, num_layers + 1), inf)
+        for start, end in combinations(range(num_layers + 1), 2):
+            own = price(start, end, submesh)
+            found[:, start, end] = inf if own is None else own
+        return found
+
+    return Task(num_layers, hosts, cache(prices), num_microbatches)
+
+
+def price_of(task: Task, stage: Stage) -> Price:
+    return Price(*task.prices(stage.submesh)[:, stage.start, stage.end].tolist())
 
 
 def every_answer(task: Task, meshes: Sequence[Submesh]) -> Iterator[tuple[Stage, ...]]:
@@ -40,7 +63,8 @@ def every_answer(task: Task, meshes: Sequence[Submesh]) -> Iterator[tuple[Stage,
             return
         for mesh, end in product(meshes, range(start + 1, task.num_layers + 1)):
             size = mesh.num_hosts * mesh.num_devices
-            if size <= left[mesh.kind] and task.price(start, end, mesh) is not None:
+            can_be = price_of(task, Stage(start, end, mesh)).seconds < inf
+            if size <= left[mesh.kind] and can_be:
                 then = tuple(n - size * (k == mesh.kind) for k, n in enumerate(left))
                 for rest in continued(end, then):
                     yield (Stage(start, end, mesh), *rest)
@@ -52,8 +76,7 @@ def excess(task: Task, stages: Sequence[Stage], in_flight: float, ahead: int = 1
     """Return the bytes that the fullest stage lacks."""
     missing = []
     for n, stage in enumerate(stages):
-        price = task.price(*stage)
-        assert price is not None
+        price = price_of(task, stage)
         keeps = min((len(stages) - n - 1) * ahead + 1, in_flight) * price.microbatch_bytes
         missing.append(price.stay_bytes + keeps - task.hosts[stage.submesh.kind].memory_bytes)
     return max(missing)
@@ -63,8 +86,7 @@ def step_s(task: Task, stages: Sequence[Stage], hands_over: bool, ahead: int = 0
     """Return the seconds of a step by the formula."""
     total = slowest = 0.0
     for stage in stages:
-        price = task.price(*stage)
-        assert price is not None
+        price = price_of(task, stage)
         over = price.handover_s if hands_over and stage is not stages[-1] else 0.0
         total += price.seconds + over
         slowest = max(slowest, price.seconds, (price.seconds + over) / ahead if ahead else over)
@@ -236,7 +258,7 @@ def test_a_search_goes_on_where_its_best_answers_cannot_be_packed() -> None:
         size = submesh.num_hosts * submesh.num_devices
         return Price((end - start) / size * (1 if size == 5 else 3), 0, 0)  # one fits into a host
 
-    best = find_stages(Task(40, [Hosts(8, 8)], price, 64))[0]
+    best = find_stages(task_of(40, [Hosts(8, 8)], price, 64))[0]
     check_placed(best.stages, [Hosts(8, 8)], best.devices)
     assert best.seconds == pytest.approx(8 * 1.0 + 63 * 1.0)
 
@@ -250,7 +272,7 @@ def gpus(num_layers: int, hosts: Hosts, num_microbatches: int) -> Task:
         seconds = length * (4 / size * (1 + 0.02 * size.bit_length()) + across)
         return Price(seconds, length * 48e9 / size, length * 6e9 / size, 0.01)
 
-    return Task(num_layers, [hosts], price, num_microbatches)
+    return task_of(num_layers, [hosts], price, num_microbatches)
 
 
 def test_a_thousand_devices_are_searched_in_seconds() -> None:
@@ -284,4 +306,4 @@ def test_an_error_says_what_cannot_be_searched() -> None:
     with pytest.raises(ConfigError, match="give at least 1 of each"):
         find_stages(task._replace(num_microbatches=0))
     with pytest.raises(PlanError, match="no price was given"):
-        find_stages(task._replace(price=lambda *at: None))
+        find_stages(task_of(4, task.hosts, lambda *at: None, 8))
