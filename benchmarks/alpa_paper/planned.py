@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from penstock.automatic import choose
 from penstock.automatic.baselines import BASELINES, RestrictedPrices, plan_baseline
 from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes
-from penstock.automatic.remembered import RememberedSearch
+from penstock.automatic.remembered import RememberedSearch, is_cut_short
 from penstock.errors import PlanError
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
@@ -147,7 +147,7 @@ class Planned:
 
 def _whole(choice: MeshChoice) -> MeshChoice:
     """Pass an interrupt on, which a search ends at with the best so far."""
-    if "interrupted" in choice.plan.why[-1]:
+    if is_cut_short(choice.plan):
         raise KeyboardInterrupt
     return choice
 

@@ -40,7 +40,7 @@ from penstock.trace.units import count_text
 from penstock.types import Recompute, Transport
 
 from .prices import WAYS, MeshPrices, Way, hosts_of
-from .remembered import RememberedSearch
+from .remembered import CUT_SHORT, RememberedSearch
 from .why import Candidate, why_on_meshes
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
@@ -135,7 +135,7 @@ def choose_on_meshes(task: MeshTask) -> MeshChoice:
     except KeyboardInterrupt:
         if not found:
             raise
-        ended = f"the search was interrupted in part {done} of {len(every)}"
+        ended = f"{CUT_SHORT} in part {done} of {len(every)}"
         say(ended)
     if not found:
         raise PlanError(lacks[-1])
@@ -193,27 +193,31 @@ def _compare(
     faster than the best so far, which have the least that they may take.
     """
     memory = [host.memory_bytes for host in hosts_of(task.cluster)]
-    for answer, family in product(answers, task.families):
-        best_s = min((own.step_s for own in found), default=inf)
-        stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
-        own = Candidate(0.0, answer, stages, family, prices)
-        own = own._replace(step_s=_least_s(own, sized) + own.update_s)
-        if own.step_s < best_s:
-            in_flight = most_kept(family, len(stages), prices.num_microbatches)
-            least_s = max(own.step_s, _least_in_flight_s(own, in_flight) + own.update_s)
-            own = own._replace(step_s=least_s)
+    every = [_bounded(*both, prices, sized) for both in product(answers, task.families)]
+    for own in sorted(every, key=attrgetter("step_s")):  # what may be fastest shortens the rest
+        best_s = min((other.step_s for other in found), default=inf)
         if own.step_s >= best_s:
             found.extend([own] if own.step_s <= _MARGIN * best_s else [])
             continue
+        in_flight = most_kept(own.family, len(own.stages), prices.num_microbatches)
         kept = (
-            own.price.stay_bytes + number * own.price.microbatch_bytes
-            for own, number in zip(stages, in_flight, strict=True)
+            each.price.stay_bytes + number * each.price.microbatch_bytes
+            for each, number in zip(own.stages, in_flight, strict=True)
         )
-        rooms = (memory[submesh.kind] for *_, submesh in answer.stages)
-        if all(own <= room for own, room in zip(kept, rooms, strict=True)):
+        rooms = (memory[submesh.kind] for *_, submesh in own.answer.stages)
+        if all(each <= room for each, room in zip(kept, rooms, strict=True)):
             how, costs = _priced(own)
             seconds = step_s(_compiled(how, prices.num_microbatches), costs)
             found.append(own._replace(step_s=seconds + own.update_s, is_bound=False))
+
+
+def _bounded(answer: Answer, family: Family, prices: MeshPrices, sized: Task) -> Candidate:
+    """Return a candidate with the least that its step may take."""
+    stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
+    own = Candidate(0.0, answer, stages, family, prices)
+    in_flight = most_kept(family, len(stages), prices.num_microbatches)
+    least_s = max(_least_s(own, sized), _least_in_flight_s(own, in_flight))
+    return own._replace(step_s=least_s + own.update_s)
 
 
 def _least_s(own: Candidate, task: Task) -> float:

@@ -1,7 +1,11 @@
-"""What ranges of layers cost in a shape is kept on disk: planned again, nothing is solved.
+"""What ranges of layers cost in a shape is kept on disk, and so are whole plans.
 
-A file holds for one graph, shape, cluster, number of micro-batches, ready plan and price of a
-byte, and for our source files.  One that is damaged is found by its digest, and written anew.
+    the same question again          its plan is read
+    another one of the same layers   nothing is solved: prices of shapes are read, and searched
+
+A file of prices holds for one graph, shape, cluster, number of micro-batches, ready plan and price
+of a byte, and as one of a plan for our source files.  One that is damaged is found by its digest,
+and written anew.
 """
 
 import zlib
@@ -13,11 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock.planner.plan import Plan
 from penstock.remembered import cache_file, keep
 from penstock.sharding.search import Ranges, Search
 from penstock.trace.progress import saying
 
 _NUMBERS = np.dtype("<f8")
+CUT_SHORT = "the search was interrupted"
+"""How the line of a plan begins that says so."""
 
 
 @dataclass
@@ -41,14 +48,13 @@ class RememberedSearch:
     def _found(self, byte_s: float) -> Ranges:
         facts = f"{_source()} {self.facts} {byte_s!r}"
         file = cache_file("prices", sha256(facts.encode()).hexdigest())
-        kept = None if file is None else _read(file)
+        kept = _read(file)
         if kept is not None:
-            return Ranges(*kept.reshape(-1, self.num_layers, self.num_layers + 1))
+            numbers = np.frombuffer(zlib.decompress(kept), _NUMBERS)
+            return Ranges(*numbers.reshape(-1, self.num_layers, self.num_layers + 1))
         with saying(f"dividing layers among {' x '.join(map(str, self.shape))} devices"):
             found = self._search.of_ranges(byte_s)
-        if file is not None:
-            content = zlib.compress(np.stack(found).astype(_NUMBERS).tobytes())
-            keep(file, sha256(content).digest() + content)
+        _keep(file, zlib.compress(np.stack(found).astype(_NUMBERS).tobytes()))
         return found
 
     @cached_property
@@ -56,15 +62,36 @@ class RememberedSearch:
         return self.make()
 
 
-def _read(file: Path) -> "np.ndarray[tuple[int], np.dtype[np.float64]] | None":
+def remembered_plan(facts: str, make: Callable[[], Plan]) -> Plan:
+    """Return a plan that was made before, or make it; `facts` are all that it depends on."""
+    file = cache_file("plans", sha256(f"{_source()} {facts}".encode()).hexdigest())
+    kept = _read(file)
+    if kept is not None:
+        return Plan.from_json(kept.decode())
+    plan = make()
+    if not is_cut_short(plan):
+        _keep(file, plan.to_json().encode())
+    return plan
+
+
+def is_cut_short(plan: Plan) -> bool:
+    """Tell whether the search for a plan was interrupted: it is the best of a part of all."""
+    return any(line.startswith(CUT_SHORT) for line in plan.why)
+
+
+def _read(file: Path | None) -> bytes | None:
+    """Return what was kept, None where it is not there or damaged."""
     try:
-        content = file.read_bytes()
+        content = b"" if file is None else file.read_bytes()
     except OSError:
         return None
-    digest, numbers = content[:32], content[32:]
-    if sha256(numbers).digest() != digest:
-        return None
-    return np.frombuffer(zlib.decompress(numbers), _NUMBERS)
+    digest, rest = content[:32], content[32:]
+    return rest if sha256(rest).digest() == digest else None
+
+
+def _keep(file: Path | None, content: bytes) -> None:
+    if file is not None:
+        keep(file, sha256(content).digest() + content)
 
 
 @cache

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.automatic.choose import MeshTask, plan_on_meshes
+from penstock import Plan
+from penstock.automatic.choose import MeshTask, _look, plan_on_meshes
+from penstock.automatic.parallelize import plan_for
+from penstock.automatic.remembered import is_cut_short
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
@@ -18,6 +21,8 @@ from penstock.planner.arguments import Model
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.sharding.search import Search
+from penstock.zoo import gpt
+from tests.few_devices import cluster
 
 LAYERS = as_layers(
     [nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2)]
@@ -31,7 +36,7 @@ def graph() -> Graph:
 
 
 def plan_text(
-    cluster: str = "p3.16xlarge",
+    preset: str = "p3.16xlarge",
     num_microbatches: int = 4,
     sharding: str = "auto",
     factor: float = 1.0,
@@ -40,7 +45,7 @@ def plan_text(
         model=Model(facts_of(LAYERS), LAYERS.spans),
         names=[step.path for step in LAYERS],
         graph_of=lambda _: graph(),
-        cluster=Cluster.load(cluster),
+        cluster=Cluster.load(preset),
         batch_size=8,
         num_microbatches=num_microbatches,
         shardings=(sharding,),
@@ -81,7 +86,7 @@ def test_a_second_plan_searches_nothing_and_is_the_same(
 
 @pytest.mark.parametrize(
     "other",
-    [{"cluster": "dgx-a100"}, {"num_microbatches": 8}, {"sharding": "data"}, {"factor": 2.0}],
+    [{"preset": "dgx-a100"}, {"num_microbatches": 8}, {"sharding": "data"}, {"factor": 2.0}],
     ids=str,
 )
 def test_what_depends_on_other_things_is_not_taken(
@@ -122,6 +127,67 @@ def test_damaged_files_are_written_anew(
     assert plan_text() == first
     assert len(searched) == 2 * num_shapes
     assert {file: file.read_bytes() for file in folder.iterdir()} == whole
+
+
+MODEL = gpt(num_layers=2, width=16, num_heads=2, num_words=16, max_length=8)
+WORDS = torch.zeros(8, 8, dtype=torch.long)
+
+
+@pytest.fixture
+def planned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans that are not read but made."""
+    found: list[Plan] = []
+
+    def plan_and_tell(task: MeshTask) -> Plan:
+        found.append(plan_on_meshes(task))
+        return found[-1]
+
+    monkeypatch.setattr("penstock.automatic.parallelize.plan_on_meshes", plan_and_tell)
+    return found
+
+
+def test_the_plan_of_the_same_question_is_read(planned: list[Plan]) -> None:
+    own = cluster(2)
+    assert plan_for(MODEL, WORDS, own) == plan_for(MODEL, WORDS, own) == planned[0]
+    assert len(planned) == 1
+    others: list[dict[str, Any]] = [
+        {"num_microbatches": 2},
+        {"sharding": "data"},
+        {"num_layers": 2},
+    ]
+    for other in others:
+        plan_for(MODEL, WORDS, own, **other)
+    plan_for(MODEL, WORDS[:4], own)
+    plan_for(MODEL, WORDS, cluster(2, far=1e6))
+    assert len(planned) == 6
+
+
+def test_a_damaged_plan_is_made_again(planned: list[Plan], tmp_path: Path) -> None:
+    plan_for(MODEL, WORDS, cluster(2))
+    (file,) = (tmp_path / "penstock" / "plans").iterdir()
+    file.write_bytes(file.read_bytes()[:-9])
+    plan_for(MODEL, WORDS, cluster(2))
+    assert plan_for(MODEL, WORDS, cluster(2)) == planned[0] == planned[1]
+    assert len(planned) == 2
+
+
+def test_a_plan_that_was_cut_short_is_not_kept(
+    planned: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+
+    def look(*args: Any) -> None:
+        looked.append(args)
+        if len(looked) == 2:
+            raise KeyboardInterrupt
+        _look(*args)
+
+    monkeypatch.setattr("penstock.automatic.choose._look", look)
+    part = plan_for(MODEL, WORDS, cluster(2))
+    assert is_cut_short(part)
+    whole = plan_for(MODEL, WORDS, cluster(2))
+    assert not is_cut_short(whole)
+    assert planned == [part, whole]
 
 
 @pytest.mark.parametrize("is_off", [True, False])

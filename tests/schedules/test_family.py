@@ -104,7 +104,9 @@ def test_a_schedule_is_a_family_of_its_own_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ("zb_h1", Path("x.csv"), searched, from_csv, segmented, zb_h1, 5), ids=str
+    "given",
+    ("zb_h1", Path("x.csv"), searched, from_csv, segmented, zb_h1, 5),
+    ids=lambda own: getattr(own, "__name__", repr(own)),
 )
 def test_what_is_no_family_is_refused_with_what_to_write(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"is no schedule; give a family, .*zb_h1\(\)"):
