@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from penstock.data.images import (
     image_folders,
 )
 from penstock.data.images.batches import Batch
+from penstock.data.images.folders import FolderImages
 from penstock.errors import ConfigError
 
 VIEW = TrainingView(size=8, policy="randaugment", colour=0.5, cutout=0.3)
@@ -51,7 +52,13 @@ class Made:
         return b"made"
 
 
-TRAINED = ViewedImages(Made(), VIEW)
+def viewed(
+    made: Made, view: TrainingView | EvaluationView, *, strict: bool = False
+) -> ViewedImages:
+    return ViewedImages(cast(FolderImages, made), view, strict)
+
+
+TRAINED = viewed(Made(), VIEW)
 
 
 def assert_same(found: list[Batch], expected: list[Batch]) -> None:
@@ -102,7 +109,7 @@ def test_workers_give_the_same_batches_also_after_an_epoch_that_was_left() -> No
 
 def test_the_number_of_threads_changes_nothing() -> None:
     """RandAugment takes means over an image, which more threads round otherwise."""
-    large = ViewedImages(Made(), replace(VIEW, size=200))
+    large = viewed(Made(), replace(VIEW, size=200))
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
@@ -121,7 +128,7 @@ def test_making_batches_leaves_the_global_generator_alone() -> None:
 
 
 def test_evaluation_sees_every_image_once_in_order() -> None:
-    loader = ImageLoader(ViewedImages(Made(), EvaluationView(size=8)), seed=0, batch_size=4)
+    loader = ImageLoader(viewed(Made(), EvaluationView(size=8)), seed=0, batch_size=4)
     assert targets(list(loader.in_order())) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 
@@ -139,7 +146,7 @@ def test_replicas_share_a_batch() -> None:
 
 
 def test_the_next_image_stands_in_for_a_damaged_one_in_training() -> None:
-    damaged = ViewedImages(Made(damaged=frozenset({3, 4, 10})), VIEW)
+    damaged = viewed(Made(damaged=frozenset({3, 4, 10})), VIEW)
     loader, whole = (ImageLoader(images, seed=0, batch_size=4) for images in (damaged, TRAINED))
     stand_in = {3: 5, 4: 5, 10: 0}
     expected = [[stand_in.get(n, n) for n in row] for row in targets(list(whole.epoch(0)))]
@@ -151,7 +158,7 @@ def test_the_next_image_stands_in_for_a_damaged_one_in_training() -> None:
 
 def test_a_damaged_image_is_blank_and_of_no_class_in_evaluation() -> None:
     images = Made(damaged=frozenset({0, 4, 5, 6, 7}))
-    loader = ImageLoader(ViewedImages(images, EvaluationView(size=8)), seed=0, batch_size=4)
+    loader = ImageLoader(viewed(images, EvaluationView(size=8)), seed=0, batch_size=4)
     batches = list(loader.in_order())
     assert targets(batches) == [[-1, 1, 2, 3], [-1, -1, -1, -1], [8, 9, 10]]
     assert all(
@@ -163,13 +170,13 @@ def test_a_damaged_image_is_blank_and_of_no_class_in_evaluation() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_damaged_image_is_refused_where_that_is_asked(num_workers: int) -> None:
-    images = ViewedImages(Made(damaged=frozenset({3})), VIEW, strict=True)
+    images = viewed(Made(damaged=frozenset({3})), VIEW, strict=True)
     with pytest.raises(ConfigError, match=r"^image 3 cannot be decoded; remove or replace it"):
         list(ImageLoader(images, 0, 4, num_workers).epoch(0))
 
 
 def test_nothing_but_damaged_images_is_refused() -> None:
-    images = ViewedImages(Made(damaged=frozenset(range(NUM_IMAGES))), VIEW)
+    images = viewed(Made(damaged=frozenset(range(NUM_IMAGES))), VIEW)
     with pytest.raises(ConfigError, match="none of the 11 images can be decoded"):
         list(ImageLoader(images, 0, 4).epoch(0))
 
@@ -179,7 +186,7 @@ def test_numbers_out_of_bounds_are_refused() -> None:
         with pytest.raises(ConfigError, match="give a batch size from 1 up, and 0 workers"):
             ImageLoader(TRAINED, 0, *sizes)
     with pytest.raises(ConfigError, match="there are no images to make batches of"):
-        ImageLoader(ViewedImages(Made(num_images=0), VIEW), 0, 4)
+        ImageLoader(viewed(Made(num_images=0), VIEW), 0, 4)
 
 
 def test_a_folder_of_images_goes_into_batches(tmp_path: Path) -> None:
