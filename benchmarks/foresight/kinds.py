@@ -106,13 +106,15 @@ def with_places(cluster: Cluster, number: int) -> Cluster:
     return replace(cluster, hosts=(replace(host, devices=devices),))
 
 
-def predicted(kind: Kind, subject: Subject, whole: Profile, cluster: Cluster) -> Prediction:
+def predicted(kind: Kind, subject: Subject, cluster: Cluster, *, busy: bool) -> Prediction:
     """Predict a plan from layers measured alone: each whole, or one device's part of it."""
+    progress(f"the layers of {kind.name}")
+    part = kind.num_microbatches * kind.placement.num_replicas
+    whole = subject.profile((part,), busy=busy)
     plan = kind.plan(whole, subject.batch, cluster)
     assert plan.cluster is not None, "it has one"
     if kind.sharding is None:
         return Prediction(plan, whole, plan.cluster)
-    progress(f"a shard's layers of {kind.name}")
     inputs, targets = subject.data()
     given: dict[str, Any] = {"loss": subject.loss, "targets": targets}
     profile = profile_shards(subject.layers(), inputs, plan, plan.cluster, **given)
@@ -120,34 +122,25 @@ def predicted(kind: Kind, subject: Subject, whole: Profile, cluster: Cluster) ->
 
 
 def measure(kinds: Sequence[Kind], subject: Subject, rounds: int, *, smallest: bool) -> list[Row]:
-    """Predict all plans, run them in turn, and put both side by side, round after round: what a
-    machine that others use can do changes within minutes, for layers as for pipelines.
+    """Predict each plan, run it, and put both side by side, round after round: what a machine that
+    others use can do changes within minutes, for layers as for pipelines.
     """
     seconds: dict[str, list[tuple[float, float]]] = {kind.name: [] for kind in kinds}
+    told = dict[str, Prediction]()
     for _ in range(rounds):
         cluster = calibrated(smallest=smallest)
-        told = _told(kinds, subject, cluster, busy=not smallest)
-        planned = {name: Planned(subject, each.plan) for name, each in told.items()}
-        for (name, each), (found_s,) in zip(told.items(), step_seconds(planned, 1), strict=True):
-            seconds[name].append((each.timeline.step_s, found_s))
+        for kind in kinds:
+            own = told[kind.name] = predicted(kind, subject, cluster, busy=not smallest)
+            ((found_s,),) = step_seconds({kind.name: Planned(subject, own.plan)}, 1)
+            seconds[kind.name].append((own.timeline.step_s, found_s))
     rows: list[Row] = [
-        {"name": name} | _row(told[name], seconds[name], *bytes_kept(each))
-        for name, each in planned.items()
+        {"name": name} | _row(own, seconds[name], *bytes_kept(Planned(subject, own.plan)))
+        for name, own in told.items()
     ]
     for what in ("predicted", "measured"):
         for place, row in enumerate(sorted(rows, key=lambda own: own[f"{what}_ms"]), 1):
             row[f"{what}_place"] = place
     return rows
-
-
-def _told(
-    kinds: Sequence[Kind], subject: Subject, cluster: Cluster, *, busy: bool
-) -> dict[str, Prediction]:
-    progress("the layers")
-    plain = [kind for kind in kinds if kind.sharding is None]
-    parts = {kind.num_microbatches * kind.placement.num_replicas for kind in plain}
-    whole = subject.profile(tuple(parts), busy=busy)
-    return {kind.name: predicted(kind, subject, whole, cluster) for kind in kinds}
 
 
 def _row(
