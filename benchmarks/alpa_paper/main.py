@@ -123,6 +123,8 @@ def at_once(
                 yield found
         except KeyboardInterrupt:
             yield from (Found(subject, why_not=INTERRUPTED) for subject in left)
+        else:
+            assert not left, "a StopIteration of a process would end the loop as well"
 
 
 def _measured(subject: Subject, published: Published) -> Found:

@@ -129,7 +129,8 @@ class MeshPrices:
             starts = np.flatnonzero(best[:, -1] >= 0)
             lasts = sorted(self._cuts)[-2] if self.way.segments else starts
             found[0, starts, -1] -= every[best[starts, -1], _FORWARD, lasts, -1]
-        found[3] = [self.handover_s(end, submesh, submesh.kind) for end in range(best.shape[1])]
+        ends = range(1, best.shape[1])
+        found[3, :, 1:] = [self.handover_s(end, submesh, submesh.kind) for end in ends]
         found[:, best < 0] = np.inf
         return found
 
