@@ -26,28 +26,23 @@ def render_grid(
     timeline: Timeline,
     width: int = 100,
     *,
-    colour: bool = False,
     text_of: Callable[[float], str] = time_text,
 ) -> str:
     """Draw `timeline` in rows of at most `width` characters, with a legend below.
 
     A box begins with its letter and micro-batch (and before them its stage, if a rank has several)
     where these fit; elsewhere it is its letter throughout.  Dots are time without layers running.
-    With `colour`, boxes have ANSI background colours.  `text_of` writes how long the step took.
+    `text_of` writes how long the step took.
     """
     heads = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     margin = max(map(len, heads), default=0)
     columns = _fitting_columns(timeline, max(1, width - margin - 3))
     texts, letters = _cells(timeline, columns)
     lines = [
-        f"{head:>{margin}} |{_coloured(text, kinds) if colour else ''.join(text)}|"
-        for head, text, kinds in zip(heads, texts, letters, strict=True)
+        f"{head:>{margin}} |{''.join(text)}|" for head, text in zip(heads, texts, strict=True)
     ]
     seen = [kind for kind in _LOOK_OF if any(kind in kinds for kinds in letters)]
-    signs = [_coloured([kind], [kind]) if colour else kind for kind in seen]
-    legend = "  ".join(
-        f"{sign} {_LOOK_OF[kind].name}" for sign, kind in zip(signs, seen, strict=True)
-    )
+    legend = "  ".join(f"{kind} {_LOOK_OF[kind].name}" for kind in seen)
     summary = f"step {text_of(timeline.step_s)}, bubble {percent_text(timeline.bubble)}"
     return "\n".join([*lines, f"{legend}    {summary}"])
 
@@ -93,12 +88,3 @@ def _fitting_columns(timeline: Timeline, most: int) -> int:
     ticks = [int(time_s * common) for time_s in exact]
     num_ticks = max(ticks) // (gcd(*ticks) or 1)
     return most - most % num_ticks if 0 < num_ticks <= most else most
-
-
-def _coloured(text: list[str], kinds: list[str]) -> str:
-    """Join the characters, each run of one kind in its style."""
-    parts = []
-    for column, (character, kind) in enumerate(zip(text, kinds, strict=True)):
-        starts = column == 0 or kinds[column - 1] != kind
-        parts.append((f"\x1b[0;{_LOOK_OF[kind].style}m" if starts else "") + character)
-    return "".join([*parts, "\x1b[0m"])

@@ -11,30 +11,25 @@ from .timeline import MemoryKind
 class Look:
     """The name of a kind of time, what a breakdown counts it as, and how it is drawn.
 
-    `letter` stands for it in a grid, on a terminal in the colours `style` (ANSI); a picture has
-    boxes filled with `fill`, and numbers in `ink`.  Without a letter it stands in no grid and no
-    picture; with a `fill` it is drawn on the page of a report.
+    `letter` stands for it in a grid; a picture has boxes filled with `fill`, and numbers in `ink`.
+    Without a letter it stands in no grid and no picture; with a `fill` it is drawn on the page of
+    a report.
     """
 
     name: str
     counts_as: str = "bubble_s"
     letter: str = ""
-    style: str = ""
     fill: str = ""
     ink: str = ""
 
 
 # Hues and lightness both differ, so that the kinds stay apart for the colour-blind and in print.
 LOOKS: dict[type[ir.Instruction], Look] = {
-    ir.Forward: Look("forward", "forward_s", "F", "30;48;5;110", "#3f74a8", "white"),
-    ir.Recompute: Look("recompute", "recompute_s", "R", "30;48;5;152", "#b3d0e8", "#1f3550"),
-    ir.Backward: Look("backward", "backward_s", "B", "30;48;5;215", "#e89f45", "#3d2400"),
-    ir.BackwardInput: Look(
-        "input backward", "backward_s", "I", "30;48;5;222", "#f0bd6e", "#3d2400"
-    ),
-    ir.BackwardWeight: Look(
-        "weight backward", "backward_s", "W", "30;48;5;150", "#9cc069", "#1e3000"
-    ),
+    ir.Forward: Look("forward", "forward_s", "F", "#3f74a8", "white"),
+    ir.Recompute: Look("recompute", "recompute_s", "R", "#b3d0e8", "#1f3550"),
+    ir.Backward: Look("backward", "backward_s", "B", "#e89f45", "#3d2400"),
+    ir.BackwardInput: Look("input backward", "backward_s", "I", "#f0bd6e", "#3d2400"),
+    ir.BackwardWeight: Look("weight backward", "backward_s", "W", "#9cc069", "#1e3000"),
     ir.SendActivation: Look("send"),
     ir.SendGradient: Look("send"),
     ir.ReceiveActivation: Look("receive"),
@@ -46,7 +41,7 @@ LOOKS: dict[type[ir.Instruction], Look] = {
     ir.Fetch: Look("fetch", "wait_s", fill="#86c2bf", ink="#123735"),
     ir.UpdateWeights: Look("update", "update_s", fill="#b0594f", ink="white"),
 }
-IDLE = Look("idle", letter=".", style="2", fill="#eeeeeb", ink="#333333")
+IDLE = Look("idle", letter=".", fill="#eeeeeb", ink="#333333")
 """Time in which nothing runs."""
 WAIT = Look("message on its way", fill="#bcbcb6", ink="#333333")
 KEPT = Look("kept", fill="#9db8ad", ink="#33503f")
