@@ -132,10 +132,10 @@ FAULTS = (
         "never_run",
     ),
     Fault(
-        "lanes are drawn of ranks whose spans were left out",
+        "spans are drawn of ranks that have no lane",
         "penstock/trace/page/lane_chart.py",
-        "ranks = tuple(ranks[n] for n in spread(len(ranks), _LANES_OF_MANY))",
-        "ranks = spread(timeline.num_ranks, _LANES_OF_MANY)",
+        "boxes = list(_boxes(timeline, set(ranks)))",
+        "boxes = list(_boxes(timeline, set(range(timeline.num_ranks))))",
         "tests/trace/page/test_page.py",
         "every_lane",
     ),

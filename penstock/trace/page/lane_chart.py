@@ -4,9 +4,8 @@ There is a box for each span, and fewer where there are many.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
 
 from penstock.schedules import ir
 from penstock.trace.breakdown import waits_s
@@ -20,29 +19,18 @@ from .page import Figure
 MOST_BOXES = 9_000
 """Drawn of one timeline, so that a page stays small and quick."""
 MOST_LANES = 48
-_LANES_OF_MANY = 24
-"""Where spans are merged, so that each lane keeps hundreds of boxes."""
-_MOST_PARTS = 1_000
-"""Of a step, where spans are merged: a part is about as wide as a pixel."""
-_LEAST_SHARE = 0.05
+_FEWEST_LANES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is drawn on the lane of a rank; seconds since the step's start.
+    """What is drawn of a span on the lane of its rank; seconds since the step's start."""
 
-    Without a `span` it stands for `num_spans` of them that begin in it, has the look of what took
-    most of its time, and was busy for this `share` of it.
-    """
-
-    rank: int
+    span: Span
     look: Look
     start_s: float
     end_s: float
-    span: Span | None = None
-    num_bytes: int = 0
-    num_spans: int = 1
-    share: float = 1.0
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +43,17 @@ class Lanes:
 
 
 def lanes_of(timeline: Timeline) -> Lanes:
-    """Choose what to draw of a timeline."""
-    ranks = spread(timeline.num_ranks, MOST_LANES)
-    boxes = tuple(_boxes(timeline, set(ranks)))
+    """Choose what to draw: ranks, evenly chosen, and of too many spans the longest."""
+    fitting = MOST_BOXES * timeline.num_ranks // len(timeline.spans)
+    ranks = spread(timeline.num_ranks, max(_FEWEST_LANES, min(MOST_LANES, fitting)))
+    boxes = list(_boxes(timeline, set(ranks)))
     said = []
-    if len(boxes) > MOST_BOXES or _are_thin(boxes, timeline.step_s):
-        ranks = tuple(ranks[n] for n in spread(len(ranks), _LANES_OF_MANY))
-        boxes = tuple(box for box in boxes if box.rank in set(ranks))
     if len(ranks) < timeline.num_ranks:
         said.append(f"{len(ranks)} of {timeline.num_ranks:,} ranks are drawn, evenly chosen")
-    if len(boxes) > MOST_BOXES or _are_thin(boxes, timeline.step_s):
-        many, num_parts = len(boxes), min(_MOST_PARTS, MOST_BOXES // len(ranks))
-        boxes = tuple(_merged(boxes, timeline.step_s / num_parts))
-        said.append(
-            f"{many:,} spans are merged: each 1/{num_parts} of the step shows what took most of "
-            "it, paler the longer it was idle"
-        )
-    return Lanes(ranks, boxes, "; ".join(said))
+    if len(boxes) > MOST_BOXES:
+        said.append(f"the {MOST_BOXES:,} longest of {len(boxes):,} spans are drawn")
+        boxes = sorted(boxes, key=lambda box: box.start_s - box.end_s)[:MOST_BOXES]
+    return Lanes(ranks, tuple(boxes), "; ".join(said))
 
 
 def _boxes(timeline: Timeline, ranks: set[int]) -> Iterator[Box]:
@@ -92,34 +74,7 @@ def _boxes(timeline: Timeline, ranks: set[int]) -> Iterator[Box]:
             awaited = ir.awaited_message(span.instruction)
             num_bytes = span.num_bytes or (sent_bytes.get(awaited, 0) if awaited else 0)
             when_s = float(start_s - zero_s), float(span.end_s - zero_s)
-            yield Box(span.rank, look, *when_s, span, num_bytes)
-
-
-def _are_thin(boxes: Sequence[Box], step_s: float) -> bool:
-    """Tell whether most of the time is in boxes narrower than a pixel of a wide screen, and so not
-    seen; however many small ones, such as messages, there are between large ones.
-    """
-    widths_s = [box.end_s - box.start_s for box in boxes]
-    thin_s = sum(width_s for width_s in widths_s if width_s < step_s / _MOST_PARTS)
-    return thin_s > sum(widths_s) / 2
-
-
-def _merged(boxes: Sequence[Box], part_s: float) -> Iterator[Box]:
-    """Yield a box for each part of the step in which a rank was not idle throughout."""
-    parts: dict[tuple[int, int], dict[Look, float]] = defaultdict(lambda: defaultdict(float))
-    counts: dict[tuple[int, int], int] = defaultdict(int)
-    for box in boxes:
-        first, end = int(box.start_s / part_s), ceil(box.end_s / part_s)
-        counts[box.rank, first] += 1
-        for n in range(first, max(end, first + 1)):
-            within_s = min(box.end_s, (n + 1) * part_s) - max(box.start_s, n * part_s)
-            parts[box.rank, n][box.look] += within_s
-    for (rank, n), times_s in parts.items():
-        look = max(times_s, key=times_s.__getitem__)
-        share = min(1.0, sum(times_s.values()) / part_s)
-        if share >= _LEAST_SHARE:
-            when_s = n * part_s, (n + 1) * part_s
-            yield Box(rank, look, *when_s, num_spans=counts[rank, n], share=share)
+            yield Box(span, look, *when_s, num_bytes)
 
 
 _GAP_PX = 40
@@ -174,9 +129,8 @@ def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
     kinds: dict[Look, list[Box]] = defaultdict(list)
     for box in lanes.boxes:
         kinds[box.look].append(box)
-    is_merged = any(box.span is None for box in lanes.boxes)
-    is_numbered = len(lanes.boxes) <= _MOST_NUMBERED and not is_merged
-    stages = {box.span.instruction.stage for box in lanes.boxes if box.span}
+    is_numbered = len(lanes.boxes) <= _MOST_NUMBERED
+    stages = {box.span.instruction.stage for box in lanes.boxes}
     many = len(stages) > len(lanes.ranks)
     for look, boxes in kinds.items():
         trace: Trace = {
@@ -185,20 +139,16 @@ def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
             "name": look.name,
             "legendgroup": look.name,
             "yaxis": axis,
-            "y": [lane_of[box.rank] for box in boxes],
+            "y": [lane_of[box.span.rank] for box in boxes],
             "base": [rounded(box.start_s * unit.per_s) for box in boxes],
             "x": [rounded((box.end_s - box.start_s) * unit.per_s) for box in boxes],
             "width": _LANE_HEIGHT,
-            "marker": {
-                "color": look.fill,
-                "opacity": [rounded(box.share) for box in boxes] if is_merged else 1,
-                "line": {"width": 0.7 if is_numbered else 0},
-            },
+            "marker": {"color": look.fill, "line": {"width": 0.7 if is_numbered else 0}},
             "customdata": [_hover(box, unit) for box in boxes],
             "hovertemplate": f"<b>{look.name}</b>%{{customdata}}<extra></extra>",
         }
         if is_numbered and look.letter:
-            works = [box.span.instruction for box in boxes if box.span]
+            works = [box.span.instruction for box in boxes]
             trace["text"] = [f"{work.stage}:" * many + f"{_microbatch(work)}" for work in works]
             trace |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
             trace["insidetextfont"] = {"color": look.ink or "#222222", "size": 11}
@@ -217,10 +167,7 @@ def _hover(box: Box, unit: Unit) -> str:
     """Say what a box is: short, as there are thousands."""
     start, duration = box.start_s * unit.per_s, (box.end_s - box.start_s) * unit.per_s
     when = f"{number_text(duration)} {unit.sign} from {number_text(start)}"
-    if box.span is None:
-        many = f"{box.num_spans} spans begin here, " if box.num_spans else ""
-        return f" and others<br>rank {box.rank}, {many}{box.share:.0%} busy<br>{when}"
     number = _microbatch(box.span.instruction)
     of = "" if number is None else f", micro-batch {number}"
     size = f"<br>{bytes_text(box.num_bytes)}" if box.num_bytes else ""
-    return f", stage {box.span.instruction.stage}{of}<br>rank {box.rank}, {when}{size}"
+    return f", stage {box.span.instruction.stage}{of}<br>rank {box.span.rank}, {when}{size}"

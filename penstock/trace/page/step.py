@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from penstock.schedules.ir import Compute, UpdateWeights
 from penstock.trace.breakdown import Breakdown
-from penstock.trace.looks import PARTS, look_of
-from penstock.trace.rank_times import KINDS, RankTimes, kinds_of, mean_times, rank_times
-from penstock.trace.timeline import MemoryKind, Span, Timeline
+from penstock.trace.looks import PARTS
+from penstock.trace.rank_times import RankTimes, kinds_of, mean_times, rank_times
+from penstock.trace.timeline import MemoryKind, Timeline
 from penstock.trace.units import percent_text, time_text, unit_for
 
 from .charts import memory_chart, spread, time_chart
@@ -80,8 +78,7 @@ def _sections(
         after_s = step.optimizer_s if step.measured is None else 0.0
         lanes = lane_chart(timelines, bubbles, optimizer_s=after_s)
         times = {title: rank_times(timeline) for title, timeline in timelines.items()}
-        compared = [difference_table(differences(timelines, times))] if len(times) > 1 else []
-        yield Section("Timeline", (Text(_HINT, "hint"), lanes, *compared))
+        yield Section("Timeline", (Text(_HINT, "hint"), lanes))
         own = "predicted" if step.measured is None else "measured"
         if own in times:
             rest = {"optimizer_s": step.optimizer_s, "set_up_s": step.set_up_s}
@@ -127,68 +124,3 @@ def time_table(times: Sequence[RankTimes], title: str = "") -> Table:
     rows.append(("share of the step", *shares, percent_text(1)))
     names = (PARTS[kind].name for kind in kinds)
     return Table((f"times in {unit.sign}", *names, "step"), tuple(rows), title)
-
-
-class Difference(NamedTuple):
-    """Seconds of one thing, predicted and measured."""
-
-    name: str
-    predicted_s: float
-    measured_s: float
-
-    @property
-    def missed_s(self) -> float:
-        """How much longer it took than predicted."""
-        return self.measured_s - self.predicted_s
-
-
-def differences(
-    timelines: Mapping[str, Timeline], times: Mapping[str, Sequence[RankTimes]]
-) -> Iterator[Difference]:
-    """Compare the step, the mean over ranks of each kind of time, and the instructions.
-
-    There is a "predicted" and a "measured" one.  Of the instructions that run layers or move
-    weights and are in both timelines, the one that was missed by most is named.
-    """
-    predicted, measured = timelines["predicted"], timelines["measured"]
-    yield Difference("step", predicted.step_s, measured.step_s)
-    told, seen = mean_times(times["predicted"]), mean_times(times["measured"])
-    for kind in KINDS:
-        if told[kind] or seen[kind]:
-            yield Difference(f"{PARTS[kind].name}, mean of the ranks", told[kind], seen[kind])
-    told_s = {(span.rank, span.instruction): span.duration_s for span in _of_work(predicted)}
-    pairs = (
-        Difference(_name(span), told_s[span.rank, span.instruction], span.duration_s)
-        for span in _of_work(measured)
-        if (span.rank, span.instruction) in told_s
-    )
-    most = max(pairs, key=lambda pair: abs(pair.missed_s), default=None)
-    if most is not None:
-        yield most
-
-
-def _of_work(timeline: Timeline) -> list[Span]:
-    return [s for s in timeline.spans if isinstance(s.instruction, Compute | UpdateWeights)]
-
-
-def _name(span: Span) -> str:
-    what = f"most missed: {look_of(span.instruction).name} of stage {span.instruction.stage}"
-    if isinstance(span.instruction, Compute):
-        what += f", micro-batch {span.instruction.microbatch}"
-    return f"{what} on rank {span.rank}"
-
-
-def difference_table(found: Iterator[Difference]) -> Table:
-    """Write what was compared, and how much longer it took than predicted."""
-    rows = (
-        (
-            each.name,
-            time_text(each.predicted_s),
-            time_text(each.measured_s),
-            f"{'-' if each.missed_s < 0 else '+'}{time_text(abs(each.missed_s))}",
-            f"{each.missed_s / each.predicted_s:+.1%}" if each.predicted_s else "-",
-        )
-        for each in found
-    )
-    heads = ("", "predicted", "measured", "difference", "")
-    return Table(heads, tuple(rows), "Predicted and measured")
