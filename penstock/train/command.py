@@ -4,7 +4,6 @@ In a job of many processes each of them calls these alike; rank 0 alone writes t
 but for the shards of checkpoints, and the others see it on a disk that all hosts share.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from .interrupt import Interrupt
 from .layout import check_layout, is_uneven, read_plan, refit, with_plan
 from .loop import Trainer
 from .report import summarise, write_report, write_timeline
-from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE, SHARDING
+from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE
 from .run_folder import (
     RunFolder,
     begun_by,
@@ -376,9 +375,6 @@ def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Inter
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
     say(console, *filter(None, remarks))
     folder.keep_plan(trainer.pipe.plan.to_json(), trainer.position.step)
-    if trainer.pipe.sharding is not None:
-        text = json.dumps(trainer.pipe.sharding.to_dict(), ensure_ascii=False, indent=1)
-        folder.write_text(SHARDING, text + "\n")
     folder.write_text(ENVIRONMENT, environment_of(trainer.mesh))
     start_s = time.perf_counter()
     num_epochs = trainer.recipe.train.epochs

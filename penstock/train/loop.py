@@ -32,9 +32,8 @@ from .interrupt import Interrupt
 from .layout import make_mesh, replica_share
 from .learning_rate import Rates
 from .meter import Meter
-from .run_files import DAMAGED_METRICS, SKIPPED
+from .run_files import DAMAGED_METRICS, SKIPPED, TENSORBOARD
 from .run_folder import RunFolder
-from .scalars import Scalars
 from .start import (
     Position,
     begun_from,
@@ -106,7 +105,7 @@ class Trainer:
         self._batches: Iterator[Batch] | None = None
         self._windows = Windows(recipe.train.window)
         self._saving: Saving | None = None
-        self._scalars: Scalars | None = None
+        self._scalars: Any = None
 
     def _share(self, num_samples: int) -> slice:
         """Return which samples of a mini-batch are this replica's."""
@@ -201,7 +200,10 @@ class Trainer:
         self._begin(folder)
         self.num_skipped = folder.add_lines(SKIPPED, self.task.skipped)
         if self.recipe.train.tensorboard and folder.writes:
-            self._scalars = Scalars(folder.path, self.position.step)
+            from torch.utils.tensorboard import SummaryWriter  # the package is optional
+
+            place, next_step = str(folder.path / TENSORBOARD), self.position.step + 1
+            self._scalars = SummaryWriter(place, purge_step=next_step)
         stopping = self._must_stop(interrupt)
         every = self.recipe.train.checkpoint_every
         while not self.finished and not stopping:
@@ -338,7 +340,8 @@ class Trainer:
         folder.append_metrics({**where, **values, "samples_per_s": self.meter.samples_per_s})
         if self._scalars is not None:
             speed = {"samples_per_s": self.meter.samples_per_s} if kind == "step" else {}
-            self._scalars.add(self.position.step, {**values, **speed})
+            for name, value in {**values, **speed}.items():
+                self._scalars.add_scalar(name, value, self.position.step)
 
     def _save(self, folder: RunFolder) -> None:
         """Begin to save; training goes on beside it."""

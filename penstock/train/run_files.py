@@ -3,7 +3,6 @@
 recipe.toml             the recipe with every key
 plan.json               the plan by which the model was run last
 plans/001-step-000000.json  that of each start, with the step it went on from
-sharding.json           how each layer was divided then, if operators or weights were
 job                     what torchrun calls the job that began the run, on each of its hosts
 data.digest             tells the data from others
 start.digest            tells the checkpoint whose weights the run began with from others
@@ -31,7 +30,6 @@ from penstock.errors import RunFolderError
 RECIPE = "recipe.toml"
 PLAN = "plan.json"
 PLANS = "plans"
-SHARDING = "sharding.json"
 METRICS = "metrics.jsonl"
 DAMAGED_METRICS = "metrics.damaged"
 LOCK = ".lock"

@@ -1,14 +1,13 @@
 """The report of a run: what its folder holds, as a page.  Needs no torch."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.errors import PenstockError, RunFolderError
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import plan_section, plan_subtitle
-from penstock.sharding.plan import meshes_text
 from penstock.trace.page import Fact, Page, Section, Step, Table, Text, with_step
 from penstock.trace.page.charts import curves
 from penstock.trace.timeline import Timeline
@@ -21,7 +20,6 @@ from .run_files import (
     PLAN,
     PREDICTED,
     RECIPE,
-    SHARDING,
     STEP,
     SUMMARY,
     TIMELINE,
@@ -57,7 +55,6 @@ def page_of(run: Path, predicted: Path | None = None) -> Page:
         Section("Curves", drawn, is_grid=True) if drawn else None,
         *kept,
         None if plan is None else plan_section(plan),
-        _shards(reader, plan),
         reader.read(RECIPE, lambda text: Section("Recipe", (Text(text, "code"),))),
         reader.read(ENVIRONMENT, _of_environment),
     )
@@ -152,47 +149,6 @@ def _of_summary(text: str) -> tuple[tuple[Fact, ...], tuple[Section, ...]]:
     rows = tuple((str(n), "-" if p is None else bytes_text(p)) for n, p in peaks.items())
     table = Table(("stage", "for backward passes, at most"), rows)
     return tuple(facts), (Section("Kept by each stage", (table,)),) if rows else ()
-
-
-def _shards(reader: RunReader, plan: Plan | None) -> Section | None:
-    """Show how the layers of each stage were divided, if they were when the run was made last."""
-    if plan is None or plan.placement.most_shards == 1:
-        return None
-    stages = [stage for stage, count in enumerate(plan.partition) for _ in range(count)]
-    return reader.read(SHARDING, lambda text: _of_sharding(text, stages))
-
-
-def _of_sharding(text: str, stages: Sequence[int]) -> Section:
-    """Write layouts of weights, and bytes, for each layer, which are on these stages."""
-    facts = json.loads(text)
-    rows = tuple(
-        (
-            str(stage),
-            layer["name"],
-            _layouts(layer["weights"]),
-            *(bytes_text(layer[f"{way}_bytes"]) for way in ("forward", "backward")),
-        )
-        for stage, layer in zip(stages, facts["layers"], strict=True)
-    )
-    notes = [
-        f"{meshes_text(facts['meshes'])} devices share each stage. Weights that are not named are "
-        "whole on each; sent is what each device sends for a micro-batch."
-    ]
-    if facts["gathers"]:
-        notes.append("Weights are cut between steps, and gathered once for each step.")
-    if facts["unknown"]:
-        notes.append(f"Done by all alike: {', '.join(facts['unknown'])}.")
-    heads = ("stage", "layer", "weights", "sent forward", "sent backward")
-    return Section("Shards", (*(Text(note) for note in notes), Table(heads, rows)))
-
-
-def _layouts(weights: Mapping[str, str]) -> str:
-    """Write the layouts of weights, each with those that have it; "whole" where all are."""
-    names: dict[str, list[str]] = {}
-    for name, layout in weights.items():
-        if set(layout.split("·")) != {"I"}:
-            names.setdefault(layout, []).append(name)
-    return "; ".join(f"{layout}: {', '.join(own)}" for layout, own in names.items()) or "whole"
 
 
 def _of_environment(text: str) -> Section:

@@ -149,8 +149,8 @@ FAULTS = (
     ),
     Fault(
         "a resumed run keeps the numbers for TensorBoard that it writes again",
-        "penstock/train/scalars.py",
-        "purge_step=step + 1",
+        "penstock/train/loop.py",
+        "purge_step=next_step",
         "purge_step=None",
         "tests/train/test_run_page.py",
         "each_step_once",

@@ -3,21 +3,15 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from penstock import Plan, shard
 from penstock.cli.main import run
 from penstock.errors import ConfigError, RecipeError, RunFolderError
-from penstock.planner.placement import Placement
 from penstock.schedules import gpipe
 from penstock.simulator import UNIT_COSTS, simulate
-from penstock.trace.page.page import Figure, Section, Table, write_page
-from penstock.trace.units import bytes_text
+from penstock.trace.page.page import Figure, write_page
 from penstock.train.command import Request, resume_run, start_run
 from penstock.train.interrupt import Interrupt
 from penstock.train.run_folder import RunFolder
@@ -122,32 +116,6 @@ def test_what_was_predicted_is_shown_above(copied: Path, tmp_path: Path) -> None
     assert reader.step().predicted == predicted
     with pytest.raises(RunFolderError, match=r"--predicted: .*recipe\.toml is damaged.*; give"):
         page_of(copied, copied / "recipe.toml")
-
-
-def test_layers_that_were_divided_are_shown_as_long_as_the_plan_divides_them(
-    copied: Path,
-) -> None:
-    def shown() -> list[Section]:
-        return [section for section in page_of(copied).sections if section.title == "Shards"]
-
-    plan = Plan.load(copied / "plan.json")
-    with torch.device("meta"):
-        layers = [nn.Linear(16, 16), *[nn.LayerNorm(16) for _ in plan.layers[1:]]]
-    found = shard(layers, torch.zeros(4, 16), 2, sharding="zero3")
-    (copied / "sharding.json").write_text(json.dumps(found.to_dict()))
-    assert shown() == []
-    places = Placement.of(range(plan.num_stages), num_shards=2)
-    replace(plan, placement=places, sharding="zero3").save(copied / "plan.json")
-    ((_, table),) = [section.parts for section in shown()]
-    assert isinstance(table, Table)
-    stages = [str(n) for n, count in enumerate(plan.partition) for _ in range(count)]
-    assert [row[0] for row in table.rows] == stages
-    sent = found.layers[0].forward_bytes, found.layers[0].backward_bytes
-    assert all(sent)
-    expected = ("0", "0", "S(0): weight, bias", *map(bytes_text, sent))
-    assert table.rows[0] == expected
-    (copied / "sharding.json").write_text(json.dumps(found.to_dict() | {"layers": []}))
-    assert shown() == [] and "sharding.json is damaged" in page_of(copied).notes[-1]
 
 
 def test_without_plotly_the_run_is_kept_and_the_command_says_what_to_install(
