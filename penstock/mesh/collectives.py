@@ -78,39 +78,33 @@ class Collectives:
 
     def all_reduce(self, tensor: Tensor, what: str, by: Any = None) -> None:
         """Put the sum of all into `tensor`, or what `by` (a dist.ReduceOp) makes of them."""
-        if self.size > 1:
-            by = dist.ReduceOp.SUM if by is None else by
-            start = partial(dist.all_reduce, tensor, by, group=self.group, async_op=True)
-            self._collect(start, tensor, what)
+        self._run(partial(self.begin_all_reduce, tensor, by), tensor, what)
 
     def all_gather(
         self, tensor: Tensor, what: str, shapes: Sequence[Shape] | None = None
     ) -> list[Tensor]:
         """Return the tensors of all, in the order of ranks; `shapes` where they are not alike."""
-        if self.size == 1:
-            return [tensor]
-        sent, rows = self._rows_for(tensor, shapes)
-        start = partial(dist.all_gather, rows, sent, group=self.group, async_op=True)
-        self._collect(start, tensor, what)
-        return _cut(rows, shapes)
+        found: list[Tensor] = self._run(
+            partial(self.begin_all_gather, tensor, shapes), tensor, what
+        )
+        return found
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
         """Return the sum of this process's part of all, `parts[rank]`; parts may be uneven.
 
         They are added in the order of ranks, so that a sum is the same whatever the backend.
         """
-        like = [parts[self.rank].shape] * self.size
-        return _sum(self.all_to_all(parts, like, what))
+        total: Tensor = self._run(partial(self.begin_reduce_scatter, parts), parts[0], what)
+        return total
 
     def all_to_all(
         self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str
     ) -> list[Tensor]:
         """Send `parts[r]` to process r, and return what each sends here, of such `shapes`."""
-        if self.size == 1:
-            return list(parts)
-        received, start = self._exchanged(parts, shapes)
-        self._collect(start, parts[0], what)
-        return _views(received, shapes, parts[0].dtype)
+        found: list[Tensor] = self._run(
+            partial(self._begin_all_to_all, parts, shapes), parts[0], what
+        )
+        return found
 
     def broadcast(self, source: int, tensor: Tensor, what: str) -> None:
         """Overwrite a contiguous tensor by the values that it has on process `source`."""
@@ -118,8 +112,12 @@ class Collectives:
             return
         as_bytes = tensor.reshape(-1).view(torch.uint8)  # gloo does not know all types
         rank = self.ranks[source]
-        start = partial(dist.broadcast, as_bytes, src=rank, group=self.group, async_op=True)
-        self._collect(start, tensor, what)
+
+        def begin() -> Begun:
+            work = dist.broadcast(as_bytes, src=rank, group=self.group, async_op=True)
+            return Begun(lambda: _end(work, tensor, None))
+
+        self._run(begin, tensor, what)
 
     def copy_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
         """Set tensors to the values that they have on the first process."""
@@ -129,30 +127,48 @@ class Collectives:
                 self.broadcast(0, values, what)
                 tensor.copy_(values)
 
-    def begin_all_reduce(self, tensor: Tensor) -> Begun:
-        """Begin to put the sum of all into `tensor`."""
+    def begin_all_reduce(self, tensor: Tensor, by: Any = None) -> Begun:
+        """Begin an `all_reduce`."""
         if self.size == 1:
             return Begun(lambda: tensor)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        by = dist.ReduceOp.SUM if by is None else by
+        work = dist.all_reduce(tensor, by, group=self.group, async_op=True)
         return Begun(lambda: _end(work, tensor, tensor))
 
     def begin_all_gather(self, tensor: Tensor, shapes: Sequence[Shape] | None = None) -> Begun:
         """Begin an `all_gather`."""
         if self.size == 1:
             return Begun(lambda: [tensor])
-        sent, rows = self._rows_for(tensor, shapes)
+        sent = tensor
+        if shapes is not None:  # as many elements are sent by all
+            sent = tensor.new_zeros(max(map(prod, shapes)))
+            sent[: tensor.numel()] = tensor.reshape(-1)
+        rows = [torch.empty_like(sent) for _ in self.ranks]
         work = dist.all_gather(rows, sent, group=self.group, async_op=True)
         return Begun(lambda: _cut(_end(work, tensor, rows), shapes))
 
     def begin_reduce_scatter(self, parts: Sequence[Tensor]) -> Begun:
         """Begin a `reduce_scatter`."""
-        mine = parts[self.rank]
+        exchanged = self._begin_all_to_all(parts, [parts[self.rank].shape] * self.size)
+        return Begun(lambda: _sum(exchanged.end()))
+
+    def _begin_all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> Begun:
+        """Begin an `all_to_all`; values travel as bytes."""
         if self.size == 1:
-            return Begun(lambda: mine)
-        shapes = [mine.shape] * self.size
-        received, start = self._exchanged(parts, shapes)
-        work = start()
-        return Begun(lambda: _sum(_views(_end(work, mine, received), shapes, mine.dtype)))
+            return Begun(lambda: list(parts))
+        first, width = parts[0], parts[0].element_size()
+        sent = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
+        sizes = [width * prod(shape) for shape in shapes]
+        received = sent.new_empty(sum(sizes))
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            sizes,
+            [width * part.numel() for part in parts],
+            group=self.group,
+            async_op=True,
+        )
+        return Begun(lambda: _views(_end(work, first, received), shapes, first.dtype))
 
     def finish(self, begun: Sequence[Begun], what: str) -> list[Any]:
         """Wait for what was begun; return the results."""
@@ -161,45 +177,17 @@ class Collectives:
         found: list[Any] = self.waits.run(lambda: [each.end() for each in begun], what)
         return found
 
-    def _rows_for(
-        self, tensor: Tensor, shapes: Sequence[Shape] | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return what is sent, of as many elements by all, and where what comes is put."""
-        if shapes is None:
-            return tensor, [torch.empty_like(tensor) for _ in self.ranks]
-        longest = max(map(prod, shapes))
-        sent = tensor.new_zeros(longest)
-        sent[: tensor.numel()] = tensor.reshape(-1)
-        return sent, [torch.empty_like(sent) for _ in self.ranks]
-
-    def _exchanged(
-        self, parts: Sequence[Tensor], shapes: Sequence[Shape]
-    ) -> tuple[Tensor, Callable[[], Any]]:
-        """Return where what is sent here is put, as bytes, and what begins the exchange."""
-        width = parts[0].element_size()
-        sent = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
-        sizes = [width * prod(shape) for shape in shapes]
-        received = sent.new_empty(sum(sizes))
-        return received, partial(
-            dist.all_to_all_single,
-            received,
-            sent,
-            sizes,
-            [width * part.numel() for part in parts],
-            group=self.group,
-            async_op=True,
-        )
-
-    def _collect(self, start: Callable[[], Any], tensor: Tensor, what: str) -> None:
+    def _run(self, begin: Callable[[], Begun], tensor: Tensor, what: str) -> Any:
         """Run a collective on a tensor, and wait for it.
 
         On an accelerator it begins behind what this thread has given that to do.
         """
+        if self.size == 1:
+            return begin().end()
         assert self.waits is not None, "there is one process only"
         if tensor.is_cpu:
-            self.waits.run(lambda: _end(start(), tensor, None), what)
-        else:
-            self.waits.run(partial(_end, start(), tensor, None), what)
+            return self.waits.run(lambda: begin().end(), what)
+        return self.waits.run(begin().end, what)
 
 
 def _end(work: Any, tensor: Tensor, result: _T) -> _T:
