@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.errors import BoundaryError
 from penstock.schedules import gpipe
 from tests.laws.test_equality_or_refusal import model
 from tests.models import vectors
@@ -294,13 +295,14 @@ class TwoHalves(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_slices_side_by_side_share_no_memory(way: dict[str, Any]) -> None:
+def test_columns_of_one_tensor_count_as_one_memory(way: dict[str, Any]) -> None:
+    """A copy of one of them is a memory of its own."""
     whole = torch.randn(6, 6, generator=torch.Generator().manual_seed(2))
-    target = torch.zeros(6, 3)
-    found = []
-    for inputs in ((whole[:, :3], whole[:, 3:]), (whole[:, :3].clone(), whole[:, 3:].clone())):
-        layers = [TwoHalves(), *stack()]
-        with penstock.Pipeline(layers, 2, loss=nn.MSELoss(), **options(way)) as pipe:
+    halves, target, found = whole.chunk(2, dim=1), torch.zeros(6, 3), []
+    with penstock.Pipeline([TwoHalves(), *stack()], 2, loss=nn.MSELoss(), **options(way)) as pipe:
+        with pytest.raises(BoundaryError, match=r"shares memory with another.*Give a copy"):
+            pipe.train_step(halves, target)
+        for inputs in ((halves[0].clone(), halves[1]), (halves[0].clone(), halves[1].clone())):
             found.append(pipe.train_step(inputs, target))
     assert same_bits(*found)
 

@@ -144,7 +144,7 @@ def test_stages_that_cannot_be_dealt_out_are_refused_with_what_could_be() -> Non
 
 
 def test_what_makes_families_in_place_of_a_family_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"write schedule=interleaved_1f1b\(\)"):
+    with pytest.raises(ConfigError, match=r"is no schedule; give a family.* called as it has arg"):
         pipeline(interleaved_1f1b, num_stages=4)
 
 
