@@ -98,6 +98,7 @@ def check_same(found: list[dict[str, Tensor]], wanted: dict[str, Tensor], where:
         assert not unlike, f"{where}: {unlike}"
 
 
+@pytest.mark.slow
 def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(
     tmp_path: Path,
 ) -> None:
