@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
 
 from penstock.trace.units import bytes_text, columns, time_text
 
@@ -118,17 +117,6 @@ class Sharding:
     whole: gathered once a step.
     """
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what `print` shows as plain data, with all layers and weights; bytes are those
-        that each device sends for a micro-batch.
-        """
-        return {
-            "meshes": [list(mesh) for mesh in self.meshes],
-            "layers": [_layer_facts(layer) for layer in self.layers],
-            "unknown": list(self.unknown),
-            "gathers": self.gathers,
-        }
-
     def __str__(self) -> str:
         """Print the layers that differ, each with its calls and its weights."""
         parts = [_summary(self)]
@@ -141,25 +129,6 @@ class Sharding:
             else:
                 parts.append(_table(layer))
         return "\n".join(parts)
-
-
-def _layer_facts(layer: LayerSharding) -> dict[str, Any]:
-    return {
-        "name": layer.name,
-        "weights": {name: layout_text(layout) for name, layout in layer.weights.items()},
-        "forward_bytes": layer.forward_bytes,
-        "backward_bytes": layer.backward_bytes,
-        "operators": [
-            {
-                "function": call.function,
-                "takes": [*map(layout_text, call.takes)],
-                "gives": [*map(layout_text, call.gives)],
-                "forward_bytes": call.forward_bytes,
-                "backward_bytes": call.backward_bytes,
-            }
-            for call in layer.calls
-        ],
-    }
 
 
 def meshes_text(meshes: Sequence[Sequence[int]]) -> str:
