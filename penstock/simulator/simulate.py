@@ -11,13 +11,11 @@ from penstock.schedules.collection import collection_paused
 from penstock.schedules.costs import Costs, per_edge, per_stage
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfers, chain_transfers
-from penstock.schedules.walk import Run, walk_runs
+from penstock.schedules.walk import walk_runs
 from penstock.trace.timeline import Span, Timeline
 
 from .engine import Compiled, Edge, Engine, Pool, Way, compiled
 
-Watch = Callable[[Iterable[Run], int], Iterable[Run]]
-"""Yields on the runs of a walk with so many instructions, to show how far it is."""
 _span = partial(tuple.__new__, Span)  # what Span() does in the end, without Python in between
 
 
@@ -38,7 +36,6 @@ class Sharing:
 def simulate(
     schedule: ir.Schedule,
     costs: Costs,
-    watch: Watch | None = None,
     *,
     transfers: Transfers | None = None,
     sharing: Sharing | None = None,
@@ -52,15 +49,14 @@ def simulate(
     the last one of a rank ends when they have; they wait for no link.
     Where the schedule has no communication yet, it is added for `transfers`; without these, for a
     chain in which every stage feeds the next.
-    The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.  `watch` is given
-    the runs of the walk and the number of instructions, and yields them on, to show how far it is.
+    The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.
 
     Raises:
         ConfigError: `costs` lacks a stage or an edge of the schedule.
         ScheduleError: ranks would wait for each other for ever.
     """
     program = compiled(_with_communication(schedule, transfers))
-    ends_s = _ends_s(program, costs, sharing, watch)
+    ends_s = _ends_s(program, costs, sharing)
     num_bytes = sharing.num_bytes if sharing is not None else {}
     return Timeline(tuple(_spans(program.schedule, ends_s, num_bytes)))
 
@@ -75,13 +71,10 @@ def step_s(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> f
     return max(of_rank[-1] for of_rank in _ends_s(program, costs, sharing))
 
 
-def _ends_s(
-    program: Compiled, costs: Costs, sharing: Sharing | None, watch: Watch | None = None
-) -> list[list[float]]:
+def _ends_s(program: Compiled, costs: Costs, sharing: Sharing | None) -> list[list[float]]:
     """Return when each instruction of each rank ends, after a 0."""
     engine = _engine(program, costs, sharing)
-    runs = engine.runs()
-    for _ in runs if watch is None else watch(runs, sum(map(len, program.codes))):
+    for _ in engine.runs():
         pass
     if any(p < len(codes) for p, codes in zip(engine.position, program.codes, strict=True)):
         for _ in walk_runs(program.schedule):  # raises, and says who waits for whom
