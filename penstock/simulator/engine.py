@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from penstock.schedules import ir
 from penstock.schedules.collection import collection_paused
-from penstock.schedules.walk import Run
 
 Edge = tuple[bool, int, int]
 """(is a gradient, from stage, to stage) of a message."""
@@ -186,22 +185,18 @@ class Engine:
         self.position = [0] * len(program.codes)
         self.ends_s: list[list[float]] = [[0] for _ in program.codes]
 
-    def runs(self) -> Iterator[Run]:
-        """Run everything that can be run; yield (rank, start, stop) after each stretch."""
+    def run(self) -> None:
+        """Run everything that can be run."""
         ready, num_ranks = self._ready, len(self._program.codes)
         ready.extend(zip(repeat(0), range(num_ranks), repeat(0)))
         while ready:
             now_s, who, version = heappop(ready)
             if who < num_ranks:
-                start = self.position[who]
                 self._advance(who, now_s)
-                if self.position[who] > start:
-                    yield who, start, self.position[who]
                 continue
             pool = self._pools[who - num_ranks]
             if version == pool.version:
                 rank = pool.end(now_s)
-                yield rank, self.position[rank], self.position[rank] + 1
                 self.ends_s[rank].append(now_s)
                 self.position[rank] += 1
                 heappush(ready, (now_s, rank, 0))

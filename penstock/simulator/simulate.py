@@ -74,8 +74,7 @@ def step_s(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> f
 def _ends_s(program: Compiled, costs: Costs, sharing: Sharing | None) -> list[list[float]]:
     """Return when each instruction of each rank ends, after a 0."""
     engine = _engine(program, costs, sharing)
-    for _ in engine.runs():
-        pass
+    engine.run()
     if any(p < len(codes) for p, codes in zip(engine.position, program.codes, strict=True)):
         for _ in walk_runs(program.schedule):  # raises, and says who waits for whom
             pass
