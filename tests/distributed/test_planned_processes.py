@@ -47,15 +47,20 @@ def refused(ended: list[Ended], said: str) -> None:
         assert process.code == 2 and len(lines) == 1 and said in lines[0], process.output
 
 
-@pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a recipe, another that plans itself, and clusters."""
-    folder = tmp_path_factory.mktemp("planned")
+def with_recipes(folder: Path) -> Path:
+    """Put a text, a recipe of it, and another that plans itself into a folder."""
     (folder / "text.txt").write_text(LINES)
     text = TEXT.replace("PATH", str(folder / "text.txt"))
     (folder / "keys.toml").write_text(text)
     layout = "num_stages = 2\nnum_microbatches = 2"
     (folder / "auto.toml").write_text(text.replace(layout, 'plan = "auto"\nnum_microbatches = 2'))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with a recipe, another that plans itself, and clusters."""
+    folder = with_recipes(tmp_path_factory.mktemp("planned"))
     for hosts in ((1, 2), (1, 1), (2,), (1,)):
         cluster_of(*hosts).save(folder / f"{'+'.join(map(str, hosts))}.toml")
     return folder
