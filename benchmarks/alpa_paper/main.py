@@ -32,6 +32,7 @@ from .picture import Picture
 from .planned import AUTO, HANDOVERS, Planned, step_s
 from .subjects import ALPAS, DEVICES, GPT, MOE, NEWEST, RESNET, Subject, subjects
 
+_TABLES = GPT, MOE, RESNET
 _LIMIT_S = 180
 _CLOSE = 1e-9
 INTERRUPTED = "was interrupted"
@@ -214,7 +215,7 @@ def run(options: argparse.Namespace) -> None:
     os.environ["PENSTOCK_CACHE"] = "off"  # prices of an earlier run would make the search short
     load = Load.now()
     published = read_published(options.published) if options.published else {}
-    tables = (GPT,) if options.smallest else (GPT, MOE, RESNET)
+    tables = (GPT,) if options.smallest else options.models
     chosen = [own for own in subjects(tables) if own.num_devices in options.sizes]
     chosen.sort(key=lambda own: own.num_devices)
     how = chosen, published, options.limit
@@ -249,6 +250,13 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="N,N",
         default=DEVICES,
         help=f"numbers of devices, of {DEVICES}",
+    )
+    options.add_argument(
+        "--models",
+        nargs="+",
+        choices=_TABLES,
+        default=_TABLES,
+        help="of which models there are rows",
     )
     options.add_argument(
         "--limit",

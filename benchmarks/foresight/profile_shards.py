@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.collectives import all_gather_s, all_reduce_s, all_to_all_s
+from penstock.costs.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+)
 from penstock.costs.count import count_layers, record_graph
 from penstock.costs.layer_run import LayerRun, run_alone, untouched, untouched_gradients
 from penstock.costs.layer_weights import MakeOptimizer, layer_weights
@@ -139,6 +144,11 @@ class _Silent(Collectives):
         num_bytes = tensor.element_size() * sum(map(prod, shapes))
         self.spent_s.append(all_gather_s(self.cluster, self.ranks, num_bytes))
         return [_of_shape(tensor, shape) for shape in shapes]
+
+    def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
+        num_bytes = sum(part.nbytes for part in parts)
+        self.spent_s.append(reduce_scatter_s(self.cluster, self.ranks, num_bytes))
+        return parts[self.rank]
 
     def all_to_all(
         self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str

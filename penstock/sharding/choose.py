@@ -97,7 +97,7 @@ class Problem:
         tables = [*self.costs, *self.pairs.values(), *(own.seconds for own in self.shared)]
         tables += [*(side.which for side in sides), *more]
         nodes = [*self.pairs], [len(own.users) for own in self.shared], [x.node for x in sides]
-        found = sha256(repr((nodes, [(x.shape, x.dtype) for x in tables], gap)).encode())
+        found = sha256(repr((nodes, [(x.shape, x.dtype.num) for x in tables], gap)).encode())
         for table in tables:
             found.update(table.tobytes())
         return found.digest()

@@ -76,9 +76,20 @@ class Costs:
 
     def call_s(self, call: Call, planned: PlannedCall) -> float:
         """Return the seconds of a call, forward and backward."""
+        return sum(self._parts_s(call, planned))
+
+    def _parts_s(self, call: Call, planned: PlannedCall) -> tuple[float, float]:
+        """Return the seconds of a call's forward, and of the rest of it."""
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
-        own = sum(self._operator_s(operator, parts) for operator in call.operators)
-        return own * self.factor(call.layer)
+        key = call.operators, parts
+        if key not in self._known_operators:
+            both = [0.0, 0.0]
+            for operator in call.operators:
+                both[operator.part is not Part.FORWARD] += self._operator_s(operator, parts)
+            self._known_operators[key] = both[0], both[1]
+        forward_s, rest_s = self._known_operators[key]
+        factor = self.factor(call.layer)
+        return forward_s * factor, rest_s * factor
 
     def factor(self, layer: int) -> float:
         """Return how many times the roofline's seconds the operators of a layer take."""
@@ -92,16 +103,11 @@ class Costs:
         """
         once_s = sum(self.once_s(*own) for own in self._at_rest(graph, calls, plan.name, plan))
         planned = plan.calls or (PlannedCall("", (ALIKE,) * len(self.mesh)),) * len(calls)
-        forward_s, every_s = 0.0, 0.0
-        for call, own in zip(calls, planned, strict=True):
-            parts = prod(n for n, c in zip(self.mesh, own.choices, strict=True) if c.cut)
-            for operator in call.operators:
-                operator_s = self._operator_s(operator, parts) * self.factor(call.layer)
-                every_s += operator_s
-                forward_s += operator_s if operator.part is Part.FORWARD else 0.0
+        every = [self._parts_s(*own) for own in zip(calls, planned, strict=True)]
+        forward_s, rest_s = map(sum, zip(*every, strict=True)) if every else (0.0, 0.0)
         sent = plan.forward_bytes + plan.backward_bytes
         share = plan.forward_bytes / sent if sent else 0.0
-        return forward_s + max(0.0, seconds - once_s - every_s) * share
+        return forward_s + max(0.0, seconds - once_s - forward_s - rest_s) * share
 
     def conversions_s(
         self,
@@ -117,21 +123,15 @@ class Costs:
         how = spec.num_bytes, spec.wants_gradient, times
         key = how, tuple(before), tuple(after)
         if key not in self._known_tables:
-            rows = [[self._conversion_s(*how, old, new) for new in after] for old in before]
-            self._known_tables[key] = numpy.array(rows)
+            moves, places = _moves_between(tuple(before), tuple(after))
+            each_s = [
+                self._move_s(axis, move, spec.num_bytes / prod(self.mesh[n] for n in cut))
+                for axis, cut, move in moves
+            ]
+            found = numpy.array(each_s)[places].sum(axis=-1) @ (times, float(spec.wants_gradient))
+            is_none = numpy.array([[old == new for new in after] for old in before])
+            self._known_tables[key] = found + numpy.where(is_none, 0.0, _EACH_CONVERSION_S)
         return self._known_tables[key]
-
-    def _conversion_s(
-        self, num_bytes: int, has_gradient: bool, times: float, before: Layout, after: Layout
-    ) -> float:
-        if before == after:
-            return 0.0
-        found = _EACH_CONVERSION_S
-        for axis, cut, both in _moves_of(before, after):
-            parts = prod(self.mesh[n] for n in cut)
-            for move, number in zip(both, (times, has_gradient), strict=True):
-                found += number * self._move_s(axis, move, num_bytes / parts)
-        return found
 
     def times(self, is_saved: bool) -> float:
         """Return how many times a weight that is cut is gathered for a micro-batch: again for the
@@ -260,6 +260,10 @@ class Costs:
         return {}
 
     @cached_property
+    def _known_operators(self) -> dict[tuple[tuple[Operator, ...], int], tuple[float, float]]:
+        return {}
+
+    @cached_property
     def _known_tables(self) -> dict[object, Any]:
         return {}
 
@@ -284,6 +288,23 @@ def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int
 def _slices(layout: Layout) -> Layout:
     """Return a layout in which a device holds as much of a value."""
     return tuple(state if isinstance(state, S) else I for state in layout)
+
+
+@lru_cache(maxsize=1 << 12)
+def _moves_between(before: tuple[Layout, ...], after: tuple[Layout, ...]) -> tuple[Any, Any]:
+    """Return the moves of which conversions are made: along which axis, which other axes cut the
+    value, and what is done, first of all nothing; and which of them each conversion needs,
+    [before, after, value or gradient, step].
+    """
+    nothing: tuple[int, tuple[int, ...], Move] = 0, (), Move.NONE
+    known, every = {nothing: 0}, [[_moves_of(old, new) for new in after] for old in before]
+    num_steps = max(len(own) for row in every for own in row)
+    places = numpy.zeros((len(before), len(after), 2, num_steps), dtype=int)
+    for i, j in numpy.ndindex(len(before), len(after)):
+        for step, (axis, cut, both) in enumerate(every[i][j]):
+            for way, move in enumerate(both):
+                places[i, j, way, step] = known.setdefault((axis, cut, move), len(known))
+    return [*known], places
 
 
 @lru_cache(maxsize=1 << 16)

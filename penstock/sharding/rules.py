@@ -130,33 +130,35 @@ _SPELLED = {
 }
 
 
-def choices(seen: Seen, count: int) -> list[Choice]:
+@lru_cache(maxsize=1 << 14)
+def choices(seen: Seen, count: int) -> tuple[Choice, ...]:
     """Return all ways to divide a call among `count` devices, those by all alike first."""
     num_takes, num_gives = len(seen.takes), len(seen.gives)
     found = [Choice((state,) * num_takes, (state,) * num_gives) for state in (I, R)]
     own = find(seen)
     if own is None:
-        return found
+        return tuple(found)
     if own.is_linear and num_takes:
         found.append(Choice((P,) * num_takes, (P,) * num_gives))
     letters = dict.fromkeys("".join((*own.takes, *own.gives)).replace(WHOLE, ""))
     found += [_cut(own, letter) for letter in letters]
-    return [choice for choice in found if _is_enough(seen, (choice,), (count,))]
+    return tuple(choice for choice in found if _is_enough(seen, (choice,), (count,)))
 
 
 def divisions(seen: Seen, mesh: Sequence[int]) -> tuple[tuple[Choice, ...], ...]:
     """Return all ways to divide a call along each axis of a mesh."""
-    return tuple(tuple(choices(seen, count)) for count in mesh)
+    return tuple(choices(seen, count) for count in mesh)
 
 
 def together(
-    seen: Seen, by_axis: Sequence[Sequence[Choice]], mesh: Sequence[int]
+    seen: Seen, by_axis: Sequence[Sequence[Choice]], mesh: tuple[int, ...]
 ) -> list[tuple[Choice, ...]]:
     """Return a choice for each axis, in all ways that leave each device something."""
     return [own for own in product(*by_axis) if _is_enough(seen, own, mesh)]
 
 
-def fits(shape: Shape, layout: Layout, mesh: Sequence[int]) -> bool:
+@lru_cache(maxsize=1 << 16)
+def fits(shape: Shape, layout: Layout, mesh: tuple[int, ...]) -> bool:
     """Tell whether each device gets something of a tensor: of one without elements, when whole."""
     return all(
         max(length, 1)
@@ -165,7 +167,7 @@ def fits(shape: Shape, layout: Layout, mesh: Sequence[int]) -> bool:
     )
 
 
-def _is_enough(seen: Seen, own: Sequence[Choice], mesh: Sequence[int]) -> bool:
+def _is_enough(seen: Seen, own: Sequence[Choice], mesh: tuple[int, ...]) -> bool:
     """Tell whether each device gets something of what is cut."""
     takes = zip(seen.takes, zip(*(choice.takes for choice in own), strict=True), strict=True)
     gives = zip(seen.gives, zip(*(choice.gives for choice in own), strict=True), strict=True)

@@ -79,7 +79,7 @@ def _whole(func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in flatten(func(*args, **kwargs))[0]]
 
 
-def random_plan(graph: Graph, mesh: Sequence[int], seed: int) -> LayerSharding:
+def random_plan(graph: Graph, mesh: tuple[int, ...], seed: int) -> LayerSharding:
     """Choose one of all choices of each call, mostly one that cuts, and any states at rest."""
     draw = random.Random(seed)
     calls = routed_calls(graph, 0)
@@ -114,7 +114,7 @@ def differences(
     found: list[Difference] = []
     cut: set[str] = set()
     for seed in seeds:
-        plan = random_plan(graph, [axis.size for axis in axes], seed)
+        plan = random_plan(graph, tuple(axis.size for axis in axes), seed)
         cut |= {c.function for c in plan.calls if any(choice.cut for choice in c.choices)}
         module = deepcopy(whole)
         divided = DividedLayer(0, module, plan, axes)

@@ -117,7 +117,7 @@ def sent(mesh: Mesh, seeds: list[int]) -> list[tuple[int, int]]:
     graph = record_graph(as_layers([block]), whole)
     found = []
     for seed in seeds:
-        plan, counted = random_plan(graph, [axis.size for axis in axes], seed), [0.0]
+        plan, counted = random_plan(graph, tuple(axis.size for axis in axes), seed), [0.0]
         module = deepcopy(block)
         divided = DividedLayer(0, module, plan, axes)
         keep_slices(divided.cut)

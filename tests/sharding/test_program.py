@@ -42,7 +42,7 @@ def graph_weights(graph: Graph) -> list[TensorSpec]:
     return [spec for spec in graph.tensors if spec.name and spec.wants_gradient]
 
 
-def choices_of(module: nn.Module, count: int = 2) -> list[Choice]:
+def choices_of(module: nn.Module, count: int = 2) -> tuple[Choice, ...]:
     graph = graph_of(module)
     (call,) = graph.of_layer(1)
     return choices(Seen.of(graph, call), count)
