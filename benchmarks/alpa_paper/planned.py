@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from penstock.automatic import choose
 from penstock.automatic.baselines import BASELINES, RestrictedPrices, plan_baseline
 from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes
+from penstock.automatic.prices import MeshPrices
 from penstock.automatic.remembered import RememberedSearch, is_cut_short
 from penstock.errors import PlanError
 from penstock.planner.packing import Submesh
@@ -75,7 +76,8 @@ class Planned:
     def auto(self, number: int) -> MeshChoice:
         """Return the plan of the whole search with what it was chosen from."""
         with (
-            clocked(self.search_s, "programs", RememberedSearch, "of_ranges"),
+            clocked(self.search_s, "begin", MeshPrices, "begin"),
+            clocked(self.search_s, "ranges", RememberedSearch, "of_ranges"),
             clocked(self.search_s, "stages", choose, "find_stages"),
         ):
             graph_of = timed(self.search_s, "graph", self.task.graph_of)
@@ -87,9 +89,9 @@ class Planned:
         found = self.search_s
         return {
             "graph_s": found["graph"],
-            "programs_s": found["programs"],
-            "stages_s": found["stages"] - found["programs"],
-            "simulation_s": found["all"] - found["graph"] - found["stages"],
+            "programs_s": found["begin"] + found["ranges"],
+            "stages_s": found["stages"] - found["ranges"],
+            "simulation_s": found["all"] - found["graph"] - found["begin"] - found["stages"],
             "search_s": found["all"],
         }
 

@@ -7,7 +7,8 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from itertools import chain, product, repeat
@@ -17,6 +18,7 @@ from typing import Any
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
+from penstock.doctor.facts import core_numbers
 from penstock.errors import PlanError
 from penstock.planner.arguments import Model
 from penstock.planner.placement import Placement
@@ -24,7 +26,7 @@ from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.stage_rows import PredictedStage
 from penstock.planner.stage_table import Task
 from penstock.planner.stage_work import made, work_of
-from penstock.planner.submeshes import Answer, find_stages
+from penstock.planner.submeshes import Answer, find_stages, submeshes
 from penstock.planner.unsplit import divides_backwards
 from penstock.planner.wanted import Wanted
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
@@ -162,11 +164,24 @@ def _look(
     sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)
     best_s = min((own.step_s for own in found), default=inf)
     try:
-        answers = _answers(sized, _NEAR * best_s)
+        with _executor() as executor:
+            prices.begin(submeshes(sized.hosts), executor)
+            answers = _answers(sized, _NEAR * best_s)
     except PlanError as error:
         lacks.append(str(error))
         return
     _compare(task, answers, prices, sized, found)
+
+
+@contextmanager
+def _executor() -> Iterator[Executor]:
+    """Yield an executor whose work ends with the block, if this fails unfinished."""
+    with ThreadPoolExecutor(len(core_numbers())) as executor:
+        try:
+            yield executor
+        except BaseException:
+            executor.shutdown(cancel_futures=True)
+            raise
 
 
 def _answers(sized: Task, limit_s: float) -> list[Answer]:

@@ -5,7 +5,8 @@ layers x sub-mesh     the best of the logical shapes of its devices, by a way to
 a shape               one integer program for each kind of layer, composed for all ranges
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -104,6 +105,12 @@ class MeshPrices:
     factors: tuple[float, ...] = ()
     """Measured seconds of each layer by those of the roofline, where layers were measured."""
 
+    def begin(self, submeshes: Iterable[Submesh], executor: Executor) -> None:
+        """Let an executor solve the programs of all shapes of meshes, from now on."""
+        for submesh in submeshes:
+            for shape in self._shapes(submesh) if self._may_be(submesh).any() else ():
+                self._search(submesh, shape).begin(self.way.byte_s, executor)
+
     def on_mesh(self, start: int, end: int, submesh: Submesh) -> OnMesh | None:
         """Return the fastest way to run a stage on a mesh; of those that fit, if any does.  None
         where the cut is inside a span.
@@ -175,7 +182,7 @@ class MeshPrices:
         """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self._tables:
-            summed = self._summed(self._ranges(submesh, shape))
+            summed = self._summed(self._search(submesh, shape).of_ranges(self.way.byte_s))
             total_s, once_s, stays, updates, keeps, enters, graph = summed
             price = total_s, stays, keeps
             if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
@@ -208,7 +215,7 @@ class MeshPrices:
     def _tables(self) -> dict[object, Numbers]:
         return {}
 
-    def _ranges(self, submesh: Submesh, shape: tuple[int, ...]) -> Ranges:
+    def _search(self, submesh: Submesh, shape: tuple[int, ...]) -> RememberedSearch:
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self.shared:
             ready = ready_plan(self.plan)
@@ -219,7 +226,7 @@ class MeshPrices:
             search = partial(Search, self.graph, names, Part(every), ready, costs)
             facts = f"{self.graph.digest} {names} {self.plan} {costs}"
             self.shared[key] = RememberedSearch(facts, search, shape, len(names))
-        return self.shared[key].of_ranges(self.way.byte_s)
+        return self.shared[key]
 
     def devices(self, submesh: Submesh) -> tuple[int, ...]:
         """Return the first devices of the cluster that make such a mesh."""

@@ -10,6 +10,7 @@ and written anew.
 
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import sha256
@@ -39,23 +40,30 @@ class RememberedSearch:
     num_layers: int
     _known: dict[float, Ranges] = field(default_factory=dict)
 
+    def begin(self, byte_s: float, executor: Executor) -> None:
+        """Let an executor solve the programs that `of_ranges` needs, from now on."""
+        if byte_s in self._known:
+            return
+        kept = _read(self._file(byte_s))
+        if kept is None:
+            self._search.begin(byte_s, executor)
+            return
+        numbers = np.frombuffer(zlib.decompress(kept), _NUMBERS)
+        self._known[byte_s] = Ranges(*numbers.reshape(-1, self.num_layers, self.num_layers + 1))
+
     def of_ranges(self, byte_s: float) -> Ranges:
-        """Return what every range of the layers costs as a stage of its own."""
+        """Return what every range of the layers costs as a stage of its own, once it is begun."""
         if byte_s not in self._known:
-            self._known[byte_s] = self._found(byte_s)
+            with saying(f"dividing layers among {' x '.join(map(str, self.shape))} devices"):
+                found = self._search.of_ranges(byte_s)
+            kept = np.stack(found).astype(_NUMBERS).tobytes()
+            _keep(self._file(byte_s), zlib.compress(kept))
+            self._known[byte_s] = found
         return self._known[byte_s]
 
-    def _found(self, byte_s: float) -> Ranges:
+    def _file(self, byte_s: float) -> Path | None:
         facts = f"{_source()} {self.facts} {byte_s!r}"
-        file = cache_file("prices", sha256(facts.encode()).hexdigest())
-        kept = _read(file)
-        if kept is not None:
-            numbers = np.frombuffer(zlib.decompress(kept), _NUMBERS)
-            return Ranges(*numbers.reshape(-1, self.num_layers, self.num_layers + 1))
-        with saying(f"dividing layers among {' x '.join(map(str, self.shape))} devices"):
-            found = self._search.of_ranges(byte_s)
-        _keep(file, zlib.compress(np.stack(found).astype(_NUMBERS).tobytes()))
-        return found
+        return cache_file("prices", sha256(facts.encode()).hexdigest())
 
     @cached_property
     def _search(self) -> Search:

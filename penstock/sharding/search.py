@@ -9,7 +9,7 @@ those of the shortest way through.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise, product
@@ -167,20 +167,8 @@ class Search:
             found[-1] = replace(found[-1], multiple=each, gives_slices=prod(own) == 1)
         return found
 
-    def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
-        """Return what every range of the layers costs as a stage of its own; programs are solved
-        several at a time.
-        """
-        with ThreadPoolExecutor() as executor:
-            try:
-                self._begin(executor, byte_s)
-                return self._of_ranges(byte_s)
-            except BaseException:
-                executor.shutdown(cancel_futures=True)
-                raise
-
-    def _begin(self, executor: Executor, byte_s: float) -> None:
-        """Let an executor solve the programs of all layers."""
+    def begin(self, byte_s: float, executor: Executor) -> None:
+        """Let an executor solve the programs that `of_ranges` needs, from now on."""
         begun, before = set[object](), {self._whole}
         for place in range(len(self._layers)):
             after = {self._whole, *self._borders(place)}
@@ -191,7 +179,8 @@ class Search:
                     self._program(key, place, borders).begin(byte_s, executor)
             before = after
 
-    def _of_ranges(self, byte_s: float) -> "Ranges":
+    def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
+        """Return what every range of the layers costs as a stage of its own."""
         count = len(self._layers)
         sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(5)]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
