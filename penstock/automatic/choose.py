@@ -18,7 +18,6 @@ from typing import Any
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
-from penstock.doctor.facts import core_numbers
 from penstock.errors import PlanError
 from penstock.planner.arguments import Model
 from penstock.planner.placement import Placement
@@ -29,6 +28,7 @@ from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages, submeshes
 from penstock.planner.unsplit import divides_backwards
 from penstock.planner.wanted import Wanted
+from penstock.runtime.devices import num_cores
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
@@ -176,7 +176,7 @@ def _look(
 @contextmanager
 def _executor() -> Iterator[Executor]:
     """Yield an executor whose work ends with the block, if this fails unfinished."""
-    with ThreadPoolExecutor(len(core_numbers())) as executor:
+    with ThreadPoolExecutor(num_cores()) as executor:
         try:
             yield executor
         except BaseException:

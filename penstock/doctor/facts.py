@@ -10,14 +10,9 @@ from pathlib import Path
 
 import torch
 
+from penstock.runtime.devices import core_numbers
+
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def core_numbers() -> tuple[int, ...]:
-    """Return the numbers of the cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
 
 
 def quota_cores() -> float | None:

@@ -46,11 +46,16 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
+def core_numbers() -> tuple[int, ...]:
+    """Return the numbers of the cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
 def num_cores() -> int:
     """Count the cores this process may use."""
-    return (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    return len(core_numbers())
 
 
 class StageDevice:

@@ -19,8 +19,8 @@ from penstock.doctor.calibration.calibrate import (
 from penstock.doctor.calibration.figures import Figure, Spread, comment_of, seconds_of
 from penstock.doctor.calibration.links import MeasuredLink, measure_threads
 from penstock.doctor.calibration.work import TINY, rates, share_at, shares_alone
-from penstock.doctor.facts import core_numbers
 from penstock.interval import least
+from penstock.runtime.devices import num_cores
 
 CPU = torch.device("cpu")
 Captured = pytest.CaptureFixture[str]
@@ -47,7 +47,7 @@ def test_a_calibration_is_a_cluster_that_a_file_gives_again(tmp_path: Path) -> N
         return
     assert "processes: a small message" in (tmp_path / "cluster.toml").read_text()
     cores = len(cluster.hosts[0].devices)
-    assert 1 <= cores <= len(core_numbers())
+    assert 1 <= cores <= num_cores()
     assert {*cluster.hosts[0].devices} == {"core"}
     assert len(cluster.hosts[0].busy_speed) == cores
     if cores > 1:

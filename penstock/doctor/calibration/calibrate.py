@@ -16,7 +16,8 @@ import torch
 
 from penstock.costs.cluster import Cluster, Host
 from penstock.costs.device import Device
-from penstock.doctor.facts import core_numbers, memory_bytes, quota_cores
+from penstock.doctor.facts import memory_bytes, quota_cores
+from penstock.runtime.devices import num_cores
 
 from .figures import Figure, Spread, rounded, seconds_of
 from .links import MeasuredLink, measure_gpus, measure_processes, measure_threads
@@ -97,14 +98,13 @@ def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibra
 
 
 def _cores(budget_s: float, sizes: Sizes) -> Calibration:
-    visible = len(core_numbers())
-    num_cores = max(1, min(visible, int(quota_cores() or visible)))
+    count = max(1, min(num_cores(), int(quota_cores() or num_cores())))
     cpu = torch.device("cpu")
-    facts = DeviceFacts("core", memory_bytes() // num_cores, _source(_cpu_name()))
+    facts = DeviceFacts("core", memory_bytes() // count, _source(_cpu_name()))
     began_s, used_s = time.perf_counter(), time.thread_time()
     core, figures = measure_device(cpu, facts, sizes, budget_s * _OF_DEVICES)
     had_core = (time.thread_time() - used_s) / (time.perf_counter() - began_s)
-    mixed = shares_alone(partial(mixed_work, sizes), num_cores, budget_s * _OF_CROWDS)
+    mixed = shares_alone(partial(mixed_work, sizes), count, budget_s * _OF_CROWDS)
     part_s = budget_s * _OF_LINKS / 2
     links = {
         "threads": measure_threads(_MESSAGE_BYTES, part_s),
@@ -112,11 +112,11 @@ def _cores(budget_s: float, sizes: Sizes) -> Calibration:
     }
     described = Host(
         name=platform.node() or "host",
-        devices=("core",) * num_cores,
+        devices=("core",) * count,
         port="threads",
         processes="processes",
         memory_bytes=memory_bytes(),
-        busy_speed=_for_each(mixed, num_cores),
+        busy_speed=_for_each(mixed, count),
     )
     figures += _crowd_figures("mixed work", mixed)
     return _calibration(described, {"core": core}, links, figures, had_core)
