@@ -121,7 +121,7 @@ def kept(mesh: Mesh, plan: str) -> tuple[dict[int, int], int]:
     ("ranks", "sharding"),
     [
         pytest.param(UNLIKE, "data", marks=pytest.mark.slow),
-        (TWO, "megatron"),
+        pytest.param(TWO, "megatron", marks=pytest.mark.slow),
         pytest.param(TWO, "zero3", marks=pytest.mark.slow),
         pytest.param(FOUR, "data", marks=pytest.mark.slow),
     ],

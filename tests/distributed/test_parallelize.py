@@ -30,7 +30,7 @@ def job(hosts: str, folder: Path, count: int, **options: Any) -> list[dict[str, 
     ("hosts", "number", "meshes"),
     [
         ("1,2", 5, [[1, 2], [0]]),
-        ("1,2", 1, [[1, 2]]),
+        pytest.param("1,2", 1, [[1, 2]], marks=pytest.mark.slow),
         pytest.param("2,1", 5, [[0, 1], [2]], marks=pytest.mark.slow),
         pytest.param("1,2,1", 5, [[1, 2], [0]], marks=pytest.mark.slow),
         pytest.param("3", None, [[0, 1, 2]], marks=pytest.mark.slow),
