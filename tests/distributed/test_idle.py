@@ -14,6 +14,7 @@ from penstock import schedules
 from penstock.planner.placement import Placement
 from tests.distributed.call import call
 from tests.distributed.test_checkpoint_processes import MICROBATCHES, batch, layers
+from tests.sharding import test_pipeline as gpt
 from tests.side_by_side import same_bits
 
 KINDS: dict[str, Callable[..., Optimizer]] = {"AdamW": AdamW, "Adagrad": Adagrad}
@@ -189,3 +190,39 @@ def test_replicas_beside_an_idle_rank_are_as_without(tmp_path: Path) -> None:
         for step in (0, 1):
             assert idle[kind][step].keys() == {"loss"}
             check_same([of_rank[kind][step] for of_rank in (idle, *own)], wanted[kind][step], kind)
+
+
+def in_shards(mesh: penstock.Mesh, folders: list[str]) -> Tensor:
+    """Train a step of a GPT from what others have saved, if anything, and save."""
+    pipe = gpt.piped(gpt.made(0), mesh=mesh, sharding="megatron" if mesh.world_size > 1 else None)
+    optimizer = AdamW(pipe.parameters(), lr=0.01)
+    before, after = map(Path, folders)
+    if before.exists():
+        penstock.load_checkpoint(before, pipe, optimizer)
+    loss = pipe.train_step(gpt.WORDS, gpt.WORDS)
+    optimizer.step()
+    optimizer.zero_grad()
+    penstock.save_checkpoint(after, pipe, optimizer)
+    return loss
+
+
+@pytest.mark.slow
+def test_shards_beside_an_idle_rank_go_on_from_other_layouts_and_these_from_them(
+    tmp_path: Path,
+) -> None:
+    chain = (
+        Placement((((1, 2),),), ("cpu",), idle=(0,)),
+        Placement((((0,),), ((1, 2),)), ("cpu",) * 2),
+        Placement((((2, 3),), ((1,),)), ("cpu",) * 2, stage_places=(0, 1), idle=(0,)),
+        Placement((((0,),),), ("cpu",)),
+        Placement((((1, 2),),), ("cpu",), idle=(0,)),
+    )
+    pipe = gpt.as_one()
+    optimizer = AdamW(pipe.parameters(), lr=0.01)
+    for step, placement in enumerate(chain):
+        wanted = pipe.train_step(gpt.WORDS, gpt.WORDS)
+        optimizer.step()
+        optimizer.zero_grad()
+        folders = [str(tmp_path / str(n)) for n in (step, step + 1)]
+        for loss in call(in_shards, placement, tmp_path, folders=folders):
+            assert torch.allclose(loss, wanted, rtol=0, atol=1e-12), step
