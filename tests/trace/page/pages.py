@@ -63,4 +63,4 @@ def full_page() -> Page:
 @cache
 def large_step() -> Timeline:
     """Return a step of a thousand ranks and more than a hundred thousand spans."""
-    return simulate(gpipe(1_000, 27), COSTS)
+    return simulate(gpipe(1_000, 17), COSTS)
