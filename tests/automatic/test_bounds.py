@@ -50,7 +50,7 @@ def what(own: Candidate) -> tuple[object, ...]:
     return own.answer.stages, own.family, own.prices.plan, own.prices.way
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 16])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2, 16])
 @pytest.mark.parametrize("where", CLUSTERS)
 def test_what_is_not_simulated_would_not_be_faster(
     where: str, num_microbatches: int, monkeypatch: pytest.MonkeyPatch

@@ -89,7 +89,11 @@ def test_a_layer_longer_than_all_others_is_a_cluster_beside_them() -> None:
     [
         pytest.param(lambda: Chain(30), id="attributes"),
         pytest.param(lambda: Nested(6), id="nested"),
-        pytest.param(lambda: nn.Sequential(*(linear() for _ in range(150))), id="long"),
+        pytest.param(
+            lambda: nn.Sequential(*(linear() for _ in range(150))),
+            id="long",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(lambda: Chain(300), id="long attributes", marks=pytest.mark.slow),
         pytest.param(
             lambda: nn.Sequential(*(linear() for _ in range(500))),

@@ -48,6 +48,7 @@ def test_the_page_about_profiles_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["counted"].layers == found["here"].layers
 
 
+@pytest.mark.slow
 def test_the_page_about_planning_runs() -> None:
     found: dict[str, Any] = {}
     exec(compile(code_of("planning.md"), "planning.md", "exec"), found)

@@ -28,6 +28,7 @@ def test_a_rank_that_nobody_has_is_named_by_rank_0(ranks: str) -> None:
     assert not any("Traceback" in each.output for each in ended)
 
 
+@pytest.mark.slow
 def test_where_rank_0_does_not_come_the_others_say_that_nobody_is_there() -> None:
     for ended in start(2, [*JOB, "as", "1,2", "2"], {"WORLD_SIZE": "3"}).wait(60):
         assert ended.code == 2

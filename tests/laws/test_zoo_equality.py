@@ -215,7 +215,13 @@ def test_a_member_trains_cut_as_it_does_whole_by_many_schedules(name: str) -> No
         check(name, run)
 
 
-@pytest.mark.parametrize("name", ZOO_MEMBERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if number % 2 else [])
+        for number, name in enumerate(ZOO_MEMBERS)
+    ],
+)
 def test_each_layer_of_a_member_may_be_a_stage(name: str) -> None:
     """One of training only, too: in evaluation that stage has nothing to do."""
     partition = [1] * len(captured_layers(*make(name)))

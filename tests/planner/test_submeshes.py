@@ -175,7 +175,10 @@ def check_placed(
         assert sorted(on.values()) == [number] * num_hosts
 
 
-@pytest.mark.parametrize(("most", "ahead"), [(1, 0), (4, 0), (4, 1), (4, 2), (2, 64)])
+SLOW = [pytest.param(*own, marks=pytest.mark.slow) for own in ((1, 0), (2, 64))]
+
+
+@pytest.mark.parametrize(("most", "ahead"), [(4, 0), (4, 1), (4, 2), *SLOW])
 def test_our_search_finds_what_trying_everything_finds(most: int, ahead: int) -> None:
     """With `ahead`, and 0: by the formula that has none."""
     fits = Counter(check_ours(seed, 0.0, most, ahead) for seed in range(400))
