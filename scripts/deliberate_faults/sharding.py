@@ -2,7 +2,7 @@
 
 from .fault import Fault
 
-_FUZZ = "tests/sharding/test_fuzz.py::test_random_plans_give_what_the_module_gives[short-{}]"
+_FUZZ = "tests/sharding/test_fuzz.py", "short"
 
 FAULTS = (
     Fault(
@@ -10,7 +10,7 @@ FAULTS = (
         "penstock/sharding/kernels_language.py",
         "if not given.dropout_p or not any(",
         "if given or not any(",
-        _FUZZ.format("(2,)"),
+        *_FUZZ,
     ),
     Fault(
         "a slice along two axes begins where that of the last axis does",
@@ -19,14 +19,14 @@ FAULTS = (
         "            if isinstance(state, S) and state.dim == dim\n",
         "            for axis, state in zip(self.axes[-1:], layout[-1:], strict=True)\n"
         "            if isinstance(state, S) and state.dim == dim\n",
-        _FUZZ.format("(2, 2)"),
+        *_FUZZ,
     ),
     Fault(
         "BatchNorm's buffers are changed in a copy that is lost",
         "penstock/sharding/kernels_vision.py",
         "whole.copy_(convert(part, own, (I,) * len(own), local.axes))",
         "convert(part, own, (I,) * len(own), local.axes)",
-        _FUZZ.format("(2,)"),
+        *_FUZZ,
     ),
     Fault(
         "a conversion of partial sums is planned and not made",
