@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from penstock import Mesh
+from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
 from penstock.sharding.convert import convert
+from penstock.sharding.kernels import Local
 from penstock.sharding.layouts import I, Move, P, R, S, State, even, moves, steps
+from penstock.sharding.sizes import Sized
 from tests.distributed.call import call
 
 STATES: list[State] = [I, R, P, S(0), S(1)]
@@ -81,3 +84,15 @@ def test_other_slices_of_the_same_dimension_come_from_the_whole() -> None:
 
 def test_slices_differ_by_one_at_most() -> None:
     assert even(11, 3) == (4, 4, 3)
+
+
+def test_a_slice_along_two_axes_begins_where_it_is_cut_from_the_whole() -> None:
+    """By so much a kernel shifts the numbers of words and classes."""
+    whole, found, outer = torch.arange(11), [], even(11, 2)
+    for first, second in product(range(2), range(3)):
+        axes = Collectives(rank=first, ranks=range(2)), Collectives(rank=second, ranks=range(3))
+        local, layout = Local(Sized((), ()), axes), (S(0, outer), S(0, even(outer[first], 3)))
+        part = local.part_of(whole, layout).tolist()
+        assert part[0] == local.start(layout, 0)
+        found += part
+    assert found == whole.tolist()
