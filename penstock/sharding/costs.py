@@ -123,14 +123,13 @@ class Costs:
         how = spec.num_bytes, spec.wants_gradient, times
         key = how, tuple(before), tuple(after)
         if key not in self._known_tables:
-            moves, places = _moves_between(tuple(before), tuple(after))
+            moves, places, differs = _moves_between(tuple(before), tuple(after))
             each_s = [
                 self._move_s(axis, move, spec.num_bytes / prod(self.mesh[n] for n in cut))
                 for axis, cut, move in moves
             ]
             found = numpy.array(each_s)[places].sum(axis=-1) @ (times, float(spec.wants_gradient))
-            is_none = numpy.array([[old == new for new in after] for old in before])
-            self._known_tables[key] = found + numpy.where(is_none, 0.0, _EACH_CONVERSION_S)
+            self._known_tables[key] = found + _EACH_CONVERSION_S * differs
         return self._known_tables[key]
 
     def times(self, is_saved: bool) -> float:
@@ -291,10 +290,12 @@ def _slices(layout: Layout) -> Layout:
 
 
 @lru_cache(maxsize=1 << 12)
-def _moves_between(before: tuple[Layout, ...], after: tuple[Layout, ...]) -> tuple[Any, Any]:
+def _moves_between(
+    before: tuple[Layout, ...], after: tuple[Layout, ...]
+) -> tuple[list[tuple[int, tuple[int, ...], Move]], Any, Any]:
     """Return the moves of which conversions are made: along which axis, which other axes cut the
-    value, and what is done, first of all nothing; and which of them each conversion needs,
-    [before, after, value or gradient, step].
+    value, and what is done, first of all nothing; which of them each conversion needs,
+    [before, after, value or gradient, step]; and whether there is one [before, after].
     """
     nothing: tuple[int, tuple[int, ...], Move] = 0, (), Move.NONE
     known, every = {nothing: 0}, [[_moves_of(old, new) for new in after] for old in before]
@@ -304,7 +305,8 @@ def _moves_between(before: tuple[Layout, ...], after: tuple[Layout, ...]) -> tup
         for step, (axis, cut, both) in enumerate(every[i][j]):
             for way, move in enumerate(both):
                 places[i, j, way, step] = known.setdefault((axis, cut, move), len(known))
-    return [*known], places
+    differs = numpy.array([[old != new for new in after] for old in before])
+    return [*known], places, differs
 
 
 @lru_cache(maxsize=1 << 16)
