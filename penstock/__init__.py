@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .runtime.profiling import profile as profile
     from .runtime.shard import shard as shard
     from .trace.timeline import Timeline as Timeline
+    from .types import CheckBatches as CheckBatches
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
     from .types import TiedGradients as TiedGradients
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "CheckBatches": "penstock.types",
     "CheckReport": "penstock.equality",
     "Cluster": "penstock.costs.cluster",
     "GradScaler": "penstock.optim.scaler",

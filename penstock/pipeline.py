@@ -54,7 +54,15 @@ from penstock.sharding.plan import Sharding
 from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
-from penstock.types import RecomputePolicy, Reduction, TiedGradients, Trace, Transport
+from penstock.types import (
+    EVERY_CHECK,
+    CheckBatches,
+    RecomputePolicy,
+    Reduction,
+    TiedGradients,
+    Trace,
+    Transport,
+)
 
 
 class Pipeline(AbstractMovable):
@@ -113,6 +121,8 @@ class Pipeline(AbstractMovable):
             default: PER_MICROBATCH.
         sharding: how operators of a stage are divided among its ranks (docs/sharding.md): a name
             such as "auto" or "megatron", or layouts of weights by name.  Needs `example_inputs`.
+        check_batches: when the ranks of a replica, who work on one mini-batch, compare the values
+            they are given; default: at the first eight steps and at every hundredth.
         plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
@@ -152,6 +162,7 @@ class Pipeline(AbstractMovable):
         weights: str | os.PathLike[str] | None = None,
         tied_gradients: TiedGradients | None = None,
         sharding: str | Mapping[str, Any] | None = None,
+        check_batches: CheckBatches = CheckBatches.FIRST,
         plan: Plan | None = None,
     ) -> None:
         resolved = resolve_layers(layers, example_inputs)
@@ -175,6 +186,7 @@ class Pipeline(AbstractMovable):
         )
         check_loss(loss)
         check_reduction(reduction)
+        check_kind("check_batches", check_batches, CheckBatches, EVERY_CHECK)
         records = _as_trace(trace)
         balances = plan is None and arguments.are_measured
         plan = make_plan(arguments, plan, resolved, mesh)
@@ -182,7 +194,8 @@ class Pipeline(AbstractMovable):
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
         with mesh.world.reporting(plan.placement.names):
-            plan, number, balances = agree(plan, resolved, mesh, part, balances=balances)
+            alike = {"check_batches": check_batches}
+            plan, number, balances = agree(plan, resolved, mesh, part, alike, balances=balances)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
             own, draws = loss or resolved.own_loss, weights is None
             engine = Engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
@@ -190,6 +203,7 @@ class Pipeline(AbstractMovable):
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds))
             self.number = engine.splitter.number = number
+            engine.splitter.check_batches(check_batches)
         self._wanted, self._will_balance = Call(plan.num_microbatches, reduction), balances
         self.step, self._evaluations = 0, 0
         self._trace = records

@@ -72,6 +72,24 @@ class TiedGradients(Enum):
     decide what runs sends them with every micro-batch all the same."""
 
 
+class CheckBatches(Enum):
+    """When the ranks of a replica compare the values that they are given for a step.
+
+    All of them work on one mini-batch.  Integers are compared whole, of other tensors up to 4,096
+    values at even distances; ranks that are given None are left out.
+    """
+
+    ALWAYS = "always"
+    """At every step."""
+    FIRST = "first"
+    """At the first eight steps, and then at every hundredth."""
+    NEVER = "never"
+    """At none; of shards of a stage the shapes are compared all the same."""
+
+
+EVERY_CHECK = "one of " + ", ".join(map(str, CheckBatches))
+
+
 class Trace(Enum):
     """What a step records about itself."""
 

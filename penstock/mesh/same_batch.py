@@ -1,41 +1,138 @@
-"""Compare the shapes of what shards of a stage are given, before any of them sends a tensor."""
+"""Compare what ranks of a replica are given for a step, before any of them sends a tensor.
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+Of shards of a stage the shapes are compared at each call.  The values are compared at some, of
+every rank that was given any: ranks whose loaders draw for themselves would train on a mixture of
+their batches, and nothing would look wrong.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy
+import torch
+from torch import Tensor
 
 from penstock.errors import BatchError
-from penstock.model.pytree import flatten
+from penstock.model.pytree import PLAIN_TYPES, constants, flatten
+from penstock.types import CheckBatches
 
-if TYPE_CHECKING:
-    from .control import Control
+from .control import Control
 
-_Ranks = Sequence[Sequence[Sequence[int]]]
-
-
-def shapes_text(inputs: Any, targets: Any) -> str:
-    """Say the shapes and types of a batch; None is not read."""
-    return " and ".join(
-        f"{what} of {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in flatten(value)[0])}"
-        for what, value in (("inputs", inputs), ("targets", targets))
-        if value is not None
-    )
+NOT_GIVEN = -1.0
+_NUM_FIRST, _EACH = 8, 100
+_MOST_ELEMENTS = 4096
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def check_same_shapes(world: "Control", ranks: _Ranks, found: Sequence[float], mine: str) -> None:
-    """See that the shards of each stage read alike; `ranks` are by replica, stage and shard, and
-    `found` is a number of each rank's text.
+class Texts(NamedTuple):
+    """What inputs and targets are, a line for each tensor; empty for what is not compared."""
+
+    inputs: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """A number of each, equal for equal texts; `NOT_GIVEN` for none."""
+        return _number(self.inputs), _number(self.targets)
+
+
+class BatchCheck:
+    """Says what of the batches of one pipeline is compared; counts its calls, as all ranks do."""
+
+    def __init__(self, when: CheckBatches, *, num_ranks: int, num_shards: int) -> None:
+        self._when = when if num_ranks > 1 else CheckBatches.NEVER
+        self._compares_shapes = num_shards > 1
+        self._calls: Counter[str] = Counter()
+
+    def texts(self, kind: str, given: tuple[Any, Any], read: tuple[Any, Any]) -> Texts:
+        """Describe a batch for call number so many of its `kind`: by its values what was `given`,
+        or by its shapes what is `read`; None is neither.
+        """
+        number = self._calls[kind]
+        self._calls[kind] += 1
+        if self._looks_at(number):
+            return Texts(*(_lines(value, with_values=True) for value in given))
+        if self._compares_shapes:
+            return Texts(*(_lines(value, with_values=False) for value in read))
+        return Texts((), ())
+
+    def _looks_at(self, number: int) -> bool:
+        if self._when is CheckBatches.FIRST:
+            return number < _NUM_FIRST or number % _EACH == 0
+        return self._when is CheckBatches.ALWAYS
+
+
+def check_same(
+    world: Control,
+    replicas: Sequence[Sequence[int]],
+    found: Sequence[tuple[float, float]],
+    mine: Texts,
+) -> None:
+    """See that the ranks of each of `replicas` are given alike; `found` are every rank's numbers.
 
     Raises:
-        BatchError: some do not; on every process alike.
+        BatchError: some are not; on every process alike.
     """
-    every = (shards for stages in ranks for shards in stages)
-    unlike = [shards for shards in every if len({found[rank] for rank in shards}) > 1]
-    if not unlike:
-        return
-    said = world.gather(mine, "for the shapes that the others were given")
-    first = unlike[0][0]
-    other = next(rank for rank in unlike[0] if said[rank] != said[first])
-    raise BatchError(
-        f"rank {first} was given {said[first]}, rank {other} {said[other]}; all shards of a "
-        "stage must be given the same mini-batch"
+    for ranks in replicas:
+        for k in range(2):
+            given = [rank for rank in ranks if found[rank][k] != NOT_GIVEN]
+            if len({found[rank][k] for rank in given}) > 1:
+                _refuse(world.gather(mine[k], "for what the others were given"), given, k)
+
+
+def _refuse(said: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> None:
+    """Say where the batches of these ranks differ: in the inputs for a `k` of 0, else the targets.
+
+    Raises:
+        BatchError: the first tensor that differs, with what each rank has.
+    """
+    what, first = ("inputs", "targets")[k], ranks[0]
+    places = range(max(len(said[rank]) for rank in ranks))
+    of_rank = {rank: dict(enumerate(said[rank])) for rank in ranks}
+    place = next(n for n in places if len({of_rank[rank].get(n) for rank in ranks}) > 1)
+    by_text: dict[str, list[str]] = {}
+    for rank in ranks:
+        by_text.setdefault(of_rank[rank].get(place, "nothing"), []).append(str(rank))
+    which = what if len(said[first]) == 1 else f"{what} (tensor {place} of {len(said[first])})"
+    each = "; ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}"
+        for text, who in by_text.items()
     )
+    raise BatchError(
+        f"the ranks of a replica were given different {which}: {each}. They work on one "
+        "mini-batch together: seed their loaders alike, and give a DistributedSampler the number "
+        "of the replica (mesh.replica of mesh.num_replicas), not that of the rank"
+    )
+
+
+def _number(lines: Sequence[str]) -> float:
+    return float(crc32("\n".join(lines).encode())) if lines else NOT_GIVEN
+
+
+def _lines(value: Any, *, with_values: bool) -> tuple[str, ...]:
+    return () if value is None else tuple(_each_line(value, with_values=with_values))
+
+
+def _each_line(given: Any, *, with_values: bool) -> Iterator[str]:
+    tensors, structure = flatten(given)
+    for tensor in tensors:
+        shape = f"{tuple(tensor.shape)} {tensor.dtype}"
+        has_values = with_values and tensor.layout is torch.strided and not tensor.is_meta
+        yield f"{shape}, digest {_digest(tensor):08x}" if has_values else shape
+    for value in constants(structure) if with_values else ():
+        if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+            digest = crc32(numpy.ascontiguousarray(value).view(numpy.uint8))
+            yield f"{value.shape} {value.dtype}, digest {digest:08x}"
+        elif isinstance(value, PLAIN_TYPES) and value is not None:
+            yield repr(value)
+
+
+def _digest(tensor: Tensor) -> int:
+    """Return a number of a tensor's bits: of all integers, else of some at even distances."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if tensor.is_floating_point() or tensor.is_complex():
+        flat = flat[:: flat.numel() // _MOST_ELEMENTS | 1]  # an odd distance: not one column only
+    words = flat.contiguous().view(_WORDS[tensor.element_size()]).cpu()
+    return crc32(words.numpy())

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from torch import Tensor
 
 from penstock.errors import BatchError, ConfigError, MeshError, shown
 from penstock.mesh import Mesh
-from penstock.mesh.same_batch import check_same_shapes, shapes_text
+from penstock.mesh.same_batch import BatchCheck, check_same
 from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
-from penstock.types import Reduction, Trace
+from penstock.types import CheckBatches, Reduction, Trace
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(output, target) -> the loss of a micro-batch."""
@@ -93,6 +92,12 @@ class Splitter:
         self.number = 0
         self.agreed_s = 0.0
         self._calls = 0
+        self.check_batches(CheckBatches.FIRST)
+
+    def check_batches(self, when: CheckBatches) -> None:
+        """Say when the values are compared that the ranks of a replica are given."""
+        sizes = {"num_ranks": self._world.size, "num_shards": self._shards.size}
+        self._check = BatchCheck(when, **sizes)
 
     def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
         """Cut a batch into micro-batches, all processes alike.
@@ -114,17 +119,18 @@ class Splitter:
         trace = float(_BY_STRENGTH.index(call.trace))
         total = sum(raw) if self._counts else 0.0
         read = inputs if reads else None, targets if self._ends_here else None
-        shapes = shapes_text(*read) if self._shards.size > 1 else ""
-        number = float(crc32(shapes.encode()))
-        numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace, number
         kind = "train_step" if call.trains else "eval_step"
+        texts = self._check.texts(kind, (inputs, targets), read)
+        numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace
+        numbers += texts.numbers
         rows = self._world.exchange(kind, self.number, numbers)
         self.agreed_s = time.perf_counter()
         everyone = [_Said(*row) for row in rows]
         _check_same_call(everyone)
         counts = [self._num_samples(everyone, replica) for replica in range(len(self._ranks))]
-        if any(said.shapes for said in everyone):
-            check_same_shapes(self._world, self._ranks, [said.shapes for said in everyone], shapes)
+        together = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
+        found = [(said.inputs, said.targets) for said in everyone]
+        check_same(self._world, together, found, texts)
         replica, wanted = self._replica, call.num_microbatches
         sizes = microbatch_sizes(counts[replica], wanted)
         weights: list[float] = []
@@ -323,7 +329,8 @@ class _Said(NamedTuple):
     raw_total: float
     loss_scale: float
     trace: float
-    shapes: float
+    inputs: float
+    targets: float
 
 
 def _check_same_call(everyone: Sequence[_Said]) -> None:

@@ -1,6 +1,6 @@
 """Make the plan of a pipeline in this process, and agree on it with others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -153,11 +153,18 @@ def _trainable_bytes(layers: Layers) -> list[int]:
 
 
 def agree(
-    plan: Plan, layers: Layers, mesh: Mesh, part: Any, *, balances: bool
+    plan: Plan,
+    layers: Layers,
+    mesh: Mesh,
+    part: Any,
+    alike: Mapping[str, Any],
+    *,
+    balances: bool,
 ) -> tuple[Plan, int, bool]:
     """Decide on the plan for all processes of a mesh, for good: each keeps its own layers only.
 
-    If it `balances`, rank 0 measures where it has a micro-batch `part` and layers with values.
+    If it `balances`, rank 0 measures where it has a micro-batch `part` and layers with values;
+    `alike` is what else all must have been given.
 
     Returns:
         The plan of rank 0; the pipeline's number on the mesh: how many were made before it; and
@@ -187,7 +194,7 @@ def agree(
         "memory_limit_bytes": plan.memory_limit_bytes,
         "sharding": str(plan.sharding),
     }
-    mesh.world.require_same("Pipeline", same)
+    mesh.world.require_same("Pipeline", {**same, **alike})
     modules = [step.module for step in layers]
     tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
     is_measured = balances and mesh.is_first_rank and part is not None

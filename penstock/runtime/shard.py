@@ -1,6 +1,6 @@
 """Divide the operators of a model: for a pipeline, or only to look at, without any process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
@@ -118,7 +118,8 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
     All processes of the mesh divide them alike: for a micro-batch of the sizes that rank 0 has.
 
     Raises:
-        ConfigError: a layer cannot be recorded, or other example inputs were given elsewhere.
+        ConfigError: a layer cannot be recorded, does something else in another process, or other
+            example inputs were given there.
         PlanError: a layer cannot be divided so.
     """
     if plan.sharding is None:
@@ -127,8 +128,21 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
     if max(map(prod, meshes)) == 1:
         whole = (LayerSharding(step.path, (), {}) for step in layers)
         return Sharding(((1,),), tuple(whole), gathers=True)
-    part = _sized_as_first(part, mesh)
-    return sharding_of(plan, record_graph(layers, part), [step.path for step in layers])
+    graph = record_graph(layers, _sized_as_first(part, mesh))
+    names = [step.path for step in layers]
+    mesh.world.require_same("Pipeline", dict(_operators(graph, names)))
+    return sharding_of(plan, graph, names)
+
+
+def _operators(graph: Graph, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Say what each layer does, as facts that all processes must have in common: first which
+    functions it calls, then with what.
+    """
+    for layer, name in enumerate(names):
+        functions = (call.function.rpartition(".")[2] for call in graph.of_layer(layer))
+        yield f"what layer {name} calls", ", ".join(functions)
+    for layer, name in enumerate(names):
+        yield f"the arguments of what layer {name} calls, by their digest", graph.signature(layer)
 
 
 def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
