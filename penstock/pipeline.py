@@ -33,10 +33,9 @@ from penstock.runtime.microbatches import (
     Batch,
     Call,
     LossFunction,
-    check_loss,
     check_loss_scale,
-    check_reduction,
     check_targets,
+    check_wanted,
     first_microbatch,
 )
 from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
@@ -55,7 +54,6 @@ from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
 from penstock.types import (
-    EVERY_CHECK,
     CheckBatches,
     RecomputePolicy,
     Reduction,
@@ -184,9 +182,7 @@ class Pipeline(AbstractMovable):
             tied_gradients=tied_gradients,
             sharding=sharding,
         )
-        check_loss(loss)
-        check_reduction(reduction)
-        check_kind("check_batches", check_batches, CheckBatches, EVERY_CHECK)
+        check_wanted(loss, reduction, check_batches)
         records = _as_trace(trace)
         balances = plan is None and arguments.are_measured
         plan = make_plan(arguments, plan, resolved, mesh)

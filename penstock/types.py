@@ -87,9 +87,6 @@ class CheckBatches(Enum):
     """At none; of shards of a stage the shapes are compared all the same."""
 
 
-EVERY_CHECK = "one of " + ", ".join(map(str, CheckBatches))
-
-
 class Trace(Enum):
     """What a step records about itself."""
 

@@ -123,7 +123,7 @@ def _each_line(given: Any, *, with_values: bool) -> Iterator[str]:
         yield f"{shape}, digest {_digest(tensor):08x}" if has_values else shape
     for value in constants(structure) if with_values else ():
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-            digest = crc32(numpy.ascontiguousarray(value).view(numpy.uint8))
+            digest = crc32(value.tobytes())
             yield f"{value.shape} {value.dtype}, digest {digest:08x}"
         elif isinstance(value, PLAIN_TYPES) and value is not None:
             yield repr(value)
@@ -135,4 +135,4 @@ def _digest(tensor: Tensor) -> int:
     if tensor.is_floating_point() or tensor.is_complex():
         flat = flat[:: flat.numel() // _MOST_ELEMENTS | 1]  # an odd distance: not one column only
     words = flat.contiguous().view(_WORDS[tensor.element_size()]).cpu()
-    return crc32(words.numpy())
+    return crc32(words.numpy().tobytes())

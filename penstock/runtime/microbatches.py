@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.errors import BatchError, ConfigError, MeshError, shown
+from penstock.errors import BatchError, ConfigError, MeshError, check_kind, shown
 from penstock.mesh import Mesh
 from penstock.mesh.same_batch import BatchCheck, check_same
 from penstock.model.batch import batch_size, check_values, split
@@ -122,8 +122,7 @@ class Splitter:
         kind = "train_step" if call.trains else "eval_step"
         texts = self._check.texts(kind, (inputs, targets), read)
         numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace
-        numbers += texts.numbers
-        rows = self._world.exchange(kind, self.number, numbers)
+        rows = self._world.exchange(kind, self.number, (*numbers, *texts.numbers))
         self.agreed_s = time.perf_counter()
         everyone = [_Said(*row) for row in rows]
         _check_same_call(everyone)
@@ -262,7 +261,19 @@ def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]
     return [weight / total for weight in raw]
 
 
-def check_loss(loss: Any) -> None:
+def check_wanted(loss: Any, reduction: Any, check_batches: Any) -> None:
+    """Refuse what a pipeline cannot be told about its losses and batches.
+
+    Raises:
+        ConfigError: says which, and what to give.
+    """
+    _check_loss(loss)
+    _check_reduction(reduction)
+    choices = "one of " + ", ".join(map(str, CheckBatches))
+    check_kind("check_batches", check_batches, CheckBatches, choices)
+
+
+def _check_loss(loss: Any) -> None:
     """Refuse a loss that cannot be called with outputs and targets; None is none.
 
     Raises:
@@ -278,7 +289,7 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_reduction(reduction: Any) -> None:
+def _check_reduction(reduction: Any) -> None:
     """Refuse what does not say how a loss reduces.
 
     Raises:

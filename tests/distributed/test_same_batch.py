@@ -87,8 +87,8 @@ def of_shards(mesh: Mesh) -> dict[str, Any]:
     """Give shards unlike batches at some steps, and then unlike models and arguments."""
     is_other = mesh.rank == 1
     own = {"values": FLOATS, "factor": 1.0}
-    options = {"sharding": "data", "example_inputs": FLOATS}
-    by_when = {}
+    options: dict[str, Any] = {"sharding": "data", "example_inputs": FLOATS}
+    by_when: dict[str, list[Any]] = {}
     for when in CheckBatches:
         pipe = piped(mesh, check_batches=when, **options)
         given = [FLOATS + is_other * (number in (5, 20, 100)) for number in range(102)]
