@@ -197,7 +197,7 @@ class Pipeline(AbstractMovable):
             engine = Engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
             self._layers, self._engine = resolved, engine
-            self.__dict__.update(resolved.registered(engine.holds))
+            self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))
             self.number = engine.splitter.number = number
             engine.splitter.check_batches(check_batches)
         self._wanted, self._will_balance = Call(plan.num_microbatches, reduction), balances
@@ -493,6 +493,7 @@ class Pipeline(AbstractMovable):
             self.original,
             self._layers.elsewhere(self._engine.holds),
             is_part=self.mesh.world_size > 1,
+            loss=self._engine.loss_here,
         )
 
     @property

@@ -83,7 +83,11 @@ def load_checkpoint(
         mesh, read, lambda own: (own[-1], [*here, *owners]), what
     )
     known = set().union(*(names for _, names in told))
-    strange = [f"{name} is not in the model" for name in found.there if name not in known]
+    strange = [
+        f"{name} is not in the model"
+        for name in found.there
+        if name not in known and not held.is_of_loss(name)
+    ]
     refuse_foreign(
         f"{path} is of another model or optimizer; build the one it was saved from:",
         [*(faults for faults, _ in told), strange],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.layers import Layers
+from penstock.model.owned import LOSS, modules_of_loss
 from penstock.model.pytree import flatten
 from penstock.runtime.microbatches import LossFunction
 
@@ -62,7 +63,7 @@ def collect(
 ) -> Result:
     """Gather what one side is left with after a step: loss, gradients, buffers, outputs."""
     tensors: dict[tuple[str, str], Tensor | None] = {("loss", "loss"): total}
-    for prefix, module in [*layers.holders(), *(("loss.", m) for m in as_modules(loss))]:
+    for prefix, module in [*layers.holders(), *((f"{LOSS}.", m) for m in modules_of_loss(loss))]:
         for name, parameter in module.named_parameters():
             if not parameter.is_meta:  # of another process
                 tensors["gradient", f"{prefix}{name}"] = parameter.grad
@@ -72,11 +73,6 @@ def collect(
     for n, leaf in enumerate(flatten(outputs)[0]):
         tensors["output", f"output {n}"] = leaf
     return Result(tensors, tuple(map(frozenset, layer_outputs)))
-
-
-def as_modules(loss: LossFunction) -> list[nn.Module]:
-    """Return the loss in a list if it is a module, with parameters and buffers of its own."""
-    return [loss] if isinstance(loss, nn.Module) else []
 
 
 @dataclass(frozen=True, slots=True)

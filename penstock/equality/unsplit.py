@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
+from penstock.model.owned import modules_of_loss
 from penstock.model.stage_plan import Step
 from penstock.model.state import in_evaluation
 from penstock.pipeline import Pipeline
@@ -21,7 +22,7 @@ from penstock.runtime.random.generators import StreamBetween, kept_outside, seed
 from penstock.runtime.random.streams import BETWEEN, stream_key
 from penstock.types import Reduction
 
-from .report import Result, as_modules, collect, digests
+from .report import Result, collect, digests
 from .statistics import ExpectedStatistics
 
 
@@ -37,7 +38,7 @@ def run_unsplit(
     call = Call(pipe.num_microbatches, reduction, trains=True)
     cut = Splitter(mesh, mesh.placement).cut(*batch, call)
     total: Tensor | None = None
-    norms = batch_norms([*(step.module for step in layers), *as_modules(loss)])
+    norms = batch_norms([*(step.module for step in layers), *modules_of_loss(loss)])
     statistics = ExpectedStatistics(norms)
     forked = torch.random.fork_rng(_cuda_numbers(pipe))
     with digests(layers) as seen, forked, kept_outside():

@@ -13,6 +13,7 @@ from penstock.torch_private import CHILDREN, children_of, parameters_of, registe
 
 from .materialize import Placed
 from .output_loss import output_loss
+from .owned import with_loss
 from .stage_plan import Crossing, Perform, StagePlan, Step
 
 
@@ -153,14 +154,18 @@ class Layers:
         parameters = module.named_parameters() if self.model is None else ()
         return [*parameters, *module.named_buffers()]
 
-    def registered(self, holds: Callable[[int], bool]) -> dict[str, Any]:
-        """Return what a module registers that has the layers for which `holds`, by their names.
+    def registered(self, holds: Callable[[int], bool], loss: Any) -> dict[str, Any]:
+        """Return what a module registers that has the layers for which `holds`, by their names,
+        and the loss.
 
         The keys are those of an nn.Module's own dictionaries, such as `_modules`.
+
+        Raises:
+            ConfigError: a layer, or a child of the model, has the name of the loss.
         """
-        if self.model is not None:
-            return registered_of(self.model)
-        return {CHILDREN: {s.name: s.module for s in self.steps if holds(s.index)}}
+        children = {s.name: s.module for s in self.steps if holds(s.index)}
+        registered = {CHILDREN: children} if self.model is None else registered_of(self.model)
+        return with_loss(registered, CHILDREN, loss)
 
     def elsewhere(self, holds: Callable[[int], bool]) -> tuple[str, ...]:
         """Name the modules that only layers of other processes run."""

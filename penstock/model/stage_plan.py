@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.schedules.transfers import Transfer
 
+from .owned import NOTHING, Between
+
 Value = tuple[int, int]
 """(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
 
@@ -95,6 +97,7 @@ class StagePlan:
         draws_between: whether the code between layers draws from Python's or NumPy's global
             generator, on each stage the same.
         differentiates: whether the code between layers computes gradients in the forward.
+        between: the parameters and buffers that the code between layers reads.
     """
 
     index: int
@@ -112,6 +115,7 @@ class StagePlan:
     decides: bool = False
     draws_between: bool = False
     differentiates: bool = False
+    between: Between = NOTHING
 
 
 def run_steps(

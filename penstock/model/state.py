@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.torch_private import buffers_of
 
 from .extra_state import Owners, find_owners, without_extra
+from .owned import LOSS
 from .pytree import Sealed
 
 Place = tuple[nn.Module, bool, str]
@@ -108,14 +109,20 @@ class Held:
     """The tensors of `module`, and extra state of the modules of `original` but for those
     `elsewhere`.
 
-    `original` is the model, whose class may know of other names.  Where this process has only a
-    part (`is_part`), tensors without memory are those of other processes.
+    `original` is the model, whose class may know of other names; `loss` is the pipeline's.  Where
+    this process has only a part (`is_part`), tensors without memory are those of other processes.
     """
 
     module: nn.Module
     original: nn.Module
     elsewhere: tuple[str, ...] = ()
     is_part: bool = False
+    loss: Any = None
+
+    def is_of_loss(self, name: str) -> bool:
+        """Tell whether a name of a tensor is that of the pipeline's loss, which no model has."""
+        child = dict(self.original.named_children()).get(LOSS)
+        return name.startswith(f"{LOSS}.") and (child is None or child is self.loss)
 
     @property
     def owners(self) -> Owners:
@@ -130,10 +137,14 @@ class Held:
         return {n: v for n, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
 
     def own_tensors(self) -> dict[tuple[str, ...], Tensor]:
-        """Return the tensors of `state`, each by all its names."""
+        """Return the tensors of `state` but for the loss's, each by all its names."""
         names: dict[int, list[str]] = {}
         state = self.state(keep_vars=True)
-        own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        own = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not self.is_of_loss(name)
+        }
         for name, tensor in own.items():
             names.setdefault(id(tensor), []).append(name)
         return {tuple(alike): own[alike[0]] for alike in names.values()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, CutError, PenstockError, shown
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
+from penstock.model.owned import modules_of_loss
 from penstock.model.stage_plan import StagePlan
 from penstock.model.stages import stage_of_layers
 from penstock.planner.placement import Placement
@@ -124,7 +125,8 @@ class Engine:
 
     def tensors(self) -> list[Tensor]:
         """List the parameters and buffers of the stages that run here."""
-        return [t for s in self.stages for t in (*s.weights.parameters, *s.weights.buffers)]
+        every = ((*s.weights.parameters, *s.weights.buffers) for s in self.stages)
+        return list(dict.fromkeys(chain.from_iterable(every)))
 
     def check_unchanged(self) -> None:
         """See that what the stages were cut from is still there, and nothing else.
@@ -147,6 +149,11 @@ class Engine:
     def holds(self, layer: int) -> bool:
         """Tell whether layer number `layer` runs in this process."""
         return any(step.index == layer for stage in self.stages for step in stage.plan.steps)
+
+    @property
+    def loss_here(self) -> Any:
+        """The loss, where this process computes it."""
+        return next((self.loss for stage in self.stages if stage.plan.output), None)
 
     def _loss_of(self, plan: StagePlan) -> Any:
         return self.loss if plan.output else None
@@ -194,7 +201,8 @@ class Engine:
     def _how_to_lower(self) -> Lowering:
         plans = self.stage_plans
         modules = {
-            p.index: _with_loss([step.module for step in p.steps], self._loss_of(p)) for p in plans
+            p.index: [*(step.module for step in p.steps), *modules_of_loss(self._loss_of(p))]
+            for p in plans
         }
         return Lowering(
             family=self.plan.schedule,
@@ -354,7 +362,8 @@ class _Lasting:
         keep_freed_memory()
         cache_weights_per_thread()
         pools = plan.batch_norm_over_replicas
-        warn_of_unpooled(_with_loss([step.module for step in layers], loss), over_replicas=pools)
+        every = [*(step.module for step in layers), *modules_of_loss(loss)]
+        warn_of_unpooled(every, over_replicas=pools)
         processes = mesh.processes_of(plan.placement)
         in_caller = CallerDriver(plan.threads_per_stage)
         sums = any(len(rows) * len(rows[0]) > 1 for rows in mesh.placement.meshes)
@@ -372,10 +381,6 @@ class _Lasting:
         """Return what runs the programs: the calling thread if it must, or workers cannot."""
         stays = in_caller or (isinstance(self.driver, ThreadDriver) and caller.stays())
         return self.in_caller if stays else self.driver
-
-
-def _with_loss(modules: list[nn.Module], loss: Any) -> list[nn.Module]:
-    return [*modules, loss] if isinstance(loss, nn.Module) else modules
 
 
 def is_pipeline(module: object) -> "TypeGuard[Pipeline]":

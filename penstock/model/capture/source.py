@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 from penstock.model.layers import Layers, Source
 from penstock.model.materialize import Placed
+from penstock.model.owned import Between
 from penstock.model.pytree import flatten
 from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
 from penstock.schedules.transfers import Transfer
@@ -138,6 +139,7 @@ class CapturedForward(Source):
             decides=captured.decides,
             draws_between=captured.draws_between,
             differentiates=captured.differentiates,
+            between=Between.of(captured.model, names, [step.path for step in steps]),
         )
 
     def _run_stage(

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
 from penstock.model.entries import is_plain_class, version_of
+from penstock.model.owned import Owned
 from penstock.model.pytree import flatten
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import Context, Guard
@@ -28,13 +29,13 @@ class Lasting:
     too, and the caller's batch.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], computes_loss: bool) -> None:
-        self._modules = tuple(modules)
+    def __init__(self, owned: Owned, computes_loss: bool) -> None:
+        self._owned = owned
         self._computes_loss = computes_loss
 
     def of(self, run: Run, tape: Tape) -> list[Tensor]:
         """List them as they are now."""
-        own = [t for m in self._modules for t in (*m.parameters(), *m.buffers())]
+        own = [*self._owned.parameters, *self._owned.buffers]
         sent = [a.leaves[place] for a in tape.received.values() for place in a.lasting]
         return own + sent + self.of_batch(run, tape)
 

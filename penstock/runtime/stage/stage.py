@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import RecomputeError
+from penstock.model.owned import Owned, modules_of_loss
 from penstock.model.stage_plan import StagePlan, Step, join_output
 from penstock.runtime.batch_norm import Norms
 from penstock.runtime.devices import StageDevice
@@ -43,7 +44,7 @@ from .handover import Handover, once
 from .notes import backward_of, note_failure
 from .state import BackwardState
 from .tape import Tape
-from .weights import Weights, all_of
+from .weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,16 @@ class Stage:
         self.plan, self._replicas, self._divided = plan, replicas, divided
         self.device = StageDevice(device)
         self._layers = layers = [(step.index, step.module) for step in plan.steps]
-        if isinstance(loss, nn.Module):
-            layers.append((loss_index, loss))
-        self._modules = modules = tuple(module for _, module in layers)
-        self.weights = Weights(modules)
+        layers += [(loss_index, module) for module in modules_of_loss(loss)]
+        modules = tuple(module for _, module in layers)
+        self._owned = owned = Owned(modules, plan.between)
+        self.weights = Weights(owned)
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
         self._drawing = Drawing(layers, device)
         self._changes = Changes(plan.index)
         self.handover = Handover(plan, self.device, self._changes, self._drawing, loss_index)
-        lasting = Lasting(modules, computes_loss=bool(plan.output))
+        lasting = Lasting(owned, computes_loss=bool(plan.output))
         make_store, self._dropped_layers = keeping.make_store, keeping.dropped_layers
         self._offloading = make_store and Offloading(
             plan.index, lasting, partial(make_store, self.device)
@@ -104,7 +105,7 @@ class Stage:
 
     def _make_guards(self) -> list[Guard]:
         """Make the guards that these layers may need, those that run around others first."""
-        plan, everyone, norms = self.plan, all_of(self._modules), set(self._norms.layers)
+        plan, everyone, norms = self.plan, self._owned.everyone, set(self._norms.layers)
         stateful = [module for module in everyone if module not in norms]
         guards: list[Guard] = [
             *([self._slotting, self._recompute] if self._slotting else []),
@@ -140,7 +141,7 @@ class Stage:
         Raises:
             ConfigError: there is one.
         """
-        if self._norms.layers or any(isinstance(m, AnyBatchNorm) for m in all_of(self._modules)):
+        if self._norms.layers or any(isinstance(m, AnyBatchNorm) for m in self._owned.everyone):
             self._norms.check_all_known()
 
     def begin(self, run: Run) -> None:

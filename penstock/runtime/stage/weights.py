@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from penstock.model.owned import Owned
 from penstock.torch_private import parameters_of, uncounted_changes, version_counter
 
 Version = list[tuple[int, int, int]]
@@ -16,7 +18,7 @@ _NONE = -1
 
 
 class Weights:
-    """The parameters of a stage's modules, the loss's included, and older versions of them.
+    """The parameters that a stage owns, and older versions of them.
 
     Of a synchronous schedule there is one version, number 0.  Others update weights while tapes of
     earlier forwards are left: a parameter then moves to other memory before it changes, and what
@@ -27,9 +29,9 @@ class Weights:
                   in use until its last tape                     a is free again
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._holders = all_of(modules)
+    def __init__(self, owned: Owned) -> None:
+        self._owned = owned
+        self._holders = owned.everyone
         self.number = 0
         """How many updates the newest version has seen in this run."""
         self._shown = 0
@@ -43,20 +45,21 @@ class Weights:
     @property
     def parameters(self) -> list[Tensor]:
         """All parameters that are here now; each once."""
-        return list(dict.fromkeys(p for m in self._modules for p in m.parameters()))
+        return self._owned.parameters
 
     @property
     def buffers(self) -> list[Tensor]:
         """All buffers that are here now; each once."""
-        return list(dict.fromkeys(b for m in self._modules for b in m.buffers()))
+        return self._owned.buffers
 
     @property
     def shown(self) -> Version:
         """The version that layers see now; they are sent those weights that move elsewhere."""
+        of_modules = (p for m in self._holders for p in parameters_of(m).values())
+        between = (held.get(name) for held, name in self._owned.between.parameters)
         return [
             (id(p), version_counter(p), p.data_ptr())
-            for m in self._holders
-            for p in parameters_of(m).values()
+            for p in chain(of_modules, between)
             if p is not None and p not in self._elsewhere
         ]
 
@@ -133,8 +136,3 @@ class Weights:
     def _put(self, memory: Sequence[Tensor]) -> None:
         for parameter, data in zip(self._moving, memory, strict=True):
             parameter.data = data
-
-
-def all_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """List modules and all that are inside them; each once."""
-    return list(dict.fromkeys(m for root in modules for m in root.modules()))

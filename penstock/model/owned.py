@@ -1,0 +1,112 @@
+"""What a stage owns: all tensors that it computes with, and that last longer than a step.
+
+    of its layers                parameters and buffers of their modules
+    between them                 what a captured model's own code reads, on this stage first: a
+                                 class token, positions, a scale; later stages are sent it
+    of the loss, if it is here   those of a loss that is a module
+
+Whoever sums gradients, lets replicas start alike, watches weights or keeps them takes them from
+here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.torch_private import buffers_of, parameters_of
+
+LOSS = "loss"
+"""The name by which a pipeline has a loss that is a module."""
+
+Slot = tuple[Mapping[str, Any], str]
+"""(the dictionary in which a module has a parameter or a buffer, its name there)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Where parameters and buffers are held that the code between the layers of a stage reads."""
+
+    parameters: tuple[Slot, ...] = ()
+    buffers: tuple[Slot, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Sequence[str], blocks: Sequence[str]) -> "Between":
+        """Return where a model has the parameters of these names, and the buffers of no block.
+
+        Left out is what one of its `blocks` on this stage has.
+        """
+        modules = [model.get_submodule(block) for block in blocks]
+        of_blocks = {id(p) for module in modules for p in module.parameters()}
+        buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+        return cls(
+            tuple(
+                (held, last)
+                for held, last in (_slot(parameters_of, model, name) for name in names)
+                if last in held and id(held[last]) not in of_blocks
+            ),
+            tuple(_slot(buffers_of, model, name) for name in buffers),
+        )
+
+
+def _slot(kind: Any, model: nn.Module, name: str) -> Slot:
+    path, _, last = name.rpartition(".")
+    return kind(model.get_submodule(path)), last
+
+
+NOTHING = Between()
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What one stage owns: all that its `modules` have, the loss's included, and what is between
+    them.
+    """
+
+    modules: tuple[nn.Module, ...]
+    between: Between = NOTHING
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters that are here now; each once."""
+        of_modules = (p for m in self.modules for p in m.parameters())
+        return list(dict.fromkeys((*of_modules, *_standing(self.between.parameters))))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All buffers that are here now; each once."""
+        of_modules = (b for m in self.modules for b in m.buffers())
+        return list(dict.fromkeys((*of_modules, *_standing(self.between.buffers))))
+
+    @property
+    def everyone(self) -> list[nn.Module]:
+        """The modules and all that are inside them; each once."""
+        return list(dict.fromkeys(m for root in self.modules for m in root.modules()))
+
+
+def _standing(slots: Sequence[Slot]) -> Iterator[Tensor]:
+    return (held[name] for held, name in slots if isinstance(held.get(name), Tensor))
+
+
+def modules_of_loss(loss: Any) -> tuple[nn.Module, ...]:
+    """Return the loss, if it is a module, which may have parameters and buffers."""
+    return (loss,) if isinstance(loss, nn.Module) else ()
+
+
+def with_loss(registered: dict[str, Any], children: str, loss: Any) -> dict[str, Any]:
+    """Return what a pipeline registers, with a loss that has state among its `children`.
+
+    Raises:
+        ConfigError: the model has a child of that name.
+    """
+    found = [m for m in modules_of_loss(loss) if any((*m.parameters(), *m.buffers()))]
+    if not found:
+        return registered
+    if LOSS in registered[children]:
+        raise ConfigError(
+            f"loss={type(loss).__name__}(...) has parameters or buffers, which a pipeline has as "
+            f"{LOSS!r}, and the model has a child of that name; give the child another one"
+        )
+    return {**registered, children: {**registered[children], LOSS: loss}}
