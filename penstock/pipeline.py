@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.pretrained.load import load_and_tell
-from penstock.errors import ConfigError, RandomnessError, check_count, check_kind
+from penstock.errors import ConfigError, RandomnessError, check_count
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
@@ -42,7 +42,7 @@ from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
 from penstock.runtime.outputs import gather, share
 from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
 from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
-from penstock.runtime.record import Record
+from penstock.runtime.record import Record, as_trace
 from penstock.runtime.run import Run
 from penstock.runtime.shard import check_sharding, make_sharding
 from penstock.schedules.family import Build
@@ -183,7 +183,7 @@ class Pipeline(AbstractMovable):
             sharding=sharding,
         )
         check_wanted(loss, reduction, check_batches)
-        records = _as_trace(trace)
+        records = as_trace(trace)
         balances = plan is None and arguments.are_measured
         plan = make_plan(arguments, plan, resolved, mesh)
         part = first_microbatch(example_inputs, plan.num_microbatches)
@@ -523,7 +523,7 @@ class Pipeline(AbstractMovable):
 
     @trace.setter
     def trace(self, trace: Trace | bool) -> None:
-        self._trace = _as_trace(trace)
+        self._trace = as_trace(trace)
 
     @property
     def last_timeline(self) -> Timeline | None:
@@ -614,13 +614,3 @@ class Pipeline(AbstractMovable):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _as_trace(trace: Trace | bool) -> Trace:
-    """Return what is to be recorded; True stands for Trace.TIME.
-
-    Raises:
-        ConfigError: it is no such choice.
-    """
-    check_kind("trace", trace, (Trace, bool), f"True, or one of {', '.join(map(str, Trace))}")
-    return trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)

@@ -43,11 +43,11 @@ def test_parameters_and_state_have_the_models_own_names() -> None:
     pipe.load_state_dict(unsplit.state_dict())
 
 
-def test_a_loss_module_is_no_layer() -> None:
+def test_a_loss_with_state_is_no_layer_and_comes_after_the_model() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.ones(3))
-    assert list(pipeline(model(), num_stages=2, loss=weighted).state_dict()) == list(
-        model().state_dict()
-    )
+    pipe = pipeline(model(), num_stages=2, loss=weighted)
+    assert list(pipe.state_dict()) == [*model().state_dict(), "loss.weight"]
+    assert len(pipe) == len(model())
 
 
 def test_it_is_indexed_and_counted_like_a_sequential() -> None:

@@ -9,7 +9,7 @@ Whoever sums gradients, lets replicas start alike, watches weights or keeps them
 here.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,14 +33,17 @@ class Between:
     buffers: tuple[Slot, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, names: Sequence[str], blocks: Sequence[str]) -> "Between":
-        """Return where a model has the parameters of these names, and the buffers of no block.
-
-        Left out is what one of its `blocks` on this stage has.
+    def of(
+        cls, model: nn.Module, names: Sequence[str], own: Sequence[str], blocks: Collection[str]
+    ) -> "Between":
+        """Return where a model has the parameters of these names that none of the stage's `own`
+        blocks has, and the buffers that none of all `blocks` has.
         """
-        modules = [model.get_submodule(block) for block in blocks]
+        modules = [model.get_submodule(block) for block in own]
         of_blocks = {id(p) for module in modules for p in module.parameters()}
-        buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+        inside = tuple(f"{block}." for block in blocks)
+        every = (name for name, _ in model.named_buffers(remove_duplicate=False))
+        buffers = (name for name in every if not name.startswith(inside))
         return cls(
             tuple(
                 (held, last)
@@ -101,8 +104,7 @@ def with_loss(registered: dict[str, Any], children: str, loss: Any) -> dict[str,
     Raises:
         ConfigError: the model has a child of that name.
     """
-    found = [m for m in modules_of_loss(loss) if any((*m.parameters(), *m.buffers()))]
-    if not found:
+    if not any((*m.parameters(), *m.buffers()) for m in modules_of_loss(loss)):
         return registered
     if LOSS in registered[children]:
         raise ConfigError(

@@ -9,9 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.errors import check_kind
 from penstock.mesh import Mesh
 from penstock.schedules.ir import Schedule, sent_message
 from penstock.trace.timeline import MemorySample, Span, Timeline
+from penstock.types import Trace
 
 from .run import Recorded
 
@@ -102,3 +104,13 @@ def clock_name() -> str | None:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + namespace
     except OSError:
         return None
+
+
+def as_trace(trace: Trace | bool) -> Trace:
+    """Return what is to be recorded; True stands for Trace.TIME.
+
+    Raises:
+        ConfigError: it is no such choice.
+    """
+    check_kind("trace", trace, (Trace, bool), f"True, or one of {', '.join(map(str, Trace))}")
+    return trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)

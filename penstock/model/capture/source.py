@@ -139,7 +139,9 @@ class CapturedForward(Source):
             decides=captured.decides,
             draws_between=captured.draws_between,
             differentiates=captured.differentiates,
-            between=Between.of(captured.model, names, [step.path for step in steps]),
+            between=Between.of(
+                captured.model, names, [step.path for step in steps], captured.blocks
+            ),
         )
 
     def _run_stage(

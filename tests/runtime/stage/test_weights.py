@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.model.owned import Owned
 from penstock.runtime.stage.weights import Weights
 
 
@@ -25,7 +26,7 @@ def replace(layer: nn.Linear) -> None:
 @pytest.mark.parametrize("change", [add_in_place, assign_data, replace])
 def test_a_version_is_gone_once_a_weight_is_another(change: Callable[[nn.Linear], None]) -> None:
     layer = nn.Linear(2, 2)
-    weights = Weights([nn.Sequential(nn.ReLU(), layer)])
+    weights = Weights(Owned((nn.Sequential(nn.ReLU(), layer),)))
     seen = weights.shown
     layer(torch.ones(1, 2)).sum().backward()
     assert weights.holds(seen)
@@ -37,4 +38,4 @@ def test_a_version_is_gone_once_a_weight_is_another(change: Callable[[nn.Linear]
 def test_a_weight_that_modules_share_is_there_once() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
-    assert Weights([one, other]).parameters == [one.weight, one.bias, other.bias]
+    assert Weights(Owned((one, other))).parameters == [one.weight, one.bias, other.bias]
