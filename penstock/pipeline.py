@@ -16,7 +16,7 @@ from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.state import Held, in_evaluation
-from penstock.planner.arguments import Arguments
+from penstock.planner.arguments import Arguments, check_wanted
 from penstock.planner.plan import Plan
 from penstock.runtime.asynchronous import (
     Updating,
@@ -35,7 +35,6 @@ from penstock.runtime.microbatches import (
     LossFunction,
     check_loss_scale,
     check_targets,
-    check_wanted,
     first_microbatch,
 )
 from penstock.runtime.module_form import accumulate_into_inputs, run_as_module

@@ -27,22 +27,29 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 
 
 class Texts(NamedTuple):
-    """What inputs and targets are, a line for each tensor; empty for what is not compared."""
+    """What inputs and targets are, a line for each tensor; empty for what is not compared.
 
-    inputs: tuple[str, ...]
-    targets: tuple[str, ...]
+    `numbers` are equal for equal texts; `NOT_GIVEN` for none.
+    """
 
-    @property
-    def numbers(self) -> tuple[float, float]:
-        """A number of each, equal for equal texts; `NOT_GIVEN` for none."""
-        return _number(self.inputs), _number(self.targets)
+    inputs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    numbers: tuple[float, float] = (NOT_GIVEN, NOT_GIVEN)
+
+    @classmethod
+    def of(cls, inputs: tuple[str, ...], targets: tuple[str, ...]) -> "Texts":
+        """Number both."""
+        return cls(inputs, targets, (_number(inputs), _number(targets)))
+
+
+NOTHING_SAID = Texts()
 
 
 class BatchCheck:
     """Says what of the batches of one pipeline is compared; counts its calls, as all ranks do."""
 
-    def __init__(self, when: CheckBatches, *, num_ranks: int, num_shards: int) -> None:
-        self._when = when if num_ranks > 1 else CheckBatches.NEVER
+    def __init__(self, when: CheckBatches, *, num_shards: int) -> None:
+        self._when = when
         self._compares_shapes = num_shards > 1
         self._calls: Counter[str] = Counter()
 
@@ -53,10 +60,10 @@ class BatchCheck:
         number = self._calls[kind]
         self._calls[kind] += 1
         if self._looks_at(number):
-            return Texts(*(_lines(value, with_values=True) for value in given))
+            return Texts.of(*(_lines(value, with_values=True) for value in given))
         if self._compares_shapes:
-            return Texts(*(_lines(value, with_values=False) for value in read))
-        return Texts((), ())
+            return Texts.of(*(_lines(value, with_values=False) for value in read))
+        return NOTHING_SAID
 
     def _looks_at(self, number: int) -> bool:
         if self._when is CheckBatches.FIRST:

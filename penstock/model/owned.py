@@ -9,11 +9,11 @@ Whoever sums gradients, lets replicas start alike, watches weights or keeps them
 here.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.torch_private import buffers_of, parameters_of
@@ -60,37 +60,6 @@ def _slot(kind: Any, model: nn.Module, name: str) -> Slot:
 
 
 NOTHING = Between()
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What one stage owns: all that its `modules` have, the loss's included, and what is between
-    them.
-    """
-
-    modules: tuple[nn.Module, ...]
-    between: Between = NOTHING
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """All parameters that are here now; each once."""
-        of_modules = (p for m in self.modules for p in m.parameters())
-        return list(dict.fromkeys((*of_modules, *_standing(self.between.parameters))))
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """All buffers that are here now; each once."""
-        of_modules = (b for m in self.modules for b in m.buffers())
-        return list(dict.fromkeys((*of_modules, *_standing(self.between.buffers))))
-
-    @property
-    def everyone(self) -> list[nn.Module]:
-        """The modules and all that are inside them; each once."""
-        return list(dict.fromkeys(m for root in self.modules for m in root.modules()))
-
-
-def _standing(slots: Sequence[Slot]) -> Iterator[Tensor]:
-    return (held[name] for held, name in slots if isinstance(held.get(name), Tensor))
 
 
 def modules_of_loss(loss: Any) -> tuple[nn.Module, ...]:

@@ -6,12 +6,27 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
 from penstock.costs.layer_facts import LayerFacts
-from penstock.errors import ConfigError, ExecutionWarning, PartitionError, check_count, shown
+from penstock.errors import (
+    ConfigError,
+    ExecutionWarning,
+    PartitionError,
+    check_count,
+    check_kind,
+    shown,
+)
 from penstock.schedules.family import Build, Family
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.ir import Schedule
 from penstock.schedules.names import family_of
-from penstock.types import Recompute, RecomputeLayers, RecomputePolicy, TiedGradients, Transport
+from penstock.types import (
+    CheckBatches,
+    Recompute,
+    RecomputeLayers,
+    RecomputePolicy,
+    Reduction,
+    TiedGradients,
+    Transport,
+)
 
 from .checks import check_partition, check_timeout
 from .cuts import balance_spans
@@ -317,3 +332,45 @@ def resolve_transport(asked: Transport | None, resources: Resources) -> Transpor
 
 def _or(value: _T | None, default: _T) -> _T:
     return default if value is None else value
+
+
+def check_wanted(loss: Any, reduction: Any, check_batches: Any) -> None:
+    """Refuse what a pipeline cannot be told about its losses and batches.
+
+    Raises:
+        ConfigError: says which, and what to give.
+    """
+    _check_loss(loss)
+    _check_reduction(reduction)
+    choices = "one of " + ", ".join(map(str, CheckBatches))
+    check_kind("check_batches", check_batches, CheckBatches, choices)
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse a loss that cannot be called with outputs and targets; None is none.
+
+    Raises:
+        ConfigError: it is a class, or nothing that can be called.
+    """
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise ConfigError(f"loss={name} is a class; give {name}(), which computes the loss")
+    if loss is not None and not callable(loss):
+        raise ConfigError(
+            f"loss={shown(loss)}; give a function (output, target) -> scalar tensor, such as "
+            "torch.nn.functional.cross_entropy"
+        )
+
+
+def _check_reduction(reduction: Any) -> None:
+    """Refuse what does not say how a loss reduces.
+
+    Raises:
+        ConfigError: it is neither a Reduction nor a function.
+    """
+    is_choice = isinstance(reduction, Reduction)
+    if not is_choice and (reduction is Reduction or not callable(reduction)):
+        raise ConfigError(
+            f"reduction={shown(reduction)}; give {', '.join(map(str, Reduction))}, or a function "
+            "target -> weight of its micro-batch"
+        )

@@ -141,7 +141,7 @@ def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Updati
     options = options_of_batches(updating.optimizer, updating.lr_scheduler, len(cut))
     per_batch = len(cut[0].sizes) // every
     updates = [of_batch for of_batch in options for _ in range(per_batch)]
-    parameters = {stage.index: stage.weights.parameters for stage in engine.stages}
+    parameters = {stage.index: stage.weights.owned.parameters for stage in engine.stages}
     optimizers = divided(updating.optimizer, parameters, updates)
     _check_apart(engine)
     run = engine.new_run(batch, "train", step, with_grad=True, num_minibatches=len(cut))
@@ -174,7 +174,7 @@ def _check_apart(engine: Engine) -> None:
     Raises:
         ConfigError: it shares memory with another parameter or buffer.
     """
-    tensors = [t for s in engine.stages for t in (*s.weights.parameters, *s.weights.buffers)]
+    tensors = engine.tensors()
     if find_aliases({0: list(dict.fromkeys(tensors))}):
         raise ConfigError(
             "two parameters or buffers of the model share memory (a view, or an assigned .data), "

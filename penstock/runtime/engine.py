@@ -125,8 +125,8 @@ class Engine:
 
     def tensors(self) -> list[Tensor]:
         """List the parameters and buffers of the stages that run here."""
-        every = ((*s.weights.parameters, *s.weights.buffers) for s in self.stages)
-        return list(dict.fromkeys(chain.from_iterable(every)))
+        owned = [stage.weights.owned for stage in self.stages]
+        return list(dict.fromkeys(t for own in owned for t in (*own.parameters, *own.buffers)))
 
     def check_unchanged(self) -> None:
         """See that what the stages were cut from is still there, and nothing else.
@@ -259,7 +259,9 @@ class Engine:
         run.looks = not self._has_looked and self._key(run, mode) in self._dividing
         replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
-            replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])
+            replicas.set_aside(
+                [p for stage in self.stages for p in stage.weights.owned.parameters]
+            )
         for device in self._with_streams:
             device.wait_for_caller()
         try:

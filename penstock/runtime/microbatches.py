@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.errors import BatchError, ConfigError, MeshError, check_kind, shown
+from penstock.errors import BatchError, ConfigError, MeshError
 from penstock.mesh import Mesh
-from penstock.mesh.same_batch import BatchCheck, check_same
+from penstock.mesh.same_batch import NOTHING_SAID, BatchCheck, check_same
 from penstock.model.batch import batch_size, check_values, split
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
@@ -96,8 +96,7 @@ class Splitter:
 
     def check_batches(self, when: CheckBatches) -> None:
         """Say when the values are compared that the ranks of a replica are given."""
-        sizes = {"num_ranks": self._world.size, "num_shards": self._shards.size}
-        self._check = BatchCheck(when, **sizes)
+        self._check = BatchCheck(when, num_shards=self._shards.size)
 
     def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
         """Cut a batch into micro-batches, all processes alike.
@@ -120,7 +119,8 @@ class Splitter:
         total = sum(raw) if self._counts else 0.0
         read = inputs if reads else None, targets if self._ends_here else None
         kind = "train_step" if call.trains else "eval_step"
-        texts = self._check.texts(kind, (inputs, targets), read)
+        alone = self._world.size == 1
+        texts = NOTHING_SAID if alone else self._check.texts(kind, (inputs, targets), read)
         numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace
         rows = self._world.exchange(kind, self.number, (*numbers, *texts.numbers))
         self.agreed_s = time.perf_counter()
@@ -129,7 +129,8 @@ class Splitter:
         counts = [self._num_samples(everyone, replica) for replica in range(len(self._ranks))]
         together = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
         found = [(said.inputs, said.targets) for said in everyone]
-        check_same(self._world, together, found, texts)
+        if not alone:
+            check_same(self._world, together, found, texts)
         replica, wanted = self._replica, call.num_microbatches
         sizes = microbatch_sizes(counts[replica], wanted)
         weights: list[float] = []
@@ -259,48 +260,6 @@ def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]
             "be non-negative numbers, not all zero (is there a real token in the batch?)"
         )
     return [weight / total for weight in raw]
-
-
-def check_wanted(loss: Any, reduction: Any, check_batches: Any) -> None:
-    """Refuse what a pipeline cannot be told about its losses and batches.
-
-    Raises:
-        ConfigError: says which, and what to give.
-    """
-    _check_loss(loss)
-    _check_reduction(reduction)
-    choices = "one of " + ", ".join(map(str, CheckBatches))
-    check_kind("check_batches", check_batches, CheckBatches, choices)
-
-
-def _check_loss(loss: Any) -> None:
-    """Refuse a loss that cannot be called with outputs and targets; None is none.
-
-    Raises:
-        ConfigError: it is a class, or nothing that can be called.
-    """
-    if isinstance(loss, type):
-        name = loss.__name__
-        raise ConfigError(f"loss={name} is a class; give {name}(), which computes the loss")
-    if loss is not None and not callable(loss):
-        raise ConfigError(
-            f"loss={shown(loss)}; give a function (output, target) -> scalar tensor, such as "
-            "torch.nn.functional.cross_entropy"
-        )
-
-
-def _check_reduction(reduction: Any) -> None:
-    """Refuse what does not say how a loss reduces.
-
-    Raises:
-        ConfigError: it is neither a Reduction nor a function.
-    """
-    is_choice = isinstance(reduction, Reduction)
-    if not is_choice and (reduction is Reduction or not callable(reduction)):
-        raise ConfigError(
-            f"reduction={shown(reduction)}; give {', '.join(map(str, Reduction))}, or a function "
-            "target -> weight of its micro-batch"
-        )
 
 
 def check_targets(targets: Any) -> None:

@@ -90,8 +90,8 @@ FAULTS = (
     Fault(
         "a weight that was sent is taken for the one of the next step",
         "penstock/transport/headers.py",
-        "self._lasting.clear()",
-        "pass",
+        'parameters change between runs."""\n        self._lasting.clear()',
+        'parameters change between runs."""',
         "tests/transport/test_headers.py",
         "once_a_run",
     ),

@@ -5,7 +5,7 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "what the code between layers reads is nobody's",
-        "penstock/model/owned.py",
+        "penstock/runtime/stage/weights.py",
         "dict.fromkeys((*of_modules, *_standing(self.between.parameters)))",
         "dict.fromkeys(of_modules)",
         "tests/distributed/test_owned.py",
@@ -13,7 +13,7 @@ FAULTS = (
     ),
     Fault(
         "a buffer between layers does not start alike",
-        "penstock/model/owned.py",
+        "penstock/runtime/stage/weights.py",
         "dict.fromkeys((*of_modules, *_standing(self.between.buffers)))",
         "dict.fromkeys(of_modules)",
         "tests/distributed/test_owned.py",

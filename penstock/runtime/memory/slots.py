@@ -16,11 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
 from penstock.model.entries import is_plain_class, version_of
-from penstock.model.owned import Owned
 from penstock.model.pytree import flatten
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import Context, Guard
 from penstock.runtime.stage.tape import FROM_CALLER, Tape
+from penstock.runtime.stage.weights import Owned
 from penstock.torch_private import NEVER_COMPUTES, storage_id
 
 

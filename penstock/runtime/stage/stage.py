@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RecomputeError
-from penstock.model.owned import Owned, modules_of_loss
+from penstock.model.owned import modules_of_loss
 from penstock.model.stage_plan import StagePlan, Step, join_output
 from penstock.runtime.batch_norm import Norms
 from penstock.runtime.devices import StageDevice
@@ -44,7 +44,7 @@ from .handover import Handover, once
 from .notes import backward_of, note_failure
 from .state import BackwardState
 from .tape import Tape
-from .weights import Weights
+from .weights import Owned, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class Stage:
     def reduce_gradients(self, run: Run) -> None:
         """Begin to add up the gradients over all replicas; `Engine.drive` waits for the sums."""
         assert self._replicas is not None
-        self._replicas.begin(self.weights.parameters)
+        self._replicas.begin(self._owned.parameters)
 
     def update_weights(self, run: Run) -> None:
         """Let the optimizer move the weights by the gradients gathered; free the gradients."""

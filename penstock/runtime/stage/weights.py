@@ -1,13 +1,14 @@
 """The parameters of a stage, and which version of them a forward has seen."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.model.owned import Owned
+from penstock.model.owned import NOTHING, Between, Slot
 from penstock.torch_private import parameters_of, uncounted_changes, version_counter
 
 Version = list[tuple[int, int, int]]
@@ -15,6 +16,37 @@ Version = list[tuple[int, int, int]]
 in place, and where it lies: an assigned `.data` moves."""
 
 _NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What one stage owns: all that its `modules` have, the loss's included, and what is between
+    them.
+    """
+
+    modules: tuple[nn.Module, ...]
+    between: Between = NOTHING
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All parameters that are here now; each once."""
+        of_modules = (p for m in self.modules for p in m.parameters())
+        return list(dict.fromkeys((*of_modules, *_standing(self.between.parameters))))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All buffers that are here now; each once."""
+        of_modules = (b for m in self.modules for b in m.buffers())
+        return list(dict.fromkeys((*of_modules, *_standing(self.between.buffers))))
+
+    @property
+    def everyone(self) -> list[nn.Module]:
+        """The modules and all that are inside them; each once."""
+        return list(dict.fromkeys(m for root in self.modules for m in root.modules()))
+
+
+def _standing(slots: Sequence[Slot]) -> Iterator[Tensor]:
+    return (held[name] for held, name in slots if isinstance(held.get(name), Tensor))
 
 
 class Weights:
@@ -30,8 +62,7 @@ class Weights:
     """
 
     def __init__(self, owned: Owned) -> None:
-        self._owned = owned
-        self._holders = owned.everyone
+        self.owned, self._holders = owned, owned.everyone
         self.number = 0
         """How many updates the newest version has seen in this run."""
         self._shown = 0
@@ -43,20 +74,10 @@ class Weights:
         self._free: list[list[Tensor]] = []
 
     @property
-    def parameters(self) -> list[Tensor]:
-        """All parameters that are here now; each once."""
-        return self._owned.parameters
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """All buffers that are here now; each once."""
-        return self._owned.buffers
-
-    @property
     def shown(self) -> Version:
         """The version that layers see now; they are sent those weights that move elsewhere."""
         of_modules = (p for m in self._holders for p in parameters_of(m).values())
-        between = (held.get(name) for held, name in self._owned.between.parameters)
+        between = (held.get(name) for held, name in self.owned.between.parameters)
         return [
             (id(p), version_counter(p), p.data_ptr())
             for p in chain(of_modules, between)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.model.owned import Owned
-from penstock.runtime.stage.weights import Weights
+from penstock.runtime.stage.weights import Owned, Weights
 
 
 def add_in_place(layer: nn.Linear) -> None:
@@ -38,4 +37,4 @@ def test_a_version_is_gone_once_a_weight_is_another(change: Callable[[nn.Linear]
 def test_a_weight_that_modules_share_is_there_once() -> None:
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     other.weight = one.weight
-    assert Weights(Owned((one, other))).parameters == [one.weight, one.bias, other.bias]
+    assert Weights(Owned((one, other))).owned.parameters == [one.weight, one.bias, other.bias]
