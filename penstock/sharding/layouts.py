@@ -70,7 +70,9 @@ def as_on(layout: Layout, mesh: Sequence[int], place: int) -> Layout:
     is that of a mesh of another shape.
     """
     counts = [len(state.sizes) if isinstance(state, S) else 0 for state in layout]
-    if len(counts) == len(mesh) and all(n in (0, own) for n, own in zip(counts, mesh, strict=True)):
+    if len(counts) == len(mesh) and all(
+        n in (0, own) for n, own in zip(counts, mesh, strict=True)
+    ):
         return layout
     number, inner, found = samples(layout), prod(mesh), list[State]()
     for count in mesh:
