@@ -161,6 +161,7 @@ PLANS = (*READY, "zero1", "megatron+zero1")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2), (4, 2)], ids=str)
 def test_each_mesh_plan_and_number_of_samples_is_planned_or_refused(mesh: tuple[int, ...]) -> None:
     with torch.device("meta"):
