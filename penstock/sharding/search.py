@@ -225,8 +225,8 @@ class Search:
     def _ways(
         self, before: Iterable[Layout], after: Iterable[Layout]
     ) -> Iterator[tuple[Layout, Layout]]:
-        """Yield the layouts of what enters a layer and leaves it that are looked at together: one is
-        whole, or both are alike along the first axis.
+        """Yield the layouts of what enters a layer and leaves it that are looked at together:
+        one is whole, or both are alike along the first axis.
         """
         for both in product(before, after):
             if self._whole in both or both[0][0] == both[1][0]:

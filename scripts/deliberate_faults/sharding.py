@@ -182,8 +182,8 @@ FAULTS = (
     Fault(
         "a layout that is whole along an axis is taken for that of another mesh",
         "penstock/sharding/layouts.py",
-        "all(n in (0, own) for n, own in",
-        "all(n == own for n, own in",
+        "n in (0, own) for n, own in",
+        "n == own for n, own in",
         *_BORDERS,
     ),
 )
