@@ -173,13 +173,6 @@ FAULTS = (
         *_BORDERS,
     ),
     Fault(
-        "layers that are alike are compared by the names of the one that is looked at",
-        "penstock/sharding/search.py",
-        "program.compared(replace(plan, name=self._names[program.layer]))",
-        "program.compared(plan)",
-        *_BORDERS,
-    ),
-    Fault(
         "a layout that is whole along an axis is taken for that of another mesh",
         "penstock/sharding/layouts.py",
         "n in (0, own) for n, own in",
