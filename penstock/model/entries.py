@@ -77,7 +77,7 @@ def layouts_on(values: Sequence[Tensor]) -> tuple[Any, ...]:
 def marked(tensor: Tensor, layouts: Sequence[Any], place: int) -> Tensor:
     """Let its layout stand on what came at a place of a message, if there are several slices."""
     layout = layouts[place] if layouts else None
-    if layout and any(len(state.sizes) > 1 for state in layout):
+    if layout and any(len(getattr(state, "sizes", ())) > 1 for state in layout):
         mark_layout(tensor, layout)
     return tensor
 

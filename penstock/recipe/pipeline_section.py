@@ -68,8 +68,8 @@ class PipelineSection(Section):
     sharding: Annotated[str | dict[str, Any], BeforeValidator(_check_sharding), Mark.LAYOUT] = (
         "auto"
     )
-    """How they are divided: a ready plan (auto, megatron, sequence, grid, data, zero2, zero3,
-    expert), also with "+zero1", or a table of weights' names and layouts."""
+    """How they are divided: a ready plan (auto, megatron, sequence, grid, grid+sequence, data,
+    zero2, zero3, expert), also with "+zero1", or a table of weights' names and layouts."""
     num_microbatches: Count = 1
     """M, the parts a batch is cut into; each replica takes M / D of them.  To be given, but with
     plan = "auto", which then keeps to it."""

@@ -66,10 +66,13 @@ def samples(layout: Layout) -> int:
 
 
 def as_on(layout: Layout, mesh: Sequence[int], place: int) -> Layout:
-    """Return a layout of slices of samples as the device at a place of a mesh has it: even ones,
-    where it is that of a mesh of another shape.
+    """Return a layout as the device at a place of a mesh has it: even slices of samples, where it
+    is that of a mesh of another shape.
     """
-    if [len(state.sizes) for state in layout if isinstance(state, S)] == [*mesh]:
+    counts = [len(state.sizes) if isinstance(state, S) else 0 for state in layout]
+    if len(counts) == len(mesh) and all(
+        n in (0, own) for n, own in zip(counts, mesh, strict=True)
+    ):
         return layout
     number, inner, found = samples(layout), prod(mesh), list[State]()
     for count in mesh:

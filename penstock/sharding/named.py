@@ -1,12 +1,13 @@
 """Ready plans by name: each leaves some choices to calls and weights, and the program picks."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 from penstock.costs.graph import TensorSpec
 from penstock.errors import ConfigError
 
-from .layouts import I, R, S, State
+from .layouts import I, Layout, R, S, State
 from .program import Allow, Site
 from .rules import Choice, base_name
 
@@ -16,16 +17,21 @@ _PRODUCTS = ("linear", "addmm", "matmul")
 @dataclass(frozen=True, kw_only=True)
 class Ready:
     """What a plan allows: choices of calls, states of weights at rest, and of what goes from one
-    layer to the next.
+    layer to the next: along the first axis, and with each of these along every other one.
     """
 
     allow: Allow
     rests: Callable[[TensorSpec, int], Sequence[State]]
-    borders: tuple[State, ...] = (I,)
+    borders: Mapping[State, Sequence[State]] = field(default_factory=lambda: {I: (I,)})
     keeps: bool = False
     """Weights that are cut are gathered for the first use of a step, and kept until it ends."""
     gathers: bool = False
     """Weights are cut between steps where calls have the whole, and gathered for each."""
+
+    def layouts(self, num_axes: int) -> Iterator[Layout]:
+        """Yield the layouts that what goes from one layer to the next may have."""
+        for first, others in self.borders.items():
+            yield from ((first, *rest) for rest in product(others, repeat=num_axes - 1))
 
 
 # -- what weights may be at rest ------------------------------------------------------------------
@@ -114,15 +120,18 @@ def _cuts_samples(choice: Choice) -> bool:
     return S(0) in (*choice.takes, *choice.gives)
 
 
+_SAMPLES: Mapping[State, Sequence[State]] = {S(0): (S(0),)}
+_ANY: Mapping[State, Sequence[State]] = {I: (I,), S(0): (I, S(0), S(1)), S(1): (S(1),)}
 READY: dict[str, Ready] = {
-    "auto": Ready(allow=_anything, rests=_any, borders=(I, S(0), S(1))),
+    "auto": Ready(allow=_anything, rests=_any, borders=_ANY),
     "megatron": Ready(allow=_megatron, rests=_whole_or_cut),
-    "sequence": Ready(allow=_sequence, rests=_any, borders=(S(1),)),
-    "grid": Ready(allow=_grid, rests=_summed_first, borders=(I, S(0))),
-    "expert": Ready(allow=_expert, rests=_experts, borders=(S(0),)),
-    "data": Ready(allow=_data, rests=_summed_once, borders=(S(0),)),
-    "zero2": Ready(allow=_data, rests=_cut, borders=(S(0),), keeps=True),
-    "zero3": Ready(allow=_data, rests=_cut, borders=(S(0),)),
+    "sequence": Ready(allow=_sequence, rests=_any, borders={S(1): (S(1),)}),
+    "grid": Ready(allow=_grid, rests=_summed_first, borders={S(0): (I, S(0), S(1))}),
+    "grid+sequence": Ready(allow=_grid, rests=_summed_first, borders={S(0): (S(1),)}),
+    "expert": Ready(allow=_expert, rests=_experts, borders=_SAMPLES),
+    "data": Ready(allow=_data, rests=_summed_once, borders=_SAMPLES),
+    "zero2": Ready(allow=_data, rests=_cut, borders=_SAMPLES, keeps=True),
+    "zero3": Ready(allow=_data, rests=_cut, borders=_SAMPLES),
 }
 """Plans by name, as `sharding=` takes them."""
 
@@ -134,10 +143,10 @@ def ready_plan(name: str) -> Ready:
     Raises:
         ConfigError: there is none.
     """
-    base, _, rest = ("data+" + name if name == "zero1" else name).partition("+")
-    if base not in READY or rest not in ("", "zero1"):
+    base = name.removesuffix("+zero1") if name != "zero1" else "data"
+    if base not in READY:
         raise ConfigError(
             f"sharding={name!r}: ready plans are {', '.join(map(repr, READY))} and 'zero1'; "
             "'megatron+zero1' and the like cut weights between steps, too"
         )
-    return replace(READY[base], gathers=rest == "zero1")
+    return replace(READY[base], gathers=name != base)

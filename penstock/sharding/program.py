@@ -204,7 +204,7 @@ class LayerProgram:
     """The program of one layer of a graph: nodes are its calls, and then its weights."""
 
     def __init__(self, graph: Graph, layer: int, task: Task, borders: Borders) -> None:
-        self._graph, self._task, self._layer = graph, task, layer
+        self._graph, self._task, self.layer, self.borders = graph, task, layer, borders
         whole = (I,) * len(task.mesh)
         if layer not in task.known:
             task.known[layer] = _Choices(graph, layer, task)
@@ -230,9 +230,9 @@ class LayerProgram:
         """
         own, more = self.begin(byte_s).result(), self._more(byte_s)
         if own is None:
-            raise PlanError(f"no way to divide layer {self._layer} was found")
+            raise PlanError(f"no way to divide layer {self.layer} was found")
         num_sites = len(self.sites)
-        seconds = self._problem.cost(own) + self._task.known[self._layer].shared_s
+        seconds = self._problem.cost(own) + self._task.known[self.layer].shared_s
         return Solved(
             [site.options[own[k]] for k, site in enumerate(self.sites)],
             {n: self._states[k][own[num_sites + k]] for k, n in enumerate(self._weights)},
@@ -253,7 +253,7 @@ class LayerProgram:
 
     def _more(self, byte_s: float) -> Sequence[Numbers]:
         """Return what the bytes of each choice count for."""
-        num_bytes = self._task.known[self._layer].num_bytes if byte_s else []
+        num_bytes = self._task.known[self.layer].num_bytes if byte_s else []
         return [byte_s * own for own in num_bytes]
 
     def compared(self, plan: LayerSharding) -> LayerSharding:

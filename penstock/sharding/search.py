@@ -152,7 +152,8 @@ class Search:
             after = next(iter(plan.leaving.values()), self._whole)
             key, _ = self._key(place, before, after)
             if plan.calls and key not in known:
-                known[key] = self._programs[key].compared(plan)
+                program = self._programs[key]  # perhaps of a layer that is alike, with its names
+                known[key] = program.compared(replace(plan, name=self._names[program.layer]))
             found.append(replace(plan, calls=known[key].calls) if plan.calls else plan)
             before = after
         return found
@@ -224,9 +225,11 @@ class Search:
     def _ways(
         self, before: Iterable[Layout], after: Iterable[Layout]
     ) -> Iterator[tuple[Layout, Layout]]:
-        """Yield the layouts of what enters a layer and leaves it that are looked at together."""
+        """Yield the layouts of what enters a layer and leaves it that are looked at together:
+        one is whole, or both are alike along the first axis.
+        """
         for both in product(before, after):
-            if self._whole in both or both[0] == both[1]:
+            if self._whole in both or both[0][0] == both[1][0]:
                 yield both
 
     def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> _Sum:
@@ -267,41 +270,53 @@ class Search:
         return _Found(cost.seconds, self._bytes(plans), plans)
 
     def _borders(self, place: int) -> Iterator[Layout]:
-        """Yield the layouts that what a layer gives may have, the same along all axes."""
+        """Yield the layouts that what a layer gives may have."""
         if place == len(self._layers) - 1:
             yield self._ends[1]
             return
         if not self._crossing[place + 1] or prod(self._costs.mesh) == 1:
             yield self._whole
             return
-        every = ((state,) * len(self._whole) for state in self._ready.borders)
-        mesh = self._costs.mesh
-        found = [own for own in every if self._fits(place + 1, own, mesh)]
-        yield from found or [self._whole]
+        yield from self._layouts(place + 1)
 
-    def _fits(self, border: int, layout: Layout, mesh: Mesh) -> bool:
-        shapes = (self._graph.tensors[n].shape for n in self._crossing[border])
-        return all(fits(shape, layout, mesh) for shape in shapes)
+    def _layouts(self, border: int) -> list[Layout]:
+        """Return the layouts that the plan allows what crosses a border: whole along each axis
+        along which some device would get nothing.
+        """
+        shapes = [self._graph.tensors[n].shape for n in self._crossing[border]]
+        found = dict[Layout, None]()
+        for wanted in self._ready.layouts(len(self._whole)):
+            own = self._whole
+            for axis, state in enumerate(wanted):
+                cut = (*own[:axis], state, *own[axis + 1 :])
+                own = cut if all(fits(x, cut, self._costs.mesh) for x in shapes) else own
+            found[own] = None
+        return [*found]
 
     def _cut_here(self, border: int) -> Layout:
-        """Return the layout of what crosses a border, if stages end there: slices of samples where
-        the plan allows that.
+        """Return the layout of what crosses a border, if stages of this mesh end there."""
+        is_inner = 0 < border < len(self._layers)
+        return self._thinnest(border) if is_inner else self._whole
+
+    def _thinnest(self, border: int) -> Layout:
+        """Return the layout of those that the plan allows what crosses a border that is cut along
+        most axes.
         """
-        cut: Layout = (S(0),) * len(self._whole)
-        is_inner = 0 < border < len(self._layers) and self._crossing[border]
-        may = is_inner and S(0) in self._ready.borders and prod(self._costs.mesh) > 1
-        return cut if may and self._fits(border, cut, self._costs.mesh) else self._whole
+        if not self._crossing[border] or prod(self._costs.mesh) == 1:
+            return self._whole
+        return min(self._layouts(border), key=lambda own: own.count(I))
 
     def _end(self, border: int, other: Mesh | None) -> Layout:
         """Return the layout of what enters the stage, or leaves it, from or to another mesh."""
         own = self._costs.mesh
         shapes = [self._graph.tensors[n].shape for n in self._crossing[border]]
         lengths = {shape[0] if shape else 0 for shape in shapes}
+        if own == other:
+            return self._thinnest(border)
         if other is None or len(lengths) != 1 or S(0) not in self._ready.borders:
             return self._whole
         counts, (samples,) = (prod(own), prod(other)), lengths
-        is_even = own == other or samples % lcm(*counts) == 0
-        may = is_even and samples >= max(counts) > 1
+        may = samples % lcm(*counts) == 0 and samples >= max(counts) > 1
         return (S(0),) * len(self._whole) if may else self._whole
 
     def _one(
@@ -333,13 +348,12 @@ class Search:
     ) -> tuple[LayerSharding, Cost]:
         """Divide one layer, and return what it costs."""
         layer = self._layers[place]
-        name = self._names[layer]
         if not self._divides(place):
             seconds = whole_s(self._graph, layer, self._costs)
-            return LayerSharding(name, (), {}), Cost(seconds, seconds)
+            return LayerSharding(self._names[layer], (), {}), Cost(seconds, seconds)
         program = self._program(key, place, borders)
-        solved = program.solve(byte_s)
-        plan = priced(self._graph, name, self._costs, program.calls, solved, borders)
+        solved, name = program.solve(byte_s), self._names[program.layer]
+        plan = priced(self._graph, name, self._costs, program.calls, solved, program.borders)
         return plan, Cost(solved.cost, solved.seconds)
 
     def _divides(self, place: int) -> bool:

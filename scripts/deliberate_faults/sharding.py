@@ -3,6 +3,7 @@
 from .fault import Fault
 
 _FUZZ = "tests/sharding/test_fuzz.py", "short"
+_BORDERS = "tests/sharding/test_borders.py", "not along_data"
 
 FAULTS = (
     Fault(
@@ -156,5 +157,26 @@ FAULTS = (
         "self._between_steps(spec, at_rest)) for spec",
         "at_rest) for spec",
         "tests/automatic/test_choose.py",
+    ),
+    Fault(
+        "what goes between layers is whole along all axes, or along none",
+        "penstock/sharding/search.py",
+        "own = cut if all(fits(x, cut, self._costs.mesh) for x in shapes) else own",
+        "own = wanted if all(fits(x, wanted, self._costs.mesh) for x in shapes) else own",
+        *_BORDERS,
+    ),
+    Fault(
+        "a grid may have the whole along data between layers",
+        "penstock/sharding/named.py",
+        '"grid": Ready(allow=_grid, rests=_summed_first, borders={S(0): (I, S(0), S(1))})',
+        '"grid": Ready(allow=_grid, rests=_summed_first, borders={I: (I,)})',
+        *_BORDERS,
+    ),
+    Fault(
+        "a layout that is whole along an axis is taken for that of another mesh",
+        "penstock/sharding/layouts.py",
+        "n in (0, own) for n, own in",
+        "n == own for n, own in",
+        *_BORDERS,
     ),
 )
