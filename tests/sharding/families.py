@@ -1,6 +1,8 @@
 """Models of many families trained in shards beside themselves on one device."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 import penstock
 from penstock import Mesh, Pipeline
 from penstock.errors import PenstockError
+from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
 from penstock.sharding.named import READY
 from tests.model.capture.any_models.lists import EVERY
+from tests.model.capture.any_models.made import DECODER, IMAGES, TEXT
 from tests.pretrained import same_kernels
 
 FAMILIES = {
@@ -69,7 +73,10 @@ def cells(
 def batch_of(family: str, count: int, *, padded: bool) -> tuple[nn.Module, Any]:
     """Return a model, always of the same weights, and a batch; if `padded`, with a mask."""
     found = next(each for each in EVERY if each.name == family)
-    model, inputs_of = found.make()
+    with ExitStack() as few:
+        for sizes in (TEXT, DECODER, IMAGES):
+            few.enter_context(patch.dict(sizes, num_hidden_layers=2))
+        model, inputs_of = found.make()
     same_kernels(family, model)
     model = model.double()
     for weight in model.parameters():  # some are left as they are
@@ -96,20 +103,21 @@ def loss(output: Any, targets: Tensor) -> Tensor:
     return (logits.flatten(1).cos() * targets[:, None]).mean()
 
 
-def trained(cell: Cell, mesh: Mesh | None) -> dict[str, Tensor]:
+def captured(cell: Cell) -> tuple[Layers, Any]:
+    """Capture a model, and give a batch of two micro-batches."""
+    model, inputs = batch_of(cell.family, 2 * cell.samples, padded=cell.padded)
+    return penstock.capture(model, inputs), inputs
+
+
+def trained(layers: Layers, inputs: Any, cell: Cell, mesh: Mesh | None) -> dict[str, Tensor]:
     """Train a step in shards, or without a mesh on one device: the loss, all gradients, and what
     the model gives in evaluation.
     """
     count = 2 * cell.samples
-    torch.manual_seed(0)
-    model, inputs = batch_of(cell.family, count, padded=cell.padded)
     targets = torch.arange(1.0, count + 1, dtype=torch.float64)
     how: dict[str, Any] = {"loss": loss, "example_inputs": inputs, "num_microbatches": 2, "seed": 3}
-    if mesh is None:
-        layers = penstock.capture(model, inputs)
-        pipe = Pipeline(layers, num_stages=1, **how)
-    else:
-        pipe = Pipeline(model, mesh=mesh, sharding=cell.plan, **how)
+    how |= {"num_stages": 1} if mesh is None else {"mesh": mesh, "sharding": cell.plan}
+    pipe = Pipeline(deepcopy(layers), **how)
     found = {"loss": pipe.train_step(inputs, targets)}
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     if mesh is not None:
@@ -146,13 +154,15 @@ def ran(mesh: Mesh, which: list[list[Any]]) -> list[tuple[float, str]]:
 
 
 def _ran(mesh: Mesh, which: list[list[Any]]) -> Iterator[tuple[float, str]]:
-    known: dict[Cell, dict[str, Tensor]] = {}
+    known: dict[Cell, Any] = {}
     for cell in (Cell(*each) for each in which):
         alone = Cell(cell.family, "", cell.samples, cell.padded)
         try:
             if alone not in known:
                 known.clear()
-                known[alone] = trained(alone, None)
-            yield furthest(known[alone], trained(cell, mesh)), ""
+                layers, inputs = captured(alone)
+                known[alone] = layers, inputs, trained(layers, inputs, alone, None)
+            layers, inputs, wanted = known[alone]
+            yield furthest(wanted, trained(layers, inputs, cell, mesh)), ""
         except PenstockError as error:
             yield float("nan"), f"{type(error).__name__}: {error}"
