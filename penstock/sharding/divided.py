@@ -176,7 +176,7 @@ class Alike:
 
 
 Called = DividedLayer | WholeLayer | Alike
-BETWEEN = -1
+NO_LAYER = -1
 """Stands where a layer's number stands, for operations between layers."""
 
 
@@ -221,7 +221,8 @@ class Shards:
         assert self.sharding is not None
         cut: dict[Tensor, Cut] = {}
         if prod(axis.size for axis in self._axes) > 1:
-            self.calls[BETWEEN] = Alike(None, self._axes)
+            alike = {step.index: Alike(step.index, self._axes) for step in steps}
+            self.calls.update({NO_LAYER: Alike(None, self._axes), **alike})
         for step in steps:
             plan = self.sharding.layers[step.index]
             if plan.is_divided:
@@ -230,8 +231,6 @@ class Shards:
                 cut |= layer.cut
             elif plan.gives_slices:
                 self.calls[step.index] = WholeLayer(plan)
-            elif BETWEEN in self.calls:
-                self.calls[step.index] = Alike(step.index, self._axes)
         if self._gathered is not None:
             every = dict.fromkeys(w for step in steps for w in step.module.parameters())
             trained = [w for w in every if w.requires_grad and not w.is_meta]

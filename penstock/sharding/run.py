@@ -10,7 +10,6 @@ Autograd sees the shards and the conversions between them, and nothing else.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch

@@ -59,9 +59,7 @@ class Cell:
     padded: bool
 
 
-def cells(
-    families: Sequence[str], plans: Sequence[str], samples: Sequence[int]
-) -> Iterator[Cell]:
+def cells(families: Sequence[str], plans: Sequence[str], samples: Sequence[int]) -> Iterator[Cell]:
     """Yield all cells, those of one batch of one family together."""
     for family, number, padded in product(families, samples, (False, True)):
         if padded and "attention_mask" not in batch_of(family, 2, padded=False)[1]:
@@ -115,7 +113,8 @@ def trained(layers: Layers, inputs: Any, cell: Cell, mesh: Mesh | None) -> dict[
     """
     count = 2 * cell.samples
     targets = torch.arange(1.0, count + 1, dtype=torch.float64)
-    how: dict[str, Any] = {"loss": loss, "example_inputs": inputs, "num_microbatches": 2, "seed": 3}
+    how: dict[str, Any] = {"loss": loss, "example_inputs": inputs, "seed": 3}
+    how["num_microbatches"] = 2
     how |= {"num_stages": 1} if mesh is None else {"mesh": mesh, "sharding": cell.plan}
     pipe = Pipeline(deepcopy(layers), **how)
     found = {"loss": pipe.train_step(inputs, targets)}
@@ -149,7 +148,8 @@ def ran(mesh: Mesh, which: list[list[Any]]) -> list[tuple[float, str]]:
 
     Some models compute norms and positions in float32, whatever they are given: here in float64.
     """
-    with patch.object(torch, "float32", torch.float64), patch.object(Tensor, "float", Tensor.double):
+    doubled = patch.object(Tensor, "float", Tensor.double)
+    with patch.object(torch, "float32", torch.float64), doubled:
         return [*_ran(mesh, which)]
 
 

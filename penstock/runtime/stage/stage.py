@@ -34,7 +34,7 @@ from penstock.runtime.replicas import Replicas
 from penstock.runtime.run import Run, StageRun
 from penstock.runtime.unsplit import why_stage_unsplit
 from penstock.runtime.window import changed_in_forward
-from penstock.sharding.divided import BETWEEN, Called
+from penstock.sharding.divided import NO_LAYER, Called
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 
@@ -304,7 +304,7 @@ class Stage:
         """Run one layer, with random numbers of its own if it draws any."""
         training = step.module.training
         calls = self._divided
-        if calls and (divided := calls.get(step.index) or calls.get(BETWEEN)) is not None:
+        if calls and (divided := calls.get(step.index) or calls.get(NO_LAYER)) is not None:
             function = partial(divided.call, function, tape.layouts)
         try:
             if (step.index, training) in self._drawing.silent:
