@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import penstock
 from penstock import Mesh, Pipeline
 from penstock.planner.placement import Placement
+from scripts.sharding_table import LIMIT, PAGE, cells_of, read, run, written
 from tests.distributed.call import call
+from tests.sharding.families import FAMILIES, PLANS, Cell
 
 SAMPLES = (2, 4, 3)
 QUICK = [("data", 4), ("sequence", 3), ("zero3", 2)]
@@ -101,3 +103,32 @@ def test_code_between_layers_sees_and_makes_what_it_does_in_the_unsplit_model(
                 assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-12), (how, name)
             if len(found["seen"]) == len(own["seen"]):  # one stage looks at all
                 assert found["seen"] == own["seen"], how
+
+
+def test_the_table_of_the_docs_is_as_the_script_writes_it() -> None:
+    page = PAGE.read_text()
+    assert written(page, read(page)) == page, "run: python -m scripts.sharding_table 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_models_train_under_every_plan_as_the_docs_say(
+    family: str, mesh: tuple[int, ...]
+) -> None:
+    said, name = read(PAGE.read_text()), "x".join(map(str, mesh))
+    runs = [plan for plan in PLANS if {name, f"{name}*"} & {*said[family, plan]}]
+    cells = [*cells_of(family, mesh, runs)]
+    for cell, (off, _) in zip(cells, run(cells, mesh) if cells else (), strict=True):
+        assert off <= LIMIT, cell
+
+
+def test_rotary_positions_and_padding_masks_are_those_of_all_samples() -> None:
+    """Each was silently wrong, or could not run, where a slice was seen."""
+    cells = [
+        Cell("llama", "sequence", 3, padded=False),
+        Cell("llama", "data", 4, padded=True),
+        Cell("mistral", "zero3", 2, padded=True),
+    ]
+    for cell, (off, _) in zip(cells, run(cells, (2,)), strict=True):
+        assert off <= LIMIT, cell
