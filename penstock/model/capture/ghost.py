@@ -197,7 +197,7 @@ OF_A_PART = frozenset(
     (
         *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")),
         *(getattr(Tensor, f"is_{kind}").__get__ for kind in ("cuda", "cpu", "meta", "mps", "xpu")),
-        *(Tensor.device.__get__, Tensor.get_device, Tensor.is_inference, Tensor.is_shared),  # type: ignore[attr-defined]  # a C attribute
+        *(Tensor.device.__get__, Tensor.get_device, Tensor.is_inference, Tensor.is_shared),
         Tensor.type,
     )
 )
