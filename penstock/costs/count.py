@@ -244,6 +244,7 @@ class _Count:
         if step.index >= len(self._layers):  # a random operation between layers
             return function()
         self._recorder.begin(step.index)
+        self._recorder.enter(flatten((function.args, function.keywords))[0])
         result = function()
         self._recorder.begin(step.index, is_between=True)
         if self._left_of is not None:

@@ -8,8 +8,8 @@ A profile is sums over it; whoever divides operators among devices needs its edg
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -99,11 +99,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Graph:
-    """All calls of one forward, in order, and all tensors by number; `outputs` are the model's."""
+    """All calls of one forward, in order, and all tensors by number; `outputs` are the model's,
+    `entering` what each layer is given, where that was seen.
+    """
 
     tensors: tuple[TensorSpec, ...]
     calls: tuple[Call, ...]
     outputs: tuple[int, ...] = ()
+    entering: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def of_layer(self, layer: int) -> list[Call]:
         """Return the calls of one layer, in order."""

@@ -91,6 +91,7 @@ class Recorder:
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._outputs: tuple[int, ...] = ()
         self._note_backward: NoteBackward | None = None
+        self._entering: dict[int, frozenset[int]] = {}
         self.marks: list[tuple[int, int]] = []
         """Pairs of a node's number and a call: nodes from that number on are of the call."""
 
@@ -133,6 +134,10 @@ class Recorder:
         self._drafts.append(_Draft(layer, is_between))
         self._go_to(self._of_layer)
 
+    def enter(self, tensors: Sequence[Tensor]) -> None:
+        """Note what the layer that begins is given."""
+        self._entering[self.layer] = frozenset(map(self._number_of, tensors))
+
     def end(self, output: Any) -> None:
         """Note what the model gives."""
         self._outputs = tuple(self._number_of(tensor) for tensor in tensors_in(output))
@@ -162,7 +167,8 @@ class Recorder:
             spec if spec.maker is None else replace(spec, maker=place[spec.maker])
             for spec in self._specs
         ]
-        return Graph(tuple(tensors), tuple(every[number] for number in kept), self._outputs)
+        calls = tuple(every[number] for number in kept)
+        return Graph(tuple(tensors), calls, self._outputs, self._entering)
 
     def saved_of_layers(self) -> dict[int, dict[int, int]]:
         """Return bytes of what each layer saves, by storage."""

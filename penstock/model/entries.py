@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,6 +67,25 @@ def mark_layout(tensor: Tensor, layout: Any) -> None:
 def layout_on(value: Any) -> Any:
     """Return the layout that stands on slices; None: the value is whole."""
     return getattr(value, _LAYOUT, None)
+
+
+@lru_cache(maxsize=4096)
+def whole_size(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, layout: Any
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the shape and the strides of the whole of which this is a device's part."""
+    for state in reversed(layout):
+        sizes, dim = getattr(state, "sizes", ()), getattr(state, "dim", 0)
+        if not sizes:
+            continue
+        here, whole = max(shape[dim], 1), sum(sizes)
+        shape = (*shape[:dim], whole, *shape[dim + 1 :])
+        if strides is not None:
+            strides = tuple(
+                own * max(whole, 1) // here if (own, -place) > (strides[dim], -dim) else own
+                for place, own in enumerate(strides)
+            )
+    return shape, strides
 
 
 def layouts_on(values: Sequence[Tensor]) -> tuple[Any, ...]:

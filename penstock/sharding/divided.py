@@ -3,22 +3,23 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.costs.opaque_modules import as_functions, opaque_of
-from penstock.errors import ConfigError, PlanError
+from penstock.errors import ConfigError
 from penstock.model.entries import layout_on, mark_layout
 from penstock.model.materialize import has_memory
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
 from penstock.torch_private import parameters_of
-from penstock.trace.units import count_text
 
 from .again import Again
 from .at_rest import Cut, Gathered, keep_slices
+from .convert import convert
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
 from .run import Known, LayerRun, ShardedTensor
@@ -94,18 +95,11 @@ class DividedLayer:
         the same micro-batch.
 
         Raises:
-            PlanError: it is given other tensors than those of the plan, or takes another path.
+            PlanError: it takes another path than the plan's.
         """
         run = LayerRun(self.plan, self.axes, self._known)
         leaves, structure = flatten((function.args, function.keywords))
         layouts = noted.setdefault(self._index, tuple(map(layout_on, leaves)))
-        given = sum(layout is not None for layout in layouts)
-        if given != self.plan.num_entering and (given or not self.plan.may_enter_whole):
-            raise PlanError(
-                f"layer {self.plan.name!r} is given {count_text(given, 'tensor')} in slices, and "
-                f"its sharding expects {self.plan.num_entering}: something between the layers has "
-                "changed since they were recorded"
-            )
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
         again = Again() if self._again else None
@@ -158,6 +152,34 @@ class WholeLayer:
         return result
 
 
+class Alike:
+    """A layer that all devices do alike, or an operation between layers (without an `index`): it
+    is given wholes.
+    """
+
+    def __init__(self, index: int | None, axes: Axes) -> None:
+        self._index, self._axes = index, axes
+
+    def call(self, function: "partial[Any]", noted: dict[int, tuple[Layout | None, ...]]) -> Any:
+        """Call the layer; what it is given in slices is made whole, on all devices at once."""
+        leaves, structure = flatten((function.args, function.keywords))
+        layouts = tuple(map(layout_on, leaves))
+        if self._index is not None:
+            layouts = noted.setdefault(self._index, layouts)
+        if not any(layouts):
+            return function()
+        pairs = zip(leaves, layouts, strict=True)
+        whole = (I,) * len(self._axes)
+        wholes = [t if own is None else convert(t, own, whole, self._axes) for t, own in pairs]
+        args, kwargs = unflatten(structure, wholes)
+        return function.func(*args, **kwargs)
+
+
+Called = DividedLayer | WholeLayer | Alike
+NO_LAYER = -1
+"""Stands where a layer's number stands, for operations between layers."""
+
+
 class Shards:
     """What processes share of the stages that run here: layers that are divided, by number, along
     the axes of shards, and weights that are cut, along the replicas too.
@@ -168,7 +190,7 @@ class Shards:
         self._everyone, self._replicas = mesh.shards.tensors, mesh.replicas.tensors
         self._keeps = sharding is not None and sharding.keeps
         self.layers: dict[int, DividedLayer] = {}
-        self.calls: dict[int, DividedLayer | WholeLayer] = {}
+        self.calls: dict[int, Called] = {}
         """What is called instead of layers, by number."""
         self.cut: dict[Tensor, Cut] = {}
         """The weights of which this process keeps a slice."""
@@ -198,6 +220,9 @@ class Shards:
         """
         assert self.sharding is not None
         cut: dict[Tensor, Cut] = {}
+        if prod(axis.size for axis in self._axes) > 1:
+            alike = {step.index: Alike(step.index, self._axes) for step in steps}
+            self.calls.update({NO_LAYER: Alike(None, self._axes), **alike})
         for step in steps:
             plan = self.sharding.layers[step.index]
             if plan.is_divided:

@@ -65,9 +65,8 @@ class LayerSharding:
     so.  `again` are weights in slices that the backward wants too: what they are converted to is
     freed after the forward.
 
-    Between stages of unlike meshes slices are even: samples that are no `multiple` cross whole,
-    and the layer that is given them `may_enter_whole`.  `gives_slices` says of a layer on one
-    device that the stage after it is given slices.
+    Between stages of unlike meshes slices are even: samples that are no `multiple` cross whole.
+    `gives_slices` says of a layer on one device that the stage after it is given slices.
     """
 
     name: str
@@ -77,7 +76,6 @@ class LayerSharding:
     num_entering: int = 0
     again: frozenset[str] = frozenset()
     multiple: int = 1
-    may_enter_whole: bool = False
     gives_slices: bool = False
 
     @property

@@ -11,15 +11,22 @@ from .in_place import may_change
 def routed_calls(graph: Graph, layer: int) -> list[Call]:
     """Return the calls inside a layer's own call that work on what it is given or on its weights.
 
-    All others make what they make of nothing, or of buffers, on each device alike.
+    All others make what they make of nothing, of buffers, or of tensors that the layer comes by in
+    another way than by its arguments (a cache has made one), on each device alike.
     """
     found: list[Call] = []
     free: set[int] = set()
+    made: set[int] = set()
+    entering = graph.entering.get(layer)
     for call in graph.of_layer(layer):
         if call.is_between:
             continue
         specs = ((n, graph.tensors[n]) for n in call.takes)
-        free.update(n for n, spec in specs if spec.name and not spec.wants_gradient)
+        for n, spec in specs:
+            is_aside = not (entering is None or spec.name or n in entering or n in made)
+            if is_aside or (spec.name and not spec.wants_gradient):
+                free.add(n)
+        made.update(call.gives)
         if call.function and set(call.takes) - free:
             found.append(call)
         else:

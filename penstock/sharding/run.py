@@ -10,7 +10,6 @@ Autograd sees the shards and the conversions between them, and nothing else.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,8 +19,8 @@ from torch.overrides import resolve_name
 
 from penstock.costs.fused_kernels import LOOKED_INTO
 from penstock.errors import PlanError
-from penstock.model.capture.ghost import is_question
-from penstock.model.entries import mark_layout
+from penstock.model.capture.ghost import OF_A_PART, bare, is_question
+from penstock.model.entries import mark_layout, whole_size
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
@@ -89,13 +88,9 @@ class ShardedTensor(Tensor):
         return f"ShardedTensor({self.held!r}, shape {self.whole_shape})"
 
 
-_OF_THE_SHARD = tuple(getattr(Tensor, name).__get__ for name in ("requires_grad", "device"))
-"""Questions whose answer is that of the shard."""
-
-
 def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     """Answer a question about the whole by its shape, or by the shard where it is the same."""
-    if func in _OF_THE_SHARD:
+    if func in OF_A_PART:
         return func(args[0].local)
     with without_torch_function():
         return func(*args, **kwargs)
@@ -113,12 +108,6 @@ def _name_of(func: Any) -> str:
             return getattr(func, "__name__", "")
         _NAMES[func] = name  # what torch knows lives as long as it
     return name
-
-
-@lru_cache(maxsize=4096)
-def _bare(shape: Shape, dtype: torch.dtype) -> Tensor:
-    with without_torch_function():
-        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _find_tensors(values: Iterable[Any], found: dict[int, Tensor]) -> None:
@@ -180,8 +169,9 @@ class LayerRun:
                         f"into {state.sizes}"
                     )
                 shape[state.dim] = sum(state.sizes)
-        whole = tuple(shape)
-        found = _bare(whole, local.dtype).as_subclass(ShardedTensor)
+        strides = local.stride() if local.layout is torch.strided else None
+        whole, strides = whole_size(tuple(local.shape), strides, layout)
+        found = bare(whole, strides, local.dtype).as_subclass(ShardedTensor)
         found.run, found.whole_shape, found.made_by = self, whole, (-1, 0)
         found.become(local, layout)
         return found

@@ -160,9 +160,8 @@ class Search:
 
     def ended(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
         """Return the plans with what the layers at both ends need to know of other stages."""
-        (before, after), own = self._around, self._costs.mesh
+        after, own = self._around[1], self._costs.mesh
         found = [*plans]
-        found[0] = replace(found[0], may_enter_whole=found[0].num_entering > 0 and before != own)
         if self._ends[1] != self._whole and after is not None:
             each = 1 if own == after else lcm(prod(own), prod(after))
             found[-1] = replace(found[-1], multiple=each, gives_slices=prod(own) == 1)

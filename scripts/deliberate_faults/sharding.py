@@ -179,4 +179,28 @@ FAULTS = (
         "n == own for n, own in",
         *_BORDERS,
     ),
+    Fault(
+        "code between layers sees the slice of a value that its device has",
+        "penstock/model/capture/replay.py",
+        "        return info._replace(shape=shape, strides=strides)\n",
+        "        return info\n",
+        "tests/sharding/test_whole.py",
+        "code_between",
+    ),
+    Fault(
+        "code between layers works on the slice of a value that its device has",
+        "penstock/model/capture/replay.py",
+        "        if self._has_slices and key.number:\n",
+        "        if False:\n",
+        "tests/sharding/test_whole.py",
+        "code_between",
+    ),
+    Fault(
+        "what a model's own cache has made is divided with the layer that meets it",
+        "penstock/sharding/routed.py",
+        "is_aside = not (entering is None or",
+        "is_aside = not (True or",
+        "tests/sharding/test_whole.py",
+        "rotary",
+    ),
 )

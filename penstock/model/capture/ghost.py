@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import GlueError
+from penstock.model.entries import layout_on
 from penstock.model.pytree import flatten, unflatten
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
@@ -28,7 +29,8 @@ CURRENT: "ContextVar[Pass | None]" = ContextVar("penstock_pass", default=None)
 class Ghost(Tensor):
     """A meta tensor that knows what it stands for; `here` is that tensor, if this stage has it.
 
-    `home` stands for the pass that made it.
+    `home` stands for the pass that made it.  Where devices share a stage, `here` may be a slice on
+    which its layout stands: what is asked of the ghost is answered for the whole.
     """
 
     info: Info
@@ -39,7 +41,7 @@ class Ghost(Tensor):
     @classmethod
     def standing_for(cls, info: Info, real: Tensor | None, home: object) -> "Ghost":
         """Make one."""
-        ghost = _bare(info.shape, info.strides, info.dtype).as_subclass(cls)
+        ghost = bare(info.shape, info.strides, info.dtype).as_subclass(cls)
         ghost.info, ghost.here, ghost.home = info, real, home
         return ghost
 
@@ -80,7 +82,7 @@ def _used_outside(tensors: list[Tensor]) -> GlueError:
 
 
 @lru_cache(maxsize=4096)
-def _bare(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+def bare(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
     """Make a tensor without values; nothing ever happens to one, so that ghosts may share it."""
     with without_torch_function():
         if strides is None:
@@ -191,6 +193,17 @@ QUESTIONS = frozenset(
 """What is asked of a tensor, by an attribute or a call, and says nothing of its values."""
 
 
+OF_A_PART = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "grad_fn")),
+        *(getattr(Tensor, f"is_{kind}").__get__ for kind in ("cuda", "cpu", "meta", "mps", "xpu")),
+        *(Tensor.device.__get__, Tensor.get_device, Tensor.is_inference, Tensor.is_shared),
+        Tensor.type,
+    )
+)
+"""The questions that a slice answers as the whole would."""
+
+
 def is_question(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether a call of a function asks something of `QUESTIONS`."""
     if function is Tensor.type:  # with a type, it gives a tensor
@@ -203,7 +216,7 @@ def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ghost = args[0]
     if function in _BY_INFO:
         return _BY_INFO[function](ghost.info)
-    if ghost.here is not None:
+    if ghost.here is not None and (function in OF_A_PART or layout_on(ghost.here) is None):
         args = tuple(part.here if type(part) is Ghost else part for part in args)
     return function(*args, **kwargs)
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CutError, GlueError, RouteError
+from penstock.model.entries import layout_on, whole_size
 from penstock.model.pytree import Leaf, flatten, unflatten
 
 from .errors import calling_line, writes_into
-from .events import END, EventKey, Header, Operation, Told, ValueId, told_structure
+from .events import END, EventKey, Header, Info, Operation, Told, ValueId, told_structure
 from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly
 from .ghost import Ghost, ghosts_in
 from .header_cache import HeaderCache
@@ -71,6 +72,7 @@ class Replay(Pass):
         self._is_own, self._is_over = stage == 0, False
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
+        self._has_slices = any(layout_on(tensor) is not None for tensor in received.values())
         self._doing: Operation | str = "the model's first operation"
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -107,6 +109,8 @@ class Replay(Pass):
         if operation.function in GRADIENT_HOOKS:
             self._check_made_here(operation.name, ghosts_in(operation.args))
         self._doing = operation
+        if self._has_slices and key.number:
+            self._make_whole(key, ghosts_in(operation.args, operation.kwargs))
         lent = self._lent
         if lent is not None and key.number == 0 and key.block in self._borrowers:
             operation = operation._replace(function=partial(_lending, lent, operation.function))
@@ -139,6 +143,8 @@ class Replay(Pass):
     ) -> Any:
         key, name = operation[:2]
         told = self._cache.one_new.get(key)
+        if not key.number and layout_on(result) is not None:
+            told = None  # this device has a slice of it
         if told is not None and versions is None and type(result) is Tensor and told.name == name:
             info = told.infos[0]
             if info.fits(result) and id(result) not in [id(ghost.here) for ghost in ghosts]:
@@ -147,6 +153,21 @@ class Replay(Pass):
                 self._hold(ghost)
                 return ghost
         return super().result_of(operation, result, ghosts, versions)
+
+    def describe(self, tensor: Tensor, value: ValueId) -> Info:
+        """Describe a tensor; all of it, where this device has a slice."""
+        info, layout = super().describe(tensor, value), layout_on(tensor)
+        if layout is None:
+            return info
+        self._has_slices = True
+        shape, strides = whole_size(info.shape, info.strides, layout)
+        return info._replace(shape=shape, strides=strides)
+
+    def _make_whole(self, key: EventKey, ghosts: list[Ghost]) -> None:
+        """Let all of a value be here of which this device has a slice, for what is no layer."""
+        for ghost in ghosts:
+            if ghost.here is not None and layout_on(ghost.here) is not None:
+                ghost.here = self._perform(key, partial(_itself, ghost.here))
 
     def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
         """Refuse a hook on the gradient of a value that another stage made, and uses too."""
@@ -171,6 +192,8 @@ class Replay(Pass):
         if self._stage < self._last_stage and not self._is_over:
             self._end()  # the model left out blocks of later stages; the last one gives the output
         self._doing = "the model's output"
+        if self._has_slices:
+            self._make_whole(END, ghosts_in(output))
         leaves, structure = flatten(output)
         reals = [self._unwrapped(leaf) for leaf in leaves]
         return unflatten(told_structure(structure, END), reals)
@@ -259,6 +282,10 @@ class Replay(Pass):
         """Send a received value on as long as Python refers to it, where any branch may follow."""
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (

@@ -35,7 +35,7 @@ from penstock.runtime.replicas import Replicas
 from penstock.runtime.run import Run, StageRun
 from penstock.runtime.unsplit import why_stage_unsplit
 from penstock.runtime.window import changed_in_forward
-from penstock.sharding.divided import DividedLayer, WholeLayer
+from penstock.sharding.divided import NO_LAYER, Called
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 
@@ -77,7 +77,7 @@ class Stage:
         loss: Any = None,
         replicas: Replicas | None = None,
         keeping: Keeping = _IN_MEMORY,
-        divided: Mapping[int, DividedLayer | WholeLayer] = MappingProxyType({}),
+        divided: Mapping[int, Called] = MappingProxyType({}),
     ) -> None:
         self.plan, self._replicas, self._divided = plan, replicas, divided
         self.device = StageDevice(device)
@@ -304,7 +304,8 @@ class Stage:
     def _call(self, run: Run, tape: Tape, step: Step, function: Any) -> Any:
         """Run one layer, with random numbers of its own if it draws any."""
         training = step.module.training
-        if (divided := self._divided.get(step.index)) is not None:
+        calls = self._divided
+        if calls and (divided := calls.get(step.index) or calls.get(NO_LAYER)) is not None:
             function = partial(divided.call, function, tape.layouts)
         try:
             if (step.index, training) in self._drawing.silent:
