@@ -1,11 +1,12 @@
 """The parameters of a stage, and which version of them a forward has seen."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from penstock.model.entries import version_of
 from penstock.torch_private import parameters_of, uncounted_changes, version_counter
 
 Version = list[tuple[int, int, int]]
@@ -53,12 +54,16 @@ class Weights:
     @property
     def shown(self) -> Version:
         """The version that layers see now; they are sent those weights that move elsewhere."""
-        return [
-            (id(p), version_counter(p), p.data_ptr())
-            for m in self._holders
-            for p in parameters_of(m).values()
-            if p is not None and p not in self._elsewhere
-        ]
+        return [(id(p), version_counter(p), p.data_ptr()) for p in self._seen()]
+
+    @property
+    def changes(self) -> list[tuple[int, Tensor]]:
+        """How often each parameter was changed in place, and the parameter."""
+        return [(version_of(p), p) for p in self._seen()]
+
+    def _seen(self) -> Iterator[Tensor]:
+        every = (p for m in self._holders for p in parameters_of(m).values())
+        return (p for p in every if p is not None and p not in self._elsewhere)
 
     @property
     def bytes_of_older(self) -> int:
