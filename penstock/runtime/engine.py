@@ -30,6 +30,7 @@ from penstock.types import TiedGradients, Trace, Transport
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
+from .gradient_hooks import summed_hooks
 from .memory.offload import store_on
 from .microbatches import Batch, Splitter
 from .planning import stage_devices
@@ -251,7 +252,9 @@ class Engine:
         run.looks = not self._has_looked and self._key(run, mode) in self._dividing
         replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
-            replicas.set_aside([p for stage in self.stages for p in stage.weights.parameters])
+            parameters = [p for stage in self.stages for p in stage.weights.parameters]
+            replicas.hooks = summed_hooks(parameters, self.shards, self._layers, self.plan)
+            replicas.set_aside(parameters)
         for device in self._with_streams:
             device.wait_for_caller()
         try:
@@ -269,6 +272,8 @@ class Engine:
             self._look_again(error)
             raise
         finally:
+            if replicas is not None:
+                replicas.hooks.put_back()
             self._leave(run)
 
     def _look_again(self, error: BaseException) -> None:

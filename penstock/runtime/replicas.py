@@ -16,6 +16,7 @@ from penstock.sharding.at_rest import cut_into_buckets
 from penstock.torch_private import AnyBatchNorm
 
 from .batch_norm import pooled
+from .gradient_hooks import SummedHooks
 from .run import Moments, MomentsByModule
 
 
@@ -39,6 +40,8 @@ class Replicas:
         self.pools_statistics = pools_statistics
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}
+        self.hooks = SummedHooks(())
+        """Those that are to be given the sums of the step that runs."""
 
     def start_equal(self, tensors: Sequence[Tensor], cut: Collection[Tensor]) -> None:
         """Set parameters and buffers to the values that they have in the first replica; those that
@@ -54,7 +57,10 @@ class Replicas:
         self._group.copy_from_first(whole, "for the first replica's parameters and buffers")
 
     def set_aside(self, parameters: Sequence[Tensor]) -> None:
-        """Take away gradients of earlier steps, which are sums over all replicas already."""
+        """Take away gradients of earlier steps, which are sums over all replicas already, and
+        hooks, which are to see sums.
+        """
+        self.hooks.take()
         self._before = {p: p.grad for p in parameters if p.grad is not None}
         for parameter in self._before:
             parameter.grad = None
@@ -74,6 +80,7 @@ class Replicas:
         _finish(self._group, buckets, "for the gradients of the other replicas")
         for axis, weights in self.partial:
             _finish(axis, _begun(axis, weights), "for the gradients of the other shards")
+        self.hooks.run_found()
 
     def finish_for_update(self) -> None:
         """Sum over the shards what an update within a run is made of; the first one's is made of
@@ -88,6 +95,7 @@ class Replicas:
         for parameter, gradient in before.items():
             now = parameter.grad
             parameter.grad = gradient if now is None else gradient.add_(now)
+        self.hooks.run_added()
 
     def pool(self, moments: MomentsByModule, modules: Sequence[AnyBatchNorm]) -> MomentsByModule:
         """Pool the moments of each BatchNorm layer over all replicas, in their order.
