@@ -65,8 +65,8 @@ class _Pairs:
 
 
 def _joined(pairs: Tensor) -> Tensor:
-    """Return pairs as complex numbers, in memory of their own: kernels read 16 bytes at a time, and
-    in a file they lie anywhere.
+    """Return pairs as complex numbers, in memory of their own: kernels want them aligned, and in a
+    file they lie anywhere.
     """
     return torch.view_as_complex(pairs.clone(memory_format=torch.contiguous_format))
 

@@ -90,9 +90,9 @@ def summed_hooks(
             how = plan.schedule if plan.schedule.is_asynchronous else f"sharding={plan.sharding}"
             raise ConfigError(
                 f"a hook on the gradient of {_name(parameter, layers)} cannot be run as in the "
-                f"unsplit model with {how}: {why}. Remove the hook, and change `.grad` "
-                "after train_step, before the optimizer steps (penstock.clip_grad_norm_ clips what "
-                "is in slices); or use replicas or sharding='data', which give hooks the sum"
+                f"unsplit model with {how}: {why}. Remove the hook, and change `.grad` after "
+                "train_step, before the optimizer steps (penstock.clip_grad_norm_ clips slices by "
+                "the norm of the whole); or use replicas or sharding='data', which give hooks sums"
             )
     return hooks
 

@@ -4,15 +4,17 @@ Gradients travel in buckets of one type each.  A bucket's sum begins when the st
 has run, and is awaited where the step ends.  What shards have parts of is summed over them then.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, sparse_gradient
 from penstock.mesh.collectives import Begun, Collectives
+from penstock.model.stage_plan import Step
 from penstock.sharding.at_rest import cut_into_buckets
+from penstock.sharding.divided import Shards
 from penstock.torch_private import AnyBatchNorm
 
 from .batch_norm import pooled
@@ -115,6 +117,22 @@ class Replicas:
         return found
 
 
+def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
+    """Refuse embeddings whose sparse gradients would have to be summed, or cut.
+
+    Raises:
+        ConfigError: names the layer.
+    """
+    summed = {weight for _, weights in shards.partial for weight in weights}
+    for step in steps:
+        for module in step.module.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                weight = module.weight
+                meets = shards.has_replicas or weight in summed or weight in shards.cut
+                if weight.requires_grad and meets:
+                    raise sparse_gradient(f"layer {step.label}", weight.shape)
+
+
 def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
     """Begin to sum gradients over a group, in whose processes they are in the same order."""
     trained = [p for p in parameters if p.requires_grad]
@@ -165,10 +183,7 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     if parameter.grad.layout is not torch.strided:
-        raise ConfigError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which replicas "
-            "cannot add up; make the embedding with sparse=False, or use num_replicas=1"
-        )
+        raise sparse_gradient("a layer", parameter.shape)
     return parameter.grad.reshape(-1)
 
 

@@ -198,6 +198,11 @@ class Shards:
         return self._everyone.size * self._replicas.size > 1
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether gradients are summed over replicas."""
+        return self._replicas.size > 1
+
+    @property
     def cut_in_step(self) -> set[Tensor]:
         """The weights of which calls have slices, and whose gradients come in slices."""
         return {weight for layer in self.layers.values() for weight in layer.cut}

@@ -116,7 +116,9 @@ class Noisy(nn.Module):
 
 def test_evaluations_after_a_resume_draw_what_they_would_have_drawn(tmp_path: Path) -> None:
     x = torch.ones(4, 6)
-    whole, resumed = (penstock.Pipeline([nn.Linear(6, 6), Noisy()], num_stages=2) for _ in range(2))
+    whole, resumed = (
+        penstock.Pipeline([nn.Linear(6, 6), Noisy()], num_stages=2) for _ in range(2)
+    )
     drawn = [whole.eval_step(x) for _ in range(3)]
     assert not torch.equal(drawn[0] != 0, drawn[2] != 0)
     penstock.save_checkpoint(tmp_path / "c", whole)
