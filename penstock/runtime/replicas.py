@@ -130,7 +130,8 @@ def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
                 weight = module.weight
                 meets = shards.has_replicas or weight in summed or weight in shards.cut
                 if weight.requires_grad and meets:
-                    raise sparse_gradient(f"layer {step.label}", weight.shape)
+                    whole = (module.num_embeddings, module.embedding_dim)  # it may be cut
+                    raise sparse_gradient(f"layer {step.label}", whole)
 
 
 def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
@@ -183,7 +184,7 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     if parameter.grad.layout is not torch.strided:
-        raise sparse_gradient("a layer", parameter.shape)
+        raise sparse_gradient("a layer", tuple(parameter.shape))
     return parameter.grad.reshape(-1)
 
 

@@ -104,7 +104,7 @@ def _moved(tensor: Tensor, how: _How) -> Tensor:
         ConfigError: it is a sparse gradient.
     """
     if tensor.layout is not torch.strided:
-        raise sparse_gradient("a layer", tensor.shape)
+        raise sparse_gradient("a layer", tuple(tensor.shape))
     return tensor if how.move is Move.NONE else _MOVES[how.move](tensor, how)
 
 
