@@ -124,14 +124,12 @@ def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
         ConfigError: names the layer.
     """
     summed = {weight for _, weights in shards.partial for weight in weights}
-    for step in steps:
-        for module in step.module.modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                weight = module.weight
-                meets = shards.has_replicas or weight in summed or weight in shards.cut
-                if weight.requires_grad and meets:
-                    whole = (module.num_embeddings, module.embedding_dim)  # it may be cut
-                    raise sparse_gradient(f"layer {step.label}", whole)
+    for step, module in ((step, module) for step in steps for module in step.module.modules()):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            weight, whole = module.weight, (module.num_embeddings, module.embedding_dim)
+            meets = shards.has_replicas or weight in summed or weight in shards.cut
+            if weight.requires_grad and meets:
+                raise sparse_gradient(f"layer {step.label}", whole)
 
 
 def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:

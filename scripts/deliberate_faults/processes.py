@@ -4,6 +4,30 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "a hook on a weight that replicas share sees a share of the sum",
+        "penstock/runtime/replicas.py",
+        "        self.hooks.take()\n",
+        "",
+        "tests/distributed/test_gradient_hooks.py",
+        "sees_once and replicas",
+    ),
+    Fault(
+        "a hook after accumulation sees a slice",
+        "penstock/runtime/gradient_hooks.py",
+        "    if parameter in shards.cut and hooks.follows(parameter):\n",
+        "    if False:\n",
+        "tests/distributed/test_gradient_hooks.py",
+        "refused and replicas",
+    ),
+    Fault(
+        "gradients left from before stay whole where weights are cut",
+        "penstock/sharding/at_rest.py",
+        "None if gradient is None else _copied(cut.own.of(gradient))",
+        "gradient",
+        "tests/distributed/test_gradient_hooks.py",
+        "sees_once and replicas",
+    ),
+    Fault(
         "a process does not look whether its launcher lives",
         "penstock/mesh/init.py",
         "    end_with_launcher()\n",

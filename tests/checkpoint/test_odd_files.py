@@ -43,7 +43,9 @@ def test_complex_numbers_of_128_bits_come_back_to_the_bit(tmp_path: Path) -> Non
     twin = Turning()
     fresh = torch.optim.AdamW(twin.parameters())
     penstock.load_checkpoint(tmp_path / "c", twin, fresh)
-    for (name, one), other in zip(model.state_dict().items(), twin.state_dict().values()):
+    for (name, one), other in zip(
+        model.state_dict().items(), twin.state_dict().values(), strict=True
+    ):
         assert torch.equal(one, other), name
     for mine, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
         assert theirs["exp_avg"].dtype is torch.complex128
@@ -63,7 +65,7 @@ def test_a_slice_of_complex_numbers_is_read_as_one(tmp_path: Path) -> None:
 def test_files_for_others_refuse_what_they_would_hold_as_pairs(tmp_path: Path) -> None:
     model, _ = trained()
     penstock.save_checkpoint(tmp_path / "c", model)
-    with pytest.raises(CheckpointError, match="'turn' is complex128.*convert it to complex64"):
+    with pytest.raises(CheckpointError, match=r"'turn' is complex128.*convert it to complex64"):
         penstock.export_model(tmp_path / "c", tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="is complex128"):
         penstock.save_pretrained(tmp_path / "p", penstock.Pipeline([model], num_stages=1))

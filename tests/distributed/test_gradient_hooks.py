@@ -3,7 +3,6 @@ was left from before is added to, and what cannot be summed is refused.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
