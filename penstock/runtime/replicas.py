@@ -124,12 +124,13 @@ def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
         ConfigError: names the layer.
     """
     summed = {weight for _, weights in shards.partial for weight in weights}
-    for step, module in ((step, module) for step in steps for module in step.module.modules()):
+    every = ((step.label, module) for step in steps for module in step.module.modules())
+    for label, module in every:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             weight, whole = module.weight, (module.num_embeddings, module.embedding_dim)
             meets = shards.has_replicas or weight in summed or weight in shards.cut
             if weight.requires_grad and meets:
-                raise sparse_gradient(f"layer {step.label}", whole)
+                raise sparse_gradient(f"layer {label}", whole)
 
 
 def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
