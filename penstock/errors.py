@@ -172,6 +172,15 @@ class OutputWarning(UserWarning):
     """A value in the outputs of micro-batches may not be that of the whole batch."""
 
 
+def sparse_gradient(where: str, shape: tuple[int, ...]) -> ConfigError:
+    """Make the error for a gradient that cannot be added up over processes, nor be cut."""
+    return ConfigError(
+        f"{where} has a parameter of shape {tuple(shape)} with a sparse gradient, which processes "
+        "that share a stage (replicas, shards) cannot add up or cut; make the embedding with "
+        "sparse=False, or give its stage one process"
+    )
+
+
 def shown(value: object) -> str:
     """Write a value that was given in one line, cut short where it is long."""
     text = " ".join(repr(value).split())

@@ -200,7 +200,7 @@ class Pipeline(AbstractMovable):
             self.number = engine.splitter.number = number
             engine.splitter.check_batches(check_batches)
         self._wanted, self._will_balance = Call(plan.num_microbatches, reduction), balances
-        self.step, self._evaluations = 0, 0
+        self.step, self.evaluations = 0, 0
         self._trace = records
         self._record: Record | None = None
         self._timeline: Timeline | None = None
@@ -415,14 +415,14 @@ class Pipeline(AbstractMovable):
                 parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
                 whole = gather(parts, batch.sizes, batch.output_weights) if parts else None
                 outputs = share(self.mesh.stages, last, whole, self.mesh.device)
-            self._evaluations += 1
+            self.evaluations += 1
             return outputs
 
     def _forwards_only(self, batch: Batch) -> Run:
         """Run the forwards; where a layer draws in them, once more, with a look at each layer."""
 
         def forwards(*, trusting: bool) -> Run:
-            run = self._engine.new_run(batch, "eval", self._evaluations, with_grad=False)
+            run = self._engine.new_run(batch, "eval", self.evaluations, with_grad=False)
             run.trusts_evaluation = trusting
             self._engine.drive(run, Mode.EVAL)
             return run

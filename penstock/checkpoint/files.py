@@ -17,14 +17,15 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+
+from .complex_pairs import save_tensors
 
 FORMAT = "penstock-checkpoint"
 VERSION = 2
@@ -78,7 +79,7 @@ def _write_and_rename(
 ) -> None:
     with unfinished_folder(path) as unfinished:
         for name, content in tensors.items():
-            save_file(dict(content), unfinished / name)
+            save_tensors(content, unfinished / name)
         finish_folder(unfinished, path, facts, {})
 
 
@@ -170,7 +171,29 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     own = digests.pop(STATE, None) if isinstance(digests, dict) else None
     if own != digest_of([facts, digests]):
         raise damaged(path, STATE, _OTHER_DIGEST)
+    for name in (*digests, *(facts.get("files") or {}), *facts.get("slices", {})):
+        check_inside(path, name, STATE, follows_links=False)
     return facts, digests
+
+
+def check_inside(path: Path, name: str, says: str, *, follows_links: bool) -> None:
+    """Refuse a file that the file `says` in the folder `path` names, and that lies elsewhere.
+
+    With `follows_links`, links in the folder may lead out of it, as in caches of downloads.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    parts = PurePath(name)
+    is_out = parts.is_absolute() or ".." in parts.parts
+    if not (is_out or follows_links):
+        is_out = not (path / name).resolve().is_relative_to(path.resolve())
+    if is_out:
+        raise CheckpointError(
+            f"{path / says} names the file {name!r}, which is outside of the folder; it may name "
+            "files of its own folder only. Do not use a folder whose origin you do not trust; "
+            f"else put the file into it, and correct {says}"
+        )
 
 
 def check_files(path: Path, digests: Mapping[str, str]) -> None:

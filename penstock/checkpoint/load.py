@@ -41,8 +41,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load the folder `path` into `module` (a Pipeline or any nn.Module) and `optimizer`.
 
-    A pipeline gets its step count and seed back, so that its random streams go on.  Nothing is
-    unpickled, and nothing is touched unless everything fits.
+    A pipeline gets its counts of steps and evaluations and its seed back, so that its random
+    streams go on.  Nothing is unpickled, and nothing is touched unless everything fits.
 
     Returns:
         The `state` that `save_checkpoint` was given.
@@ -111,7 +111,9 @@ def _put(
     if optimizer is not None:
         unpack_optimizer(optimizer, module, facts["optimizer"], optimizer_tensors)
     if is_pipeline(module) and facts["pipeline"] is not None:
-        module.step, module.seed = facts["pipeline"]["step"], facts["pipeline"]["seed"]
+        noted = facts["pipeline"]
+        module.step, module.seed = noted["step"], noted["seed"]
+        module.evaluations = noted.get("evaluations", 0)
     state: dict[str, Any] = facts["state"]
     return state
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from penstock.sharding.slices import Slice
 
+from .complex_pairs import Opened
 from .files import SUFFIX, damaged
 
 Shape = tuple[int, ...]
@@ -148,10 +149,10 @@ def read_pieces(
 
 
 @contextmanager
-def _opened(path: Path, file: str) -> Iterator[Any]:
+def _opened(path: Path, file: str) -> Iterator[Opened]:
     try:
         with safe_open(path / file, framework="pt") as opened:
-            yield opened
+            yield Opened(opened)
     except (OSError, SafetensorError) as error:
         raise damaged(path, file, error) from None
 
@@ -161,12 +162,11 @@ def read_all(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Tenso
     return read_pieces(path, find_pieces(path, name, facts))[0]
 
 
-def _read(opened: Any, of: tuple[str, Piece], wanted: Slice, before: Tensor | None) -> Tensor:
+def _read(opened: Opened, of: tuple[str, Piece], wanted: Slice, before: Tensor | None) -> Tensor:
     """Read what a file has of what is wanted, into what was read `before` of it."""
     name, piece = of
     if wanted.is_all and piece.offsets is None:
-        whole: Tensor = opened.get_tensor(name)
-        return whole
+        return opened.get_tensor(name)
     part = opened.get_slice(name)
     shape = tuple(part.get_shape())
     piece = Piece(piece.file, piece.offsets or (0,) * len(shape), shape)

@@ -19,6 +19,7 @@ from penstock.runtime.engine import is_pipeline
 from penstock.sharding.at_rest import CutWeights, weight_of
 from penstock.sharding.slices import Slice
 
+from .complex_pairs import refuse_wide
 from .files import (
     EXTRA,
     MODEL,
@@ -174,7 +175,11 @@ def _own_of(
 def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
     if is_pipeline(module):
-        facts["pipeline"] = {"step": module.step, "seed": module.seed}
+        facts["pipeline"] = {
+            "step": module.step,
+            "evaluations": module.evaluations,
+            "seed": module.seed,
+        }
     return jsonable(facts)
 
 
@@ -221,7 +226,9 @@ def export_model(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> 
     unfinished = target.with_name(f".{target.name}{UNFINISHED}")
     try:
         metadata = {EXTRA: json.dumps(values)} if values else None
-        save_file(read_all(Path(path), MODEL, facts), unfinished, metadata)
+        tensors = read_all(Path(path), MODEL, facts)
+        refuse_wide(tensors)
+        save_file(tensors, unfinished, metadata)
         unfinished.rename(target)
     except (OSError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)

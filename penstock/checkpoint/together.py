@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.mesh.control import Control
 
+from .complex_pairs import save_tensors
 from .files import SUFFIX, digest_and_force, finish_folder, make_unfinished, refuse_existing
 from .pieces import Own, header_of
 
@@ -174,6 +174,6 @@ def _write_shards(content: Content, unfinished: Path) -> Digests:
     for folder, tensors in content.tensors.items():
         if tensors:
             file = shard_name(content.mesh.rank, folder)
-            save_file(dict(tensors), unfinished / file, header_of(tensors, content.slices[folder]))
+            save_tensors(tensors, unfinished / file, header_of(tensors, content.slices[folder]))
             digests[file] = digest_and_force(unfinished / file)
     return digests

@@ -1,9 +1,6 @@
 """The stages of a pipeline in this process, their programs, and what drives them."""
 
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError, CutError, PenstockError, shown
+from penstock.errors import ConfigError, CutError, shown
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.owned import modules_of_loss
@@ -31,14 +28,16 @@ from penstock.types import TiedGradients, Trace, Transport
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
+from .gradient_hooks import summed_hooks
 from .memory.offload import store_on
 from .microbatches import Batch, Splitter
 from .planning import stage_devices
 from .random.generators import guarded_default_generators
 from .record import Record, gather_noted
-from .replicas import Replicas
+from .replicas import Replicas, refuse_sparse
 from .run import Run, Streams
 from .stage.stage import Keeping, Stage
+from .turn import Turn
 from .unsplit import together
 from .workers import ThreadDriver
 
@@ -111,6 +110,7 @@ class Engine:
         )
         if replicas is not None:
             replicas.partial = self.shards.partial
+            refuse_sparse(chain.from_iterable(p.steps for p, _ in mine), self.shards)
             replicas.start_equal(self.tensors(), self.shards.cut)
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
         self._places = layers.places()
@@ -219,14 +219,14 @@ class Engine:
         """Tell the other processes of whatever is raised inside, and what runs where."""
         return self.mesh.world.reporting(self._lasting.names)
 
-    def one_at_a_time(self) -> AbstractContextManager[None]:
-        """Let one call at a time use the stages.
+    def one_at_a_time(self, *, backward: bool = False) -> AbstractContextManager[None]:
+        """Let one call at a time use the stages; `backward`: that of an earlier call.
 
         Raises:
             PenstockError: another call is under way, in another thread or around this one; or this
                 process was forked from the one whose threads run the stages.
         """
-        return self._lasting.turn.taken()
+        return self._lasting.turn.taken(backward=backward)
 
     def new_run(
         self, batch: Batch, phase: str, step: int, *, with_grad: bool, num_minibatches: int = 1
@@ -259,9 +259,9 @@ class Engine:
         run.looks = not self._has_looked and self._key(run, mode) in self._dividing
         replicas = self._lasting.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
-            replicas.set_aside(
-                [p for stage in self.stages for p in stage.weights.owned.parameters]
-            )
+            parameters = [p for stage in self.stages for p in stage.weights.owned.parameters]
+            replicas.hooks = summed_hooks(parameters, self.shards, self._layers, self.plan)
+            replicas.set_aside(parameters)
         for device in self._with_streams:
             device.wait_for_caller()
         try:
@@ -294,6 +294,8 @@ class Engine:
         self._has_looked = True
 
     def _leave(self, run: Run) -> None:
+        if self._lasting.replicas is not None:
+            self._lasting.replicas.hooks.put_back()
         for stage in self.stages:
             stage.end(run)
         for device in self._with_streams:
@@ -311,42 +313,6 @@ class Engine:
         self._lasting.driver.close()
 
 
-class _Turn:
-    """Whose turn it is to use the stages: one call's, or nobody's; only of one process.
-
-    That is the one which uses them first, or which other processes are connected with.
-    """
-
-    def __init__(self, *, is_connected: bool = False) -> None:
-        self._lock = threading.Lock()
-        self._process = os.getpid() if is_connected else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Turn, ()  # a copied pipeline runs on its own
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        here = os.getpid()
-        self._process = self._process or here
-        if here != self._process:
-            raise PenstockError(
-                f"this pipeline was used in process {self._process}, and this is process {here}, "
-                "forked from it: the threads that run the stages are not here, so that a step "
-                "would wait for ever. Make the pipeline in this process, or start it by "
-                'multiprocessing.get_context("spawn")'
-            )
-        if not self._lock.acquire(blocking=False):
-            raise PenstockError(
-                "this pipeline is running already: it was called from another thread, or from "
-                "inside one of its own layers, losses or hooks. Its stages do one step at a time; "
-                "let the first call end, or use a second pipeline (copy.deepcopy)"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-
 @dataclass(frozen=True, slots=True)
 class _Lasting:
     """What outlives a plan: the processes of the stages, what runs programs, and whose turn."""
@@ -357,7 +323,7 @@ class _Lasting:
     replicas: Replicas | None
     driver: AbstractDriver
     in_caller: AbstractDriver
-    turn: _Turn
+    turn: Turn
 
     @classmethod
     def of(cls, layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> "_Lasting":
@@ -376,7 +342,7 @@ class _Lasting:
         elif plan.transport is not Transport.LOOPBACK:
             driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)
         splitter, is_connected = Splitter(mesh, processes), plan.transport.is_between_processes
-        turn = _Turn(is_connected=is_connected)
+        turn = Turn(is_connected=is_connected)
         return cls(processes, processes.names, splitter, replicas, driver, in_caller, turn)
 
     def driver_for(self, caller: CallerContext, *, in_caller: bool) -> AbstractDriver:

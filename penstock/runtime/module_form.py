@@ -152,7 +152,7 @@ class _Pending:
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
         # a GPU's autograd thread runs this; workers would wait for that thread while it waits for
         # them
-        with self.engine.one_at_a_time():
+        with self.engine.one_at_a_time(backward=True):
             self.engine.drive(run, Mode.BACKWARDS, in_caller=on_gpu)
         return input_gradients(run)
 

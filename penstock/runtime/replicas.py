@@ -4,18 +4,21 @@ Gradients travel in buckets of one type each.  A bucket's sum begins when the st
 has run, and is awaited where the step ends.  What shards have parts of is summed over them then.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, sparse_gradient
 from penstock.mesh.collectives import Begun, Collectives
+from penstock.model.stage_plan import Step
 from penstock.sharding.at_rest import cut_into_buckets
+from penstock.sharding.divided import Shards
 from penstock.torch_private import AnyBatchNorm
 
 from .batch_norm import pooled
+from .gradient_hooks import SummedHooks
 from .run import Moments, MomentsByModule
 
 
@@ -39,6 +42,8 @@ class Replicas:
         self.pools_statistics = pools_statistics
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}
+        self.hooks = SummedHooks(())
+        """Those that are to be given the sums of the step that runs."""
 
     def start_equal(self, tensors: Sequence[Tensor], cut: Collection[Tensor]) -> None:
         """Set parameters and buffers to the values that they have in the first replica; those that
@@ -54,7 +59,10 @@ class Replicas:
         self._group.copy_from_first(whole, "for the first replica's parameters and buffers")
 
     def set_aside(self, parameters: Sequence[Tensor]) -> None:
-        """Take away gradients of earlier steps, which are sums over all replicas already."""
+        """Take away gradients of earlier steps, which are sums over all replicas already, and
+        hooks, which are to see sums.
+        """
+        self.hooks.take()
         self._before = {p: p.grad for p in parameters if p.grad is not None}
         for parameter in self._before:
             parameter.grad = None
@@ -74,6 +82,7 @@ class Replicas:
         _finish(self._group, buckets, "for the gradients of the other replicas")
         for axis, weights in self.partial:
             _finish(axis, _begun(axis, weights), "for the gradients of the other shards")
+        self.hooks.run_found()
 
     def finish_for_update(self) -> None:
         """Sum over the shards what an update within a run is made of; the first one's is made of
@@ -88,6 +97,7 @@ class Replicas:
         for parameter, gradient in before.items():
             now = parameter.grad
             parameter.grad = gradient if now is None else gradient.add_(now)
+        self.hooks.run_added()
 
     def pool(self, moments: MomentsByModule, modules: Sequence[AnyBatchNorm]) -> MomentsByModule:
         """Pool the moments of each BatchNorm layer over all replicas, in their order.
@@ -105,6 +115,22 @@ class Replicas:
                     mean, variance = part[1:].to(_device_of(module)).split(module.num_features)
                     found.setdefault(module, []).append((int(part[0]), mean, variance))
         return found
+
+
+def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
+    """Refuse embeddings whose sparse gradients would have to be summed, or cut.
+
+    Raises:
+        ConfigError: names the layer.
+    """
+    summed = {weight for _, weights in shards.partial for weight in weights}
+    every = ((step.label, module) for step in steps for module in step.module.modules())
+    for label, module in every:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            weight, whole = module.weight, (module.num_embeddings, module.embedding_dim)
+            meets = shards.has_replicas or weight in summed or weight in shards.cut
+            if weight.requires_grad and meets:
+                raise sparse_gradient(f"layer {label}", whole)
 
 
 def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
@@ -157,10 +183,7 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     if parameter.grad.layout is not torch.strided:
-        raise ConfigError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which replicas "
-            "cannot add up; make the embedding with sparse=False, or use num_replicas=1"
-        )
+        raise sparse_gradient("a layer", tuple(parameter.shape))
     return parameter.grad.reshape(-1)
 
 

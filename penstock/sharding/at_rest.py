@@ -54,12 +54,20 @@ class Cut(NamedTuple):
 
 
 def keep_slices(weights: Mapping[Tensor, Cut]) -> None:
-    """Keep the own slice of each weight only; each parameter stays the same object."""
+    """Keep the own slice of each weight only; each parameter stays the same object.
+
+    So it is with gradients of theirs that are there already.
+    """
     with torch.no_grad():
         for weight, cut in weights.items():
             if not cut.own.is_all:  # a view would hold the whole's memory
-                own = cut.own.of(weight.data)
-                weight.data = own.clone(memory_format=torch.contiguous_format)
+                gradient, weight.grad = weight.grad, None  # left from before, it is added to
+                weight.data = _copied(cut.own.of(weight.data))
+                weight.grad = None if gradient is None else _copied(cut.own.of(gradient))
+
+
+def _copied(part: Tensor) -> Tensor:
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class Gathered:
@@ -103,6 +111,7 @@ class Gathered:
         finally:
             for weight, own in slices.items():
                 weight.data = own
+            for weight, own in slices.items():
                 gradient = weight.grad
                 if gradient is not None and gradient.shape == shapes.get(weight) != own.shape:
                     rest = self.cut[weight].layout

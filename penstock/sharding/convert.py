@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.errors import sparse_gradient
+
 from .layouts import Layout, Move, S, State, moves, steps
 
 if TYPE_CHECKING:
@@ -96,7 +98,13 @@ class _Conversion(torch.autograd.Function):
 
 
 def _moved(tensor: Tensor, how: _How) -> Tensor:
-    """Return what the device holds afterwards; what comes from others is new memory."""
+    """Return what the device holds afterwards; what comes from others is new memory.
+
+    Raises:
+        ConfigError: it is a sparse gradient.
+    """
+    if tensor.layout is not torch.strided:
+        raise sparse_gradient("a layer", tuple(tensor.shape))
     return tensor if how.move is Move.NONE else _MOVES[how.move](tensor, how)
 
 

@@ -214,6 +214,21 @@ class Shards:
             if (weights := [w for layer in self.layers.values() for w in layer.partial[n]])
         ]
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes run the stages of this one too."""
+        return self._everyone.size * self._replicas.size > 1
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether gradients are summed over replicas."""
+        return self._replicas.size > 1
+
+    @property
+    def cut_in_step(self) -> set[Tensor]:
+        """The weights of which calls have slices, and whose gradients come in slices."""
+        return {weight for layer in self.layers.values() for weight in layer.cut}
+
     def place(self, steps: Sequence[Step]) -> None:
         """Divide layers that share weights; keep the own slices of these, with the values of the
         first shard, and of the first replica.

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import StateError
-from penstock.schedules import gpipe, one_f_one_b
+from penstock.schedules import gpipe, one_f_one_b, zb_h1
 from tests.side_by_side import same_bits
 from tests.ways import WAYS
 
@@ -129,6 +129,42 @@ def test_the_check_refuses_it_too() -> None:
     with pytest.raises(StateError, match="buffer 'amax'"):
         checked(4)
     assert checked(1).equal
+
+
+class Shifting(nn.Module):
+    """Parameters of which autograd saves nothing: a table and a shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 6)
+        self.shift = nn.Parameter(torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.shift + self.table.weight[0]
+        return y
+
+
+def step_in_a_hook(of: list[nn.Module], name: str) -> None:
+    """Step one parameter as soon as its gradient is there, as torch's tutorial does."""
+    parameter = nn.Sequential(*of).get_parameter(name)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    def step(_: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parameter.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize("name", ("0.bias", "1.shift", "1.table.weight"))
+@pytest.mark.parametrize("schedule", (gpipe, one_f_one_b, zb_h1()), ids=str)
+def test_an_optimizer_that_steps_in_a_hook_is_refused(name: str, schedule: Any) -> None:
+    of = [nn.Linear(6, 6), Shifting(), nn.Linear(6, 3)]
+    step_in_a_hook(of, name)
+    how: dict[str, Any] = {"schedule": schedule, "recompute": penstock.Recompute.NEVER}
+    with pytest.raises(StateError, match=r"changed a parameter .* train with num_microbatches=1"):
+        trained(of, 4, **how)
+    trained(of, 1, **how)  # as the unsplit model's
 
 
 class Seen(nn.Module):

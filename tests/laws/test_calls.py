@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from tests.side_by_side import same_bits
@@ -84,6 +85,18 @@ def test_a_call_from_inside_a_call_is_refused(transport: penstock.Transport, aga
         assert "stage 1" in caught.value.__notes__[0]
         inside.what = lambda: None
         pipe.train_step(x, y)  # the next call works
+
+
+def test_a_checkpoint_around_a_pipeline_that_keeps_all_is_told_so() -> None:
+    x, _ = batch()
+    how: dict[str, Any] = {"num_stages": 2, "transport": penstock.Transport.LOOPBACK}
+    keeps = penstock.Pipeline(layers(), recompute=penstock.Recompute.NEVER, **how)
+    output = checkpoint(keeps, x, use_reentrant=False)
+    with pytest.raises(penstock.PenstockError, match=r"torch\.utils\.checkpoint around the pipe"):
+        output.sum().backward()
+    keeps.zero_grad()
+    checkpoint(keeps, x.requires_grad_(), use_reentrant=True).sum().backward()
+    assert all(p.grad is not None for p in keeps.parameters())
 
 
 def test_a_call_from_another_thread_is_refused() -> None:

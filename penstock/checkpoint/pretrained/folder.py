@@ -10,13 +10,14 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from penstock.checkpoint.files import check_inside
 from penstock.errors import CheckpointError
 from penstock.sharding.slices import Slice
 
@@ -161,13 +162,8 @@ def _weight_map(path: Path) -> dict[str, str]:
             f"{path / INDEX} is no index of tensors ({type(error).__name__}: {error}); copy it "
             "anew"
         ) from None
-    for name, file in files.items():
-        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
-            raise CheckpointError(
-                f"{path / INDEX} says that {name} is in {file!r}, which is outside of the folder; "
-                "an index names files of its own folder. Do not use a folder whose origin you do "
-                "not trust; else put the file into it, and correct the index"
-            )
+    for file in dict.fromkeys(files.values()):
+        check_inside(path, file, INDEX, follows_links=True)
     return files
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from penstock.checkpoint.complex_pairs import refuse_wide
 from penstock.checkpoint.files import (
     check_all_seen,
     force_to_disk,
@@ -80,7 +81,7 @@ def save_pretrained(
 
     Raises:
         CheckpointError: `folder` exists and is not empty; extra state of a module is neither a
-            tensor nor JSON; the disk is full or refuses.
+            tensor nor JSON; a tensor is complex128; the disk is full or refuses.
         ConfigError: `max_shard_bytes` is no whole number of at least 1.
     """
     target, original = Path(folder).absolute(), pipe.held.original
@@ -88,6 +89,7 @@ def save_pretrained(
     mesh = begin("save_pretrained", pipe)
     with mesh.reporting():
         own, values = _to_save(pipe, original)
+        refuse_wide(own)
     sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
     everyone = mesh.world.gather((sizes, values), "for the others to save the same model")
     layout = _Layout.of([sizes for sizes, _ in everyone], most)

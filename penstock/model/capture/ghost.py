@@ -81,7 +81,7 @@ def _used_outside(tensors: list[Tensor]) -> GlueError:
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # some dozens in a step; of 300 lengths 4,000 would be kept
 def bare(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
     """Make a tensor without values; nothing ever happens to one, so that ghosts may share it."""
     with without_torch_function():

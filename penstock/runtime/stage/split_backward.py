@@ -13,7 +13,8 @@ backward, and kept: parameters change their `.grad` in the weight backward only.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,8 +86,9 @@ class SplitBackward:
         before = _gradient_versions(parameters)
         nodes = [*(entry.node for entry in entries), *leaves, *cuts]
         targets = [GradientEdge(node, 0) for node in nodes]
-        found = iter(torch.autograd.grad(roots, targets, gradients, allow_unused=True))
-        if _gradient_versions(parameters) != before:
+        with _adding_to_shared([*leaves, *ends]) as added:
+            found = iter(torch.autograd.grad(roots, targets, gradients, allow_unused=True))
+        if added or _gradient_versions(parameters) != before:
             raise StateError(
                 "the backward of a torch.autograd.Function has added to the .grad of a parameter "
                 "by a backward of its own, which is too early where weights have a backward of "
@@ -243,7 +245,29 @@ def _passed_after(cuts: Mapping[Node, Cut]) -> dict[Node, set[object]]:
 
 
 def _gradient_versions(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
-    return [(0, 0) if (g := p.grad) is None else (id(g), version_of(g)) for p in parameters]
+    every = (p.grad for p in parameters)
+    return [(id(g), 0 if g is None or _is_part(g) else version_of(g)) for g in every]
+
+
+@contextmanager
+def _adding_to_shared(leaves: Iterable[Any]) -> Iterator[list[Any]]:
+    """Note when a gradient is added to one that is a part of a buffer: other stages add to the
+    rest of it meanwhile, and all parts count their changes together.
+    """
+    added: list[Any] = []
+    parts = [leaf for leaf in leaves if (g := leaf.variable.grad) is not None and _is_part(g)]
+    handles = [leaf.register_hook(lambda *_: added.append(None)) for leaf in parts]
+    try:
+        yield added
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_part(gradient: Tensor) -> bool:
+    if gradient.layout is not torch.strided:
+        return False
+    return gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size()
 
 
 def _grouped(cuts: Iterable[Cut]) -> list[list[Cut]]:

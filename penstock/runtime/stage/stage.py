@@ -112,7 +112,7 @@ class Stage:
             Repeatable(everyone, stateful, self.weights, differentiates=plan.differentiates),
             self._changes,
             self._drawing,
-            BackwardState(plan.index, stateful),
+            BackwardState(plan.index, stateful, self.weights),
         ]
         if norms:
             guards.append(self._norms)

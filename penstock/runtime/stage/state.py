@@ -1,7 +1,7 @@
 """State that layers change: buffers, and tensors that a module holds as plain attributes.
 
-What a forward changes is kept as it was, for its recompute; what a backward changes is refused
-where a forward may read it too early.
+What a forward changes is kept as it was, for its recompute; what a backward changes, parameters
+too, is refused where a forward may read it too early.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from penstock.torch_private import buffers_of, version_counter
 
 from .guards import Context, Guard, same_bits
 from .tape import Tape
+from .weights import Weights
 
 
 class ChangingState:
@@ -113,11 +114,13 @@ class BackwardState(Guard):
         gpipe      F0 F1 F2 B0 B1 B2        F1 reads what was there before the step
 
     An attribute that a backward replaces is let pass: hooks keep what they saw there, and a
-    checkpoint of the user's own runs a forward again that does.
+    checkpoint of the user's own runs a forward again that does.  Parameters are looked at as well:
+    an optimizer that steps in a hook changes them, and of biases and tables autograd saves nothing
+    by which it would notice.
     """
 
-    def __init__(self, stage: int, modules: Sequence[nn.Module]) -> None:
-        self._stage, self._modules = stage, modules
+    def __init__(self, stage: int, modules: Sequence[nn.Module], weights: Weights) -> None:
+        self._stage, self._modules, self._weights = stage, modules, weights
 
     @cached_property  # asked after the first forward: layers may make state there
     def _attributes(self) -> list[Place]:
@@ -129,19 +132,31 @@ class BackwardState(Guard):
 
     @property
     def is_idle(self) -> bool:
-        return not (self._holders or self._attributes)
+        return not (self._holders or self._attributes or self._weights.changes)
 
     def around_backward(self, run: Run, tape: Tape) -> Context | None:
         """Compare what forwards may read before and after, if one has run too early."""
         ran = run.stages[self._stage].tapes
-        early = not self.is_idle and any(other > tape.microbatch for other in ran)
+        early = any(other > tape.microbatch for other in ran)
         return self._comparing() if early else None
 
     @contextmanager
     def _comparing(self) -> Iterator[None]:
-        before = self._versions()
+        before, weights = self._versions(), self._weights.changes
         yield
         self._check_unchanged(before)
+        for (was, _), (now, weight) in zip(weights, self._weights.changes, strict=False):
+            if was != now:
+                raise self._moved(weight)
+
+    def _moved(self, weight: Tensor) -> StateError:
+        return StateError(
+            f"the backward of stage {self._stage} changed a parameter of shape "
+            f"{tuple(weight.shape)} in place, after forwards of later micro-batches had run with "
+            "its old values: an optimizer that steps in a hook does this, and the gradients would "
+            "be of a mixture of both. The parameters may be half updated: load a checkpoint; call "
+            "optimizer.step() after train_step, or train with num_microbatches=1"
+        )
 
     def _versions(self) -> Versions:
         """Note which tensor stands at each place, and how often it was changed in place."""

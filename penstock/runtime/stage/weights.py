@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from penstock.model.entries import version_of
 from penstock.model.owned import NOTHING, Between, Slot
 from penstock.torch_private import parameters_of, uncounted_changes, version_counter
 
@@ -76,13 +77,18 @@ class Weights:
     @property
     def shown(self) -> Version:
         """The version that layers see now; they are sent those weights that move elsewhere."""
+        return [(id(p), version_counter(p), p.data_ptr()) for p in self._seen()]
+
+    @property
+    def changes(self) -> list[tuple[int, Tensor]]:
+        """How often each parameter was changed in place, and the parameter."""
+        return [(version_of(p), p) for p in self._seen()]
+
+    def _seen(self) -> Iterator[Tensor]:
         of_modules = (p for m in self._holders for p in parameters_of(m).values())
         between = (held.get(name) for held, name in self.owned.between.parameters)
-        return [
-            (id(p), version_counter(p), p.data_ptr())
-            for p in chain(of_modules, between)
-            if p is not None and p not in self._elsewhere
-        ]
+        every = chain(of_modules, between)
+        return (p for p in every if p is not None and p not in self._elsewhere)
 
     @property
     def bytes_of_older(self) -> int:

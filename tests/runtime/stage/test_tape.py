@@ -431,6 +431,54 @@ def test_a_function_that_adds_to_a_weight_by_itself_is_refused() -> None:
         in_two_parts(module, [torch.ones(2, 6)], wants_grad=True)
 
 
+def in_a_buffer(module: nn.Module) -> Tensor:
+    """Let the gradients of a module be parts of one buffer; give the rest of it."""
+    sizes = [p.numel() for p in module.parameters()]
+    *parts, rest = torch.zeros(sum(sizes) + 5).split([*sizes, 5])
+    for parameter, part in zip(module.parameters(), parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return rest
+
+
+class _AddingTo(torch.autograd.Function):
+    """Adds to some memory, as the thread of another stage may at that time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: list[Tensor]) -> Tensor:
+        ctx.memory = memory
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        for tensor in ctx.memory:
+            tensor.add_(1)
+        return gradient, None
+
+
+def test_gradients_in_one_buffer_count_changes_together_and_are_no_changes_of_a_weight() -> None:
+    rest: list[Tensor] = []
+    module = Calling(lambda m, x: m.b(_AddingTo.apply(m.a(x), rest)), a=linear(), b=linear())
+    rest.append(in_a_buffer(module))
+    tape = tape_of(module, torch.ones(2, 6))
+    roots, gradients = roots_of(tape)
+    tape.divide(roots)
+    assert tape.parts is not None
+    tape.backward(roots, gradients)
+    assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+    tape.backward_weight()
+    assert all(p.grad is not None and p.grad.any() for p in module.parameters())
+
+
+def test_a_function_that_adds_to_a_weights_part_of_a_buffer_is_refused() -> None:
+    module = Calling(lambda m, x: _Adding.apply(m.a(x), m.a), a=linear())
+    in_a_buffer(module)
+    tape = tape_of(module, torch.ones(2, 6))
+    roots, gradients = roots_of(tape)
+    tape.divide(roots)
+    with pytest.raises(StateError, match=r"added to the \.grad of a parameter"):
+        tape.backward(roots, gradients)
+
+
 class _Overwriting(torch.autograd.Function):
     """Changes the gradient that it is given, which others read too."""
 

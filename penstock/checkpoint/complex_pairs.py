@@ -1,0 +1,85 @@
+"""Complex numbers of 128 bits in safetensors files, which have no such type.
+
+    complex128 of shape (..., n)  ──►  float64 of shape (..., n, 2): real and imaginary part
+
+The header of a file names the tensors that are stored so.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+
+_PAIRS = "complex128"
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor], file: Path, header: Mapping[str, str] | None = None
+) -> None:
+    """Write a file of contiguous tensors; their memory is read, not copied."""
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype is torch.complex128]
+    stored = {**tensors, **{name: torch.view_as_real(tensors[name]) for name in pairs}}
+    noted = {**(header or {}), **({_PAIRS: json.dumps(pairs)} if pairs else {})}
+    save_file(stored, file, noted or None)
+
+
+class Opened:
+    """A file that was opened by safetensors, with the tensors in it as they were saved."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._pairs = set(json.loads((file.metadata() or {}).get(_PAIRS, "[]")))
+
+    def keys(self) -> list[str]:
+        """Name the tensors."""
+        return list(self._file.keys())
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a tensor."""
+        found: Tensor = self._file.get_tensor(name)
+        return _joined(found) if name in self._pairs else found
+
+    def get_slice(self, name: str) -> Any:
+        """Return what knows the shape of a tensor, and reads slices of it."""
+        part = self._file.get_slice(name)
+        return _Pairs(part) if name in self._pairs else part
+
+
+class _Pairs:
+    """A complex tensor that is stored as pairs, to be read in slices."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def get_shape(self) -> list[int]:
+        return list(self._part.get_shape()[:-1])
+
+    def __getitem__(self, places: tuple[slice, ...]) -> Tensor:
+        return _joined(self._part[(*places, slice(0, 2))])
+
+
+def _joined(pairs: Tensor) -> Tensor:
+    """Return pairs as complex numbers, in memory of their own: kernels want them aligned, and in a
+    file they lie anywhere.
+    """
+    return torch.view_as_complex(pairs.clone(memory_format=torch.contiguous_format))
+
+
+def refuse_wide(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what a file for others cannot hold: they would read pairs of numbers.
+
+    Raises:
+        CheckpointError: names the first such tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.complex128:
+            raise CheckpointError(
+                f"{name!r} is complex128, a type that safetensors files do not have; use "
+                "penstock.save_checkpoint and load_checkpoint, or convert it to complex64"
+            )

@@ -1,0 +1,115 @@
+"""Hooks on parameters whose gradients several processes have parts of: run once, on the sums.
+
+    backwards of a step     no hook runs: what is found is a share of a sum
+    summed                  register_hook: given the step's gradient, may return another
+    added to `.grad`        register_post_accumulate_grad_hook: given the parameter
+
+A process that shares its stages with nobody leaves hooks where they are: autograd runs them for
+each micro-batch, as in the unsplit model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.model.layers import Layers
+from penstock.planner.plan import Plan
+from penstock.sharding.divided import Shards
+from penstock.torch_private import gradient_hooks
+
+
+class SummedHooks:
+    """The hooks of some parameters in one step; they are away until `run_found`."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        both = {p: gradient_hooks(p) for p in parameters}
+        self._found = {p: found for p, (found, _) in both.items() if found}
+        self._added = {p: added for p, (_, added) in both.items() if added}
+        self._away: list[tuple[dict[int, Any], dict[int, Any]]] = []
+
+    @property
+    def hooked(self) -> list[Tensor]:
+        """The parameters that have hooks."""
+        return [*{**self._found, **self._added}]
+
+    def follows(self, parameter: Tensor) -> bool:
+        """Tell whether a hook runs after a gradient was added."""
+        return parameter in self._added
+
+    def take(self) -> None:
+        """Take the hooks away, so that autograd runs none."""
+        for hooks in (*self._found.values(), *self._added.values()):
+            self._away.append((hooks, dict(hooks)))
+            hooks.clear()
+
+    def put_back(self) -> None:
+        """Put away hooks back where they were, before those that were added meanwhile."""
+        for hooks, before in self._away:
+            new = dict(hooks)
+            hooks.clear()
+            hooks.update(before | new)
+        self._away = []
+
+    @torch.no_grad()
+    def run_found(self) -> None:
+        """Put the hooks back, and give each the sum of a step's gradients."""
+        self.put_back()
+        for parameter, hooks in self._found.items():
+            for hook in _in_order(hooks):
+                if parameter.grad is not None:
+                    other = hook(parameter.grad)
+                    parameter.grad = parameter.grad if other is None else other
+
+    @torch.no_grad()
+    def run_added(self) -> None:
+        """Tell the hooks that the sums stand in `.grad`."""
+        for parameter, hooks in self._added.items():
+            for hook in _in_order(hooks):
+                if parameter.grad is not None:
+                    hook(parameter)
+
+
+def _in_order(hooks: Mapping[int, Any]) -> Sequence[Any]:
+    return tuple(hooks.values())  # one may remove itself
+
+
+def summed_hooks(
+    parameters: Sequence[Tensor], shards: Shards, layers: Layers, plan: Plan
+) -> SummedHooks:
+    """Find the hooks of a step that are to be given sums, and refuse those that cannot be.
+
+    Raises:
+        ConfigError: names the parameter; says what to do.
+    """
+    hooks = SummedHooks(parameters if shards.is_shared else ())
+    for parameter in hooks.hooked:
+        if why := _why_not(parameter, hooks, shards, plan):
+            how = plan.schedule if plan.schedule.is_asynchronous else f"sharding={plan.sharding}"
+            raise ConfigError(
+                f"a hook on the gradient of {_name(parameter, layers)} cannot be run as in the "
+                f"unsplit model with {how}: {why}. Remove the hook, and change `.grad` after "
+                "train_step, before the optimizer steps (penstock.clip_grad_norm_ clips slices by "
+                "the norm of the whole); or use replicas or sharding='data', which give hooks sums"
+            )
+    return hooks
+
+
+def _why_not(parameter: Tensor, hooks: SummedHooks, shards: Shards, plan: Plan) -> str:
+    if parameter in shards.cut_in_step:
+        return "each process finds a slice of the gradient, and none has the whole"
+    if parameter in shards.cut and hooks.follows(parameter):
+        return "it runs when `.grad` is there, of which each process keeps a slice"
+    if plan.schedule.is_asynchronous:
+        return "the schedule updates weights while it runs, from gradients that nobody waits for"
+    return ""
+
+
+def _name(parameter: Tensor, layers: Layers) -> str:
+    for prefix, module in layers.holders():
+        for name, other in module.named_parameters():
+            if other is parameter:
+                return f"parameter {prefix + name!r}"
+    return "a parameter of the loss"
