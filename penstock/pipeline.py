@@ -461,6 +461,11 @@ class Pipeline(AbstractMovable):
         return iter([*super().parameters(recurse)] or self._none)
 
     @property
+    def names_in_order(self) -> Sequence[str]:
+        """The names of the model's parameters in its order, on every process alike."""
+        return self._layers.source.names()
+
+    @property
     def num_stages(self) -> int:
         """K."""
         return self.plan.num_stages

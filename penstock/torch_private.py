@@ -385,3 +385,11 @@ def note_steps(optimizer: Any) -> bool:
 def default_store() -> Any:
     """Return the store that the processes met at, where it has no address.  Needed there."""
     return _needed(torch.distributed.distributed_c10d, "_get_default_store")()
+
+
+foreach_norm: Callable[..., Any] = _needed(torch, "_foreach_norm")
+"""(tensors, norm type) -> their norms, as torch's clipping takes them.  Needed."""
+grouped_by_kind: Callable[..., Any] = _needed(
+    torch.optim.Optimizer, "_group_tensors_by_device_and_dtype"
+)
+"""([tensors], with_indices=True) -> groups of them in the order of torch's clipping.  Needed."""

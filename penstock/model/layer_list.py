@@ -93,6 +93,9 @@ class ListOfModules(Source):
             if step.index not in kept:
                 step.module.to("meta")
 
+    def names(self) -> Sequence[str]:
+        return [f"{s.path}.{name}" for s in self.steps for name, _ in s.module.named_parameters()]
+
     def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if len(args) + len(keywords) == 1 and (args or _INPUTS in keywords):
             return args[0] if args else keywords[_INPUTS]

@@ -49,6 +49,10 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Name all parameters, those of other processes too, in the order of the model."""
+
+    @abstractmethod
     def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Return what a pipeline is called with as one value: the model's input."""
 

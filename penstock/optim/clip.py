@@ -1,78 +1,120 @@
 """Gradient clipping over all stages, wherever they run."""
 
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from penstock.errors import ConfigError
 from penstock.runtime.engine import check_pipeline
+from penstock.torch_private import foreach_norm, grouped_by_kind
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 
-def clip_grad_norm_(pipe: "Pipeline", max_norm: float) -> Tensor:
+class _Norm(NamedTuple):
+    """The norm of one gradient, its type, and the type of the gradient."""
+
+    name: str
+    value: float
+    dtype: str
+    of: str
+
+
+def clip_grad_norm_(
+    pipe: "Pipeline",
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
     """Scale all gradients down so that their norm, over the whole model, is at most `max_norm`.
 
-    The norm is taken of the norms of single gradients in the order of the model's parameters, so
-    it has the same bits for every number of stages and processes; a parameter counts once.  In a
-    mesh of processes all of them call this alike, after `train_step`; replicas hold equal
-    gradients and count once.
+    Does what `torch.nn.utils.clip_grad_norm_` does on the unsplit model, to the bit, for every
+    number of stages and processes: the norm is taken of the norms of single gradients, in the
+    order of the model's parameters; one that several stages use counts once.  Where processes hold
+    shards of weights (`sharding=`), norms are added in float64 instead.  In a mesh of processes
+    all of them call this alike, after `train_step`; replicas hold equal gradients and count once.
+
+    Args:
+        pipe: the pipeline.
+        max_norm: the most that the norm may be; above 0.
+        norm_type: which p-norm; `float("inf")` for the largest absolute value.
+        error_if_nonfinite: whether a norm that is inf or nan is an error.
+        foreach: whether to use torch's functions over many tensors; None: where torch does.
 
     Returns:
         The norm before clipping, a scalar tensor; the same in every process.
 
     Raises:
-        ConfigError: `pipe` is no pipeline, `max_norm` is not above 0, or the schedule has moved
-            the weights already.
+        ConfigError: `pipe` is no pipeline, `max_norm` or `norm_type` is not above 0, or the
+            schedule has moved the weights already.
+        RuntimeError: the norm is inf or nan, and that is to be an error; no gradient is changed.
     """
     check_pipeline(pipe)
-    if not max_norm > 0:
-        raise ConfigError(f"max_norm={max_norm!r}; it must be above 0")
-    gradients = list(_gradients(pipe))
-    norms = _whole_norms(pipe, gradients)
-    in_order = [norm for _, norm in sorted(_of_all_stages(pipe, norms), key=itemgetter(0))]
-    if pipe.plan.schedule.is_asynchronous and not in_order:
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not float(value) > 0:
+            raise ConfigError(f"{name}={value!r}; it must be above 0")
+    gradients = dict(_gradients(pipe))
+    everyone = _of_all_stages(pipe, _norms(pipe, gradients, float(norm_type), foreach))
+    if pipe.plan.schedule.is_asynchronous and not everyone:
         raise ConfigError(
             f"schedule={pipe.plan.schedule!r} updates weights while it runs, and there is no "
             "gradient left to clip: the norm over all stages is not known before the first of "
             "them updates. Use a synchronous schedule, or a lower learning rate"
         )
-    total = torch.linalg.vector_norm(torch.tensor(in_order, dtype=torch.float64))
-    share = max_norm / (float(total) + 1e-6)
-    if share < 1:
-        for _, parameter in gradients:
-            assert parameter.grad is not None
-            parameter.grad.mul_(share)
-    norm: Tensor = total.float()
-    return norm
+    total = _total(everyone, float(norm_type))
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {float(total)}, so it "
+            "cannot be clipped; leave error_if_nonfinite out to scale by it all the same"
+        )
+    if gradients:
+        parameters = list(gradients.values())
+        device = parameters[0].device
+        clip_grads_with_norm_(parameters, max_norm, total.to(device), foreach)
+    return total
 
 
-def _gradients(pipe: "Pipeline") -> Iterator[tuple[int, Tensor]]:
-    """Yield each parameter here that has a gradient, with the number of its first layer.
-
-    What belongs to no layer, as a parameter that a captured model's own code reads, comes last.
-    """
-    here, layers = dict.fromkeys(pipe.parameters()), enumerate(pipe)
-    in_layers = [(n, p) for n, module in layers for p in module.parameters()]
-    for layer, parameter in (*in_layers, *((len(pipe), p) for p in list(here))):
-        if parameter in here:
-            del here[parameter]
-            if parameter.grad is not None:
-                yield layer, parameter
+def _gradients(pipe: "Pipeline") -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter here that has a gradient, in the order of the model."""
+    order = {name: place for place, name in enumerate(pipe.names_in_order)}
+    named = sorted(pipe.named_parameters(), key=lambda pair: order.get(pair[0], len(order)))
+    return ((name, p) for name, p in named if p.grad is not None)
 
 
-def _whole_norms(
-    pipe: "Pipeline", gradients: Sequence[tuple[int, Tensor]]
-) -> list[tuple[int, float]]:
-    """Return the norms of gradients, of weights that are cut over all their shards."""
-    own = [float(torch.linalg.vector_norm(_values(p), dtype=torch.float64)) for _, p in gradients]
-    if pipe.sharding is not None:
-        own = pipe.shards.norms([p for _, p in gradients], own)
-    return [(layer, norm) for (layer, _), norm in zip(gradients, own, strict=True)]
+def _norms(
+    pipe: "Pipeline", gradients: dict[str, Tensor], norm_type: float, foreach: bool | None
+) -> list[_Norm]:
+    """Return the norms of gradients; of weights that are cut, over all their shards."""
+    values = [_values(parameter) for parameter in gradients.values()]
+    if pipe.sharding is None:
+        norms = _each_norm(values, norm_type, foreach)
+    else:
+        wide = [torch.linalg.vector_norm(v.abs().double(), norm_type) for v in values]
+        own = pipe.shards.norms(list(gradients.values()), list(map(float, wide)), norm_type)
+        norms = list(torch.tensor(own, dtype=torch.float64))
+    return [
+        _Norm(name, float(norm), _name(norm), _name(value))
+        for name, norm, value in zip(gradients, norms, values, strict=True)
+    ]
+
+
+def _each_norm(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
+    """Return the norms of tensors, with the bits that torch's clipping has."""
+    if foreach is False or not tensors or any(type(tensor) is not Tensor for tensor in tensors):
+        return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+    found: dict[int, Tensor] = {}
+    for (own,), places in grouped_by_kind([tensors], with_indices=True).values():
+        found.update(zip(places, foreach_norm(own, norm_type), strict=True))
+    return [found[place] for place in range(len(tensors))]
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _values(parameter: Tensor) -> Tensor:
@@ -81,8 +123,22 @@ def _values(parameter: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _of_all_stages(pipe: "Pipeline", norms: list[tuple[int, float]]) -> list[tuple[int, float]]:
+def _of_all_stages(pipe: "Pipeline", norms: list[_Norm]) -> list[_Norm]:
+    """Return those of all stages, in the order of the model; the loss's come last."""
     pipe.mesh.world.begin_call("clip_grad_norm_", pipe.number)
-    own = norms if pipe.mesh.speaks else []
+    own = [tuple(norm) for norm in norms] if pipe.mesh.speaks else []
     everyone = pipe.mesh.stages.gather(own, "for the gradient norms of the other stages")
-    return [pair for of_process in everyone for pair in of_process]
+    order = {name: place for place, name in enumerate(pipe.names_in_order)}
+    every = [_Norm(*norm) for of_process in everyone for norm in of_process]
+    return sorted(every, key=lambda norm: order.get(norm.name, len(order)))
+
+
+def _total(norms: Sequence[_Norm], norm_type: float) -> Tensor:
+    """Return the norm of norms, in the order in which torch has them; 0 of none."""
+    if not norms:
+        return torch.tensor(0.0)
+    found = [torch.tensor(norm.value, dtype=getattr(torch, norm.dtype)) for norm in norms]
+    like = [torch.empty((), dtype=getattr(torch, norm.of)) for norm in norms]
+    groups = grouped_by_kind([like], with_indices=True).values()
+    in_order = [found[place] for _, places in groups for place in places]
+    return torch.linalg.vector_norm(torch.stack(in_order), norm_type)

@@ -172,8 +172,10 @@ class CutWeights:
         self._weights = cut
         self._cut = {name: cut[weight] for name, weight in named.items() if weight in cut}
 
-    def norms(self, weights: Sequence[Tensor], own: Sequence[float]) -> list[float]:
-        """Return the norms of what belongs to some weights, of norms of what is held here.
+    def norms(
+        self, weights: Sequence[Tensor], own: Sequence[float], norm_type: float
+    ) -> list[float]:
+        """Return the p-norms of what belongs to some weights, of those of what is held here.
 
         All processes that share the weights call this alike.
         """
@@ -184,7 +186,7 @@ class CutWeights:
                 continue
             rows = torch.stack(axis.all_gather(norms, "for the gradient norms of the others"))
             is_cut = torch.tensor([_cuts(self._weights.get(w), axis) for w in weights])
-            norms = torch.where(is_cut, torch.linalg.vector_norm(rows, dim=0), norms)
+            norms = torch.where(is_cut, torch.linalg.vector_norm(rows, norm_type, dim=0), norms)
         return norms.tolist()
 
     def slices(self, names: Iterable[str], *, of_optimizer: bool = False) -> dict[str, Slice]:

@@ -4,6 +4,22 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "norms are taken in the order of stages, not of the model",
+        "penstock/optim/clip.py",
+        "return sorted(every, key=lambda norm: order.get(norm.name, len(order)))",
+        "return every[::-1]",
+        "tests/optim/test_clip.py",
+        "bits_of_torchs",
+    ),
+    Fault(
+        "norms are added in float64",
+        "penstock/optim/clip.py",
+        "dtype=getattr(torch, norm.dtype)) for norm in norms]",
+        "dtype=torch.float64) for norm in norms]",
+        "tests/optim/test_clip.py",
+        "bits_of_torchs",
+    ),
+    Fault(
         "a call in a forked child waits for threads that are not there",
         "penstock/runtime/turn.py",
         "        if here != self._process:\n",

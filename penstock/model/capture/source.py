@@ -194,6 +194,9 @@ class CapturedForward(Source):
             if name not in blocks:
                 empty_buffers(block)
 
+    def names(self) -> Sequence[str]:
+        return tuple(self.captured.parameters)
+
     def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return as_inputs(args, keywords)
 

@@ -1,0 +1,122 @@
+"""Clipping has the bits of torch's on the unsplit model, whatever K is."""
+
+import copy
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock import Pipeline
+from penstock.errors import ConfigError
+from tests.distributed.call import call
+
+INF = float("inf")
+
+
+class Turned(nn.Module):
+    """Has a complex weight, and one of another type than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.randn(9, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.turn).real + (x * self.wide).float()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(9, 9), Turned(), nn.LayerNorm(9), nn.Linear(9, 9), Turned(), nn.Linear(9, 9)]
+    return nn.Sequential(*layers)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    drawn = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 9, generator=drawn), torch.randn(8, 9, generator=drawn))] * 3
+
+
+def trained(module: nn.Module, pipe: Pipeline, clip: Any) -> list[Tensor]:
+    """Train for three clipped steps; return the norms, and the weights in the end."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    found = []
+    for batch in batches():
+        pipe.train_step(*batch)
+        found.append(clip())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(p.detach() for p in module.parameters())]
+
+
+def by_torch(**how: Any) -> list[Tensor]:
+    unsplit = model()
+    pipe = Pipeline(unsplit, 1, num_microbatches=2, loss=nn.MSELoss())
+    return trained(
+        unsplit, pipe, lambda: nn.utils.clip_grad_norm_(unsplit.parameters(), 0.1, **how)
+    )
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+HOW: list[dict[str, Any]] = [
+    {"norm_type": norm, "foreach": each}
+    for norm, each in product((2.0, 1.0, 3.0, 0.5, INF), (None, False))
+]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_clipped_steps_have_the_bits_of_torchs(num_stages: int, how: dict[str, Any]) -> None:
+    pipe = Pipeline(model(), num_stages, num_microbatches=2, loss=nn.MSELoss())
+    found = trained(pipe, pipe, lambda: penstock.clip_grad_norm_(pipe, 0.1, **how))
+    assert same(found, by_torch(**how))
+
+
+def in_processes(mesh: penstock.Mesh) -> dict[str, Any]:
+    pipe = Pipeline(model(), mesh=mesh, num_microbatches=2, loss=nn.MSELoss())
+    found = trained(pipe, pipe, lambda: penstock.clip_grad_norm_(pipe, 0.1))
+    own = dict(zip([name for name, _ in pipe.named_parameters()], found[3:], strict=True))
+    return {"norms": found[:3], "weights": own}
+
+
+def test_clipped_steps_in_processes_have_them_too(tmp_path: Path) -> None:
+    wanted = by_torch()
+    weights = dict(zip([name for name, _ in model().named_parameters()], wanted[3:], strict=True))
+    every = call(in_processes, (3, 1), tmp_path)
+    assert sorted(name for found in every for name in found["weights"]) == sorted(weights)
+    for found in every:
+        assert same(found["norms"], wanted[:3])
+        assert all(torch.equal(value, weights[name]) for name, value in found["weights"].items())
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error_and_changes_nothing() -> None:
+    pipe = Pipeline(model(), 2, num_microbatches=2, loss=nn.MSELoss())
+    pipe.train_step(*batches()[0])
+    first = next(pipe.parameters())
+    assert first.grad is not None
+    first.grad[0, 0] = INF
+    before = [copy.deepcopy(p.grad) for p in pipe.parameters()]
+    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 of the gradients is inf"):
+        penstock.clip_grad_norm_(pipe, 1.0, error_if_nonfinite=True)
+    after = [p.grad for p in pipe.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True) if a is not None)
+    assert penstock.clip_grad_norm_(pipe, 1.0) == INF
+
+
+def test_no_gradient_has_the_norm_0() -> None:
+    assert penstock.clip_grad_norm_(Pipeline(model(), 2), 1.0) == 0
+
+
+@pytest.mark.parametrize("name", ["max_norm", "norm_type"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_what_is_not_above_0_is_refused(name: str, value: float) -> None:
+    pipe = Pipeline(model(), 1)
+    with pytest.raises(ConfigError, match=f"{name}={value}; it must be above 0"):
+        penstock.clip_grad_norm_(pipe, **{"max_norm": 1.0, name: value})
