@@ -6,6 +6,7 @@
     │   ├── UnreadableError           a file or text that does not hold the value it should
     │   ├── PlanError                 a plan of another model, for other processes, or damaged
     │   ├── BatchError                inputs or targets that cannot be cut into micro-batches
+    │   │   └── UncountedError        a batch of which nothing counts; the next one may follow
     │   └── RecipeError               a training recipe with an unknown, mistyped or missing key
     ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
     ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
@@ -68,6 +69,12 @@ class PlanError(ConfigError):
 
 class BatchError(ConfigError):
     """Inputs or targets cannot be cut into micro-batches."""
+
+
+class UncountedError(BatchError):
+    """Nothing in a batch counts for the loss.  Every process raises it alike, before anything
+    runs, so that all may go on with the next batch.
+    """
 
 
 class RecipeError(ConfigError):

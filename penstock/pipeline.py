@@ -41,6 +41,7 @@ from penstock.runtime.microbatches import (
 )
 from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
 from penstock.runtime.outputs import gather, share
+from penstock.runtime.own_loss import warn_of_other_reduction
 from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
 from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
 from penstock.runtime.record import Record
@@ -181,16 +182,19 @@ class Pipeline(AbstractMovable):
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
+        own, draws = loss or resolved.own_loss, weights is None
+        computes = own is not None and own is resolved.own_loss
+        wanted = Call(plan.num_microbatches, reduction, computes_loss=computes)
+        warn_of_other_reduction(resolved, example_inputs, wanted)
         with mesh.world.reporting(plan.placement.names):
             plan, number, balances = agree(plan, resolved, mesh, part, balances=balances)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
-            own, draws = loss or resolved.own_loss, weights is None
             engine = Engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds))
             self.number = engine.splitter.number = number
-        self._wanted, self._will_balance = Call(plan.num_microbatches, reduction), balances
+        self._wanted, self._will_balance = wanted, balances
         self.step, self._evaluations = 0, 0
         self._trace = records
         self._record: Record | None = None

@@ -9,12 +9,13 @@ from numbers import Real
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import numpy
 from torch import Tensor
 
-from penstock.errors import BatchError, ConfigError, MeshError, shown
+from penstock.errors import BatchError, ConfigError, MeshError, UncountedError, shown
 from penstock.mesh import Mesh
 from penstock.mesh.same_batch import check_same_shapes, shapes_text
-from penstock.model.batch import batch_size, check_values, split
+from penstock.model.batch import batch_size, check_values, split, undeclared
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
 from penstock.types import Reduction, Trace
@@ -26,6 +27,8 @@ Reduce = Reduction | Callable[[Any], Any]
 _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
 _NONE = -1.0
 """The number of samples where none were given."""
+_COUNTS = ("num_items_in_batch", "num_items")
+"""By these names models are told by what they are to divide their loss: the whole batch's count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class Call:
     """What a call asks for.
 
     Without `trains`, outputs are wanted, and no weights.  All processes must ask for the same, but
-    for `trace`: the strongest that any of them asks for is what all record.
+    for `trace`: the strongest that any of them asks for is what all record.  With `computes_loss`
+    the model computes its loss itself.
     """
 
     num_microbatches: int
@@ -41,6 +45,7 @@ class Call:
     trains: bool = False
     loss_scale: float = 1.0
     trace: Trace = Trace.OFF
+    computes_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class Batch:
     def output_weights(self) -> list[float]:
         """Weigh the micro-batches' losses where the model has computed them.
 
+        Where nothing counts they weigh by their samples: the loss is then the model's own 0/0.
+
         Raises:
             BatchError: the reduction function weighs by the batch, which is not here.
         """
@@ -71,6 +78,8 @@ class Batch:
                 "not given; give inputs on the last stage's process as well"
             )
         raw = raw_weights(self.reduction, self.inputs, self.sizes)
+        if not any(raw):
+            raw = [float(size) for size in self.sizes]
         return shares(self.reduction, raw, sum(raw))
 
 
@@ -99,6 +108,7 @@ class Splitter:
 
         Raises:
             BatchError: inputs and targets do not fit together, or are missing where needed.
+            UncountedError: nothing in the batch counts.
             MeshError: the processes do not ask for the same.
         """
         self._calls += 1
@@ -116,22 +126,24 @@ class Splitter:
         read = inputs if reads else None, targets if self._ends_here else None
         shapes = shapes_text(*read) if self._shards.size > 1 else ""
         number = float(crc32(shapes.encode()))
+        counted = counted_in(inputs) if call.computes_loss or not call.trains else _NONE
         numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace, number
         kind = "train_step" if call.trains else "eval_step"
-        rows = self._world.exchange(kind, self.number, numbers)
+        rows = self._world.exchange(kind, self.number, (*numbers, counted))
         self.agreed_s = time.perf_counter()
         everyone = [_Said(*row) for row in rows]
         _check_same_call(everyone)
         counts = [self._num_samples(everyone, replica) for replica in range(len(self._ranks))]
         if any(said.shapes for said in everyone):
             check_same_shapes(self._world, self._ranks, [said.shapes for said in everyone], shapes)
+        reduction = _agreed_reduction(call, everyone)
         replica, wanted = self._replica, call.num_microbatches
         sizes = microbatch_sizes(counts[replica], wanted)
         weights: list[float] = []
         if call.trains and self._ends_here:
-            known = call.reduction is Reduction.MEAN
+            known = reduction is Reduction.MEAN
             total = float(sum(counts)) if known else sum(said.raw_total for said in everyone)
-            weights = shares(call.reduction, raw or raw_weights(call.reduction, (), sizes), total)
+            weights = shares(reduction, raw or raw_weights(reduction, (), sizes), total)
         return Batch(
             sizes,
             _cut(inputs, sizes),
@@ -139,7 +151,7 @@ class Splitter:
             weights,
             sum(min(n, wanted) for n in counts[:replica]),
             _BY_STRENGTH[int(max(said.trace for said in everyone))],
-            call.reduction,
+            reduction,
         )
 
     def _num_samples(self, everyone: "Sequence[_Said]", replica: int) -> int:
@@ -241,19 +253,58 @@ def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int])
 
 
 def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]:
-    """Divide raw weights by the sum of all, those of other replicas included; SUM divides nothing.
+    """Divide raw weights by the sum of all, those of other replicas included, which is above 0;
+    SUM divides nothing.
+    """
+    return list(raw) if reduction is Reduction.SUM else [weight / total for weight in raw]
+
+
+def counted_in(inputs: Any) -> float:
+    """Return by what a model that computes its loss divides it, where it is told that number.
+
+    Its loss of a micro-batch is then that part of the whole batch's; such parts are summed.
+    -1 stands for no number.
+    """
+    if not isinstance(inputs, Mapping):
+        return _NONE
+    for name in _COUNTS:
+        value = undeclared(inputs.get(name))
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number or (isinstance(value, Tensor | numpy.ndarray) and value.ndim == 0):
+            return float(value)
+    return _NONE
+
+
+def _agreed_reduction(call: Call, everyone: "Sequence[_Said]") -> Reduce:
+    """Return how losses reduce, on every process alike.
 
     Raises:
-        BatchError: all weights are zero.
+        BatchError: losses are divided by a given number, and a function is to weigh them too.
+        UncountedError: that number, or the sum of all weights, is 0.
     """
-    if reduction is Reduction.SUM:
-        return list(raw)
-    if total == 0:
+    counted = max(said.counted for said in everyone)
+    if counted < 0:
+        is_function = not isinstance(call.reduction, Reduction)
+        if is_function and call.trains and not any(said.raw_total for said in everyone):
+            raise UncountedError(
+                "the reduction function gave all micro-batches the weight 0: their loss would be "
+                "a mean over nothing (is there a real token in the batch?). Leave this batch out; "
+                "the next one may follow"
+            )
+        return call.reduction
+    names = " or ".join(map(repr, _COUNTS))
+    if call.computes_loss and not isinstance(call.reduction, Reduction):
         raise BatchError(
-            f"the reduction function gave the micro-batches the weights {list(raw)}; they must "
-            "be non-negative numbers, not all zero (is there a real token in the batch?)"
+            f"the inputs have {names} ({counted:g}), by which the model divides the loss of each "
+            "micro-batch, and the reduction function would weigh these once more. Leave "
+            "reduction= out, or that input"
         )
-    return [weight / total for weight in raw]
+    if counted == 0 and call.trains:
+        raise UncountedError(
+            f"the inputs have {names} = 0: the loss would be 0 / 0 (is there a real token in the "
+            "batch?). Leave this batch out; the next one may follow"
+        )
+    return Reduction.SUM
 
 
 def check_loss(loss: Any) -> None:
@@ -324,6 +375,7 @@ class _Said(NamedTuple):
     loss_scale: float
     trace: float
     shapes: float
+    counted: float
 
 
 def _check_same_call(everyone: Sequence[_Said]) -> None:
