@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, CutError, PenstockError, shown
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
+from penstock.model.reach import parties_of
 from penstock.model.stage_plan import StagePlan
 from penstock.model.stages import stage_of_layers
 from penstock.planner.placement import Placement
@@ -27,6 +28,7 @@ from penstock.sharding.plan import Sharding
 from penstock.torch_private import cache_weights_per_thread
 from penstock.types import TiedGradients, Trace, Transport
 
+from .aside import Aside
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
@@ -89,7 +91,10 @@ class Engine:
         before: "Engine | None" = None,
         sharding: Sharding | None = None,
     ) -> None:
-        layers.check_sharing(stage_of_layers(plan.partition))
+        stage_of = stage_of_layers(plan.partition)
+        layers.check_sharing(stage_of)
+        parties = parties_of(layers, loss) if before is None else before._aside.parties
+        self._aside = Aside(parties, stage_of, across=mesh.stages.size > 1)
         self._layers, self.loss, self.plan, self.mesh = layers, loss, plan, mesh
         lasting = _Lasting.of(layers, loss, plan, mesh) if before is None else before._lasting
         self._lasting = lasting
@@ -243,6 +248,7 @@ class Engine:
         run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
         for stage in self.stages:
             stage.begin(run)
+        run.aside = self._aside.begin(run)
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(self._needs_hooks(run.batch.trace))
@@ -284,6 +290,7 @@ class Engine:
         self._has_looked = True
 
     def _leave(self, run: Run) -> None:
+        self._aside.end()
         for stage in self.stages:
             stage.end(run)
         for device in self._with_streams:
