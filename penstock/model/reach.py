@@ -6,6 +6,7 @@ Code is looked at, not run: a party uses what the functions that it can call nam
 through modules, functions, containers and objects of the user's classes.
 """
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from .capture.outer_state import LIBRARIES, UNCOUNTED, fields_of, is_of_user, is
 from .code_uses import uses_of
 from .layers import Layers
 
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+"""In the path of an installed package's code, whose global variables are taken for constants."""
 _MOST = 20_000
 """How many objects a party's walk looks at."""
 _NOT_STATE = {BUFFERS, CHILDREN, PARAMETERS, "training", *UNCOUNTED}
@@ -72,7 +75,7 @@ class Party:
 
     def may_use(self, key: Any, name: str | None) -> bool:
         """Likewise read or write."""
-        return self._names(key, name, self.reads | self.writes)
+        return self.may_read(key, name) or self.may_write(key, name)
 
     def may_write(self, key: Any, name: str | None) -> bool:
         """Likewise write."""
@@ -198,7 +201,7 @@ class _Walk:
             variable = Variables(cell, frozenset((name,)))
             self._note(id(cell), variable, f"closure of {function.__qualname__}")
             self.add(_held(cell), f"{function.__qualname__}: {name}", name)
-        known = function.__globals__
+        known = {} if _INSTALLED in function.__code__.co_filename else function.__globals__
         for name in (reads | writes) & known.keys():
             self._note((id(known), name), Variables(known, frozenset((name,))), "global variable")
             self.add(known[name], f"global {name}", name)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import StateError
 from penstock.model.compare import is_same_plain
 from penstock.model.entries import version_of
-from penstock.model.reach import FILLED, Party, content, shared
+from penstock.model.reach import FILLED, Party, Variables, content, shared
 from penstock.model.state import ABSENT
 
 from .run import Run
@@ -48,6 +48,12 @@ class _Shared:
     def holder(self) -> Any:
         return self.parties[0].found[self.key].holder
 
+    def is_read_across(self, name: Any, stage_of: Sequence[int]) -> bool:
+        """Tell whether there is such a pair."""
+        users = [party for party in self.parties if party.may_use(self.key, name)]
+        is_across = len({stage_of[party.layer] for party in users}) > 1
+        return is_across and any(party.may_read(self.key, name) for party in users)
+
     def pair(self, name: Any, stage_of: Sequence[int]) -> tuple[Party, Party] | None:
         """Return who may use what is there under a name, and who may read it on another stage."""
         name = None if isinstance(self.holder, FILLED) else name
@@ -72,7 +78,8 @@ class Aside:
         self.parties, self._stage_of, self._across = parties, stage_of, across
         self._lock = threading.Lock()
         self._left = {True: _WATCHED_RUNS, False: _WATCHED_RUNS}
-        self._shared = [s for s in self._across_stages(parties)]
+        self._written = frozenset[str]().union(*(party.writes for party in parties))
+        self._shared = list(self._across_stages(parties))
         self._marks: dict[tuple[Any, Any], _Mark] = {}
         self._changed: dict[tuple[Any, Any], set[tuple[int, int]]] = {}
 
@@ -82,7 +89,22 @@ class Aside:
     def _across_stages(self, parties: Sequence[Party]) -> Iterator[_Shared]:
         for key, several in shared(parties).items():
             if len({self._stage_of[party.layer] for party in several}) > 1:
-                yield _Shared(key, several)
+                one = _Shared(key, several)
+                if isinstance(one.holder, FILLED):
+                    is_used = one.is_read_across(None, self._stage_of)
+                else:  # attributes may come later, if code writes them
+                    later = () if isinstance(one.holder, Variables) else self._written
+                    names = {*self._states(one.holder), *later}
+                    is_used = any(one.is_read_across(name, self._stage_of) for name in names)
+                if is_used:
+                    yield one
+
+    def _states(self, holder: Any) -> dict[Any, Any]:
+        """Return what a holder has that may change: what code writes somewhere, and tensors."""
+        held = content(holder)
+        if isinstance(holder, FILLED):
+            return held
+        return {n: v for n, v in held.items() if n in self._written or isinstance(v, Tensor)}
 
     def begin(self, run: Run) -> "Aside | None":
         """Take part in a run, if it is to be watched: there is something, and it may differ."""
@@ -118,7 +140,7 @@ class Aside:
 
     def _look(self) -> Iterator[tuple[tuple[Any, Any], _Mark]]:
         for one in self._shared:
-            for name, value in content(one.holder).items():
+            for name, value in self._states(one.holder).items():
                 version = version_of(value) if isinstance(value, Tensor) else 0
                 yield (one.key, name), _Mark(value, version)
 

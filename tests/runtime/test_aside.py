@@ -307,7 +307,7 @@ def test_the_same_value_by_name_is_right() -> None:
 
 
 def test_watching_ends_after_the_first_steps() -> None:
-    with piped(*a_config()) as pipe:
+    with piped(*a_cache()) as pipe:
         watched = []
         for _ in range(5):
             pipe.train_step(X, Y)
