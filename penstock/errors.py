@@ -11,7 +11,7 @@
     ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
     ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
     ├── RandomnessError               random numbers drawn where they cannot be reproduced
-    ├── StateError                    state that changes while a forward of another stage may read it
+    ├── StateError                    state that changes while another stage may read it
     ├── CaptureError                  a model that cannot be cut, or runs otherwise than recorded
     │   ├── CutError (ConfigError)    blocks and cuts that cannot work
     │   ├── GlueError                 code between blocks that went another way

@@ -344,7 +344,8 @@ def _check_shared(rows: Sequence[Any], shared: Sequence[Any], what: str) -> None
     for tensor in (leaf for whole in shared for leaf in flatten(_value(whole))[0]):
         if tensor.requires_grad or id(tensor) in cut:
             raise BatchError(
-                f"a tensor of shape {tuple(tensor.shape)} that every micro-batch of the {what} is "
-                "given (in a penstock.Whole, or without dimensions) requires grad, or is in the batch a second time; give tensor.detach(), or make "
-                "it a parameter of the layer that uses it"
+                f"a tensor of shape {tuple(tensor.shape)} that every micro-batch of the {what} "
+                "is given (in a penstock.Whole, or without dimensions) requires grad, or is in the "
+                "batch a second time; give tensor.detach(), or make it a parameter of the layer "
+                "that uses it"
             )

@@ -43,7 +43,7 @@ class Variables:
         """Return what they hold now."""
         if isinstance(self.of, CellType):
             held = _held(self.of)
-            return {name: held for name in self.names}
+            return dict.fromkeys(self.names, held)
         return {name: self.of[name] for name in self.names if name in self.of}
 
 
@@ -141,17 +141,13 @@ class _Walk:
     def _open(self, value: Any, path: str, inside: Mapping[int, set[int]]) -> None:
         match value:
             case MethodType():
-                self._count(value.__func__, path)
-                self.add(value.__self__, path, None)
+                self._open_container((value.__func__, value.__self__), path)
             case FunctionType():
                 self._count(value, path)
             case partial():
-                for part in (value.func, *value.args, *value.keywords.values()):
-                    self.add(part, path, None)
+                self._open_container((value.func, *value.args, *value.keywords.values()), path)
             case dict() | list() | set() | deque() | tuple():
-                entries = list(dict.items(value)) if isinstance(value, dict) else enumerate(value)
-                for key, part in entries:
-                    self.add(part, f"{path}[{key!r}]", None)
+                self._open_container(value, path)
             case nn.Module():
                 homes = inside.get(id(value))
                 self._open_module(value, path, runs=homes is None or self._home in homes)
@@ -163,6 +159,11 @@ class _Walk:
                 self._kinds.setdefault(type(value), False)
                 self._note(id(value), value, path)
                 self._add_all(fields_of(value), path)
+
+    def _open_container(self, value: Any, path: str) -> None:
+        entries = list(dict.items(value)) if isinstance(value, dict) else enumerate(value)
+        for key, part in entries:
+            self.add(part, f"{path}[{key!r}]", None)
 
     def _open_module(self, module: nn.Module, path: str, *, runs: bool) -> None:
         for kind in filter(is_of_user, type(module).__mro__):
@@ -217,7 +218,8 @@ def _leads_on(value: Any) -> bool:
         return is_of_user(value)
     if isinstance(value, (MethodType, partial, nn.Module, tuple, *FILLED)):
         return True
-    return is_plain(type(value)) and not isinstance(value, ModuleType)
+    kind: type = type(value)
+    return is_plain(kind) and not isinstance(value, ModuleType)
 
 
 def _is_users(function: FunctionType) -> bool:

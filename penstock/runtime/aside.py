@@ -8,7 +8,7 @@ changes from micro-batch to micro-batch.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -131,12 +131,12 @@ class Aside:
         with self._lock:
             now = dict(self._look())
             before, self._marks = self._marks, now
-            for place in before.keys() | now.keys():
-                if not _is_same(before.get(place), now.get(place)):
-                    seen = self._changed.setdefault(place, set())
-                    seen.add((run.streams.step, tape.microbatch))
-                    if len(seen) > 1:
-                        self._refuse(place)
+            places = before.keys() | now.keys()
+            for place in (p for p in places if not _is_same(before.get(p), now.get(p))):
+                seen = self._changed.setdefault(place, set())
+                seen.add((run.streams.step, tape.microbatch))
+                if len(seen) > 1:
+                    self._refuse(place)
 
     def _look(self) -> Iterator[tuple[tuple[Any, Any], _Mark]]:
         for one in self._shared:

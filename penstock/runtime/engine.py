@@ -79,6 +79,7 @@ class Engine:
     """
 
     _lasting: "_Lasting"
+    _aside: Aside
 
     def __init__(  # noqa: PLR0913 - what a pipeline is made of
         self,

@@ -28,7 +28,7 @@ _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
 _NONE = -1.0
 """The number of samples where none were given."""
 _COUNTS = ("num_items_in_batch", "num_items")
-"""By these names models are told by what they are to divide their loss: the whole batch's count."""
+"""Inputs by these names are what a model divides its loss by: the count of the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)

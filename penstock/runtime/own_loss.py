@@ -1,4 +1,4 @@
-"""Compare once how a model that computes its loss itself reduces it with how micro-batches weigh."""
+"""Compare once how a model reduces a loss of its own with how micro-batches weigh."""
 
 import math
 import warnings
@@ -13,7 +13,6 @@ from penstock.model.capture.inputs import as_call
 from penstock.model.capture.outer_state import as_it_was
 from penstock.model.layers import Layers
 from penstock.model.output_loss import output_loss
-
 from penstock.types import Reduction
 
 from .microbatches import Call, counted_in, raw_weights, shares
@@ -65,7 +64,7 @@ def _losses(model: nn.Module, batches: tuple[Any, ...]) -> list[float]:
             args, keywords = as_call(undeclared(batch))
             try:
                 found.append(float(output_loss(model(*args, **keywords))))
-            except Exception:  # noqa: BLE001 - of evaluation, or of so few samples
+            except Exception:
                 found.append(math.nan)
     return found
 

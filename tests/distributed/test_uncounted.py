@@ -1,6 +1,7 @@
 """A batch of which nothing counts is refused on every process alike, and the next one trains."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,11 @@ def pipeline(mesh: penstock.Mesh | None) -> penstock.Pipeline:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
     loss = nn.CrossEntropyLoss(ignore_index=IGNORED)
-    options = {"num_microbatches": 2, "reduction": tokens, "threads_per_stage": 1}
+    options: dict[str, Any] = {"num_microbatches": 2, "reduction": tokens, "threads_per_stage": 1}
     return penstock.Pipeline(layers, 2, mesh=mesh, loss=loss, **options)
 
 
-def goes_on(mesh: penstock.Mesh) -> tuple[str, Tensor, dict[str, Tensor]]:
+def goes_on(mesh: penstock.Mesh) -> tuple[str, Tensor, dict[str, Tensor | None]]:
     """Train on nothing, then on a batch; the last stage alone is given targets."""
     pipe, refused = pipeline(mesh), ""
     is_last = mesh.stage == mesh.num_stages - 1

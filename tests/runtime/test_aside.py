@@ -56,7 +56,7 @@ class Masks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.mask = (x > 0).float()
         self.calls += 1
-        self.level.fill_(float(x.detach().sum()))
+        self.get_buffer("level").fill_(float(x.detach().sum()))
         return self.linear(x)
 
 
@@ -145,7 +145,7 @@ def the_loss() -> tuple[Model, Loss]:
 
 def a_buffer_in_the_loss() -> tuple[Model, Loss]:
     layers = between(Masks(), nn.Linear(4, 4))
-    return layers, lambda out, target: (out - target).square().mean() * layers[0].level.exp()
+    return layers, lambda out, target: (out - target).square().mean() * layers[0].get_buffer("level").exp()
 
 
 REFUSED = (
@@ -175,14 +175,12 @@ def test_a_value_handed_on_aside_is_refused_with_both_names(
 ) -> None:
     reader = "the loss" if "loss" in made.__name__ else "layer '"
     pattern = rf"{where}(?s:.)*on stage 0 and read by {reader}(?s:.)*on stage 1.*penstock.Layer"
-    with piped(*made(), partition=[2, 1], num_stages=None, transport=transport) as pipe:
-        with pytest.raises(StateError, match=pattern):
-            pipe.train_step(X, Y)
-    with piped(*made(), partition=[2, 1], num_stages=None, transport=transport) as pipe:
-        pipe.eval()
-        if "loss" not in made.__name__:
-            with pytest.raises(StateError, match=pattern):
-                pipe.eval_step(X)
+    cut: dict[str, Any] = {"partition": [2, 1], "num_stages": None, "transport": transport}
+    with piped(*made(), **cut) as pipe, pytest.raises(StateError, match=pattern):
+        pipe.train_step(X, Y)
+    if "loss" not in made.__name__:
+        with piped(*made(), **cut) as pipe, pytest.raises(StateError, match=pattern):
+            pipe.eval_step(X)
 
 
 @pytest.mark.parametrize(("made", "where"), REFUSED)

@@ -1,4 +1,4 @@
-"""A loss that a model computes itself, normalised by a number it is given, is that of the batch."""
+"""A loss that a model computes and divides by a given number is that of the batch."""
 
 import copy
 from collections.abc import Iterator
@@ -143,9 +143,9 @@ def test_a_batch_of_which_nothing_counts_is_refused_and_the_next_one_runs(
 
 
 def test_a_loss_is_not_weighed_twice() -> None:
-    with pipeline(Divided("mean"), reduction=by_tokens) as pipe:
-        with pytest.raises(BatchError, match=r"num_items_in_batch.*\(12\).*once more"):
-            pipe.train_step({"x": X, "num_items_in_batch": 12})
+    twice = pytest.raises(BatchError, match=r"num_items_in_batch.*\(12\).*once more")
+    with pipeline(Divided("mean"), reduction=by_tokens) as pipe, twice:
+        pipe.train_step({"x": X, "num_items_in_batch": 12})
 
 
 def test_a_loss_of_the_users_own_is_a_mean_whatever_the_model_is_told() -> None:
