@@ -345,7 +345,7 @@ def _check_shared(rows: Sequence[Any], shared: Sequence[Any], what: str) -> None
         if tensor.requires_grad or id(tensor) in cut:
             raise BatchError(
                 f"a tensor of shape {tuple(tensor.shape)} that every micro-batch of the {what} "
-                "is given (in a penstock.Whole, or without dimensions) requires grad, or is in the "
-                "batch a second time; give tensor.detach(), or make it a parameter of the layer "
-                "that uses it"
+                "is given (in a penstock.Whole, or without dimensions) requires grad, or is in "
+                "the batch a second time; give tensor.detach(), or make it a parameter of the "
+                "layer that uses it"
             )

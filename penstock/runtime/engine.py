@@ -79,7 +79,6 @@ class Engine:
     """
 
     _lasting: "_Lasting"
-    _aside: Aside
 
     def __init__(  # noqa: PLR0913 - what a pipeline is made of
         self,
@@ -94,8 +93,8 @@ class Engine:
     ) -> None:
         stage_of = stage_of_layers(plan.partition)
         layers.check_sharing(stage_of)
-        parties = parties_of(layers, loss) if before is None else before._aside.parties
-        self._aside = Aside(parties, stage_of, across=mesh.stages.size > 1)
+        parties = before._aside.parties if before else parties_of(layers, loss)
+        self._aside: Aside = Aside(parties, stage_of, across=mesh.stages.size > 1)
         self._layers, self.loss, self.plan, self.mesh = layers, loss, plan, mesh
         lasting = _Lasting.of(layers, loss, plan, mesh) if before is None else before._lasting
         self._lasting = lasting

@@ -145,7 +145,11 @@ def the_loss() -> tuple[Model, Loss]:
 
 def a_buffer_in_the_loss() -> tuple[Model, Loss]:
     layers = between(Masks(), nn.Linear(4, 4))
-    return layers, lambda out, target: (out - target).square().mean() * layers[0].get_buffer("level").exp()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return error(output, target) * layers[0].get_buffer("level").exp()
+
+    return layers, loss
 
 
 REFUSED = (
