@@ -9,13 +9,13 @@ from numbers import Real
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy
 from torch import Tensor
 
 from penstock.errors import BatchError, ConfigError, MeshError, UncountedError, shown
 from penstock.mesh import Mesh
 from penstock.mesh.same_batch import check_same_shapes, shapes_text
-from penstock.model.batch import batch_size, check_values, split, undeclared
+from penstock.model.batch import batch_size, check_values, split
+from penstock.model.output_loss import COUNTS, counted_in
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
 from penstock.types import Reduction, Trace
@@ -27,8 +27,6 @@ Reduce = Reduction | Callable[[Any], Any]
 _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
 _NONE = -1.0
 """The number of samples where none were given."""
-_COUNTS = ("num_items_in_batch", "num_items")
-"""Inputs by these names are what a model divides its loss by: the count of the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,22 +257,6 @@ def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]
     return list(raw) if reduction is Reduction.SUM else [weight / total for weight in raw]
 
 
-def counted_in(inputs: Any) -> float:
-    """Return by what a model that computes its loss divides it, where it is told that number.
-
-    Its loss of a micro-batch is then that part of the whole batch's; such parts are summed.
-    -1 stands for no number.
-    """
-    if not isinstance(inputs, Mapping):
-        return _NONE
-    for name in _COUNTS:
-        value = undeclared(inputs.get(name))
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if is_number or (isinstance(value, Tensor | numpy.ndarray) and value.ndim == 0):
-            return float(value)
-    return _NONE
-
-
 def _agreed_reduction(call: Call, everyone: "Sequence[_Said]") -> Reduce:
     """Return how losses reduce, on every process alike.
 
@@ -292,7 +274,7 @@ def _agreed_reduction(call: Call, everyone: "Sequence[_Said]") -> Reduce:
                 "the next one may follow"
             )
         return call.reduction
-    names = " or ".join(map(repr, _COUNTS))
+    names = " or ".join(map(repr, COUNTS))
     if call.computes_loss and not isinstance(call.reduction, Reduction):
         raise BatchError(
             f"the inputs have {names} ({counted:g}), by which the model divides the loss of each "

@@ -12,10 +12,10 @@ from penstock.model.batch import of_size, undeclared
 from penstock.model.capture.inputs import as_call
 from penstock.model.capture.outer_state import as_it_was
 from penstock.model.layers import Layers
-from penstock.model.output_loss import output_loss
+from penstock.model.output_loss import counted_in, output_loss
 from penstock.types import Reduction
 
-from .microbatches import Call, counted_in, raw_weights, shares
+from .microbatches import Call, raw_weights, shares
 
 _ROUNDING = 1e-3
 """The relative difference that two ways of adding up may have, also in half precision."""
