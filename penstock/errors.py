@@ -6,11 +6,12 @@
     │   ├── UnreadableError           a file or text that does not hold the value it should
     │   ├── PlanError                 a plan of another model, for other processes, or damaged
     │   ├── BatchError                inputs or targets that cannot be cut into micro-batches
+    │   │   └── UncountedError        a batch of which nothing counts; the next one may follow
     │   └── RecipeError               a training recipe with an unknown, mistyped or missing key
     ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
     ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
     ├── RandomnessError               random numbers drawn where they cannot be reproduced
-    ├── StateError                    state that a backward changes and a forward may read
+    ├── StateError                    state that changes while another stage may read it
     ├── CaptureError                  a model that cannot be cut, or runs otherwise than recorded
     │   ├── CutError (ConfigError)    blocks and cuts that cannot work
     │   ├── GlueError                 code between blocks that went another way
@@ -70,6 +71,12 @@ class BatchError(ConfigError):
     """Inputs or targets cannot be cut into micro-batches."""
 
 
+class UncountedError(BatchError):
+    """Nothing in a batch counts for the loss.  Every process raises it alike, before anything
+    runs, so that all may go on with the next batch.
+    """
+
+
 class RecipeError(ConfigError):
     """A training recipe has an unknown, mistyped or missing key."""
 
@@ -87,7 +94,7 @@ class RandomnessError(PenstockError, RuntimeError):
 
 
 class StateError(PenstockError, RuntimeError):
-    """A backward changed state that forwards may read, so values depend on the schedule."""
+    """State changes while forwards may read it, so that values depend on the schedule."""
 
 
 class CaptureError(PenstockError):

@@ -39,6 +39,7 @@ from penstock.runtime.microbatches import (
 )
 from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
 from penstock.runtime.outputs import gather, share
+from penstock.runtime.own_loss import warn_of_other_reduction
 from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
 from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
 from penstock.runtime.record import Record, as_trace
@@ -188,18 +189,21 @@ class Pipeline(AbstractMovable):
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
+        own, draws = loss or resolved.own_loss, weights is None
+        computes = own is resolved.own_loss is not None
+        wanted = Call(plan.num_microbatches, reduction, computes_loss=computes)
+        warn_of_other_reduction(resolved, example_inputs, wanted)
         with mesh.world.reporting(plan.placement.names):
             alike = {"check_batches": check_batches}
             plan, number, balances = agree(plan, resolved, mesh, part, alike, balances=balances)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
-            own, draws = loss or resolved.own_loss, weights is None
             engine = Engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))
             self.number = engine.splitter.number = number
             engine.splitter.check_batches(check_batches)
-        self._wanted, self._will_balance = Call(plan.num_microbatches, reduction), balances
+        self._wanted, self._will_balance = wanted, balances
         self.step, self.evaluations = 0, 0
         self._trace = records
         self._record: Record | None = None
@@ -461,11 +465,6 @@ class Pipeline(AbstractMovable):
         return iter([*super().parameters(recurse)] or self._none)
 
     @property
-    def names_in_order(self) -> Sequence[str]:
-        """The names of the model's parameters in its order, on every process alike."""
-        return self._layers.source.names()
-
-    @property
     def num_stages(self) -> int:
         """K."""
         return self.plan.num_stages
@@ -498,6 +497,7 @@ class Pipeline(AbstractMovable):
             self._layers.elsewhere(self._engine.holds),
             is_part=self.mesh.world_size > 1,
             loss=self._engine.loss_here,
+            names=self._layers.source.names(),
         )
 
     @property

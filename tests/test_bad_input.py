@@ -419,7 +419,7 @@ REFUSED = [
     stepped("4.*5", BatchError, given=(X, torch.zeros(5, 3))),
     stepped(r"\[4, 5\]", BatchError, given=((X, torch.zeros(5, 6)), Y)),
     stepped("no tensor", BatchError, given=(3, Y)),
-    stepped("without dimensions", BatchError, given=(torch.tensor(1.0), Y)),
+    stepped("no batch to cut", BatchError, given=(torch.tensor(1.0), Y)),
     *(
         stepped(got + r".*(?s:.)*one number", loss=loss_of(got), schedule=schedule)
         for got in (r"shape \(2,\)", r"shape \(1,\)", "float", "NoneType", "tuple")

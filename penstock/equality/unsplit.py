@@ -35,7 +35,8 @@ def run_unsplit(
 ) -> Result:
     """Run the layers in order, drawing from torch's own generator, seeded anew for each layer."""
     mesh = Mesh.of_one_process()
-    call = Call(pipe.num_microbatches, reduction, trains=True)
+    computes = loss is layers.own_loss
+    call = Call(pipe.num_microbatches, reduction, trains=True, computes_loss=computes)
     cut = Splitter(mesh, mesh.placement).cut(*batch, call)
     total: Tensor | None = None
     norms = batch_norms([*(step.module for step in layers), *modules_of_loss(loss)])

@@ -30,7 +30,7 @@ CALLS = (
 """What all processes do together.  Each begins with a row of numbers: its place here, the number
 of the pipeline that it is for, and what else the processes must know of each other.
 """
-ROW_WIDTH = 10
+ROW_WIDTH = 11
 
 
 def kind_of_call(kind: str) -> float:

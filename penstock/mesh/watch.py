@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
-from penstock.errors import PeerError, WaitTimeout
+from penstock.errors import PeerError, UncountedError, WaitTimeout
 from penstock.torch_private import default_store
 
 from .threads import THREAD_PREFIX, note_failure
@@ -129,9 +129,11 @@ class Watch:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Tell all processes of whatever is raised inside."""
+        """Tell all processes of whatever is raised inside, but for what all raise alike."""
         try:
             yield
+        except UncountedError:
+            raise
         except BaseException as error:
             self.report(error)
             raise

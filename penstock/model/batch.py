@@ -5,6 +5,7 @@ a list or deque without tensors or arrays  one entry per sample, whatever the en
 a tuple of plain values, a range           one entry per sample
 any other of these, a dict, a dataclass    holds such values, and is no value itself
 a number, a string, None, an object        the same for every sample
+a tensor or array without dimensions       likewise
 another collection of as many entries      refused: it may be meant either way
 a list of N values with N rows each        refused likewise; a tuple of them holds them
 a list of N values of other sizes          one entry per sample, if N is known from elsewhere
@@ -67,14 +68,14 @@ def batch_size(value: Any, what: str, elsewhere: int | None = None) -> int:
     `elsewhere` is the number that is known from what belongs to it: the inputs of targets.
 
     Raises:
-        BatchError: there is none of these, a tensor has no dimensions, numbers differ, N is 0, a
-            tensor in a `Whole` or in an entry of a list requires grad, or a list has N entries
+        BatchError: there is none of these, numbers differ, N is 0, a tensor in a `Whole`, without
+            dimensions or in an entry of a list requires grad, or a list has N entries
             that all hold tensors of N rows.
     """
     known = _num_beside_lists(value) if elsewhere is None else elsewhere
     entries, structure = flatten_by(value, partial(_is_entry, count=known))
-    rows = [entry for entry in entries if not isinstance(entry, Whole)]
-    _check_shared(rows, [entry for entry in entries if isinstance(entry, Whole)], what)
+    rows = [entry for entry in entries if not _is_whole(entry)]
+    _check_shared(rows, list(filter(_is_whole, entries)), what)
     if not rows:
         raise BatchError(
             f"{what} hold no tensor, no array and no list with one entry per sample, so there is "
@@ -86,12 +87,6 @@ def batch_size(value: Any, what: str, elsewhere: int | None = None) -> int:
             f"{what} hold a sparse or nested tensor, which cannot be cut into micro-batches. Give "
             "tensor.to_dense() or nested.to_padded_tensor(0), or a value that every micro-batch "
             "is to have as it is as penstock.Whole(tensor)"
-        )
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise BatchError(
-            f"{what} hold a tensor without dimensions; dimension 0 of every tensor must be "
-            "the batch. Pass it as a Python number, expand it to the batch, or give "
-            "penstock.Whole(tensor)"
         )
     sizes = sorted({len(tensor) for tensor in tensors})
     if len(sizes) > 1:
@@ -186,21 +181,26 @@ def _num_beside_lists(value: Any) -> int | None:
     return None
 
 
+def _is_whole(entry: Any) -> bool:
+    """Tell whether every micro-batch is given an entry as it is: a tensor without dimensions has
+    no rows.
+    """
+    return isinstance(entry, Whole) or (isinstance(entry, Tensor) and entry.dim() == 0)
+
+
 def _is_entry_or_list(value: Any) -> bool:
     return isinstance(value, list | deque) or _is_entry(value)
 
 
 def _num_rows(entry: Any) -> int | None:
     """Count the samples of what is cut; None where it is not."""
-    if isinstance(entry, Whole) or (isinstance(entry, Tensor) and entry.dim() == 0):
-        return None
-    return len(entry)
+    return None if _is_whole(entry) else len(entry)
 
 
 def _fits(value: Any, count: int) -> bool:
     """Tell whether all that is cut in a value has `count` samples."""
     entries = flatten_by(value, partial(_is_entry, count=count))[0]
-    return all(isinstance(entry, Whole) or _num_rows(entry) == count for entry in entries)
+    return all(_num_rows(entry) in (None, count) for entry in entries)
 
 
 def _is_entry(value: Any, count: int | None = None) -> bool:
@@ -241,8 +241,8 @@ def _holds_rows(value: Any) -> bool:
 
 
 def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
-    if isinstance(entry, Whole):
-        return [entry.value] * len(sizes)
+    if _is_whole(entry):
+        return [_value(entry)] * len(sizes)
     if isinstance(entry, Tensor):
         parts = list(entry.detach().split(list(sizes)))
         return [part.requires_grad_() for part in parts] if entry.requires_grad else parts
@@ -255,8 +255,8 @@ def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
 
 def _again(entry: Any, numbers: Sequence[int]) -> Any:
     """Return the samples of these numbers."""
-    if isinstance(entry, Whole):
-        return entry.value
+    if _is_whole(entry):
+        return _value(entry)
     if isinstance(entry, Tensor):
         found = entry.detach()[torch.tensor(numbers, device=entry.device)]
         return found.requires_grad_(entry.requires_grad)
@@ -329,9 +329,9 @@ def _is_collection(value: Any) -> bool:
     return runs and isinstance(value, Sized) and not isinstance(value, _MEANT_AS_ONE)
 
 
-def _check_shared(rows: Sequence[Any], shared: Sequence[Whole], what: str) -> None:
-    """Refuse tensors of a `Whole`, or in an entry of a list, that a gradient would have to come
-    back to.
+def _check_shared(rows: Sequence[Any], shared: Sequence[Any], what: str) -> None:
+    """Refuse tensors that every micro-batch is given, or in an entry of a list, that a gradient
+    would have to come back to.
     """
     cut = {id(row) for row in rows}
     for row in rows:
@@ -341,10 +341,11 @@ def _check_shared(rows: Sequence[Any], shared: Sequence[Whole], what: str) -> No
                 f"a {type(own).__name__} of the {what} with one entry per sample holds a tensor "
                 "that requires grad; give tensor.detach(), or all of them as one tensor"
             )
-    for tensor in (leaf for whole in shared for leaf in flatten(whole.value)[0]):
+    for tensor in (leaf for whole in shared for leaf in flatten(_value(whole))[0]):
         if tensor.requires_grad or id(tensor) in cut:
             raise BatchError(
-                f"a tensor of shape {tuple(tensor.shape)} in a penstock.Whole of the {what} "
-                "requires grad, or is in the batch a second time; give tensor.detach(), or make "
-                "it a parameter of the layer that uses it"
+                f"a tensor of shape {tuple(tensor.shape)} that every micro-batch of the {what} "
+                "is given (in a penstock.Whole, or without dimensions) requires grad, or is in "
+                "the batch a second time; give tensor.detach(), or make it a parameter of the "
+                "layer that uses it"
             )

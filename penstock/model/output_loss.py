@@ -1,11 +1,18 @@
 """The loss that a model computes itself, from labels among its inputs."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
+import numpy
 from torch import Tensor
 
 from penstock.errors import ConfigError
+
+from .batch import undeclared
+
+COUNTS = ("num_items_in_batch", "num_items")
+"""Inputs by these names are what a model divides its loss by: the count of the whole batch."""
 
 
 def output_loss(output: Any, target: Any = None) -> Tensor:
@@ -32,3 +39,19 @@ def loss_in(output: Any) -> Tensor | None:
     """Return the scalar called `loss` in a model's output; None if there is none."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return named if isinstance(named, Tensor) and named.dim() == 0 else None
+
+
+def counted_in(inputs: Any) -> float:
+    """Return by what a model that computes its loss divides it, where it is told that number.
+
+    Its loss of a micro-batch is then that part of the whole batch's; such parts are summed.
+    -1 stands for no number.
+    """
+    if not isinstance(inputs, Mapping):
+        return -1.0
+    for name in COUNTS:
+        value = undeclared(inputs.get(name))
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number or (isinstance(value, Tensor | numpy.ndarray) and value.ndim == 0):
+            return float(value)
+    return -1.0

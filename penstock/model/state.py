@@ -2,7 +2,7 @@
 process has of a model: tensors by their names, and modules with extra state.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -109,8 +109,9 @@ class Held:
     """The tensors of `module`, and extra state of the modules of `original` but for those
     `elsewhere`.
 
-    `original` is the model, whose class may know of other names; `loss` is the pipeline's.  Where
-    this process has only a part (`is_part`), tensors without memory are those of other processes.
+    `original` is the model, whose class may know of other names; `loss` is the pipeline's, and
+    `names` are those of all parameters in the model's order.  Where this process has only a part
+    (`is_part`), tensors without memory are those of other processes.
     """
 
     module: nn.Module
@@ -118,6 +119,7 @@ class Held:
     elsewhere: tuple[str, ...] = ()
     is_part: bool = False
     loss: Any = None
+    names: Sequence[str] = ()
 
     def is_of_loss(self, name: str) -> bool:
         """Tell whether a name of a tensor is that of the pipeline's loss, which no model has."""

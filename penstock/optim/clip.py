@@ -81,7 +81,7 @@ def clip_grad_norm_(
 
 def _gradients(pipe: "Pipeline") -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter here that has a gradient, in the order of the model."""
-    order = {name: place for place, name in enumerate(pipe.names_in_order)}
+    order = {name: place for place, name in enumerate(pipe.held.names)}
     named = sorted(pipe.named_parameters(), key=lambda pair: order.get(pair[0], len(order)))
     return ((name, p) for name, p in named if p.grad is not None)
 
@@ -128,7 +128,7 @@ def _of_all_stages(pipe: "Pipeline", norms: list[_Norm]) -> list[_Norm]:
     pipe.mesh.world.begin_call("clip_grad_norm_", pipe.number)
     own = [tuple(norm) for norm in norms] if pipe.mesh.speaks else []
     everyone = pipe.mesh.stages.gather(own, "for the gradient norms of the other stages")
-    order = {name: place for place, name in enumerate(pipe.names_in_order)}
+    order = {name: place for place, name in enumerate(pipe.held.names)}
     every = [_Norm(*norm) for of_process in everyone for norm in of_process]
     return sorted(every, key=lambda norm: order.get(norm.name, len(order)))
 
@@ -141,4 +141,5 @@ def _total(norms: Sequence[_Norm], norm_type: float) -> Tensor:
     like = [torch.empty((), dtype=getattr(torch, norm.of)) for norm in norms]
     groups = grouped_by_kind([like], with_indices=True).values()
     in_order = [found[place] for _, places in groups for place in places]
-    return torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+    return total

@@ -13,6 +13,7 @@ from penstock.errors import ConfigError, CutError, shown
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.owned import modules_of_loss
+from penstock.model.reach import parties_of
 from penstock.model.stage_plan import StagePlan
 from penstock.model.stages import stage_of_layers
 from penstock.planner.placement import Placement
@@ -25,6 +26,7 @@ from penstock.sharding.plan import Sharding
 from penstock.torch_private import cache_weights_per_thread
 from penstock.types import TiedGradients, Trace, Transport
 
+from .aside import Aside
 from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
@@ -89,7 +91,10 @@ class Engine:
         before: "Engine | None" = None,
         sharding: Sharding | None = None,
     ) -> None:
-        layers.check_sharing(stage_of_layers(plan.partition))
+        stage_of = stage_of_layers(plan.partition)
+        layers.check_sharing(stage_of)
+        parties = before._aside.parties if before else parties_of(layers, loss)
+        self._aside: Aside = Aside(parties, stage_of, across=mesh.stages.size > 1)
         self._layers, self.loss, self.plan, self.mesh = layers, loss, plan, mesh
         lasting = _Lasting.of(layers, loss, plan, mesh) if before is None else before._lasting
         self._lasting = lasting
@@ -251,6 +256,7 @@ class Engine:
         run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
         for stage in self.stages:
             stage.begin(run)
+        run.aside = self._aside.begin(run)
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(self._needs_hooks(run.batch.trace))
@@ -296,6 +302,7 @@ class Engine:
     def _leave(self, run: Run) -> None:
         if self._lasting.replicas is not None:
             self._lasting.replicas.hooks.put_back()
+        self._aside.end()
         for stage in self.stages:
             stage.end(run)
         for device in self._with_streams:

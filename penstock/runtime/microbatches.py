@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.errors import BatchError, ConfigError, MeshError
+from penstock.errors import BatchError, ConfigError, MeshError, UncountedError
 from penstock.mesh import Mesh
 from penstock.mesh.same_batch import NOTHING_SAID, BatchCheck, check_same
 from penstock.model.batch import batch_size, check_values, split
+from penstock.model.output_loss import COUNTS, counted_in
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
 from penstock.types import CheckBatches, Reduction, Trace
@@ -32,7 +33,8 @@ class Call:
     """What a call asks for.
 
     Without `trains`, outputs are wanted, and no weights.  All processes must ask for the same, but
-    for `trace`: the strongest that any of them asks for is what all record.
+    for `trace`: the strongest that any of them asks for is what all record.  With `computes_loss`
+    the model computes its loss itself.
     """
 
     num_microbatches: int
@@ -40,6 +42,7 @@ class Call:
     trains: bool = False
     loss_scale: float = 1.0
     trace: Trace = Trace.OFF
+    computes_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Batch:
     def output_weights(self) -> list[float]:
         """Weigh the micro-batches' losses where the model has computed them.
 
+        Where nothing counts they weigh by their samples: the loss is then the model's own 0/0.
+
         Raises:
             BatchError: the reduction function weighs by the batch, which is not here.
         """
@@ -70,6 +75,8 @@ class Batch:
                 "not given; give inputs on the last stage's process as well"
             )
         raw = raw_weights(self.reduction, self.inputs, self.sizes)
+        if not any(raw):
+            raw = [float(size) for size in self.sizes]
         return shares(self.reduction, raw, sum(raw))
 
 
@@ -103,6 +110,7 @@ class Splitter:
 
         Raises:
             BatchError: inputs and targets do not fit together, or are missing where needed.
+            UncountedError: nothing in the batch counts.
             MeshError: the processes do not ask for the same.
         """
         self._calls += 1
@@ -121,7 +129,8 @@ class Splitter:
         kind = "train_step" if call.trains else "eval_step"
         alone = self._world.size == 1
         texts = NOTHING_SAID if alone else self._check.texts(kind, (inputs, targets), read)
-        numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace
+        counted = counted_in(inputs) if call.computes_loss or not call.trains else _NONE
+        numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace, counted
         rows = self._world.exchange(kind, self.number, (*numbers, *texts.numbers))
         self.agreed_s = time.perf_counter()
         everyone = [_Said(*row) for row in rows]
@@ -131,13 +140,14 @@ class Splitter:
         found = [(said.inputs, said.targets) for said in everyone]
         if not alone:
             check_same(self._world, together, found, texts)
+        reduction = _agreed_reduction(call, everyone)
         replica, wanted = self._replica, call.num_microbatches
         sizes = microbatch_sizes(counts[replica], wanted)
         weights: list[float] = []
         if call.trains and self._ends_here:
-            known = call.reduction is Reduction.MEAN
+            known = reduction is Reduction.MEAN
             total = float(sum(counts)) if known else sum(said.raw_total for said in everyone)
-            weights = shares(call.reduction, raw or raw_weights(call.reduction, (), sizes), total)
+            weights = shares(reduction, raw or raw_weights(reduction, (), sizes), total)
         return Batch(
             sizes,
             _cut(inputs, sizes),
@@ -145,7 +155,7 @@ class Splitter:
             weights,
             sum(min(n, wanted) for n in counts[:replica]),
             _BY_STRENGTH[int(max(said.trace for said in everyone))],
-            call.reduction,
+            reduction,
         )
 
     def _num_samples(self, everyone: "Sequence[_Said]", replica: int) -> int:
@@ -247,19 +257,42 @@ def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int])
 
 
 def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]:
-    """Divide raw weights by the sum of all, those of other replicas included; SUM divides nothing.
+    """Divide raw weights by the sum of all, those of other replicas included, which is above 0;
+    SUM divides nothing.
+    """
+    return list(raw) if reduction is Reduction.SUM else [weight / total for weight in raw]
+
+
+def _agreed_reduction(call: Call, everyone: "Sequence[_Said]") -> Reduce:
+    """Return how losses reduce, on every process alike.
 
     Raises:
-        BatchError: all weights are zero.
+        BatchError: losses are divided by a given number, and a function is to weigh them too.
+        UncountedError: that number, or the sum of all weights, is 0.
     """
-    if reduction is Reduction.SUM:
-        return list(raw)
-    if total == 0:
+    counted = max(said.counted for said in everyone)
+    if counted < 0:
+        is_function = not isinstance(call.reduction, Reduction)
+        if is_function and call.trains and not any(said.raw_total for said in everyone):
+            raise UncountedError(
+                "the reduction function gave all micro-batches the weight 0: their loss would be "
+                "a mean over nothing (is there a real token in the batch?). Leave this batch out; "
+                "the next one may follow"
+            )
+        return call.reduction
+    names = " or ".join(map(repr, COUNTS))
+    if call.computes_loss and not isinstance(call.reduction, Reduction):
         raise BatchError(
-            f"the reduction function gave the micro-batches the weights {list(raw)}; they must "
-            "be non-negative numbers, not all zero (is there a real token in the batch?)"
+            f"the inputs have {names} ({counted:g}), by which the model divides the loss of each "
+            "micro-batch, and the reduction function would weigh these once more. Leave "
+            "reduction= out, or that input"
         )
-    return [weight / total for weight in raw]
+    if counted == 0 and call.trains:
+        raise UncountedError(
+            f"the inputs have {names} = 0: the loss would be 0 / 0 (is there a real token in the "
+            "batch?). Leave this batch out; the next one may follow"
+        )
+    return Reduction.SUM
 
 
 def check_targets(targets: Any) -> None:
@@ -299,6 +332,7 @@ class _Said(NamedTuple):
     raw_total: float
     loss_scale: float
     trace: float
+    counted: float
     inputs: float
     targets: float
 

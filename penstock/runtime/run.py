@@ -18,6 +18,7 @@ from .stage.tape import Tape
 from .window import Window
 
 if TYPE_CHECKING:
+    from .aside import Aside
     from .memory.offload import AbstractStore
 
 Moments = tuple[int, Tensor, Tensor]
@@ -85,7 +86,7 @@ class Run:
     are taken to draw no random numbers until one is seen to.  With `sums_tied`, a stage sends its
     gradients of another one's weights once.  With `window` it is several mini-batches, whose
     micro-batches are numbered on, and the weights are updated meanwhile.  With `looks`, stages
-    note which backwards in two parts are not.
+    note which backwards in two parts are not.  `aside` watches what stages share.
 
     Shared by the stages: `has_seeded` tells that a layer was run with torch's default generators
     seeded, so that a checkpoint in it will bring them there again: backward passes then have them
@@ -103,6 +104,7 @@ class Run:
     output_gradients: list[list[Tensor | None]] | None = None
     window: Window | None = None
     looks: bool = False
+    aside: "Aside | None" = None
 
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False

@@ -20,6 +20,27 @@ FAULTS = (
         "bits_of_torchs",
     ),
     Fault(
+        "a loss divided by the whole batch's count is averaged again",
+        "penstock/runtime/microbatches.py",
+        "    if counted < 0:\n",
+        "    if True:\n",
+        "tests/runtime/test_own_loss.py::test_a_count_of_items_gives_the_whole_batchs_gradients",
+    ),
+    Fault(
+        "what changes aside for a second micro-batch is not refused",
+        "penstock/runtime/aside.py",
+        "if len(seen) > 1:",
+        "if False:",
+        "tests/runtime/test_aside.py::test_a_value_handed_on_aside_is_refused_with_both_names",
+    ),
+    Fault(
+        "what is only written to counts as read aside",
+        "penstock/model/code_uses.py",
+        "(writes if _only_fills(steps[place + 1 :]) else reads).add(step.argval)",
+        "reads.add(step.argval)",
+        "tests/runtime/test_aside.py::test_what_does_not_change_or_is_not_read_elsewhere_is_not_refused",
+    ),
+    Fault(
         "a call in a forked child waits for threads that are not there",
         "penstock/runtime/turn.py",
         "        if here != self._process:\n",

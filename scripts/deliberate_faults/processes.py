@@ -76,6 +76,13 @@ FAULTS = (
         "sees_once and replicas",
     ),
     Fault(
+        "a batch of which nothing counts ends the mesh",
+        "penstock/mesh/watch.py",
+        "        except UncountedError:\n            raise\n",
+        "",
+        "tests/distributed/test_uncounted.py",
+    ),
+    Fault(
         "a process does not look whether its launcher lives",
         "penstock/mesh/init.py",
         "    end_with_launcher()\n",

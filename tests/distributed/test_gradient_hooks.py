@@ -105,7 +105,7 @@ def trained(mesh: penstock.Mesh, marks: list[str], sharding: str | None) -> Any:
     return calls, {**pipe.shards.whole(dict(pipe.named_parameters())), **whole}
 
 
-WAYS = {
+WAYS: dict[str, list[Any]] = {
     "replicas": [(["found", "added", "left"], None), (["found", "left"], "zero1")],
     "shards": [(["found", "added", "left"], "data"), (["found", "left"], "zero1")],
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import PerSample, Whole
 from penstock.errors import BatchError, BoundaryError, OutputWarning
-from penstock.model.batch import batch_size, split, undeclared
+from penstock.model.batch import batch_size, of_size, split, undeclared
 
 Pair = namedtuple("Pair", "x names")
 X = torch.arange(10.0).reshape(5, 2)
@@ -105,6 +105,14 @@ def test_a_tensor_for_every_micro_batch_is_said_so() -> None:
     assert undeclared((X, Whole(table)))[1] is table
 
 
+def test_a_tensor_without_dimensions_is_for_every_micro_batch() -> None:
+    scale = torch.tensor(2.0)
+    assert batch_size({"x": X, "scale": scale}, "inputs") == len(X)
+    first, second = split({"x": X, "scale": scale}, [4, 1])
+    assert first["scale"] is second["scale"] is scale
+    assert of_size((X, scale), 7, "inputs")[1] is scale
+
+
 @pytest.mark.parametrize(
     "value, message",
     [
@@ -116,7 +124,11 @@ def test_a_tensor_for_every_micro_batch_is_said_so() -> None:
         pytest.param((X, numpy.zeros((3, 5))), r"an array of 3 entries.*Whole", id="array"),
         pytest.param({"a": NAMES, "b": ["a"]}, r"5 samples and a list of 1", id="two lists"),
         pytest.param([torch.zeros(2, 3), torch.zeros(4, 3)], r"\[2, 4\].*Stack", id="ragged"),
-        pytest.param((X, torch.zeros(())), r"without dimensions.*Whole", id="no dimensions"),
+        pytest.param(
+            {"x": X, "scale": torch.zeros((), requires_grad=True)},
+            "without dimensions. requires grad",
+            id="no dimensions, with a gradient",
+        ),
         pytest.param(X.to_sparse(), r"sparse or nested.*to_dense.*Whole", id="sparse"),
         pytest.param(
             torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged),

@@ -39,7 +39,7 @@ def loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def piped(**options: Any) -> Pipeline:
-    how = {"num_microbatches": M, "loss": loss, "example_inputs": WORDS, "seed": 3}
+    how: dict[str, Any] = {"num_microbatches": M, "loss": loss, "example_inputs": WORDS, "seed": 3}
     return Pipeline(made(), recompute=Recompute.NEVER, **how, **options)
 
 

@@ -30,7 +30,7 @@ from penstock.torch_private import BUFFERS, PARAMETERS, version_counter, without
 from .ghost import Ghost
 
 UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
-_LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "penstock"))
+LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "penstock"))
 _SETTINGS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _IS_IMMUTABLE = 1 << 8
 """Flag of a class written in C: whether its objects are set again cannot be seen."""
@@ -160,10 +160,10 @@ def _content(holder: Any) -> dict[Any, Any] | None:
     if isinstance(holder, list | tuple | set | deque):
         return dict(enumerate(holder))
     kind: type = type(holder)
-    return _fields(holder) if is_plain(kind) else None
+    return fields_of(holder) if is_plain(kind) else None
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def fields_of(value: Any) -> dict[str, Any]:
     """Return the attributes of a plain object, also those in slots."""
     slots = (
         name
@@ -177,13 +177,13 @@ def _fields(value: Any) -> dict[str, Any]:
 @cache
 def is_plain(kind: type) -> bool:
     """Tell whether objects of a class hold attributes of the user's, and no more."""
-    if not _is_of_user(kind):
+    if not is_of_user(kind):
         return kind is SimpleNamespace
     return not issubclass(kind, type | ModuleType | Tensor | nn.Module)
 
 
-def _is_of_user(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
+def is_of_user(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in LIBRARIES
 
 
 def _version(value: Any) -> int:
@@ -252,7 +252,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         elif name not in UNCOUNTED:
             yield name, value
     for kind in type(module).__mro__:
-        if _is_of_user(kind):
+        if is_of_user(kind):
             yield from _of_class(kind)
 
 

@@ -286,6 +286,8 @@ class Stage:
             self.plan.run(values, perform)
         for look in self._hooks.after_layers:
             look(run, tape, given)
+        if run.aside is not None:
+            run.aside.look(run, tape)
         leaving = self.handover.export(values, given, tape)
         if self.plan.output:
             self.handover.take_output(

@@ -1,0 +1,277 @@
+"""What layers and a loss can reach beside their values: attributes, containers, variables.
+
+    layer ── attribute, closure, global, hook ──► dict, object, module ◄── another layer, the loss
+
+Code is looked at, not run: a party uses what the functions that it can call name.  The walk goes
+through modules, functions, containers and objects of the user's classes.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from penstock.torch_private import BUFFERS, CHILDREN, PARAMETERS, buffers_of
+
+from .capture.outer_state import LIBRARIES, UNCOUNTED, fields_of, is_of_user, is_plain
+from .code_uses import uses_of
+from .layers import Layers
+
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+"""In the path of an installed package's code, whose global variables are taken for constants."""
+_MOST = 20_000
+"""How many objects a party's walk looks at."""
+_NOT_STATE = {BUFFERS, CHILDREN, PARAMETERS, "training", *UNCOUNTED}
+_NOT_IN_A_STEP = ("__init__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__")
+FILLED = (dict, list, set, deque)
+"""Containers, whose entries change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """Variables of a function: globals by their names, or one that a closure holds."""
+
+    of: Any
+    names: frozenset[str]
+
+    def content(self) -> dict[str, Any]:
+        """Return what they hold now."""
+        if isinstance(self.of, CellType):
+            held = _held(self.of)
+            return dict.fromkeys(self.names, held)
+        return {name: self.of[name] for name in self.names if name in self.of}
+
+
+@dataclass(slots=True)
+class Found:
+    """A holder that a party reaches: by which path first, and by which names.
+
+    `names` has None where it lies in another container, so that any code may mean it.
+    """
+
+    holder: Any
+    path: str
+    names: set[str | None] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Party:
+    """A layer, by its number, or the loss: what it reaches, and what its code names."""
+
+    label: str
+    layer: int
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    found: dict[Any, Found] = field(default_factory=dict)
+
+    def may_read(self, key: Any, name: str | None) -> bool:
+        """Tell whether its code may read what `name` is in a holder, or the container itself."""
+        return self._names(key, name, self.reads)
+
+    def may_use(self, key: Any, name: str | None) -> bool:
+        """Likewise read or write."""
+        return self.may_read(key, name) or self.may_write(key, name)
+
+    def may_write(self, key: Any, name: str | None) -> bool:
+        """Likewise write."""
+        return self._names(key, name, self.writes)
+
+    def _names(self, key: Any, name: str | None, known: set[str]) -> bool:
+        names = self.found[key].names if name is None else {name}
+        return None in names or not known.isdisjoint(names)
+
+
+def parties_of(layers: Layers, loss: Any) -> list[Party]:
+    """Return the layers that are given as a list, and the loss, with what they reach.
+
+    Of a captured model only the loss can reach aside: capture has seen to the blocks.
+    """
+    inside: dict[int, set[int]] = {}
+    for step in layers:
+        for module in step.module.modules():
+            inside.setdefault(id(module), set()).add(step.index)
+    last = len(layers) - 1
+    of_loss = [] if loss is None or loss is layers.own_loss else [_Walk(Party("the loss", last))]
+    if layers.model is not None and not of_loss:
+        return []
+    walks = [_Walk(Party(f"layer {s.label}", s.index), s.module) for s in layers]
+    for walk in of_loss:
+        walk.add(loss, "loss", None)
+    every = [*walks, *of_loss]
+    return [walk.done(inside) for walk in every]
+
+
+class _Walk:
+    """Finds what one party reaches, going on as long as its code names more methods."""
+
+    def __init__(self, party: Party, module: nn.Module | None = None) -> None:
+        self.party, self._home = party, None if module is None else party.layer
+        self._waiting: list[tuple[Any, str]] = []
+        self._kinds: dict[type, bool] = {}  # whether forward is called
+        self._counted: set[Any] = set()
+        self._seen: dict[int, Any] = {}
+        if module is not None:
+            self.add(module, "", None)
+
+    def add(self, value: Any, path: str, name: str | None) -> None:
+        """Look at a value later, and note by which name it was reached."""
+        if isinstance(value, FILLED):
+            self._note(id(value), value, path).names.add(name)
+        if id(value) not in self._seen and len(self._seen) < _MOST and _leads_on(value):
+            self._seen[id(value)] = value
+            self._waiting.append((value, path))
+
+    def done(self, inside: Mapping[int, set[int]]) -> Party:
+        """Walk to the end; `inside` has the layers of each module that layers hold."""
+        while self._waiting:
+            while self._waiting:
+                self._open(*self._waiting.pop(), inside)
+            for kind, runs in list(self._kinds.items()):
+                self._count_methods(kind, runs=runs)
+        return self.party
+
+    def _note(self, key: Any, holder: Any, path: str) -> Found:
+        return self.party.found.setdefault(key, Found(holder, path))
+
+    def _open(self, value: Any, path: str, inside: Mapping[int, set[int]]) -> None:
+        match value:
+            case MethodType():
+                self._open_container((value.__func__, value.__self__), path)
+            case FunctionType():
+                self._count(value, path)
+            case partial():
+                self._open_container((value.func, *value.args, *value.keywords.values()), path)
+            case dict() | list() | set() | deque() | tuple():
+                self._open_container(value, path)
+            case nn.Module():
+                homes = inside.get(id(value))
+                self._open_module(value, path, runs=homes is None or self._home in homes)
+            case type():
+                self._kinds.setdefault(value, False)
+                self._note(id(value), value, path)
+                self._add_all(_class_state(value), path)
+            case _:
+                self._kinds.setdefault(type(value), False)
+                self._note(id(value), value, path)
+                self._add_all(fields_of(value), path)
+
+    def _open_container(self, value: Any, path: str) -> None:
+        entries = list(dict.items(value)) if isinstance(value, dict) else enumerate(value)
+        for key, part in entries:
+            self.add(part, f"{path}[{key!r}]", None)
+
+    def _open_module(self, module: nn.Module, path: str, *, runs: bool) -> None:
+        for kind in filter(is_of_user, type(module).__mro__):
+            self._kinds[kind] = self._kinds.get(kind, False) or runs
+            self.add(kind, kind.__name__, None)
+        self._note(id(module), module, path)
+        self._add_all({n: v for n, v in vars(module).items() if n not in _NOT_STATE}, path)
+        self._add_all(vars(module)[CHILDREN], path)
+        for name in UNCOUNTED:
+            hooks = vars(module).get(name)
+            for hook in hooks.values() if isinstance(hooks, dict) else ():
+                self.add(hook, f"{path}{'.' * bool(path)}{name.strip('_')}", None)
+
+    def _add_all(self, named: Mapping[str, Any], path: str) -> None:
+        for name, value in named.items():
+            self.add(value, f"{path}.{name}" if path else name, name)
+
+    def _count_methods(self, kind: type, *, runs: bool) -> None:
+        """Count the methods that are named somewhere, and those that Python calls itself."""
+        for name, method in vars(kind).items():
+            is_called = name in self.party.reads or (runs and name == "forward")
+            is_called |= name.startswith("__") and name not in _NOT_IN_A_STEP
+            for function in _functions_of(method) if is_called else ():
+                self._count(function, kind.__name__)
+
+    def _count(self, function: FunctionType, path: str) -> None:
+        """Take up what a function names, and go where its variables lead."""
+        if function in self._counted or not _is_users(function):
+            return
+        self._counted.add(function)
+        reads, writes = uses_of(function.__code__)
+        self.party.reads |= reads
+        self.party.writes |= writes
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            variable = Variables(cell, frozenset((name,)))
+            self._note(id(cell), variable, f"closure of {function.__qualname__}")
+            self.add(_held(cell), f"{function.__qualname__}: {name}", name)
+        known = {} if _INSTALLED in function.__code__.co_filename else function.__globals__
+        for name in (reads | writes) & known.keys():
+            self._note((id(known), name), Variables(known, frozenset((name,))), "global variable")
+            self.add(known[name], f"global {name}", name)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.add(value, f"{function.__qualname__} default", None)
+        self.add(vars(function).get("__wrapped__"), path, None)
+
+
+def _leads_on(value: Any) -> bool:
+    if isinstance(value, FunctionType):
+        return _is_users(value)
+    if isinstance(value, type):
+        return is_of_user(value)
+    if isinstance(value, (MethodType, partial, nn.Module, tuple, *FILLED)):
+        return True
+    kind: type = type(value)
+    return is_plain(kind) and not isinstance(value, ModuleType)
+
+
+def _is_users(function: FunctionType) -> bool:
+    """Tell whether a function is neither Python's, torch's nor ours."""
+    return (function.__module__ or "").partition(".")[0] not in LIBRARIES
+
+
+def _functions_of(method: Any) -> Iterator[FunctionType]:
+    """Yield the functions behind an entry of a class: methods, properties."""
+    behind = getattr(method, "__func__", method)
+    parts = (behind.fget, behind.fset) if isinstance(behind, property) else (behind,)
+    yield from (part for part in parts if isinstance(part, FunctionType))
+
+
+def _held(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _class_state(kind: type) -> dict[str, Any]:
+    functions = (FunctionType, classmethod, staticmethod, property)
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and not isinstance(value, functions)
+    }
+
+
+def content(holder: Any) -> dict[Any, Any]:
+    """Return what a holder has now, by name or key; of a list, a set or a deque all in one."""
+    match holder:
+        case Variables():
+            return holder.content()
+        case dict():
+            return dict(dict.items(holder))
+        case list() | set() | deque():
+            return {None: tuple(holder)}
+        case nn.Module():
+            own = {n: v for n, v in vars(holder).items() if n not in _NOT_STATE}
+            return own | buffers_of(holder)
+        case type():
+            return _class_state(holder)
+        case _:
+            return fields_of(holder)
+
+
+def shared(parties: Iterable[Party]) -> dict[Any, list[Party]]:
+    """Return what several parties reach, by the key of the holder."""
+    by_key: dict[Any, list[Party]] = {}
+    for party in parties:
+        for key in party.found:
+            by_key.setdefault(key, []).append(party)
+    return {key: several for key, several in by_key.items() if len(several) > 1}

@@ -1,0 +1,196 @@
+"""Refuse values that one stage hands another aside: they come from another micro-batch.
+
+    stage 0  F0 F1 F2 ──writes──► store["mask"] ◄──reads── F0  stage 1
+
+What several stages can reach is found when stages are cut; the first steps watch whether it
+changes from micro-batch to micro-batch.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import StateError
+from penstock.model.compare import is_same_plain
+from penstock.model.entries import version_of
+from penstock.model.reach import FILLED, Party, Variables, content, shared
+from penstock.model.state import ABSENT
+
+from .run import Run
+from .stage.tape import Tape
+
+_WATCHED_RUNS = 3
+"""Runs with gradients that are watched, and runs without."""
+
+
+class _Mark(NamedTuple):
+    """A value at one time; its version, if it is a tensor."""
+
+    value: Any
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A holder that parties of several stages reach."""
+
+    key: Any
+    parties: Sequence[Party]
+
+    @property
+    def holder(self) -> Any:
+        return self.parties[0].found[self.key].holder
+
+    def is_read_across(self, name: Any, stage_of: Sequence[int]) -> bool:
+        """Tell whether there is such a pair."""
+        users = [party for party in self.parties if party.may_use(self.key, name)]
+        is_across = len({stage_of[party.layer] for party in users}) > 1
+        return is_across and any(party.may_read(self.key, name) for party in users)
+
+    def pair(self, name: Any, stage_of: Sequence[int]) -> tuple[Party, Party] | None:
+        """Return who may use what is there under a name, and who may read it on another stage."""
+        name = None if isinstance(self.holder, FILLED) else name
+        users = [party for party in self.parties if party.may_use(self.key, name)]
+        readers = [party for party in users if party.may_read(self.key, name)]
+        found = [
+            (user, reader)
+            for user, reader in product(users, readers)
+            if stage_of[user.layer] != stage_of[reader.layer]
+        ]  # who writes first, who does not write last
+        writes = partial(Party.may_write, key=self.key, name=name)
+        return max(found, key=lambda pair: writes(pair[0]) - writes(pair[1]), default=None)
+
+
+class Aside:
+    """Watches what layers and the loss share across stages, in the first runs.
+
+    `across`: stages are in several processes, where what one writes never reaches the others.
+    """
+
+    def __init__(self, parties: Sequence[Party], stage_of: Sequence[int], *, across: bool) -> None:
+        self.parties, self._stage_of, self._across = parties, stage_of, across
+        self._lock = threading.Lock()
+        self._left = {True: _WATCHED_RUNS, False: _WATCHED_RUNS}
+        self._written = frozenset[str]().union(*(party.writes for party in parties))
+        self._shared = list(self._across_stages(parties))
+        self._marks: dict[tuple[Any, Any], _Mark] = {}
+        self._changed: dict[tuple[Any, Any], set[tuple[int, int]]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Aside, across=self._across), ((), ())  # a copy has other layers
+
+    def _across_stages(self, parties: Sequence[Party]) -> Iterator[_Shared]:
+        for key, several in shared(parties).items():
+            if len({self._stage_of[party.layer] for party in several}) > 1:
+                one = _Shared(key, several)
+                if isinstance(one.holder, FILLED):
+                    is_used = one.is_read_across(None, self._stage_of)
+                else:  # attributes may come later, if code writes them
+                    later = () if isinstance(one.holder, Variables) else self._written
+                    names = {*self._states(one.holder), *later}
+                    is_used = any(one.is_read_across(name, self._stage_of) for name in names)
+                if is_used:
+                    yield one
+
+    def _states(self, holder: Any) -> dict[Any, Any]:
+        """Return what a holder has that may change: what code writes somewhere, and tensors."""
+        held = content(holder)
+        if isinstance(holder, FILLED):
+            return held
+        return {n: v for n, v in held.items() if n in self._written or isinstance(v, Tensor)}
+
+    def begin(self, run: Run) -> "Aside | None":
+        """Take part in a run, if it is to be watched: there is something, and it may differ."""
+        can_differ = run.num_microbatches > 1 or self._across
+        if not (self._shared and can_differ and self._left[run.with_grad]):
+            return None
+        self._left[run.with_grad] -= 1
+        if not self._across:
+            self._changed.clear()
+        self._marks = dict(self._look())
+        return self
+
+    def end(self) -> None:
+        """Let go of the values that were looked at."""
+        self._marks.clear()
+
+    def look(self, run: Run, tape: Tape) -> None:
+        """See what has changed since the last look.
+
+        Raises:
+            StateError: something has changed for a second micro-batch, and another stage may read
+                it.
+        """
+        with self._lock:
+            now = dict(self._look())
+            before, self._marks = self._marks, now
+            places = before.keys() | now.keys()
+            for place in (p for p in places if not _is_same(before.get(p), now.get(p))):
+                seen = self._changed.setdefault(place, set())
+                seen.add((run.streams.step, tape.microbatch))
+                if len(seen) > 1:
+                    self._refuse(place)
+
+    def _look(self) -> Iterator[tuple[tuple[Any, Any], _Mark]]:
+        for one in self._shared:
+            for name, value in self._states(one.holder).items():
+                version = version_of(value) if isinstance(value, Tensor) else 0
+                yield (one.key, name), _Mark(value, version)
+
+    def _refuse(self, place: tuple[Any, Any]) -> None:
+        key, name = place
+        one = next(one for one in self._shared if one.key == key)
+        pair = one.pair(name, self._stage_of)
+        if pair is None:  # each stage has its own, or only fills it
+            return
+        user, reader = pair
+        raise StateError(
+            f"{_said(user, one, name)} is used by {user.label} on stage "
+            f"{self._stage_of[user.layer]} and read by {reader.label} on stage "
+            f"{self._stage_of[reader.layer]}, and changes from micro-batch to micro-batch: "
+            "stages run several at a time, or in processes of their own, so that it would come "
+            "from another micro-batch. Give it as a value: penstock.Layer(module, "
+            'outputs=("x", "name")) and penstock.Layer(module, inputs=("x", "name")), or in what '
+            "the last layer returns for the loss; or keep both on one stage (partition=)"
+        )
+
+
+def _said(party: Party, one: _Shared, name: Any) -> str:
+    """Name a place as a party reaches it."""
+    path = party.found[one.key].path
+    match one.holder:
+        case dict():
+            return f"{path}[{name!r}]"
+        case list() | set() | deque():
+            return path
+        case nn.Module():
+            return f"{path}.{name}" if path else f"attribute {name!r} of {party.label}"
+        case _:
+            return f"{name!r} ({path})"
+
+
+def _is_same(one: _Mark | None, other: _Mark | None) -> bool:
+    old, new = one or _Mark(ABSENT, 0), other or _Mark(ABSENT, 0)
+    if old.value is new.value:
+        return old.version == new.version
+    if isinstance(old.value, Tensor) and isinstance(new.value, Tensor):
+        return version_of(old.value) == old.version and _is_equal(old.value, new.value)
+    if isinstance(old.value, tuple) and isinstance(new.value, tuple):
+        pairs = zip(old.value, new.value, strict=False)
+        alike = len(old.value) == len(new.value)
+        return alike and all(_is_same(_Mark(a, 0), _Mark(b, 0)) for a, b in pairs)
+    return is_same_plain(old.value, new.value)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if type(one) is not Tensor or type(other) is not Tensor or one.is_meta or other.is_meta:
+        return False
+    alike = one.dtype == other.dtype and one.device == other.device and one.shape == other.shape
+    return alike and torch.equal(one, other)
