@@ -72,7 +72,7 @@ def test_files_for_others_refuse_what_they_would_hold_as_pairs(tmp_path: Path) -
     assert not (tmp_path / "p").exists()
 
 
-def note(path: Path, change: Callable[[dict[str, str]], object], key: str) -> None:
+def note(path: Path, change: Callable[[dict[str, Any]], object], key: str) -> None:
     """Change what state.json names, under a true digest."""
     state = json.loads((path / "state.json").read_text())
     digests = {name: x for name, x in state["digests"].items() if name != "state.json"}
