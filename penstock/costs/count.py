@@ -389,8 +389,7 @@ def _names(layers: Layers) -> dict[int, str]:
     """Return the model's names of parameters and buffers, by the id of the tensor."""
     found: dict[int, str] = {}
     for step in layers:
-        of_step = (*step.module.named_parameters(), *step.module.named_buffers())
-        for name, tensor in of_step:
+        for name, tensor in (*step.module.named_parameters(), *step.module.named_buffers()):
             found.setdefault(id(tensor), f"{step.path}.{name}")
     return found
 

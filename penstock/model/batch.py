@@ -149,8 +149,17 @@ def of_size(value: Any, size: int, what: str) -> Any:
     count = batch_size(value, what)
     if size <= count:
         return split(value, [size, count - size])[0]
-    entries, structure = flatten_by(value, partial(_is_entry, count=count))
-    numbers = [n % count for n in range(size)]
+    return samples(value, [n % count for n in range(size)], what)
+
+
+def samples(value: Any, numbers: Sequence[int], what: str) -> Any:
+    """Return the samples of these numbers, in this order.
+
+    Raises:
+        BatchError: there is no batch to take them of.
+    """
+    is_entry = partial(_is_entry, count=batch_size(value, what))
+    entries, structure = flatten_by(value, is_entry)
     return unflatten(structure, [_again(entry, numbers) for entry in entries])
 
 

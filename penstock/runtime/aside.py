@@ -80,6 +80,8 @@ class Aside:
         self._left = {True: _WATCHED_RUNS, False: _WATCHED_RUNS}
         self._written = frozenset[str]().union(*(party.writes for party in parties))
         self._shared = list(self._across_stages(parties))
+        self.has_shared = bool(self._shared)
+        """Whether there is anything to watch."""
         self._marks: dict[tuple[Any, Any], _Mark] = {}
         self._changed: dict[tuple[Any, Any], set[tuple[int, int]]] = {}
 
@@ -109,7 +111,7 @@ class Aside:
     def begin(self, run: Run) -> "Aside | None":
         """Take part in a run, if it is to be watched: there is something, and it may differ."""
         can_differ = run.num_microbatches > 1 or self._across
-        if not (self._shared and can_differ and self._left[run.with_grad]):
+        if not (can_differ and self._left[run.with_grad]):
             return None
         self._left[run.with_grad] -= 1
         if not self._across:

@@ -256,7 +256,7 @@ class Engine:
         run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
         for stage in self.stages:
             stage.begin(run)
-        run.aside = self._aside.begin(run)
+        run.aside = self._aside.begin(run) if self._aside.has_shared else None
         stages = {stage.index: stage for stage in self.stages}
         caller = CallerContext.capture(run.with_grad, self.devices) if run.resumed else run.caller
         caller.check_hooks(self._needs_hooks(run.batch.trace))
@@ -302,7 +302,8 @@ class Engine:
     def _leave(self, run: Run) -> None:
         if self._lasting.replicas is not None:
             self._lasting.replicas.hooks.put_back()
-        self._aside.end()
+        if run.aside is not None:
+            run.aside.end()
         for stage in self.stages:
             stage.end(run)
         for device in self._with_streams:

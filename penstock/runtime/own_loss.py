@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.errors import BatchError, OutputWarning
-from penstock.model.batch import of_size, undeclared
+from penstock.model.batch import samples, undeclared
 from penstock.model.capture.inputs import as_call
 from penstock.model.capture.outer_state import as_it_was
 from penstock.model.layers import Layers
@@ -35,8 +35,7 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
     if call.num_microbatches < 2 or any(tensor.is_meta for tensor in model.parameters()):
         return
     try:
-        one = of_size(example_inputs, 1, "example inputs")
-        both = of_size(one, 2, "example inputs")
+        one, both = (samples(example_inputs, n, "example inputs") for n in ([0], [0, 0]))
         weights = _weights(one, call)
         alone, again, together = _losses(model, (one, one, both))
     except BatchError:

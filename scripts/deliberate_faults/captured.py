@@ -74,8 +74,8 @@ FAULTS = (
     Fault(
         "parameters between blocks are not clipped",
         "penstock/optim/clip.py",
-        "(*in_layers, *((len(pipe), p) for p in list(here)))",
-        "in_layers",
+        "return ((name, p) for name, p in named if p.grad is not None)",
+        "return ((name, p) for name, p in named if p.grad is not None and '.' in name)",
         "tests/model/capture/test_equality.py",
         "clipped",
     ),
@@ -137,7 +137,7 @@ FAULTS = (
     Fault(
         "objects that code between blocks changes are not looked at",
         "penstock/model/capture/outer_state.py",
-        "return _fields(holder) if is_plain(kind) else None",
+        "return fields_of(holder) if is_plain(kind) else None",
         "return None",
         "tests/model/capture/test_errors.py",
         "counter",

@@ -269,8 +269,8 @@ FAULTS = (
     Fault(
         "every micro-batch weighs 1 / M, whatever its size",
         "penstock/runtime/microbatches.py",
-        "return [weight / total for weight in raw]",
-        "return [1 / len(raw) for weight in raw]",
+        "else [weight / total for weight in raw]",
+        "else [1 / len(raw) for weight in raw]",
         "tests/laws/test_weights.py",
     ),
     Fault(

@@ -167,6 +167,20 @@ def test_an_optimizer_that_steps_in_a_hook_is_refused(name: str, schedule: Any) 
     trained(of, 1, **how)  # as the unsplit model's
 
 
+NEVER = penstock.Recompute.NEVER
+
+
+def test_a_hook_that_comes_after_the_first_step_is_seen_too() -> None:
+    of = [nn.Linear(6, 6), Shifting(), nn.Linear(6, 3)]
+    with penstock.Pipeline(
+        of, partition=(2, 1), num_microbatches=4, loss=F.mse_loss, recompute=NEVER
+    ) as pipe:
+        pipe.train_step(*batch())
+        step_in_a_hook(of, "1.shift")
+        with pytest.raises(StateError, match="changed a parameter"):
+            pipe.train_step(*batch())
+
+
 class Seen(nn.Module):
     """Keep what it saw for whoever asks, in a checkpoint as well."""
 

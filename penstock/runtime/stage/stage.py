@@ -100,7 +100,7 @@ class Stage:
         self._slotting = None if keeping == _IN_MEMORY else Slotting(lasting)
         self._guards = self._make_guards()
         self._traced: Guard = KeptBytes(plan.index, lasting, self.weights)
-        self._is_settled = False
+        self._is_settled = self._is_hooked = False
         self._collect(traced=False)
 
     def _make_guards(self) -> list[Guard]:
@@ -123,7 +123,7 @@ class Stage:
     def _settle(self) -> None:
         """Do without the guards for which nothing was there to watch in the first backward."""
         self._guards = [guard for guard in self._guards if not guard.is_idle]
-        self._is_settled = True
+        self._is_settled, self._is_hooked = True, self.weights.are_hooked
         self._collect(traced=self._is_traced)
 
     def _collect(self, *, traced: bool) -> None:
@@ -146,6 +146,10 @@ class Stage:
 
     def begin(self, run: Run) -> None:
         """Take part in a run, or go on with one."""
+        if self._is_settled and self._is_hooked != self.weights.are_hooked:
+            self._guards = self._make_guards()  # a hook was put on a weight since
+            self._is_settled = False
+            self._collect(traced=self._is_traced)
         run.stages.setdefault(self.index, StageRun())
         if run.window is not None:
             moving, elsewhere = run.window.moving(self.index)

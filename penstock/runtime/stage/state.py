@@ -132,7 +132,7 @@ class BackwardState(Guard):
 
     @property
     def is_idle(self) -> bool:
-        return not (self._holders or self._attributes or self._weights.changes)
+        return not (self._holders or self._attributes or self._weights.are_hooked)
 
     def around_backward(self, run: Run, tape: Tape) -> Context | None:
         """Compare what forwards may read before and after, if one has run too early."""

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from penstock.model.entries import version_of
 from penstock.model.owned import NOTHING, Between, Slot
-from penstock.torch_private import parameters_of, uncounted_changes, version_counter
+from penstock.torch_private import (
+    gradient_hooks,
+    parameters_of,
+    uncounted_changes,
+    version_counter,
+)
 
 Version = list[tuple[int, int, int]]
 """What tells a version of all weights from every other: which they are, how often each was changed
@@ -83,6 +88,11 @@ class Weights:
     def changes(self) -> list[tuple[int, Tensor]]:
         """How often each parameter was changed in place, and the parameter."""
         return [(version_of(p), p) for p in self._seen()]
+
+    @property
+    def are_hooked(self) -> bool:
+        """Whether something runs when the gradient of one is found or added."""
+        return any(map(any, map(gradient_hooks, self._seen())))
 
     def _seen(self) -> Iterator[Tensor]:
         of_modules = (p for m in self._holders for p in parameters_of(m).values())
