@@ -123,6 +123,7 @@ def test_families_of_models_train_under_every_plan_as_the_docs_say(
         assert off <= LIMIT, cell
 
 
+@pytest.mark.slow
 def test_rotary_positions_and_padding_masks_are_those_of_all_samples() -> None:
     """Each was silently wrong, or could not run, where a slice was seen."""
     cells = [

@@ -15,7 +15,11 @@ from torch import Tensor
 from penstock.errors import GlueError
 from penstock.model.entries import layout_on
 from penstock.model.pytree import flatten, unflatten
-from penstock.torch_private import without_torch_dispatch, without_torch_function
+from penstock.torch_private import (
+    without_any_torch_function,
+    without_torch_dispatch,
+    without_torch_function,
+)
 
 from .events import Info
 
@@ -84,7 +88,7 @@ def _used_outside(tensors: list[Tensor]) -> GlueError:
 @lru_cache(maxsize=512)  # some dozens in a step; of 300 lengths 4,000 would be kept
 def bare(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
     """Make a tensor without values; nothing ever happens to one, so that ghosts may share it."""
-    with without_torch_function():
+    with without_any_torch_function():  # nor does who records operators see it
         if strides is None:
             return torch.empty(shape, dtype=dtype, device="meta")
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
