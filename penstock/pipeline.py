@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -132,8 +132,6 @@ class Pipeline(AbstractMovable):
         CheckpointError: `weights` are not this model's.
     """
 
-    number = 0  # among the pipelines of a mesh of processes
-
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
         self,
         layers: "nn.Module | Sequence[nn.Module | Layer] | Layers",
@@ -201,7 +199,7 @@ class Pipeline(AbstractMovable):
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))
-            self.number = engine.splitter.number = number
+            engine.splitter.number = number
             engine.splitter.check_batches(check_batches)
         self._wanted, self._will_balance = wanted, balances
         self.step, self.evaluations = 0, 0
@@ -459,10 +457,12 @@ class Pipeline(AbstractMovable):
         return CutWeights(every, self._engine.shards.cut)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the own stages.  A process of several that has none, as an idle
-        one, yields one without elements, name or gradient, for optimizers; no checkpoint has it.
+        """Yield the parameters of the own stages.  A process of several where none of them trains
+        (frozen stages, an idle one) yields one more without elements, name or gradient, so that
+        every optimizer can be made of them; no checkpoint has it.
         """
-        return iter([*super().parameters(recurse)] or self._none)
+        own = [*super().parameters(recurse)]
+        return iter(own if any(p.requires_grad for p in own) else own + self._none)
 
     @property
     def num_stages(self) -> int:
@@ -477,6 +477,11 @@ class Pipeline(AbstractMovable):
     @seed.setter
     def seed(self, seed: int) -> None:
         self._engine.plan = replace(self.plan, seed=seed)
+
+    @property
+    def number(self) -> int:
+        """Which of the pipelines of a mesh of processes this is."""
+        return self._engine.splitter.number
 
     @property
     def mesh(self) -> Mesh:
@@ -560,23 +565,7 @@ class Pipeline(AbstractMovable):
         head += f"{count_text(plan.num_microbatches, 'micro-batch')}, "
         until = "until the first batch is measured" if self._will_balance else ""
         cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
-        return "\n".join([head + plan.choices, cut, *self._lines_of_stages(), ")"])
-
-    def _lines_of_stages(self) -> Iterator[str]:
-        """Say in one line a stage where it runs, its layers and parameters."""
-        here = {stage.index: str(stage.device.device) for stage in self._engine.stages}
-        processes, replica = self._engine.processes, self.mesh.replica
-        for stage_plan in self._engine.stage_plans:
-            index, steps = stage_plan.index, stage_plan.steps
-            where = here.get(index, f"rank {processes.rank_of(index, replica)}")
-            names = groupby(type(step.module).__name__ for step in steps)
-            counts = ((name, len(list(group))) for name, group in names)
-            kinds = [f"{name} x{count}" if count > 1 else name for name, count in counts]
-            span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
-            yield (
-                f"  stage {index} on {where}: layers {span} ({', '.join(kinds)}), "
-                f"{stage_plan.num_parameters:,} parameters"
-            )
+        return "\n".join([head + plan.choices, cut, *self._engine.described(), ")"])
 
     # -- another plan, another place ----------------------------------------------------------
 

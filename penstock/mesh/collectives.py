@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,8 +57,17 @@ class Begun(NamedTuple):
     end: Callable[[], Any]
 
 
+class Shared:
+    """Base of what holds processes together: a copy of a pipeline has the same, not a copy."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Collectives:
+class Collectives(Shared):
     """The processes with these `ranks` among all, of which this one is number `rank`.
 
     Raises:

@@ -29,7 +29,7 @@ from .agreement import (
     result_of,
 )
 from .background import Background, Slot, Worker
-from .collectives import Collectives, Waits
+from .collectives import Collectives, Shared, Waits
 from .objects import decode, encode
 
 Row = Sequence[float]
@@ -41,7 +41,7 @@ _SCALARS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Control:
+class Control(Shared):
     """The processes of an axis; `tensors` are the collectives of the same ones.
 
     `pipelines` describes those made on the mesh, `long` runs what takes long.

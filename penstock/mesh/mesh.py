@@ -13,7 +13,7 @@ from penstock.trace.units import count_text
 from penstock.types import Transport
 
 from .background import Background
-from .collectives import Collectives, Waits
+from .collectives import Collectives, Shared, Waits
 from .control import Control
 from .lifelines import Lifelines
 from .point_to_point import PointToPoint
@@ -40,7 +40,7 @@ class Processes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mesh:
+class Mesh(Shared):
     """Who runs which stage of which replica.
 
     `placement` says where each place along the stages is.  Where a schedule runs several stages

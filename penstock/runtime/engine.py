@@ -1,9 +1,10 @@
 """The stages of a pipeline in this process, their programs, and what drives them."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -132,6 +133,21 @@ class Engine:
         """List the parameters and buffers of the stages that run here."""
         owned = [stage.weights.owned for stage in self.stages]
         return list(dict.fromkeys(t for own in owned for t in (*own.parameters, *own.buffers)))
+
+    def described(self) -> Iterator[str]:
+        """Say in one line a stage where it runs, its layers and parameters."""
+        here = {stage.index: str(stage.device.device) for stage in self.stages}
+        for plan in self.stage_plans:
+            index, steps = plan.index, plan.steps
+            where = here.get(index, f"rank {self.processes.rank_of(index, self.mesh.replica)}")
+            names = groupby(type(step.module).__name__ for step in steps)
+            counts = ((name, len(list(group))) for name, group in names)
+            kinds = [f"{name} x{count}" if count > 1 else name for name, count in counts]
+            span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
+            yield (
+                f"  stage {index} on {where}: layers {span} ({', '.join(kinds)}), "
+                f"{plan.num_parameters:,} parameters"
+            )
 
     def check_unchanged(self) -> None:
         """See that what the stages were cut from is still there, and nothing else.

@@ -1,5 +1,6 @@
 """Cut a mini-batch into micro-batches, all processes alike, and weigh and add up their losses."""
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,12 @@ class Splitter:
         self.agreed_s = 0.0
         self._calls = 0
         self.check_batches(CheckBatches.FIRST)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Splitter":
+        """Return that of a copied pipeline, which has a number of its own: all ranks copy it."""
+        other = copy.copy(self)
+        other.number = self._world.number_pipeline(f"a copy of number {self.number}")
+        return other
 
     def check_batches(self, when: CheckBatches) -> None:
         """Say when the values are compared that the ranks of a replica are given."""

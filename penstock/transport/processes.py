@@ -4,6 +4,7 @@ main thread    sends, and receives what was not posted
 background     receives large messages that were posted early; waits until large ones have left
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +43,12 @@ class ProcessChannels(AbstractChannels):
         self._outgoing: dict[tuple[int, int], list[Outgoing]] = {}
         self._staying: dict[Message, Payload] = {}
         self._posted: dict[Message, Slot] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessChannels":
+        """Return links of a copied pipeline's own, over the same wires; nothing is under way."""
+        other = copy.copy(self)
+        other._incoming, other._outgoing, other._staying, other._posted = {}, {}, {}, {}
+        return other
 
     def _stays(self, message: Message) -> bool:
         return self._ranks[message[1]] == self._ranks[message[2]]

@@ -4,6 +4,27 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "a rank where nothing trains has nothing to make an optimizer of",
+        "penstock/pipeline.py",
+        "own if any(p.requires_grad for p in own) else own + self._none",
+        "own or self._none",
+        "tests/distributed/test_ranks.py",
+    ),
+    Fault(
+        "a copied pipeline has the number of the first",
+        "penstock/runtime/microbatches.py",
+        'other.number = self._world.number_pipeline(f"a copy of number {self.number}")',
+        "other.number = self.number + self._world.rank",
+        "tests/distributed/test_ranks.py",
+    ),
+    Fault(
+        "buffers between blocks are placed where no stage is",
+        "penstock/model/capture/materialize.py",
+        "if parts and not name.startswith(elsewhere):",
+        "if not name.startswith(elsewhere):",
+        "tests/distributed/test_ranks.py",
+    ),
+    Fault(
         "what the code between layers reads is nobody's",
         "penstock/runtime/stage/weights.py",
         "dict.fromkeys((*of_modules, *_standing(self.between.parameters)))",

@@ -167,7 +167,7 @@ def _devices(captured: Captured, parts: Sequence[Part]) -> dict[str, torch.devic
     own = {block for part in parts for block in part.blocks}
     elsewhere = tuple(f"{block}." for block in captured.blocks if block not in own)
     for name, _ in captured.model.named_buffers(remove_duplicate=False):
-        if not name.startswith(elsewhere):
+        if parts and not name.startswith(elsewhere):
             found.setdefault(name, parts[0].device)
     return found
 

@@ -193,6 +193,8 @@ class CapturedForward(Source):
         for name, block in self.captured.blocks.items():
             if name not in blocks:
                 empty_buffers(block)
+        if not parts:  # nothing runs here
+            empty_buffers(self.captured.model)
 
     def names(self) -> Sequence[str]:
         return tuple(self.captured.parameters)

@@ -144,6 +144,9 @@ class Absent(Tensor, Sealed):
                 return func(*args, **(kwargs or {}))
         raise next(t for t in flatten((args, kwargs or {}))[0] if isinstance(t, cls)).is_read()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Absent":
+        return self  # there are no values to copy
+
     def is_read(self) -> RouteError:
         """Return the error for a read of its values."""
         return RouteError(
