@@ -9,7 +9,7 @@ The forward and the backward are torch's own; the model is as it was afterwards.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError, ConfigError, shown
 from penstock.model.batch import batch_size
+from penstock.model.kept import run_unnoticed, unnoticed
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Crossing, Step
@@ -141,13 +142,17 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
         BatchError: a layer, or the loss, does not take the shapes that reach it; names it.
     """
     size = _samples(example_inputs) if microbatch_size is None else microbatch_size
-    count = _Count(layers, left, inputs_on_meta(targets))
-    with count.counted(example_inputs, torch_type, loss) as lent:
-        separate = {id(tensor) for tensor in own}
-        lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
-        found = count.found(lasting, size)
-    count.free()
-    return found
+    separate = {id(tensor) for tensor in own}
+
+    def run() -> AtSize:
+        count = _Count(layers, left, inputs_on_meta(targets))
+        with count.counted(example_inputs, torch_type, loss) as lent:
+            lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
+            found = count.found(lasting, size)
+        count.free()
+        return found
+
+    return run_unnoticed(layers.modules, run)
 
 
 def record_graph(
@@ -158,22 +163,21 @@ def record_graph(
     targets: Any = None,
     torch_type: str = "cuda",
 ) -> Graph:
-    """Return the calls of torch's functions that the layers make, with all that each costs.
-
-    Arguments and errors are those of `count_layers`; the loss is of a layer after the last.
+    """Return the calls of torch's functions that the layers make, with all that each costs; see
+    `count_layers`.  The loss is of a layer after the last.
     """
     count = _Count(layers, None, inputs_on_meta(targets))
-    with count.counted(example_inputs, torch_type, loss) as lent:
+    counted = count.counted(example_inputs, torch_type, loss)
+    with unnoticed(layers.modules, hooks=True), counted as lent:  # as they run in shards
         found = count.graph({storage_id(tensor) for tensor in lent.values()})
     count.free()
     return found
 
 
 def _samples(inputs: Any) -> int:
-    try:
+    with suppress(BatchError):
         return batch_size(inputs, "example inputs")
-    except BatchError:
-        return next((t.shape[0] for t in flatten(inputs)[0] if t.dim()), 1)
+    return next((t.shape[0] for t in flatten(inputs)[0] if t.dim()), 1)
 
 
 class _Count:
@@ -195,14 +199,10 @@ class _Count:
         self, inputs: Any, torch_type: str, loss: Loss | None
     ) -> Iterator[dict[int, Tensor]]:
         """Run the model forward and backward; yield what stands for its tensors, by their ids."""
-        modules = [step.module for step in self._layers]
-        if self._layers.model is not None:
-            modules.append(self._layers.model)
-        random = torch.random.fork_rng(devices=[])
+        modules = self._layers.modules
         with (
             on_meta(modules) as lent,
             as_functions(modules),
-            random,
             torch.enable_grad(),
             self.explained(inputs),
         ):

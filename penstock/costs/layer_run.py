@@ -150,13 +150,12 @@ def _fact(value: Any) -> Hashable:
 
 @contextmanager
 def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put buffers, tensor attributes and random number generators back to what they were."""
+    """Put buffers and tensor attributes back to what they were."""
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
     before = read_state(owners, attributes(owners))
-    devices = list(range(torch.cuda.device_count()))
     with keeping_values(tensor for tensor in before.values() if tensor is not None):
         try:
-            with torch.random.fork_rng(devices=devices), torch.enable_grad(), _saving_as_usual():
+            with torch.enable_grad(), _saving_as_usual():
                 yield
         finally:
             after = read_state(owners, attributes(owners))

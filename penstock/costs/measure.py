@@ -9,13 +9,14 @@ so that what a layer has saved has left the caches when its backward comes, as i
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from penstock.model.kept import run_unnoticed
 from penstock.model.layers import Layers
 
 from .layer_run import untouched
@@ -54,24 +55,36 @@ def measure_layers(
 
     The model runs a few times, fewer if it takes long; medians count, over layers that are alike
     as well: in each run another one of them runs backward, and the rest forward only.  Gradients,
-    what is beside them on parameters, buffers and random number generators are as before
-    afterwards; forward hooks of the user run as often as the layers do, hooks of parameters do not
-    run.  Forwards run by `call`; `look` sees each layer once.
+    what is beside them on parameters, buffers, attributes and random number generators are as
+    before afterwards, and hooks do not run (see `unnoticed`).  Forwards run by `call`; `look` sees
+    each layer once.
     """
-    timer = StepTimer(layers, call=call, look=look)
-    with measuring(layers, num_threads):
-        repeat(timer, inputs, TO_BALANCE)
+    make = partial(StepTimer, layers, call=call, look=look)
+    timer = timed(layers, inputs, num_threads, make, TO_BALANCE)
     return tuple(timer.seconds(step.index) for step in layers)
 
 
-@contextmanager
-def measuring(layers: Layers, num_threads: int) -> Iterator[None]:
-    """Run with so many intra-op threads; leave the layers as they were."""
+def timed(
+    layers: Layers,
+    inputs: Any,
+    num_threads: int,
+    make: Callable[[], StepTimer],
+    repeats: Repeats,
+) -> StepTimer:
+    """Return the timer that `make` makes, once the layers have run with so many intra-op threads;
+    they are left as they were.
+    """
+
+    def run() -> StepTimer:
+        timer = make()
+        with untouched([step.module for step in layers]):
+            repeat(timer, inputs, repeats)
+        return timer
+
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        with untouched([step.module for step in layers]):
-            yield
+        return run_unnoticed(layers.modules, run)
     finally:
         torch.set_num_threads(threads)
 

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.model.copies import no_leaf
+from penstock.model.kept import run_unnoticed
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
-from penstock.model.stage_plan import Step
+from penstock.model.stage_plan import Crossing, Step
 from penstock.torch_private import storage_id
 
 from .count import Left, touches, values_of
@@ -27,9 +29,14 @@ def measure_bytes(
     as in `measure_layers`.  Forwards run by `call`.  A loss is taken to save as much as the model
     gives.
     """
-    kept = _Kept(layers, left, call)
-    with untouched([step.module for step in layers]):
-        _, crossings = layers.source.run_noting(tree_map(Tensor.detach, inputs), kept.perform)
+
+    def run() -> tuple[_Kept, tuple[Crossing, ...]]:
+        kept = _Kept(layers, left, call)
+        with untouched([step.module for step in layers]):
+            given = tree_map(Tensor.detach, inputs)
+            return kept, layers.source.run_noting(given, kept.perform)[1]
+
+    kept, crossings = run_unnoticed(layers.modules, run)
     values, storages = values_of(crossings, kept.same)
     saved, inner = [], []
     for n in range(len(layers)):
@@ -78,7 +85,7 @@ class _Kept:
             wants_gradient = tensor.requires_grad and tensor.layout is torch.strided
             copy = tensor.detach().to(device, copy=True)
             if wants_gradient:
-                copy = copy.requires_grad_().view_as(copy)
+                copy = no_leaf(copy.requires_grad_())  # which may be changed in place
             own = storage_id(tensor)
             lent[storage_id(copy)] = self.same.get(own, own)
             return copy
@@ -101,4 +108,4 @@ class _Kept:
 
 
 def _leave(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    return no_leaf(tensor.detach().requires_grad_(tensor.requires_grad))

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.model.layers import Layers
 
-from .measure import Repeats, measuring, repeat
+from .measure import Repeats, timed
 from .profile import AtSize, LayerKind, LayerSeconds
 from .step_timer import CallLayer, Divide, StepTimer
 
@@ -65,10 +66,8 @@ def measured(
 
 
 def _timed(layers: Layers, inputs: Any, how: How, objective: Objective | None) -> StepTimer:
-    timer = StepTimer(layers, call=how.call(layers), divide=how.divide, loss=objective)
-    with measuring(layers, how.threads):
-        repeat(timer, inputs, how.repeats)
-    return timer
+    make = partial(StepTimer, layers, call=how.call(layers), divide=how.divide, loss=objective)
+    return timed(layers, inputs, how.threads, make, how.repeats)
 
 
 def _alone(kind: LayerKind, seconds: LayerSeconds) -> LayerKind:

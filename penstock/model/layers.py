@@ -199,6 +199,12 @@ class Layers:
             return [("", self.model)]
         return [(f"{step.path}.", step.module) for step in self.steps]
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those of the layers, and the model whose forward calls them."""
+        of_layers = [step.module for step in self.steps]
+        return of_layers if self.model is None else [*of_layers, self.model]
+
     def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Return what a pipeline of these layers is called with as one value: the model's input.
 

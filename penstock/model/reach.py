@@ -18,8 +18,8 @@ from torch import nn
 
 from penstock.torch_private import BUFFERS, CHILDREN, PARAMETERS, buffers_of
 
-from .capture.outer_state import LIBRARIES, UNCOUNTED, fields_of, is_of_user, is_plain
 from .code_uses import uses_of
+from .kept import LIBRARIES, UNCOUNTED, fields_of, is_of_user, is_plain
 from .layers import Layers
 
 _INSTALLED = f"{os.sep}site-packages{os.sep}"

@@ -4,6 +4,30 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "what layers keep in Python while they are measured stays",
+        "penstock/model/kept.py",
+        "        after.callback(put_back, kept_by(owners))\n",
+        "",
+        "tests/runtime/test_unnoticed.py",
+        "not_noticed and 4",
+    ),
+    Fault(
+        "hooks run while layers are measured",
+        "penstock/model/kept.py",
+        "        if not hooks:\n            _take_off_hooks(owners)\n",
+        "",
+        "tests/runtime/test_unnoticed.py",
+        "not_noticed and 4",
+    ),
+    Fault(
+        "layers are counted on views of leaves",
+        "penstock/costs/measure_bytes.py",
+        "copy = no_leaf(copy.requires_grad_())",
+        "copy = copy.requires_grad_().view_as(copy)",
+        "tests/laws/test_drawn_limits.py",
+        "a_few",
+    ),
+    Fault(
         "offload: every storage is brought back with the bytes of the first",
         "penstock/runtime/memory/offload.py",
         "storage, lead = self._store.get(place)",

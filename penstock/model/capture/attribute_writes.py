@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.model.kept import UNCOUNTED
 from penstock.torch_private import buffers_of, children_of, parameters_of
 
 from .errors import calling_line
 from .events import EventKey
 from .ghost import CURRENT
-from .outer_state import UNCOUNTED, Slot, changed_outside
+from .outer_state import Slot, changed_outside
 from .recording import Recording
 
 _ABSENT = object()

@@ -5,32 +5,33 @@ nothing or None, as transformers models do with `config.problem_type`, read off 
 Every stage sets the same, as long as later forwards leave it alone.
 """
 
-import operator
-import random
-import sys
 import warnings
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from functools import cache
-from types import FunctionType, MemberDescriptorType, ModuleType, SimpleNamespace
+from types import FunctionType
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.compare import is_same_plain
+from penstock.model.kept import (
+    UNCOUNTED,
+    holders,
+    is_of_user,
+    is_plain,
+    keeping_generators,
+    kept_by,
+    put_back,
+)
 from penstock.model.state import attributes as tensor_places
 from penstock.model.state import keeping_values, tensors_at
 from penstock.torch_private import BUFFERS, PARAMETERS, version_counter, without_cached_weights
 
 from .ghost import Ghost
 
-UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
-LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "penstock"))
 _SETTINGS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _IS_IMMUTABLE = 1 << 8
 """Flag of a class written in C: whether its objects are set again cannot be seen."""
@@ -64,7 +65,7 @@ def slots_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Slots:
     outside = ((path, m) for path, m in model.named_modules() if id(m) not in inside)
     attributes = ((path, m, *kept) for path, m in outside for kept in _attributes(m))
     for path, module, name, value in attributes:
-        for holder, content in ((module, {name: value}), *_holders([value])):
+        for holder, content in ((module, {name: value}), *holders([value])):
             for key, part in content.items():
                 slot = Slot(holder, key, part, _version(part), path, name)
                 found.setdefault((id(holder), key), slot)
@@ -141,89 +142,9 @@ def _give_back(kind: type, own: Any) -> None:
         setattr(kind, "__setattr__", own)  # noqa: B010 - as above
 
 
-def _holders(values: list[Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
-    """Yield containers and plain objects, and those in them, each once, with what it holds."""
-    seen: set[int] = set()
-    while values:
-        holder = values.pop()
-        content = None if id(holder) in seen else _content(holder)
-        if content is not None:
-            seen.add(id(holder))
-            yield holder, content
-            values.extend(content.values())
-
-
-def _content(holder: Any) -> dict[Any, Any] | None:
-    """Return what a container or plain object holds, by key, place or name; None of others."""
-    if isinstance(holder, dict):
-        return dict(dict.items(holder))  # a subclass may make what it gives
-    if isinstance(holder, list | tuple | set | deque):
-        return dict(enumerate(holder))
-    kind: type = type(holder)
-    return fields_of(holder) if is_plain(kind) else None
-
-
-def fields_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of a plain object, also those in slots."""
-    slots = (
-        name
-        for kind in type(value).__mro__
-        for name, kept in vars(kind).items()
-        if isinstance(kept, MemberDescriptorType) and name != "__dict__" and hasattr(value, name)
-    )
-    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in slots}}
-
-
-@cache
-def is_plain(kind: type) -> bool:
-    """Tell whether objects of a class hold attributes of the user's, and no more."""
-    if not is_of_user(kind):
-        return kind is SimpleNamespace
-    return not issubclass(kind, type | ModuleType | Tensor | nn.Module)
-
-
-def is_of_user(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in LIBRARIES
-
-
 def _version(value: Any) -> int:
     is_plain = isinstance(value, Tensor) and type(value) is not Ghost
     return version_counter(value) if is_plain else 0
-
-
-def kept_by(modules: Iterable[nn.Module]) -> list[tuple[Any, dict[Any, Any]]]:
-    """Note what modules keep, in attributes and in containers and plain objects there."""
-    return [
-        (holder, content)
-        for holder, content in _holders([vars(module) for module in modules])
-        if not isinstance(holder, tuple)
-    ]
-
-
-def put_back(kept: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
-    """Restore what modules, containers and plain objects held; see `kept_by`."""
-    for holder, content in kept:
-        now = _content(holder) or {}
-        same = [*now] == [*content] and all(map(operator.is_, now.values(), content.values()))
-        if not same:
-            _refill(holder, now, content)
-
-
-def _refill(holder: Any, now: dict[Any, Any], content: dict[Any, Any]) -> None:
-    if isinstance(holder, dict | set | list | deque):
-        holder.clear()
-    match holder:
-        case dict():
-            holder.update(content)
-        case set():
-            holder.update(content.values())
-        case list() | deque():
-            holder.extend(content.values())
-        case _:
-            for name in now.keys() - content.keys():
-                object.__delattr__(holder, name)
-            for name, value in content.items():
-                object.__setattr__(holder, name, value)
 
 
 @contextmanager
@@ -234,11 +155,9 @@ def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         after.enter_context(without_cached_weights())
         after.enter_context(warnings.catch_warnings())  # of a checkpoint that sees no gradients
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        after.callback(random.setstate, random.getstate())
-        after.callback(numpy.random.set_state, numpy.random.get_state())
-        after.enter_context(torch.random.fork_rng(list(range(torch.cuda.device_count()))))
         tensors = [*model.buffers(), *tensors_at(tensor_places(modules))]
         after.enter_context(keeping_values(tensors))
+        after.enter_context(keeping_generators())
         after.callback(put_back, kept_by(modules))
         if model.training != training:
             model.train(training)
@@ -300,6 +219,6 @@ def is_kept_by_one(model: nn.Module, path: str, name: str) -> bool:
     """Tell whether a module's attribute holds nothing that modules elsewhere refer to."""
     module = model.get_submodule(path)
     inside = {id(part) for part in module.modules()}
-    own = {id(holder) for holder, _ in _holders([getattr(module, name, None)])}
+    own = {id(holder) for holder, _ in holders([getattr(module, name, None)])}
     others = (vars(m) for m in model.modules() if id(m) not in inside)
-    return not any(id(holder) in own for holder, _ in _holders([*others]))
+    return not any(id(holder) in own for holder, _ in holders([*others]))
