@@ -3,6 +3,7 @@
 #   make demo    train on real handwritten digits in two stages; every call starts a new run folder
 #   make test    every test that takes seconds; warnings are errors
 #   make slow    the tests that take minutes, an hour in all; PART=2/4 runs the third quarter of them
+#   make faults  see that tests catch deliberate faults; PART=3/10 takes the fourth tenth of them
 #   make check   lint, types and test
 #   make compat TORCH=2.15.0    the quick tests on another torch (newest, too), or another TRANSFORMERS
 #
@@ -17,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 TWO_AT_A_TIME := --numprocesses 2 --dist worksteal
 IN_VENV := VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(VENV))/bin:$$PATH"
 
-.PHONY: demo test slow lint types check install compat
+.PHONY: demo test slow faults lint types check install compat
 
 demo: $(INSTALLED)
 	$(IN_VENV) penstock train recipes/digits.toml
@@ -27,6 +28,9 @@ test: $(INSTALLED)
 
 slow: $(INSTALLED)
 	$(IN_VENV) scripts/test -m slow --part $(PART) --timeout 900 $(TWO_AT_A_TIME)
+
+faults: $(INSTALLED)
+	$(IN_VENV) python -m scripts.deliberate_faults --part $(PART)
 
 lint: $(INSTALLED)
 	$(IN_VENV) scripts/lint

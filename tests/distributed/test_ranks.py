@@ -30,6 +30,7 @@ class Rotary(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.blocks[1].weight = self.blocks[0].weight
         self.turn: Tensor
+        self.shift: Tensor
         self.register_buffer("turn", torch.rand(4), persistent=False)
         self.register_buffer("shift", torch.rand(4))
 
@@ -45,9 +46,9 @@ def piped(captured: bool, mesh: penstock.Mesh | None, frozen: bool) -> Pipeline:
     torch.manual_seed(0)
     model = Rotary()
     model.first.requires_grad_(not frozen)
-    layers = penstock.capture(model, INPUTS[:2]) if captured else chain()
-    if frozen and not captured:
-        layers[0].requires_grad_(False)
+    of = chain()
+    of[0].requires_grad_(not frozen)
+    layers = penstock.capture(model, INPUTS[:2]) if captured else of
     where: dict[str, Any] = {"num_stages": 2} if mesh is None else {"mesh": mesh}
     return Pipeline(layers, loss=nn.MSELoss(), num_microbatches=2, partition=[1, 2], **where)
 
@@ -83,7 +84,7 @@ def used(mesh: penstock.Mesh | None, runs: str) -> dict[str, Any]:
             *losses,
             *norms,
             pipe.eval_step(INPUTS),
-            averaged.module.eval_step(INPUTS),
+            averaged.module.get_submodule("").eval_step(INPUTS),
             pipe.train_step(INPUTS, TARGETS),
             other.train_step(INPUTS, TARGETS),  # as the first does, with weights of its own
             torch.tensor(scheduler.get_last_lr()),

@@ -111,7 +111,7 @@ def trained(num_stages: int, way: tuple[bool, bool, Any], mesh: Any = None) -> I
             kinds = ("before", "forward", "before backward", "backward", "gradient")
             due = [M + repeats] * 2 + [M] * 3
             if is_captured:  # forward hooks see what stands for the result on later stages too
-                reruns = again if recompute is Recompute.STAGE else {}
+                reruns: Counter[int] = again if recompute is Recompute.STAGE else Counter()
                 due[1] = sum(M + reruns.get(each, 0) for each in stages if each >= stage)
                 due[1] += repeats if recompute == "one layer" else 0
             yield (
