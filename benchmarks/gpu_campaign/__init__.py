@@ -1,0 +1,1 @@
+"""All that is to be known of a card, in the minutes that there is one."""
