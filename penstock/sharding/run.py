@@ -302,5 +302,6 @@ class LayerRun:
         return PlanError(
             f"layer {self._plan.name!r} {does} as its call {done}, where its sharding {wanted}: "
             "its forward takes another path than on the example inputs. Give example inputs that "
-            "take the same path as training, or keep the layer on one device"
+            "take the path of training; or use stages and replicas, which divide no layer, in the "
+            "place of shards"
         )

@@ -17,7 +17,7 @@ FAULTS = (
         "dtype=getattr(torch, norm.dtype)) for norm in norms]",
         "dtype=torch.float64) for norm in norms]",
         "tests/optim/test_clip.py",
-        "bits_of_torchs",
+        "in_processes",
     ),
     Fault(
         "a loss divided by the whole batch's count is averaged again",

@@ -29,9 +29,10 @@ class Turned(nn.Module):
         return (x * self.turn).real + (x * self.wide).float()
 
 
-def model() -> nn.Sequential:
+def model(*, of_one_type: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    of = [nn.Linear(9, 9), Turned(), nn.LayerNorm(9), nn.Linear(9, 9), Turned(), nn.Linear(9, 9)]
+    kind = nn.Identity if of_one_type else Turned
+    of = [nn.Linear(9, 9), kind(), nn.LayerNorm(9), nn.Linear(9, 9), kind(), nn.Linear(9, 9)]
     return nn.Sequential(*of)
 
 
@@ -52,8 +53,8 @@ def trained(module: nn.Module, pipe: Pipeline, clip: Any) -> list[Tensor]:
     return [*found, *(p.detach() for p in module.parameters())]
 
 
-def by_torch(**how: Any) -> list[Tensor]:
-    unsplit = model()
+def by_torch(*, of_one_type: bool = False, **how: Any) -> list[Tensor]:
+    unsplit = model(of_one_type=of_one_type)
     pipe = Pipeline(unsplit, 1, num_microbatches=2, loss=nn.MSELoss())
     return trained(
         unsplit, pipe, lambda: nn.utils.clip_grad_norm_(unsplit.parameters(), 0.1, **how)
@@ -80,15 +81,17 @@ def test_clipped_steps_have_the_bits_of_torchs(num_stages: int, how: dict[str, A
 
 
 def in_processes(mesh: penstock.Mesh) -> dict[str, Any]:
-    pipe = Pipeline(model(), mesh=mesh, num_microbatches=2, loss=nn.MSELoss())
+    layers = model(of_one_type=True)
+    pipe = Pipeline(layers, mesh=mesh, num_microbatches=2, loss=nn.MSELoss())
     found = trained(pipe, pipe, lambda: penstock.clip_grad_norm_(pipe, 0.1))
     own = dict(zip([name for name, _ in pipe.named_parameters()], found[3:], strict=True))
     return {"norms": found[:3], "weights": own}
 
 
 def test_clipped_steps_in_processes_have_them_too(tmp_path: Path) -> None:
-    wanted = by_torch()
-    weights = dict(zip([name for name, _ in model().named_parameters()], wanted[3:], strict=True))
+    wanted = by_torch(of_one_type=True)
+    names = [name for name, _ in model(of_one_type=True).named_parameters()]
+    weights = dict(zip(names, wanted[3:], strict=True))
     every = call(in_processes, (3, 1), tmp_path)
     assert sorted(name for found in every for name in found["weights"]) == sorted(weights)
     for found in every:
