@@ -1,6 +1,7 @@
 """Gradient clipping over all stages, wherever they run."""
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -142,4 +143,4 @@ def _total(norms: Sequence[_Norm], norm_type: float) -> Tensor:
     groups = grouped_by_kind([like], with_indices=True).values()
     in_order = [found[place] for _, places in groups for place in places]
     total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
-    return total
+    return total.to(reduce(torch.promote_types, (tensor.abs().dtype for tensor in like)))

@@ -184,11 +184,9 @@ def unsplit(case: Case) -> dict[str, Any]:
     num_microbatches = case.num_microbatches * case.num_replicas
     reference = Unsplit(built.modules, built.forward, num_microbatches, weigh)
     losses = [reference.train_step(x, y, model.loss) for x, y in whole]
-    gradients = [p.grad for m in built.modules for p in m.parameters() if p.grad is not None]
-    norm = torch.stack([g.norm(dtype=torch.float64) for g in gradients]).norm()
-    for gradient in gradients:
-        gradient.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
-    found = {"losses": losses, "norm": norm.float(), **dict(state_of(built.modules))}
+    parameters = dict.fromkeys(p for m in built.modules for p in m.parameters())
+    norm = nn.utils.clip_grad_norm_(parameters, 0.5)
+    found = {"losses": losses, "norm": norm, **dict(state_of(built.modules))}
     return found | ({"outputs": reference.evaluate(whole[0][0])} if model.quiet_in_eval else {})
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -118,6 +119,7 @@ class Other:
         return layer
 
 
+@pytest.mark.slow
 def test_shards_compare_values_when_asked_and_what_their_layers_do(tmp_path: Path) -> None:
     first, second = call(of_shards, Placement.of(range(1), num_shards=2), tmp_path)
     assert first == second

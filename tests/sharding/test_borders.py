@@ -114,14 +114,9 @@ def stepped(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("num_stages", "sharding"),
-    [
-        (1, "grid"),
-        *(
-            pytest.param(*own, marks=pytest.mark.slow)
-            for own in ((1, GRIDS[1]), *product([2], GRIDS))
-        ),
-    ],
+    [*product([1, 2], GRIDS)],
 )
+@pytest.mark.slow
 def test_along_data_gradients_move_and_the_output_and_no_other_byte(
     num_stages: int, sharding: str, tmp_path: Path
 ) -> None:
