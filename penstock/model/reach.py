@@ -171,7 +171,7 @@ class _Walk:
             self.add(kind, kind.__name__, None)
         self._note(id(module), module, path)
         self._add_all({n: v for n, v in vars(module).items() if n not in _NOT_STATE}, path)
-        self._add_all(vars(module)[CHILDREN], path)
+        self._add_all(dict(module.named_children()), path)
         for name in UNCOUNTED:
             hooks = vars(module).get(name)
             for hook in hooks.values() if isinstance(hooks, dict) else ():

@@ -136,7 +136,7 @@ FAULTS = (
     ),
     Fault(
         "objects that code between blocks changes are not looked at",
-        "penstock/model/capture/outer_state.py",
+        "penstock/model/kept.py",
         "return fields_of(holder) if is_plain(kind) else None",
         "return None",
         "tests/model/capture/test_errors.py",
