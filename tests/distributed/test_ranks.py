@@ -4,7 +4,7 @@ and copies of the pipeline.
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ def used(mesh: penstock.Mesh | None, runs: str) -> dict[str, Any]:
             scheduler.step()
             if [*pipe.named_parameters()]:  # torch averages nothing with an error
                 averaged.update_parameters(pipe)
-        other = copy.deepcopy(pipe)
+        other, average = copy.deepcopy(pipe), cast(Pipeline, averaged.module)
         assert other.mesh is pipe.mesh or mesh is None
         path = Path(runs) / f"{captured}-{frozen}-{mesh is None}"
         penstock.save_checkpoint(path, pipe, optimizer)
@@ -84,7 +84,7 @@ def used(mesh: penstock.Mesh | None, runs: str) -> dict[str, Any]:
             *losses,
             *norms,
             pipe.eval_step(INPUTS),
-            averaged.module.get_submodule("").eval_step(INPUTS),
+            average.eval_step(INPUTS),
             pipe.train_step(INPUTS, TARGETS),
             other.train_step(INPUTS, TARGETS),  # as the first does, with weights of its own
             torch.tensor(scheduler.get_last_lr()),

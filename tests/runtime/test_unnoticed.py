@@ -30,7 +30,8 @@ class Records(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.calls, self.shapes = 0, []
+        self.calls = 0
+        self.shapes: list[tuple[int, ...]] = []
         self.nested: dict[str, list[int]] = {"calls": []}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,6 +74,11 @@ def hooked(blocks: list[Records], seen: list[str]) -> None:
         block.layer.weight.register_hook(note(f"{place} gradient"))
 
 
+def generators() -> tuple[Any, ...]:
+    of_numpy: Any = numpy.random.get_state()
+    return torch.get_rng_state(), random.getstate(), of_numpy[1].tolist()
+
+
 def trained(num_stages: int, way: tuple[bool, bool, Any], mesh: Any = None) -> Iterator[Any]:
     """Make a pipeline and train a step: yield what was noticed, and what is due."""
     is_captured, measured, recompute = way
@@ -84,9 +90,9 @@ def trained(num_stages: int, way: tuple[bool, bool, Any], mesh: Any = None) -> I
     )
     hooked(blocks, seen)  # capture runs the model, with its hooks
     own = Recompute.layers(1) if recompute == "one layer" else recompute
-    where = {"num_stages": num_stages} if mesh is None else {"mesh": mesh}
+    where: dict[str, Any] = {"num_stages": num_stages} if mesh is None else {"mesh": mesh}
     options: dict[str, Any] = {"example_inputs": INPUTS} if measured else {}
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    states = generators()
     pipe = Pipeline(
         layers if is_captured else [model.stem, *blocks],
         loss=nn.MSELoss(),
@@ -96,12 +102,12 @@ def trained(num_stages: int, way: tuple[bool, bool, Any], mesh: Any = None) -> I
         **options,
     )
     pipe.train_step(INPUTS, torch.zeros(8, 4))
-    after = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    after = generators()
     assert torch.equal(states[0], after[0])
     assert states[1:] == after[1:]
-    stages = {stage.index: stage.plan.steps for stage in pipe._engine.stages}
+    stages: dict[Any, Any] = {stage.index: stage.plan.steps for stage in pipe._engine.stages}
     programs = pipe.schedule_for().programs
-    again = Counter(
+    again: Counter[Any] = Counter(
         i.stage for program in programs for i in program if isinstance(i, RecomputeInstruction)
     )
     for stage, steps in stages.items():
@@ -111,7 +117,7 @@ def trained(num_stages: int, way: tuple[bool, bool, Any], mesh: Any = None) -> I
             kinds = ("before", "forward", "before backward", "backward", "gradient")
             due = [M + repeats] * 2 + [M] * 3
             if is_captured:  # forward hooks see what stands for the result on later stages too
-                reruns: Counter[int] = again if recompute is Recompute.STAGE else Counter()
+                reruns: Counter[Any] = again if recompute is Recompute.STAGE else Counter()
                 due[1] = sum(M + reruns.get(each, 0) for each in stages if each >= stage)
                 due[1] += repeats if recompute == "one layer" else 0
             yield (
