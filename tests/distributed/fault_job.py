@@ -63,14 +63,14 @@ def inject(kind: str, action: str) -> None:
 
 def inject_into_save(action: str) -> None:
     """Let this process go wrong when it writes its shard of the faulty step's checkpoint."""
-    write = together.save_file  # type: ignore[attr-defined]  # of safetensors
+    write = together.save_tensors  # type: ignore[attr-defined]
 
-    def faulty(tensors: Any, file: Path, *more: Any, **options: Any) -> None:
+    def faulty(tensors: Any, file: Path, *more: Any) -> None:
         if f"step-{FAULTY_STEP}" in str(file):
             go_wrong(action)
-        write(tensors, file, *more, **options)
+        write(tensors, file, *more)
 
-    together.save_file = faulty  # type: ignore[attr-defined]
+    together.save_tensors = faulty  # type: ignore[attr-defined]
 
 
 def inject_into_batch(action: str) -> None:
