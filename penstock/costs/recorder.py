@@ -12,6 +12,7 @@ Nodes of autograd are numbered as they are made, so that a mark at each call tel
 its own, and so which operators of the backward are.
 """
 
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -234,6 +235,8 @@ class Recorder:
             return tuple(map(self._told, value))
         if isinstance(value, dict):
             return tuple((name, self._told(part)) for name, part in value.items())
+        if isinstance(value, str) and _DEVICE.fullmatch(value):
+            return torch.device.__name__
         if value is None or isinstance(value, bool | int | float | str):
             return value
         return str(value) if isinstance(value, _SAID) else type(value).__name__
@@ -283,8 +286,11 @@ class Recorder:
         return kept
 
 
-_SAID = (torch.dtype, torch.device, torch.layout, torch.memory_format, slice, type(...))
-"""What is told by its text; objects of other classes by their class."""
+_SAID = (torch.dtype, torch.layout, torch.memory_format, slice, type(...))
+"""What is told by its text; objects of other classes by their class, devices too: each process has
+another, and all do the same there.
+"""
+_DEVICE = re.compile(r"(cpu|meta|cuda|xpu|mps)(:\d+)?")
 
 
 def _alive(draft: _Draft) -> dict[int, int]:

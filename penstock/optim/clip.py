@@ -1,6 +1,6 @@
 """Gradient clipping over all stages, wherever they run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,9 +36,10 @@ def clip_grad_norm_(
 
     Does what `torch.nn.utils.clip_grad_norm_` does on the unsplit model, to the bit, for every
     number of stages and processes: the norm is taken of the norms of single gradients, in the
-    order of the model's parameters; one that several stages use counts once.  Where processes hold
-    shards of weights (`sharding=`), norms are added in float64 instead.  In a mesh of processes
-    all of them call this alike, after `train_step`; replicas hold equal gradients and count once.
+    order of the model's parameters; one that several stages use counts once.  With replicas or
+    shards (`sharding=`) norms are added in float64 instead, so that all of these have the same
+    bits.  In a mesh of processes all of them call this alike, after `train_step`; replicas hold
+    equal gradients and count once.
 
     Args:
         pipe: the pipeline.
@@ -59,7 +60,7 @@ def clip_grad_norm_(
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not float(value) > 0:
             raise ConfigError(f"{name}={value!r}; it must be above 0")
-    gradients = dict(_gradients(pipe))
+    gradients = {name: p for name, p in pipe.named_parameters() if p.grad is not None}
     everyone = _of_all_stages(pipe, _norms(pipe, gradients, float(norm_type), foreach))
     if pipe.plan.schedule.is_asynchronous and not everyone:
         raise ConfigError(
@@ -80,19 +81,12 @@ def clip_grad_norm_(
     return total
 
 
-def _gradients(pipe: "Pipeline") -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter here that has a gradient, in the order of the model."""
-    order = {name: place for place, name in enumerate(pipe.held.names)}
-    named = sorted(pipe.named_parameters(), key=lambda pair: order.get(pair[0], len(order)))
-    return ((name, p) for name, p in named if p.grad is not None)
-
-
 def _norms(
     pipe: "Pipeline", gradients: dict[str, Tensor], norm_type: float, foreach: bool | None
 ) -> list[_Norm]:
     """Return the norms of gradients; of weights that are cut, over all their shards."""
     values = [_values(parameter) for parameter in gradients.values()]
-    if pipe.sharding is None:
+    if pipe.sharding is None and pipe.mesh.num_replicas == 1:
         norms = _each_norm(values, norm_type, foreach)
     else:
         wide = [torch.linalg.vector_norm(v.abs().double(), norm_type) for v in values]

@@ -22,6 +22,7 @@ from penstock.model.compare import is_same_plain
 from penstock.model.entries import version_of
 from penstock.model.reach import FILLED, Party, Variables, content, shared
 from penstock.model.state import ABSENT
+from penstock.torch_private import without_torch_function
 
 from .run import Run
 from .stage.tape import Tape
@@ -143,8 +144,7 @@ class Aside:
     def _look(self) -> Iterator[tuple[tuple[Any, Any], _Mark]]:
         for one in self._shared:
             for name, value in self._states(one.holder).items():
-                version = version_of(value) if isinstance(value, Tensor) else 0
-                yield (one.key, name), _Mark(value, version)
+                yield (one.key, name), _Mark(value, _version(value))
 
     def _refuse(self, place: tuple[Any, Any]) -> None:
         key, name = place
@@ -183,12 +183,17 @@ def _is_same(one: _Mark | None, other: _Mark | None) -> bool:
     if old.value is new.value:
         return old.version == new.version
     if isinstance(old.value, Tensor) and isinstance(new.value, Tensor):
-        return version_of(old.value) == old.version and _is_equal(old.value, new.value)
+        return _version(old.value) == old.version and _is_equal(old.value, new.value)
     if isinstance(old.value, tuple) and isinstance(new.value, tuple):
         pairs = zip(old.value, new.value, strict=False)
         alike = len(old.value) == len(new.value)
         return alike and all(_is_same(_Mark(a, 0), _Mark(b, 0)) for a, b in pairs)
     return is_same_plain(old.value, new.value)
+
+
+def _version(value: Any) -> int:
+    with without_torch_function():  # a parameter that another stage has refuses what it is asked
+        return version_of(value) if isinstance(value, Tensor) else 0
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -174,8 +174,7 @@ def test_the_bits_are_those_of_the_plain_optimizer(by_rank: list[Any]) -> None:
         ours, plain = case["cut"], case["plain"]
         for name, parameter in plain["parameters"].items():
             if not case["is_exact"]:
-                # torch takes the norm of a half-precision gradient in half precision
-                assert torch.allclose(ours["parameters"][name], parameter, rtol=1e-3), name
+                assert torch.allclose(ours["parameters"][name], parameter, rtol=1e-5), name
             else:
                 assert ours["losses"] == plain["losses"], case["case"]
                 assert same_bits(ours["parameters"][name], parameter), f"{case['case']}: {name}"

@@ -37,7 +37,7 @@ class Looks(nn.Module):
         h = self.widen(x)
         for block in self.blocks:
             asked = (tuple(h.shape), h.size(1), h.numel(), h.dim(), h.stride(), h.nbytes)
-            also = (len(h), h.is_contiguous(), h.is_leaf, h.is_meta, h.type(), h.requires_grad)
+            also = (len(h), h.is_contiguous(), h.is_meta, h.type(), h.requires_grad)
             note((*asked, *also))
             places = torch.arange(h.shape[1], dtype=h.dtype)[:, None] / h.shape[0]
             if not self.training:
