@@ -14,10 +14,11 @@ FAULTS = (
     Fault(
         "norms are added in float64",
         "penstock/optim/clip.py",
-        "dtype=getattr(torch, norm.dtype)) for norm in norms]",
-        "dtype=torch.float64) for norm in norms]",
+        "    if foreach is False or not tensors",
+        "    return [torch.linalg.vector_norm(x.abs().double(), norm_type) for x in tensors]\n"
+        "    if foreach is False or not tensors",
         "tests/optim/test_clip.py",
-        "in_processes",
+        "bits_of_torchs and 2-",
     ),
     Fault(
         "a loss divided by the whole batch's count is averaged again",

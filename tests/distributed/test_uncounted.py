@@ -41,6 +41,7 @@ def goes_on(mesh: penstock.Mesh) -> tuple[str, Tensor, dict[str, Tensor | None]]
             loss = pipe.train_step(x, target if is_last else None)
         except UncountedError as error:
             refused = str(error)
+    assert not mesh.background.watch.knows_failure  # nobody was told that a process ends
     return refused, loss, {name: p.grad for name, p in pipe.named_parameters()}
 
 
