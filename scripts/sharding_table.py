@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from penstock.planner.placement import Placement
 from tests.distributed.call import call
-from tests.sharding.families import FAMILIES, NO_EVALUATION, PLANS, Cell, batch_of, ran
+from tests.sharding.families import FAMILIES, PLANS, Cell, batch_of, ran
 
 PAGE = Path(__file__).parents[1] / "docs" / "sharding.md"
 HEAD = "| family | "
@@ -76,11 +76,11 @@ def written(page: str, cells: Mapping[tuple[str, str], tuple[str, ...]]) -> str:
     return before + table(cells) + "\n" + rest.partition("\n\n")[2]
 
 
-def noted(cells: Cells, cell: Cell, mesh: str, off: float, said: str = "") -> None:
+def noted(cells: Cells, cell: Cell, mesh: str, off: float) -> None:
     """Note that a cell is equal on a mesh, or is not."""
-    own = {*cells.get((cell.family, cell.plan), ())} - {mesh, f"{mesh}*"}
+    own = {*cells.get((cell.family, cell.plan), ())} - {mesh}
     if off <= LIMIT:
-        own.add(f"{mesh}*" if said == NO_EVALUATION else mesh)
+        own.add(mesh)
     cells[cell.family, cell.plan] = tuple(sorted(own, key=_size))
 
 
@@ -96,7 +96,7 @@ def main() -> None:
         cells = list(cells_of(family, mesh))
         found = read(PAGE.read_text())
         for cell, (off, said) in zip(cells, run(cells, mesh), strict=True):
-            noted(found, cell, text, off, said)
+            noted(found, cell, text, off)
             print(*astuple(cell), text, off, said, flush=True)
         PAGE.write_text(written(PAGE.read_text(), found))
 

@@ -22,7 +22,7 @@ from .at_rest import Cut, Gathered, keep_slices
 from .convert import convert
 from .layouts import I, Layout, R, S
 from .plan import LayerSharding, Sharding
-from .run import Known, LayerRun, ShardedTensor
+from .run import Known, LayerRun, OtherPathError, ShardedTensor
 from .sizes import size_like
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class DividedLayer:
     ) -> None:
         self._index, self._module, self.plan, self.axes = index, module, plan, axes
         self._known: Known = {}
+        self._is_whole_in_evaluation = False
         self._opaque = [part for part in module.modules() if opaque_of(part) is not None]
         whole = (I,) * len(axes)
         layouts = {
@@ -92,25 +93,60 @@ class DividedLayer:
         """Call the layer; what it is given and what it gives is whole, or as the plan says.
 
         `noted` are layouts of what layers were given, by layer, for when they are called again on
-        the same micro-batch.
+        the same micro-batch.  A layer that takes another path in evaluation than in training, for
+        which it is planned, is not divided there: each device has it whole meanwhile.
 
         Raises:
-            PlanError: it takes another path than the plan's.
+            OtherPathError: it takes another path than the plan's in training, or one that changes
+                what it was given.
         """
-        run = LayerRun(self.plan, self.axes, self._known)
         leaves, structure = flatten((function.args, function.keywords))
         layouts = noted.setdefault(self._index, tuple(map(layout_on, leaves)))
+        evaluates = not (self._module.training or torch.is_grad_enabled())
+        if not (evaluates and self._is_whole_in_evaluation):
+            try:
+                return self._divided(function.func, leaves, layouts, structure)
+            except OtherPathError:  # seen by all devices alike
+                if not evaluates or any(call.changes for call in self.plan.calls):
+                    raise
+                self._is_whole_in_evaluation = True
+        wholes = _wholes(leaves, layouts, self.axes)
+        args, kwargs = unflatten(structure, wholes)
+        with self._whole():
+            return function.func(*args, **kwargs)
+
+    def _divided(
+        self,
+        function: Callable[..., Any],
+        leaves: Sequence[Tensor],
+        layouts: Sequence[Layout | None],
+        structure: Any,
+    ) -> Any:
+        run = LayerRun(self.plan, self.axes, self._known)
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
         again = Again() if self._again else None
         saving = nullcontext() if again is None else again.hooks()
         with self._lent(run, again), as_functions(self._opaque), saving:
-            result = function.func(*args, **kwargs)
+            result = function(*args, **kwargs)
         run.check_ended()
         result = tree_map(run.left, result)
         if again is not None:
             again.before_backward(flatten(result)[0])
         return result
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Let the modules have their whole weights meanwhile."""
+        own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
+        whole = (I,) * len(self.axes)
+        try:
+            for (parameters, name, layout), (*_, cut) in zip(self._places, own, strict=True):
+                parameters[name] = nn.Parameter(convert(cut, layout, whole, self.axes))
+            yield
+        finally:
+            for parameters, name, parameter in own:
+                parameters[name] = parameter
 
     @contextmanager
     def _lent(self, run: "LayerRun", again: Again | None) -> Iterator[None]:
@@ -168,11 +204,15 @@ class Alike:
             layouts = noted.setdefault(self._index, layouts)
         if not any(layouts):
             return function()
-        pairs = zip(leaves, layouts, strict=True)
-        whole = (I,) * len(self._axes)
-        wholes = [t if own is None else convert(t, own, whole, self._axes) for t, own in pairs]
-        args, kwargs = unflatten(structure, wholes)
+        args, kwargs = unflatten(structure, _wholes(leaves, layouts, self._axes))
         return function.func(*args, **kwargs)
+
+
+def _wholes(
+    tensors: Sequence[Tensor], layouts: Sequence[Layout | None], axes: Axes
+) -> list[Tensor]:
+    pairs, whole = zip(tensors, layouts, strict=True), (I,) * len(axes)
+    return [t if own is None else convert(t, own, whole, axes) for t, own in pairs]
 
 
 Called = DividedLayer | WholeLayer | Alike

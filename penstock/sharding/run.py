@@ -144,6 +144,10 @@ give, and the sizes of slices that follow; the last few.
 _MOST_KNOWN = 16
 
 
+class OtherPathError(PlanError):
+    """A layer's forward does not make the calls of its plan."""
+
+
 class LayerRun:
     """One call of a divided layer: which of its planned calls comes next.
 
@@ -198,7 +202,7 @@ class LayerRun:
         """Refuse a forward that made fewer calls than its plan.
 
         Raises:
-            PlanError: it took another path.
+            OtherPathError: it took another path.
         """
         if self._next != len(self._plan.calls):
             raise self._other_path("ended")
@@ -290,16 +294,16 @@ class LayerRun:
 
     def _other_number(
         self, what: str, found: Collection[Any], planned: Collection[Any]
-    ) -> PlanError:
+    ) -> OtherPathError:
         """Refuse the call that was begun last, of other numbers of tensors than planned."""
         self._next -= 1
         does = f"calls {self._plan.calls[self._next].function} with {len(found)} {what}"
         return self._other_path(does, f"calls it with {len(planned)}")
 
-    def _other_path(self, does: str, wanted: str = "") -> PlanError:
+    def _other_path(self, does: str, wanted: str = "") -> OtherPathError:
         done, calls = self._next, self._plan.calls
         wanted = wanted or (f"calls {calls[done].function}" if done < len(calls) else "ends")
-        return PlanError(
+        return OtherPathError(
             f"layer {self._plan.name!r} {does} as its call {done}, where its sharding {wanted}: "
             "its forward takes another path than on the example inputs. Give example inputs that "
             "take the path of training; or use stages and replicas, which divide no layer, in the "

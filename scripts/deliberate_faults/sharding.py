@@ -48,10 +48,18 @@ FAULTS = (
     Fault(
         "each process sums gradients in an order of its own",
         "penstock/sharding/divided.py",
-        "[weight for weight, layout in held.items() if layout[n] is R] for n",
-        "list({weight for weight, layout in held.items() if layout[n] is R}) for n",
+        "if layout[n] is R] for n in range(len(axes))",
+        "if layout[n] is R][:: 1 - 2 * (axis.rank % 2)] for n, axis in enumerate(axes)",
         "tests/sharding/test_pipeline.py",
         "by_keywords and pins",
+    ),
+    Fault(
+        "a layer that is whole in evaluation has slices of its weights",
+        "penstock/sharding/divided.py",
+        "nn.Parameter(convert(cut, layout, whole, self.axes))",
+        "nn.Parameter(cut.detach())",
+        "tests/sharding/test_whole.py",
+        "code_between and 2 and not each and not stages and not x",
     ),
     Fault(
         "a norm is summed over an axis once for each weight",

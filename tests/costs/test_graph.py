@@ -89,6 +89,20 @@ def test_layers_that_are_alike_have_one_signature() -> None:
     assert second == last != other
 
 
+def test_a_layer_has_one_signature_wherever_it_runs() -> None:
+    """Processes compare signatures, and each has another device."""
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.arange(x.shape[1], device=x.device) + torch.ones(1, device=where)
+
+    found = set()
+    for where in ("cpu", "meta"):
+        layers = as_layers([Counts()])
+        found.add(record_graph(layers, torch.zeros(2, 8, device=where)).signature(0))
+    assert len(found) == 1
+
+
 def test_what_a_captured_model_does_between_blocks_has_calls() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
