@@ -60,7 +60,8 @@ def clip_grad_norm_(
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not float(value) > 0:
             raise ConfigError(f"{name}={value!r}; it must be above 0")
-    gradients = {name: p for name, p in pipe.named_parameters() if p.grad is not None}
+    named = pipe.named_parameters()
+    gradients: dict[str, Tensor] = {name: p for name, p in named if p.grad is not None}
     everyone = _of_all_stages(pipe, _norms(pipe, gradients, float(norm_type), foreach))
     if pipe.plan.schedule.is_asynchronous and not everyone:
         raise ConfigError(

@@ -65,10 +65,10 @@ def inject_into_save(action: str) -> None:
     """Let this process go wrong when it writes its shard of the faulty step's checkpoint."""
     write = together.save_tensors  # type: ignore[attr-defined]
 
-    def faulty(tensors: Any, file: Path, *more: Any) -> None:
+    def faulty(tensors: Any, file: Path, header: Any = None) -> None:
         if f"step-{FAULTY_STEP}" in str(file):
             go_wrong(action)
-        write(tensors, file, *more)
+        write(tensors, file, header)
 
     together.save_tensors = faulty  # type: ignore[attr-defined]
 
