@@ -74,8 +74,8 @@ FAULTS = (
     Fault(
         "parameters between blocks are not clipped",
         "penstock/optim/clip.py",
-        "return ((name, p) for name, p in named if p.grad is not None)",
-        "return ((name, p) for name, p in named if p.grad is not None and '.' in name)",
+        "for name, p in named if p.grad is not None}",
+        "for name, p in named if p.grad is not None and '.' in name}",
         "tests/model/capture/test_equality.py",
         "clipped",
     ),
