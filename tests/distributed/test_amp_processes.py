@@ -142,6 +142,7 @@ def steps_in_one_autocast(mesh: penstock.Mesh) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_one_autocast_around_all_steps_never_trains_on_casts_of_old_weights(
     tmp_path: Path,
 ) -> None:

@@ -380,7 +380,7 @@ def of_meshes(
         ("each_plan", Placement.of(range(1), num_shards=2)),
         slow("every_plan", Placement.of(range(1), num_shards=2)),
         slow("shards", Placement.of(range(2), num_shards=2)),
-        ("unlike", of_meshes(((0,),), ((1, 2),))),
+        slow("unlike", of_meshes(((0,),), ((1, 2),))),
         slow("unlike", of_meshes(((0, 1),), ((2,),))),
         slow("unlike", of_meshes(((2,),), ((0, 1),), in_turn=True)),
         slow("unlike", of_meshes(((1, 2),), ((0,),), in_turn=True)),

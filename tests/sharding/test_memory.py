@@ -75,6 +75,7 @@ def _gathered(mesh: Mesh, plan: str) -> tuple[int, int, int]:
     return len(divided.cut), len(own.again), sum(tuple(x.shape) in shapes for x in alive)
 
 
+@pytest.mark.slow
 def test_no_weight_stays_whole_after_a_layer_and_only_gathered_ones_come_again(
     tmp_path: Path,
 ) -> None:
