@@ -99,13 +99,11 @@ def refused(mesh: penstock.Mesh) -> tuple[str, str]:
     return differing_scales(mesh), half_gradients_on_one_rank(another(mesh))
 
 
-LAYOUTS = (
-    pytest.param((3, 1), marks=pytest.mark.slow),
-    (1, 2),
-)
+LAYOUTS = ((3, 1), (1, 2))
 """(Stages, replicas); the second of three stages has no parameters."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_an_inf_on_one_rank_skips_the_step_of_all(layout: tuple[int, int], tmp_path: Path) -> None:
     by_rank = call(work, layout, tmp_path)

@@ -213,7 +213,7 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("counts", "plan"),
     [
-        ((1, 2), "megatron"),
+        slow((1, 2), "megatron"),
         *(slow(MESHES[name], "megatron") for name in OTHERS),
         *(slow(MESHES[name], "data") for name in ("1 + 2", *OTHERS)),
     ],
