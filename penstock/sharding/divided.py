@@ -110,9 +110,8 @@ class DividedLayer:
                 if not evaluates or any(call.changes for call in self.plan.calls):
                     raise
                 self._is_whole_in_evaluation = True
-        wholes = _wholes(leaves, layouts, self.axes)
-        args, kwargs = unflatten(structure, wholes)
-        with self._whole():
+        args, kwargs = unflatten(structure, _wholes(leaves, layouts, self.axes))
+        with self._instead(self._whole):
             return function.func(*args, **kwargs)
 
     def _divided(
@@ -136,41 +135,43 @@ class DividedLayer:
         return result
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Let the modules have their whole weights meanwhile."""
+    def _instead(self, of: Callable[[Tensor, Layout], Tensor]) -> Iterator[None]:
+        """Let the modules have something else for each weight, which is in a layout, meanwhile."""
         own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
-        whole = (I,) * len(self.axes)
         try:
-            for (parameters, name, layout), (*_, cut) in zip(self._places, own, strict=True):
-                parameters[name] = nn.Parameter(convert(cut, layout, whole, self.axes))
+            for (parameters, name, weight), (*_, layout) in zip(own, self._places, strict=True):
+                parameters[name] = of(weight, layout)
             yield
         finally:
-            for parameters, name, parameter in own:
-                parameters[name] = parameter
+            for parameters, name, weight in own:
+                parameters[name] = weight
+
+    def _whole(self, weight: Tensor, layout: Layout) -> Tensor:
+        return nn.Parameter(convert(weight, layout, (I,) * len(self.axes), self.axes))
 
     @contextmanager
     def _lent(self, run: "LayerRun", again: Again | None) -> Iterator[None]:
         """Let the modules have what stands for their weights meanwhile."""
-        own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
-        is_new = False
+        held = [(parameters[name], layout) for parameters, name, layout in self._places]
+        num_known = len(self._lent_as)
+
+        def lent(weight: Tensor, layout: Layout) -> Tensor:
+            found = self._lent_as.get(weight)
+            if found is None:
+                found = self._lent_as[weight] = run.wrapped(weight, layout)
+                found.kept = (self.kept or {}).get(weight)
+            found.run, found.again = run, again if weight in self._again else None
+            return found
+
         try:
-            for (parameters, name, layout), (*_, parameter) in zip(self._places, own, strict=True):
-                lent = self._lent_as.get(parameter)
-                if lent is None:
-                    self._lent_as[parameter] = lent = run.wrapped(parameter, layout)
-                    is_new = True
-                    lent.kept = (self.kept or {}).get(parameter)
-                lent.run, lent.again = run, again if parameter in self._again else None
-                parameters[name] = lent
-            yield
+            with self._instead(lent):
+                yield
         finally:
-            for (parameters, name, parameter), (*_, layout) in zip(own, self._places, strict=True):
-                parameters[name] = parameter
-                if parameter in self._lent_as:
-                    self._lent_as[parameter].become(parameter, layout)
-            if is_new:  # perhaps in the place of another, which is not needed any more
-                held = {parameter for *_, parameter in own}
-                self._lent_as = {p: lent for p, lent in self._lent_as.items() if p in held}
+            for weight, layout in held:
+                if weight in self._lent_as:
+                    self._lent_as[weight].become(weight, layout)
+            if len(self._lent_as) > num_known:  # perhaps in the place of others, now gone
+                self._lent_as = {w: self._lent_as[w] for w, _ in held if w in self._lent_as}
 
 
 class WholeLayer:

@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "a layer that is whole in evaluation has slices of its weights",
         "penstock/sharding/divided.py",
-        "nn.Parameter(convert(cut, layout, whole, self.axes))",
-        "nn.Parameter(cut.detach())",
+        "nn.Parameter(convert(weight, layout, (I,) * len(self.axes), self.axes))",
+        "nn.Parameter(weight.detach())",
         "tests/sharding/test_whole.py",
         "code_between and 2 and not each and not stages and not x",
     ),
@@ -133,7 +133,7 @@ FAULTS = (
     Fault(
         "what was gathered for a layer outlives its call",
         "penstock/sharding/divided.py",
-        "self._lent_as[parameter].become(parameter, layout)",
+        "self._lent_as[weight].become(weight, layout)",
         "pass",
         "tests/sharding/test_memory.py::"
         "test_no_weight_stays_whole_after_a_layer_and_only_gathered_ones_come_again",
