@@ -37,9 +37,9 @@ def clip_grad_norm_(
     Does what `torch.nn.utils.clip_grad_norm_` does on the unsplit model, to the bit, for every
     number of stages and processes: the norm is taken of the norms of single gradients, in the
     order of the model's parameters; one that several stages use counts once.  With replicas or
-    shards (`sharding=`) norms are added in float64 instead, so that all of these have the same
-    bits.  In a mesh of processes all of them call this alike, after `train_step`; replicas hold
-    equal gradients and count once.
+    shards (`sharding=`) norms are added in float64 instead, so that "zero1" has the bits of plain
+    replicas.  In a mesh of processes all of them call this alike, after `train_step`; replicas
+    hold equal gradients and count once.
 
     Args:
         pipe: the pipeline.

@@ -122,7 +122,7 @@ def check_ends(ended: list[Ended], fault: Fault, called: list[str]) -> None:
         assert "ENDED" in process.output, process.output
         if kind == "Batch" and action != "none":  # seen by all alike
             assert "ENDED BatchError" in process.output, process.output
-            assert re.search(rf"\brank {rank}\b", process.output), process.output
+            assert re.search(rf"\brank {rank}[ :]", process.output), process.output
             continue
         if (kind, action) == ("Save", "raise"):  # refused by all alike: nothing is broken
             assert "ENDED CheckpointError" in process.output, process.output
