@@ -21,7 +21,7 @@ IN_VENV := VIRTUAL_ENV="$(abspath $(VENV))" PATH="$(abspath $(VENV))/bin:$$PATH"
 .PHONY: demo test slow faults lint types check install compat
 
 demo: $(INSTALLED)
-	$(IN_VENV) penstock train recipes/digits.toml
+	$(IN_VENV) penstock train digits
 
 test: $(INSTALLED)
 	$(IN_VENV) scripts/test $(TWO_AT_A_TIME)
@@ -48,8 +48,8 @@ compat:
 	TORCH="$(TORCH)" TRANSFORMERS="$(TRANSFORMERS)" PYTHON="$(PYTHON)" scripts/compat $(TWO_AT_A_TIME) $(TESTS)
 
 # Each stamp is written last: a step that was interrupted is done again, one that succeeded is not.
-$(INSTALLED): $(CREATED) pyproject.toml constraints.txt
-	"$(VENV)/bin/python" -m pip install --constraint constraints.txt --editable '.[dev]'
+$(INSTALLED): $(CREATED) pyproject.toml recipes/pyproject.toml constraints.txt
+	"$(VENV)/bin/python" -m pip install --constraint constraints.txt --editable '.[dev]' --editable recipes
 	touch "$@"
 
 $(CREATED):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, Optimizer
 
 from penstock import Pipeline, Recompute, capture, clip_grad_norm_
-from penstock.data.text import (
+from penstock_recipes.data.text import (
     PAD,
     BatchPlan,
     EncodedPairs,
@@ -29,10 +29,14 @@ from penstock.data.text import (
     score_translations,
     train_vocabulary,
 )
-from penstock.recipe.optimizer_sections import InverseSqrt
-from penstock.train.learning_rate import learning_rate
-from penstock.train.tasks.translated import kept, translate
-from penstock.zoo import TranslationTransformer, smoothed_cross_entropy, translation_transformer
+from penstock_recipes.recipe.optimizer_sections import InverseSqrt
+from penstock_recipes.train.learning_rate import learning_rate
+from penstock_recipes.train.tasks.translated import kept, translate
+from penstock_recipes.zoo import (
+    TranslationTransformer,
+    smoothed_cross_entropy,
+    translation_transformer,
+)
 
 HIGH_RESOURCE = ("fr", "de", "cs", "sv", "es", "ru")
 LOW_RESOURCE = ("ca", "lb", "sk", "da", "pt", "uk")

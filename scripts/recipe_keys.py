@@ -11,9 +11,9 @@ from typing import get_args
 
 from pydantic.fields import FieldInfo
 
-from penstock.recipe.read import FREE_ON_RESUME
-from penstock.recipe.recipe import Recipe
-from penstock.recipe.section import Section, variants
+from penstock_recipes.recipe.read import FREE_ON_RESUME
+from penstock_recipes.recipe.recipe import Recipe
+from penstock_recipes.recipe.section import Section, variants
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe_keys.md"
 HEAD = """# Every key of a recipe

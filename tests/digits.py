@@ -1,8 +1,8 @@
 """The recipe of the digits at a size at which tests train it: three steps an epoch."""
 
-from pathlib import Path
+from penstock_recipes.recipe.cookbook import find_recipe
 
-DIGITS = Path(__file__).parents[1] / "recipes" / "digits.toml"
+DIGITS = find_recipe("digits")
 SMALL = ("model.num_blocks=1", "model.width=4", "train.batch_size=500")
 """The last of the three steps is smaller."""
 TWO_EPOCHS = (

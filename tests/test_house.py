@@ -32,9 +32,6 @@ LAYERS = (
     {"equality"},
     {"doctor"},
     {"automatic"},
-    {"zoo", "data"},
-    {"recipe"},
-    {"train"},
     {"__init__"},
     {"cli"},
     {"__main__"},
@@ -61,29 +58,24 @@ Imports for types only, under `if TYPE_CHECKING:`, are aside.
     └► transport                  HOW IT MOVES
           └► runtime              DO
     ┌──────────┘
-    └► optim                      clipping, loss scaling, ZeRO, optimizers
+    └► optim                      clipping, loss scaling
           └► checkpoint           save and load; weights to start from
                └► pipeline        the front door
     ┌──────────────────────┘
     └► equality                   is it the unsplit model?
           └► doctor               BEFORE IT RUNS
                └► automatic       ALL AT ONCE: planned and run in one line
-          └► data   zoo           zoo: plain modules, of LOWEST only
-               └► recipe          what a run is to be
-                    └► train      and the run
     ┌───────────────────┘
     └► __init__                   the public names, found when asked for
           └► cli
                └► __main__
 """
 
-SELF_CONTAINED = {"zoo"}
 AT_THE_TOP = {
     *("__init__", "__main__", "errors", "interval", "launcher", "pipeline"),
     *("plain_values", "remembered", "torch_private", "types"),
 }
 """Modules that stand in no folder: the front door, errors, types, and what every room may need."""
-LOWEST = {"errors", "torch_private"}
 WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")
 MOST_LINES, MOST_LINES_OF_THE_FRONT_DOOR = 400, 620
 TORCH_PRIVATE = "penstock.torch_private"
@@ -94,7 +86,7 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "penstock").rglob("*.py"))
 SOURCES = [
     path
-    for folder in ("penstock", "tests", "benchmarks")
+    for folder in ("penstock", "recipes/penstock_recipes", "tests", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
@@ -140,8 +132,7 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == imported:
         return True
     height = {part: line for line, parts in enumerate(LAYERS) for part in parts}
-    allowed = importer not in SELF_CONTAINED or imported in LOWEST
-    return allowed and height[imported] < height[importer]
+    return height[imported] < height[importer]
 
 
 def bound_names(source: str) -> Iterator[str]:
@@ -280,7 +271,7 @@ def test_no_module_stands_loose_at_the_top() -> None:
         ("from . import ir", "schedules"),
         ("from ..runtime import run", "runtime"),
         ("from .. import runtime", "runtime"),
-        ("def late() -> None:\n    from penstock.train import loop", "train"),
+        ("def late() -> None:\n    from penstock.doctor import facts", "doctor"),
     ],
 )
 def test_every_way_to_write_an_import_is_seen(statement: str, part: str) -> None:
@@ -298,9 +289,6 @@ def test_an_import_against_the_arrow_is_refused() -> None:
     assert may_import("runtime", "schedules")
     assert may_import("runtime", "runtime")
     assert not may_import("schedules", "runtime")
-    assert not may_import("data", "zoo")
-    assert may_import("zoo", "errors")
-    assert not may_import("zoo", "model")
 
 
 def test_private_names_of_torch_stand_in_one_file() -> None:
@@ -349,7 +337,7 @@ def test_planning_works_where_torch_is_not_installed(folder: str) -> None:
     )
 
 
-@pytest.mark.parametrize("module", ("penstock", "penstock.recipe.recipe"))
+@pytest.mark.parametrize("module", ("penstock", "penstock_recipes.recipe.recipe"))
 def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
     run_python(f"import sys, {module}; assert 'torch' not in sys.modules")
 

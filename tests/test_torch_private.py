@@ -461,9 +461,9 @@ def test_an_old_torch_is_refused_by_a_module_that_is_imported_directly(module: s
 @pytest.mark.parametrize(
     "words",
     (
-        ("train", "recipes/digits.toml"),
-        ("train", "recipes/digits.toml", "--num-processes", "2"),
-        ("check", "recipes/digits.toml"),
+        ("train", "digits"),
+        ("train", "digits", "--num-processes", "2"),
+        ("check", "digits"),
         ("doctor",),
     ),
     ids=" ".join,

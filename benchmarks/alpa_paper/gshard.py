@@ -5,16 +5,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.zoo.attention import BlockShape, CausalAttention, CausalBlock
-from penstock.zoo.drawn import Draws, Linear, normal, xavier
-from penstock.zoo.transformer_sizes import (
+from penstock_recipes.zoo.attention import BlockShape, CausalAttention, CausalBlock
+from penstock_recipes.zoo.drawn import Draws, Linear, normal, xavier
+from penstock_recipes.zoo.transformer_sizes import (
     require_at_least,
     require_even,
     require_positive,
     require_share,
     sizes_of,
 )
-from penstock.zoo.words import SinusoidalEmbedding
+from penstock_recipes.zoo.words import SinusoidalEmbedding
 
 from .mixture import Mixture, MixtureShape
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.zoo.attention import Activation
-from penstock.zoo.drawn import Draw, Draws, Linear
+from penstock_recipes.zoo.attention import Activation
+from penstock_recipes.zoo.drawn import Draw, Draws, Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

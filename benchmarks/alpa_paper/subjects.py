@@ -17,7 +17,7 @@ from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
-from penstock.zoo.gpt_family import GPT_SIZES, gpt
+from penstock_recipes.zoo.gpt_family import GPT_SIZES, gpt
 
 from .gshard import GSHARD_SIZES, gshard_moe
 from .wide_resnet import WIDE_RESNET_SIZES, wide_resnet

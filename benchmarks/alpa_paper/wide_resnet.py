@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.zoo.transformer_sizes import require_at_least, require_one_of
+from penstock_recipes.zoo.transformer_sizes import require_at_least, require_one_of
 
 BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Number of layers -> blocks of each group: 3 convolutions a block, the stem's and the head."""

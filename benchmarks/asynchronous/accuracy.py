@@ -14,9 +14,10 @@ from typing import NamedTuple
 from rich.console import Console
 
 from benchmarks.report import progress
-from penstock.train.command import Request, start_run
-from penstock.train.interrupt import Interrupt
-from penstock.train.scalars import Summary
+from penstock_recipes.recipe.cookbook import find_recipe
+from penstock_recipes.train.command import Request, start_run
+from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.train.scalars import Summary
 
 
 class Task(NamedTuple):
@@ -40,7 +41,7 @@ def _names_translated(run: Summary, folder: Path) -> str:
 
 TASKS = {
     "digits": Task(
-        Path("recipes/digits.toml"),
+        find_recipe("digits"),
         (
             "train.epochs=6",
             "train.batch_size=64",
@@ -52,7 +53,7 @@ TASKS = {
         _digits_read,
     ),
     "names": Task(
-        Path("recipes/names.toml"),
+        find_recipe("names"),
         (
             "train.epochs=7",
             "train.average_checkpoints=1",

@@ -33,7 +33,7 @@ from penstock.costs.hosts import Host
 from penstock.planner.placement import Placement
 from penstock.planner.predict import Prediction
 from penstock.schedules import gpipe
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 
 NUM_WARM_UPS, NUM_STEPS = 3, 10
 MIB = 1 << 20

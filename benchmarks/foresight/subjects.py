@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import penstock
 from benchmarks.blocks import conv_net, transformer
 from penstock import Profile, capture
-from penstock.zoo import amoebanet_d, gpt
+from penstock_recipes.zoo import amoebanet_d, gpt
 
 NUM_CLASSES = 10
 NUM_WORDS = 512

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 import penstock
 from penstock import Profile
 from penstock.costs.profile import AtSize, Part
-from penstock.zoo.amoebanet import amoebanet_d
-from penstock.zoo.gpt_family import transformer_lm
+from penstock_recipes.zoo.amoebanet import amoebanet_d
+from penstock_recipes.zoo.gpt_family import transformer_lm
 
 LENGTH = 1024
 IMAGE, NUM_CLASSES = 224, 1001

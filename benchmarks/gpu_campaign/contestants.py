@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from penstock import Pipeline, Recompute, schedules
-from penstock.zoo import transformer_lm
+from penstock_recipes.zoo import transformer_lm
 
 MIB = 1 << 20
 NUM_WARM_UPS = 3

@@ -13,12 +13,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from benchmarks.report import Column, Load, Report, parser, progress, publish
-from penstock.recipe.data_sections import Names
-from penstock.recipe.read import read_recipe
-from penstock.train.command import Request, start_run
-from penstock.train.interrupt import Interrupt
+from penstock_recipes.recipe.cookbook import find_recipe
+from penstock_recipes.recipe.data_sections import Names
+from penstock_recipes.recipe.read import read_recipe
+from penstock_recipes.train.command import Request, start_run
+from penstock_recipes.train.interrupt import Interrupt
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "names.toml"
+RECIPE = find_recipe("names")
 SYSTEMS = ("copy", "bilingual", "multilingual")
 COLUMNS = (
     Column("language", "language"),
@@ -112,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
     load, here = Load.now(), Path(__file__).parent
     with tempfile.TemporaryDirectory() as scratch:
         rows, notes = measure(chosen, chosen.runs or Path(scratch))
-    settings = {"bilingual epochs": chosen.epochs, "recipe": "recipes/names.toml"}
+    settings = {"bilingual epochs": chosen.epochs, "recipe": "names"}
     report = Report(COLUMNS, tuple(rows), settings, (*notes, *load.notes))
     publish(report, chosen, here, partial(draw, rows))
 

@@ -30,7 +30,7 @@ from penstock.planner.cuts import balance
 from penstock.runtime.devices import num_cores
 from penstock.schedules.ir import Backward, Forward, Recompute
 from penstock.simulator import Costs, simulate
-from penstock.zoo import amoebanet_d
+from penstock_recipes.zoo import amoebanet_d
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 import penstock
 from benchmarks.sharding.memory import at_rest, saved
 from benchmarks.throughput.processes import Key, Part
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 
 NUM_SHARDS = 2
 COLUMNS, ROWS = ("query", "key", "value", "widen"), ("output", "narrow")

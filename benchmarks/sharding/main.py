@@ -23,7 +23,7 @@ from penstock.sharding.costs import Costs
 from penstock.sharding.divided import DividedLayer
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.stages import plan_sharding
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 
 SIZES = (Size(2, 64, 128), Size(4, 128, 256), Size(4, 256, 512))
 """The two larger ones are measured; the smallest shows that it runs."""

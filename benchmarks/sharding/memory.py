@@ -16,7 +16,7 @@ from penstock.sharding.divided import DividedLayer
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.stages import plan_sharding
 from penstock.torch_private import storage_id
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 
 PLANS = ("megatron", "sequence", "data", "zero3")
 

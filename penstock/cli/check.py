@@ -37,21 +37,21 @@ def check(  # noqa: PLR0913 - one for each option
 
     Compared are the loss, every gradient, every buffer, and the outputs in evaluation mode.
 
-    TARGET is a recipe, or package.module:function; the function takes nothing and returns
-    (layers, inputs, targets, loss), or any model and what it is called with: (model,
-    example_inputs).  Such a model is captured; its loss is the one in its output, if there is
-    one, else a number to which all outputs add.  Exit code 0 if equal, 1 if not.
+    TARGET is a recipe, by name or as a file, or package.module:function; the function takes
+    nothing and returns (layers, inputs, targets, loss), or any model and what it is called with:
+    (model, example_inputs).  Such a model is captured; its loss is the one in its output, if
+    there is one, else a number to which all outputs add.  Exit code 0 if equal, 1 if not.
 
     \b
     Examples:
-      penstock check recipes/digits.toml --num-stages 4
-      penstock check recipes/gpt_small.toml --set data.path=book.txt
+      penstock check digits --num-stages 4
+      penstock check gpt_small --set data.path=book.txt
       penstock check mymodel:example --num-stages 2 --num-microbatches 8 --schedule one_f_one_b
     """
     require_torch()
     from penstock.equality import check as compare
 
-    from .check_target import load_target
+    from .targets import load_target
 
     given = {
         "num_stages": num_stages,
@@ -61,7 +61,15 @@ def check(  # noqa: PLR0913 - one for each option
         "recompute": recompute,
     }
     known = {key: value for key, value in given.items() if value is not None}
-    arguments, options = load_target(target, known, overrides)
-    report = compare(*arguments, **options)
+    found = load_target(target, overrides, known, needs_values=True)
+    report = compare(
+        found.layers_of(found.make_model()),
+        found.inputs,
+        found.targets,
+        loss=found.loss,
+        reduction=found.reduction,
+        example_inputs=found.inputs,
+        **found.options,
+    )
     click.echo(report.to_json() if as_json else str(report))
     return 0 if report.equal else 1

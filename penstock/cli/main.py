@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 import click
 
@@ -11,27 +12,57 @@ from penstock.errors import PenstockError
 
 from .check import check
 from .doctor import doctor
-from .options import INTERRUPTED, USER_ERROR
+from .options import INTERRUPTED, RECIPES_PACKAGE, USER_ERROR
 from .output import lasting_output
 from .plan import plan
 from .profile import profile
-from .report import report
 from .simulate import simulate
-from .train import train
+
+_GROUP = "penstock.commands"
+_OF_RECIPES = ("recipes", "report", "train")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99})
+class _Commands(click.Group):
+    """Our commands, and those that installed packages add by entry points."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Return the names of all commands, sorted."""
+        return sorted({*super().list_commands(context), *entry_points(group=_GROUP).names})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Return a command; one of a package is imported when it is asked for.
+
+        Raises:
+            click.UsageError: it is a command of recipes, which are not installed.
+        """
+        own = super().get_command(context, name)
+        if own is not None:
+            return own
+        for entry in entry_points(group=_GROUP, name=name):
+            command: click.Command = entry.load()
+            return command
+        if name in _OF_RECIPES:
+            raise click.UsageError(
+                f"`penstock {name}` comes with {RECIPES_PACKAGE}; pip install {RECIPES_PACKAGE}"
+            )
+        return None
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 99},
+)
 @click.version_option(__version__, prog_name="penstock")
 def penstock() -> None:
     """Train layered models as pipelines, exact to the bit.
 
     \b
     Example:
-      penstock train recipes/digits.toml
+      penstock train digits
     """
 
 
-for command in (check, doctor, plan, profile, report, simulate, train):
+for command in (check, doctor, plan, profile, simulate):
     penstock.add_command(command)
 
 

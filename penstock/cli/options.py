@@ -10,6 +10,8 @@ import click
 from penstock.schedules.names import stages_on_ranks
 
 FAILED = 1
+RECIPES_PACKAGE = "penstock-recipes"
+"""The package that trains the papers' tasks; the library does not need it."""
 
 
 def launch(num_processes: int, max_restarts: int, arguments: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """`penstock plan`: how to run a model on a cluster."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from penstock.trace.units import count_text
 from .options import require_torch, set_option
 
 if TYPE_CHECKING:
+    from penstock.automatic.target import Target
     from penstock.costs.cluster import Cluster
     from penstock.costs.profile import Profile
     from penstock.planner.placement import Placement
@@ -23,7 +25,7 @@ _COUNT = click.IntRange(min=1)
 
 
 @click.command()
-@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@click.argument("target_name", metavar="TARGET", required=False)
 @set_option
 @click.option(
     "--cluster",
@@ -40,14 +42,14 @@ _COUNT = click.IntRange(min=1)
     metavar="FILE",
     type=_FILE,
     multiple=True,
-    help="Take what the layers cost from there instead of from RECIPE; several: one model, "
+    help="Take what the layers cost from there instead of from TARGET; several: one model, "
     "measured with several numbers of threads.",
 )
 @click.option(
     "--batch-size",
     metavar="N",
     type=_COUNT,
-    help="Samples of a step over all replicas.  [default: the recipe's]",
+    help="Samples of a step over all replicas.  [default: the target's]",
 )
 @click.option(
     "--microbatch-size",
@@ -55,7 +57,7 @@ _COUNT = click.IntRange(min=1)
     metavar="N",
     type=_COUNT,
     multiple=True,
-    help="Samples for which RECIPE's layers are profiled.  [default: a few up to the batch]",
+    help="Samples for which TARGET's layers are profiled.  [default: a few up to the batch]",
 )
 @click.option("--num-ranks", type=_COUNT, help="Devices of one replica.")
 @click.option("--num-replicas", type=_COUNT, help="D.")
@@ -64,20 +66,20 @@ _COUNT = click.IntRange(min=1)
     "--sharding",
     metavar="NAME",
     help="The ready plan by which the devices of a stage share it, such as megatron; beside "
-    "--sub-meshes.  [default: the recipe's]",
+    "--sub-meshes.  [default: the target's]",
 )
 @click.option(
     "--sub-meshes",
     is_flag=True,
     help="Plan stages on several devices each, of unlike numbers, whose operators these share "
-    "(Alpa); needs RECIPE, and uses all devices.  So is a recipe planned that says "
+    "(Alpa); needs TARGET, and uses all devices.  A recipe is planned so that says "
     'pipeline.plan = "auto".',
 )
 @click.option(
     "--measure",
     is_flag=True,
-    help="Run the layers of RECIPE's model first, here, on a device of the cluster's kind, and "
-    "let them count as measured; beside --sub-meshes.  [default: the recipe's pipeline.measure]",
+    help="Run the layers of TARGET's model first, here, on a device of the cluster's kind, and "
+    "let them count as measured; beside --sub-meshes.  [default: the target's]",
 )
 @click.option(
     "--schedule",
@@ -110,7 +112,7 @@ _COUNT = click.IntRange(min=1)
     help="Write the plan as JSON, and no table.",
 )
 def plan(  # noqa: PLR0913 - one for each option
-    recipe: Path | None,
+    target_name: str | None,
     overrides: tuple[str, ...],
     cluster_name: str,
     profiles: tuple[Path, ...],
@@ -125,73 +127,112 @@ def plan(  # noqa: PLR0913 - one for each option
     measure: bool,
     **decided: Any,
 ) -> None:
-    """Choose how to run RECIPE's model on a cluster: what takes the least time, and fits.
+    """Choose how to run TARGET's model on a cluster: what takes the least time, and fits.
 
     Stages, replicas, micro-batches, the schedule, the layers of each stage, what is recomputed or
     moved away: everything that was predicted is priced by the simulator, the unsplit model too.
     Layers are counted for accelerators and measured for the cores of this machine; a profile that
-    was saved needs neither RECIPE nor PyTorch.
+    was saved needs neither TARGET nor PyTorch.  TARGET is package.module:function, as `penstock
+    check` takes it, or a recipe.
 
     \b
     Examples:
-      penstock plan recipes/gpt_small.toml --cluster h100
+      penstock plan gpt_small --cluster h100
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
-      penstock plan recipes/gpt_small.toml --cluster dgx-a100 --sub-meshes
-      penstock plan recipes/digits.toml --cluster here.toml --num-replicas 1 --save plan.json
-      penstock train recipes/digits.toml --plan plan.json
+      penstock plan gpt_small --cluster dgx-a100 --sub-meshes
+      penstock plan mymodel:example --cluster h100
+      penstock plan digits --cluster here.toml --num-replicas 1 --save plan.json
+      penstock train digits --plan plan.json
     """
     from penstock.costs.cluster import Cluster
+
+    cluster = Cluster.load(cluster_name)
+    if html is not None:
+        from penstock.trace.page.page import check_page
+
+        check_page(html)
+    if (target_name is None) == (not profiles) and not (sub_meshes and target_name is None):
+        raise click.UsageError("give either a TARGET or --profile")
+    target = None if target_name is None else _target(target_name, overrides)
+    if sub_meshes or (target is not None and target.plans_itself):
+        number = decided["num_microbatches"]
+        asked = {"sharding": sharding, "num_microbatches": number, "measure": measure}
+        chosen, told = _on_sub_meshes(target, cluster, html, **asked), ""
+        if save is not None:
+            chosen.save(save)
+    else:
+        _check_whole_devices(sharding, measure=measure)
+        costs = _Costs(target, overrides, profiles, sizes)
+        chosen, told = _on_devices(costs, cluster, batch_size, best, (save, html), decided)
+    if save is not None:
+        run = _run_command(target_name, save, chosen.placement)
+        click.echo(f"{save} is written; it is run by: {run}", err=True)
+    click.echo(chosen.to_json() if as_json else f"{chosen}\n{told}", nl=False)
+
+
+def _target(name: str, overrides: tuple[str, ...]) -> "Target":
+    say(f"loading PyTorch, to plan for {name}")
+    require_torch()
+    from .targets import load_target
+
+    return load_target(name, overrides)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """The model that is planned for: a target to profile, or profiles that were saved."""
+
+    target: "Target | None"
+    overrides: tuple[str, ...]
+    files: tuple[Path, ...]
+    sizes: tuple[int, ...]
+
+    def profiles(self, cluster: "Cluster") -> tuple[list["Profile"], int | None]:
+        """Return the model's profiles, and the samples of its batches where these are known."""
+        if self.target is not None:
+            return self.target.profiles_for(cluster, self.sizes), self.target.batch_size
+        from penstock.costs.profile import Profile
+
+        if self.overrides or self.sizes:
+            raise click.UsageError("--set and --microbatch-size change a TARGET, not a profile")
+        return [Profile.load(path) for path in self.files], None
+
+
+def _on_devices(
+    costs: _Costs,
+    cluster: "Cluster",
+    batch_size: int | None,
+    num_best: int,
+    files: tuple[Path | None, Path | None],
+    decided: dict[str, Any],
+) -> tuple["Plan", str]:
+    """Plan stages on whole devices, and write plan and page; return the plan and its rivals."""
     from penstock.planner.candidates import Constraints
     from penstock.planner.make_plan import choose_plan, save_prediction
     from penstock.planner.reasons import choices_text
 
-    cluster = Cluster.load(cluster_name)
-    if html is not None:
-        from penstock.trace.page.page import check_page, write_page
-
-        check_page(html)
-    if sub_meshes or (recipe is not None and not profiles and _plans_itself(recipe, overrides)):
-        wanted = {"num_microbatches": decided["num_microbatches"], "measure": measure}
-        found_plan = _on_sub_meshes(recipe, overrides, cluster, html, sharding=sharding, **wanted)
-        if save is not None:
-            found_plan.save(save)
-            run = _run_command(recipe, save, found_plan.placement)
-            click.echo(f"{save} is written; it is run by: {run}", err=True)
-        click.echo(found_plan.to_json() if as_json else f"{found_plan}\n", nl=False)
-        return
-    _check_whole_devices(sharding, measure=measure)
-    found, usual_size = _profiles(recipe, overrides, profiles, cluster, sizes)
-    if batch_size is None and usual_size is None:
+    found, usual_size = costs.profiles(cluster)
+    batch_size = batch_size or usual_size
+    if batch_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
     asked = Constraints(
-        batch_size=batch_size or usual_size or 1,
+        batch_size=batch_size,
         offload=not decided.pop("no_offload"),
         schedules=decided.pop("schedules") or None,
         **decided,
     )
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
-    chosen, choices = choose_plan(
-        found, cluster, asked.batch_size, constraints=asked, num_best=best
-    )
+    chosen, choices = choose_plan(found, cluster, batch_size, constraints=asked, num_best=num_best)
+    save, html = files
     if save is not None:
         chosen.save(save)
         save_prediction(save, choices.best[0].predicted.timeline)
-        run = _run_command(recipe, save, chosen.placement)
-        click.echo(f"{save} is written; it is run by: {run}", err=True)
     if html is not None:
         from penstock.planner.plan_page import plan_page
+        from penstock.trace.page.page import write_page
 
         write_page(plan_page(chosen, choices, cluster), html)
-    if as_json:
-        click.echo(chosen.to_json(), nl=False)
-        return
-    click.echo(f"{chosen}\n\n{choices_text(choices)}", nl=False)
-
-
-def _plans_itself(recipe: Path, overrides: tuple[str, ...]) -> bool:
-    from penstock.recipe.read import read_recipe
-
-    return read_recipe(recipe, overrides).pipeline.plan == "auto"
+    return chosen, f"\n{choices_text(choices)}"
 
 
 def _check_whole_devices(sharding: str | None, *, measure: bool) -> None:
@@ -208,15 +249,11 @@ def _check_whole_devices(sharding: str | None, *, measure: bool) -> None:
 
 
 def _on_sub_meshes(
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    cluster: "Cluster",
-    html: Path | None,
-    **wanted: Any,
+    target: "Target | None", cluster: "Cluster", html: Path | None, **asked: Any
 ) -> "Plan":
     """Plan stages on sub-meshes; most that is decided for whole devices has no meaning there."""
-    if recipe is None:
-        raise click.UsageError("--sub-meshes needs a RECIPE: a profile has no operators")
+    if target is None:
+        raise click.UsageError("--sub-meshes needs a TARGET: a profile has no operators")
     context = click.get_current_context()
     given = [
         option.opts[0]
@@ -229,13 +266,9 @@ def _on_sub_meshes(
             f'{", ".join(given)} beside --sub-meshes, or a recipe with pipeline.plan = "auto", '
             "which does not look at that; leave one of them out"
         )
-    say(f"loading PyTorch, to record {recipe}")
-    require_torch()
     from penstock.automatic.choose import choose_on_meshes
 
-    from .profile_target import task_of_meshes
-
-    task = task_of_meshes(recipe, overrides, cluster, **wanted)
+    task = target.mesh_task(cluster, **asked)
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
     choice = choose_on_meshes(task)
     if html is not None:
@@ -247,38 +280,18 @@ def _on_sub_meshes(
 
 
 _BESIDE_SUB_MESHES = (
-    *("recipe", "overrides", "cluster_name", "sub_meshes", "sharding", "num_microbatches"),
+    *("target_name", "overrides", "cluster_name", "sub_meshes", "sharding", "num_microbatches"),
     *("measure", "save", "html", "as_json"),
 )
 """What planning on sub-meshes looks at."""
 
 
-def _run_command(recipe: Path | None, plan: Path, placement: "Placement") -> str:
+def _run_command(name: str | None, path: Path, placement: "Placement") -> str:
     """Say how a plan is run: replicas and shards are processes, stages can be threads of one."""
-    train = f"penstock train {recipe or 'RECIPE'} --plan {plan}"
-    if placement.num_replicas == placement.most_shards == 1:
-        return train
-    return f"torchrun, in {count_text(placement.num_ranks, 'process')}: -m {train}"
-
-
-def _profiles(
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    files: tuple[Path, ...],
-    cluster: "Cluster",
-    sizes: tuple[int, ...],
-) -> tuple[list["Profile"], int | None]:
-    """Return what is known of the model, and how many samples the recipe's batches have."""
-    if (recipe is None) == (not files):
-        raise click.UsageError("give either a RECIPE or --profile")
-    if recipe is None:
-        from penstock.costs.profile import Profile
-
-        if overrides or sizes:
-            raise click.UsageError("--set and --microbatch-size change a RECIPE, not a profile")
-        return [Profile.load(path) for path in files], None
-    say(f"loading PyTorch, to profile {recipe}")
-    require_torch()
-    from .profile_target import profiles_for
-
-    return profiles_for(recipe, overrides, sizes, cluster)
+    is_alone = placement.num_replicas == placement.most_shards == 1
+    processes = count_text(placement.num_ranks, "process")
+    if name is None or ":" in name:
+        where = "" if is_alone else f", in {processes} of torchrun"
+        return f'penstock.Pipeline(model, plan=penstock.Plan.load("{path}"), ...){where}'
+    train = f"penstock train {name} --plan {path}"
+    return train if is_alone else f"torchrun, in {processes}: -m {train}"

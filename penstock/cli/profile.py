@@ -1,4 +1,4 @@
-"""`penstock profile`: what each layer of a recipe's model costs."""
+"""`penstock profile`: measure or count the cost of each layer of a model."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("target")
 @set_option
 @click.option(
     "--device",
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     metavar="N",
     type=click.IntRange(min=1),
     multiple=True,
-    help="Samples in a micro-batch; several may be given.  [default: the recipe's]",
+    help="Samples in a micro-batch; several may be given.  [default: the target's]",
 )
 @click.option("--busy", is_flag=True, help="Measure again while all other cores do the same.")
 @click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Write JSON there.")
 @click.option("--json", "as_json", is_flag=True, help="Write the profile as JSON.")
 def profile(  # noqa: PLR0913 - one for each option
-    recipe: Path,
+    target: str,
     overrides: tuple[str, ...],
     device: str | None,
     sizes: tuple[int, ...],
@@ -43,7 +43,9 @@ def profile(  # noqa: PLR0913 - one for each option
     save: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what each layer of RECIPE's model costs: measured here, or counted for a device.
+    """Show what each layer of a model costs: measured here, or counted for a device.
+
+    TARGET is package.module:function, as `penstock check` takes it, or a recipe.
 
     Seconds of a forward (F), of a whole backward (B), of its weight part (W) and of a recompute;
     FLOPs, what is kept for the backward, what lives between a layer and the next, parameters.
@@ -51,18 +53,19 @@ def profile(  # noqa: PLR0913 - one for each option
 
     \b
     Examples:
-      penstock profile recipes/digits.toml
-      penstock profile recipes/digits.toml --device h100 --microbatch-size 16 --microbatch-size 64
-      penstock profile recipes/digits.toml --save here.json
+      penstock profile digits
+      penstock profile digits --device h100 --microbatch-size 16 --microbatch-size 64
+      penstock profile digits --save here.json
+      penstock profile mymodel:example --device a100
     """
     if busy and device is not None:
         raise click.UsageError("--busy measures, and --device counts; leave out one of them")
     described = None if device is None else _device(device)
-    say(f"loading PyTorch, to profile {recipe}")
+    say(f"loading PyTorch, to profile {target}")
     require_torch()
-    from .profile_target import profile_of
+    from .targets import load_target
 
-    found = profile_of(recipe, overrides, sizes, described, busy=busy)
+    found = load_target(target, overrides).profile(sizes, described, busy=busy)
     if save is not None:
         found.save(save)
     if as_json:

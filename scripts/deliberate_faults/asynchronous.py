@@ -79,7 +79,7 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: a run goes on with other delays",
-        "penstock/recipe/read.py",
+        "recipes/penstock_recipes/recipe/read.py",
         'counting = {"pipeline.schedule"}',
         "pass",
         "tests/laws/test_train_asynchronous.py",

@@ -439,10 +439,10 @@ FAULTS = (
     ),
     Fault(
         "the decoder sees the word that it is to predict",
-        "penstock/zoo/attention.py",
+        "recipes/penstock_recipes/zoo/attention.py",
         "is_causal=causal",
         "is_causal=False",
-        "tests/zoo/test_zoo_transformers.py",
+        "tests/recipes/zoo/test_zoo_transformers.py",
         "",
     ),
     Fault(

@@ -31,7 +31,7 @@ from penstock.planner.plan import Plan
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.types import Recompute
-from penstock.zoo.gpt_family import gpt
+from penstock_recipes.zoo.gpt_family import gpt
 from tests.few_devices import cluster
 
 BATCH_SIZE, NUM_LAYERS = 64, 6

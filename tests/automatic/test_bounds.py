@@ -13,7 +13,7 @@ from penstock.automatic.prices import WAYS, Way
 from penstock.automatic.why import Candidate
 from penstock.runtime.shard import sharding_of
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
 
 CLUSTERS = {

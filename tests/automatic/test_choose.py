@@ -20,7 +20,7 @@ from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s
 from penstock.trace.units import time_text
 from penstock.types import Recompute
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
 
 BATCH, LENGTH = 16, 32

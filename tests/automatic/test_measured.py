@@ -19,7 +19,7 @@ from penstock.planner.plan import Plan
 from penstock.runtime.shard import sharding_of
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s as layer_s
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
 
 BATCH, LENGTH, M = 16, 32, 4

@@ -27,7 +27,7 @@ from penstock.runtime.shard import sharding_of
 from penstock.sharding.layouts import I, Layout, R, S
 from penstock.trace.page import Page, Section, render_page
 from penstock.trace.units import bytes_text, time_text
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
 from tests.trace.page.pages import WICKED
 

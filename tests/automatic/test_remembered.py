@@ -21,7 +21,7 @@ from penstock.planner.arguments import Model
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.sharding.search import Search
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
 
 LAYERS = as_layers(

@@ -24,7 +24,7 @@ from penstock.schedules.passes import add_recompute
 from penstock.sharding.layouts import S
 from penstock.trace.timeline import most_bytes
 from penstock.types import Recompute, Trace, Transport
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.automatic.test_page import layers_of
 from tests.few_devices import cluster
 

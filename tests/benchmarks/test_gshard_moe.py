@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.alpa_paper.gshard import GSHARD_SIZES, GShard, gshard_moe
 from benchmarks.alpa_paper.mixture import Mixture, MixtureShape, balance_loss, choose
 from penstock.errors import ConfigError
-from penstock.zoo.drawn import Draws, xavier
+from penstock_recipes.zoo.drawn import Draws, xavier
 
 WIDTH, EXPERTS = 6, 4
 

@@ -18,7 +18,7 @@ from penstock.planner.predict import Prediction
 from penstock.runtime.planning import facts_of
 from penstock.schedules import one_f_one_b
 from penstock.torch_private import storage_id
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
 
 WORDS = torch.randint(0, 32, (8, 8), generator=torch.Generator().manual_seed(0))

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint.files import digest_of
-from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError
-from penstock.zoo.resnet import residual_network
+from penstock_recipes.train.weights import mean_weights, tensor_names
+from penstock_recipes.zoo.resnet import residual_network
 from tests.model_parts import Masters, Noted, Noting, noted_pipeline
 
 Damage = Callable[[Path], Any]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.check_target import load_target
 from penstock.cli.main import run
+from penstock.cli.targets import load_target
 from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, named_schedule
 
 ROOT = Path(__file__).parents[2]
-DIGITS = str(ROOT / "recipes" / "digits.toml")
-GPT_SMALL = str(ROOT / "recipes" / "gpt_small.toml")
+DIGITS = "digits"
+GPT_SMALL = "gpt_small"
 
 Captured = pytest.CaptureFixture[str]
 
@@ -121,7 +121,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
     "arguments, message",
     [
         (["fly"], "No such command 'fly'"),
-        (["train"], "give a RECIPE, such as recipes/digits.toml, or --resume RUN_FOLDER"),
+        (["train"], "give a RECIPE, such as digits (`penstock recipes`), or --resume RUN_FOLDER"),
         (["train", "no.toml"], "there is no recipe no.toml"),
         (["train", DIGITS, "--set", "pipeline.num_stage=2"], "did you mean pipeline.num_stages?"),
         (["train", DIGITS, "--set", "pipeline.num_stages=40"], "num_stages=40, but the model has"),
@@ -138,7 +138,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["train", "--resume", "no"], "cannot resume: no does not exist"),
         (["train", "--resume", "a", "--run-folder", "b"], "leave out --run-folder"),
         (["check", "no.toml"], "there is no recipe no.toml"),
-        (["check", "model"], "cannot check 'model': give a recipe"),
+        (["check", "model"], "there is no recipe 'model'"),
         (["check", "no_such:thing"], "there is no module 'no_such' in"),
         (["check", "json:nothing"], "json has no function 'nothing'; it defines: dump, dumps"),
         (["check", "pathlib:Path.cwd"], "pathlib has no function 'Path.cwd'"),
@@ -337,12 +337,12 @@ def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:
 
 @pytest.mark.parametrize("schedule", [n for n in SCHEDULE_NAMES if n not in ASYNCHRONOUS_NAMES])
 def test_check_takes_a_familys_own_stages_per_rank_instead_of_the_recipes(schedule: str) -> None:
-    _, options = load_target(
+    target = load_target(
         DIGITS,
-        {"num_stages": 4, "schedule": schedule},
         ["pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=4"],
+        {"num_stages": 4, "schedule": schedule},
     )
-    assert options["schedule"] == named_schedule(schedule, 4)
+    assert target.options["schedule"] == named_schedule(schedule, 4)
 
 
 def test_another_number_of_processes_than_stages_is_said_before_they_meet(

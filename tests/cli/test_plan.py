@@ -13,7 +13,7 @@ from penstock.schedules import one_f_one_b
 from penstock.trace import Timeline
 from tests.few_devices import cluster as few_devices
 from tests.profiles import chain, cluster
-from tests.text_recipes import TEXT
+from tests.recipes.text_recipes import TEXT
 
 ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
@@ -49,15 +49,18 @@ def test_a_plan_that_is_saved_can_be_read_and_was_predicted(
 @pytest.mark.parametrize(
     ("num_replicas", "how"),
     [
-        ("1", "by: penstock train RECIPE --plan plan.json"),
-        ("2", "by: torchrun, in 2 processes: -m penstock train RECIPE --plan plan.json"),
+        ("1", 'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...)'),
+        (
+            "2",
+            'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...), in 2 p',
+        ),
     ],
 )
 def test_a_plan_that_is_saved_says_how_it_is_run(
     files: tuple[str, ...], capsys: Captured, num_replicas: str, how: str
 ) -> None:
     assert run((*files, "--num-replicas", num_replicas, "--save", "plan.json")) == 0
-    assert f"plan.json is written; it is run {how}\n" in capsys.readouterr().err
+    assert f"plan.json is written; it is run {how}" in capsys.readouterr().err
 
 
 def test_a_page_shows_the_timeline_without_a_run(files: tuple[str, ...]) -> None:
@@ -84,8 +87,8 @@ def test_another_file_is_not_overwritten_by_a_page(
         (("--batch-size", "0"), "0 is not in the range"),
         (("--num-replicas", "9"), "batch_size=8 for num_replicas=9"),
         (("--schedule", "fastest"), "'fastest' is not one of"),
-        (("recipe.toml",), "give either a RECIPE or --profile"),
-        (("--set", "a.b=1"), "--set and --microbatch-size change a RECIPE"),
+        (("recipe.toml",), "give either a TARGET or --profile"),
+        (("--set", "a.b=1"), "--set and --microbatch-size change a TARGET"),
         (("--sharding", "megatron"), "give --sub-meshes too"),
     ),
 )
@@ -124,7 +127,7 @@ def test_a_recipe_is_planned_for_accelerators_without_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    digits = str(ROOT / "recipes" / "digits.toml")
+    digits = "digits"
     assert run(("plan", digits, "--cluster", "dgx-a100", "--num-ranks", "2")) == 0
     assert "11 layers as " in capsys.readouterr().out
 
@@ -162,7 +165,7 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
     assert run((*command, "--best", "3")) == 2
     assert "--best beside --sub-meshes" in capsys.readouterr().err
     assert run(("plan", "--profile", "x.json", "--cluster", "h100", "--sub-meshes")) == 2
-    assert "--sub-meshes needs a RECIPE" in capsys.readouterr().err
+    assert "--sub-meshes needs a TARGET" in capsys.readouterr().err
     layout = "num_stages = 2\nnum_microbatches = 2"
     auto = Path("gpt.toml").read_text().replace(layout, 'plan = "auto"\nnum_microbatches = 2')
     Path("auto.toml").write_text(auto)
@@ -208,7 +211,17 @@ def test_data_whose_shapes_no_recipe_says_are_named_in_one_line(
     recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(("plan", str(ROOT / f"recipes/{recipe}.toml"), "--cluster", "h100")) == 2
+    assert (
+        run(
+            (
+                "plan",
+                recipe,
+                "--cluster",
+                "h100",
+            )
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
 

@@ -8,11 +8,11 @@ import pytest
 
 from penstock import Profile
 from penstock.cli.main import run
-from tests.text_recipes import NAMES
+from tests.recipes.text_recipes import NAMES
 
 ROOT = Path(__file__).parents[2]
-DIGITS = str(ROOT / "recipes" / "digits.toml")
-AMOEBANET = str(ROOT / "recipes" / "digits_amoebanet.toml")
+DIGITS = "digits"
+AMOEBANET = "digits_amoebanet"
 SMALL = ["--set", "model.num_blocks=2", "--set", "model.width=4"]
 
 Captured = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.model.layer_list import as_layers
 from penstock.model.pytree import flatten
 from tests.costs.counting import count_one, flops, layers_of, of_class
-from tests.zoo_members import ZOO_MEMBERS
+from tests.recipes.zoo_members import ZOO_MEMBERS
 
 
 @pytest.mark.parametrize("name", ZOO_MEMBERS)

@@ -20,9 +20,9 @@ from penstock.model.pytree import flatten
 from penstock.model.stage_plan import Step
 from penstock.runtime.unsplit import left_bytes
 from penstock.torch_private import storage_id
-from penstock.zoo import transformer_lm
+from penstock_recipes.zoo import transformer_lm
 from tests.costs.counting import count_one, flops, layers_of, of_class
-from tests.zoo_members import ZOO_MEMBERS
+from tests.recipes.zoo_members import ZOO_MEMBERS
 
 
 @pytest.mark.parametrize("name", ["resnet", "amoebanet_d", "unet", "transformer_lm"])

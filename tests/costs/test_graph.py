@@ -13,7 +13,7 @@ from penstock.costs.graph import Call, Graph
 from penstock.costs.profile import Operator, Part
 from penstock.model.layer_list import as_layers
 from tests.costs.counting import layers_of
-from tests.zoo_members import ZOO_MEMBERS
+from tests.recipes.zoo_members import ZOO_MEMBERS
 
 
 class Block(nn.Module):

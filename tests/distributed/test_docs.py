@@ -94,15 +94,13 @@ def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_pat
 
 SHORTER: dict[str, dict[str, str]] = {
     "README.md": {
-        "train recipes/digits.toml": "--set train.epochs=1 --set model.width=4 "
-        "--set train.checkpoint_every=4",
-        "train recipes/digits_amoebanet.toml": "--set train.epochs=1 --set model.num_filters=16",
-        "check recipes/gpt_small.toml": "--set model.width=16 --set data.vocabulary_size=256",
+        "train digits": "--set train.epochs=1 --set model.width=4 --set train.checkpoint_every=4",
+        "train digits_amoebanet": "--set train.epochs=1 --set model.num_filters=16",
+        "check gpt_small": "--set model.width=16 --set data.vocabulary_size=256",
     },
     "any_model.md": {"finetune_gpt2.py": "20"},
     "failure.md": {
-        "train recipes/digits.toml": "--set train.epochs=1 --set model.width=4 "
-        "--set train.checkpoint_every=4"
+        "train digits": "--set train.epochs=1 --set model.width=4 --set train.checkpoint_every=4"
     },
     "images.md": {"train": "--set train.epochs=1 --set model.num_filters=16"},
     "language_model.md": {"train": "--set train.epochs=1 --set data.sample_length=9"},
@@ -138,7 +136,6 @@ def words_of(page: str, line: str) -> list[str]:
 
 def prepare(page: Path, folder: Path) -> None:
     """Put into a folder what a page's commands take for granted."""
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
     (folder / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "finetune_gpt2.py", folder / "docs")
     for name in ("README.md", "FILE"):  # FILE: a text of the reader's

@@ -11,15 +11,15 @@ from penstock import Plan
 from penstock.checkpoint.files import read_facts
 from penstock.checkpoint.pieces import read_all
 from penstock.cli.main import run as command
-from penstock.recipe.read import read_recipe
-from penstock.train.build import build_model
-from penstock.train.layout import is_uneven
-from penstock.train.run_folder import RunFolder
-from penstock.train.tasks import build_task
+from penstock_recipes.recipe.read import read_recipe
+from penstock_recipes.train.build import build_model
+from penstock_recipes.train.layout import is_uneven
+from penstock_recipes.train.run_folder import RunFolder
+from penstock_recipes.train.tasks import build_task
 from tests.distributed.launch import Ended, start
 from tests.distributed.parallel_job import cluster_of
 from tests.distributed.test_train_processes import curve
-from tests.text_recipes import TEXT
+from tests.recipes.text_recipes import TEXT
 
 LINES = "".join(
     f"the {n} cats sat on {n * 7 % 13} mats and {n * n % 97} dogs\n" for n in range(99)

@@ -20,9 +20,9 @@ from penstock import Plan
 from penstock.checkpoint.files import read_facts
 from penstock.checkpoint.pieces import read_all
 from penstock.cli.main import run as command
-from penstock.train.command import Request, start_run
-from penstock.train.interrupt import Interrupt
-from penstock.train.run_folder import RunFolder
+from penstock_recipes.train.command import Request, start_run
+from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.train.run_folder import RunFolder
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.distributed.launch import ROOT, Ended, start
 from tests.profiles import cluster

@@ -8,7 +8,7 @@ import torch
 
 from penstock.checkpoint.files import read_facts
 from penstock.checkpoint.pieces import read_all
-from penstock.train.run_folder import RunFolder
+from penstock_recipes.train.run_folder import RunFolder
 from tests.distributed.launch import ROOT, start
 from tests.distributed.test_train_processes import (
     TRAIN,
@@ -20,7 +20,7 @@ from tests.distributed.test_train_processes import (
     outcome,
     run,
 )
-from tests.text_recipes import NAMES, TEXT
+from tests.recipes.text_recipes import NAMES, TEXT
 
 MADE = "translations.tsv"
 

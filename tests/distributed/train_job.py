@@ -18,9 +18,9 @@ from pathlib import Path
 import penstock
 from penstock.cli.main import main
 from penstock.mesh.control import Control
-from penstock.train.display import Display
-from penstock.train.loop import Trainer
-from penstock.train.run_folder import RunFolder
+from penstock_recipes.train.display import Display
+from penstock_recipes.train.loop import Trainer
+from penstock_recipes.train.run_folder import RunFolder
 
 PARENT = os.getppid()
 """As it was at first: the next process to be lost has another parent once torchrun is gone."""

@@ -168,7 +168,7 @@ def main() -> None:
 
     import pytest  # noqa: F401 - all are imported for those that are forked
 
-    import penstock.train.command  # noqa: F401 - as above
+    import penstock_recipes.train.command  # noqa: F401 - as above
 
     arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
     warnings.filterwarnings("error", category=UserWarning, module=r"penstock\Z")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Recompute, Trace, Transport
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.ways import IN_ONE_PROCESS
 

@@ -13,7 +13,7 @@ from benchmarks.blocks import conv_net, transformer
 from penstock import Pipeline, Profile, Recompute, Trace, Transport, capture
 from penstock.planner.predict import Prediction
 from penstock.schedules import Family
-from penstock.zoo import amoebanet_d
+from penstock_recipes.zoo import amoebanet_d
 from tests.every_schedule import families
 from tests.profiles import cluster
 

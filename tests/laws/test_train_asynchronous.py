@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from penstock.errors import RecipeError
-from penstock.recipe.read import read_recipe, recipe_to_toml
-from penstock.train.command import Request, resume_run, start_run
-from penstock.train.interrupt import Interrupt
-from penstock.train.loop import Trainer
-from penstock.train.run_folder import RunFolder, create
+from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
+from penstock_recipes.train.command import Request, resume_run, start_run
+from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.train.loop import Trainer
+from penstock_recipes.train.run_folder import RunFolder, create
 from tests.digits import DIGITS, NUM_STEPS
 from tests.laws.test_train_resume import SMALL, curve, train_until, weights
 from tests.quiet import quiet

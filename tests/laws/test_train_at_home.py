@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.train.command import Request, start_run
-from penstock.train.interrupt import Interrupt
+from penstock_recipes.recipe.cookbook import find_recipe
+from penstock_recipes.train.command import Request, start_run
+from penstock_recipes.train.interrupt import Interrupt
 from tests.quiet import quiet
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 FEW = ("de", "nl", "nl", "sv", "no", "da", "es", "pt", "it", "fr", "ca", "gl")
 
 
@@ -18,7 +18,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train AmoebaNet-D on the digits, with fewer filters than the recipe has."""
     folder = tmp_path_factory.mktemp("runs") / "digits"
     given = ["model.num_filters=16", "data.size=8", "data.max_shift=1", "train.epochs=10"]
-    request = Request(RECIPES / "digits_amoebanet.toml", given, folder)
+    request = Request(find_recipe("digits_amoebanet"), given, folder)
     summary = start_run(request, quiet(), Interrupt())
     assert summary.scores["test_accuracy"] >= 0.95
     return folder
@@ -36,7 +36,7 @@ def test_what_was_learnt_of_digits_helps_with_another_question(
     }
     found = {}
     for name, start in starts.items():
-        request = Request(RECIPES / "digits_parity.toml", [*given, *start], tmp_path / name)
+        request = Request(find_recipe("digits_parity"), [*given, *start], tmp_path / name)
         summary = start_run(request, quiet(), Interrupt())
         found[name] = summary.steps, summary.scores["test_accuracy"]
     assert found["tuned"][0] == found["scratch"][0]
@@ -59,7 +59,7 @@ def test_one_model_of_several_languages_translates_names_of_one_with_few(tmp_pat
         "learning_rate.warmup_steps=100",
     ]
     folder = tmp_path / "names"
-    assert start_run(Request(RECIPES / "names.toml", given, folder), quiet(), Interrupt()).finished
+    assert start_run(Request(find_recipe("names"), given, folder), quiet(), Interrupt()).finished
     scores = json.loads((folder / "scores.json").read_text())
     for language in ("gl", "de"):
         assert scores["model"][language]["chrf"] > scores["copy"][language]["chrf"] + 10

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, DivergedError
-from penstock.recipe.read import read_recipe
-from penstock.train.command import Request, start_run
-from penstock.train.interrupt import Interrupt
-from penstock.train.loop import Trainer
-from penstock.train.run_folder import RunFolder
+from penstock_recipes.recipe.read import read_recipe
+from penstock_recipes.train.command import Request, start_run
+from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.train.loop import Trainer
+from penstock_recipes.train.run_folder import RunFolder
 from tests.digits import DIGITS
 from tests.quiet import quiet
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.recipe.optimizer_sections import Cosine, Exponential, LearningRate
-from penstock.train.command import Request, start_run
-from penstock.train.interrupt import Interrupt
-from penstock.train.learning_rate import learning_rate, warmup_cosine
+from penstock_recipes.recipe.optimizer_sections import Cosine, Exponential, LearningRate
+from penstock_recipes.train.command import Request, start_run
+from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.train.learning_rate import learning_rate, warmup_cosine
 from tests.digits import DIGITS, SMALL
 
 PEAK = 0.3

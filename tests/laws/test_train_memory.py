@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock
 from penstock.schedules import BackwardInput, Family, Schedule, gpipe, one_f_one_b
-from penstock.zoo.resnet import residual_network
+from penstock_recipes.zoo.resnet import residual_network
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.memory_formula import cut, formula_bytes, most_kept
 

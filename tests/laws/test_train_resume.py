@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from penstock.checkpoint import save_checkpoint
 from penstock.cli.main import run
 from penstock.errors import CheckpointError, RecipeError, RunFolderError
-from penstock.recipe.read import read_recipe, recipe_to_toml
-from penstock.train.command import Request, resume_run, start_run
-from penstock.train.display import Display
-from penstock.train.interrupt import Interrupt
-from penstock.train.loop import Trainer
-from penstock.train.run_folder import RunFolder, create
-from penstock.train.start import Position
+from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
+from penstock_recipes.train.command import Request, resume_run, start_run
+from penstock_recipes.train.display import Display
+from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.train.loop import Trainer
+from penstock_recipes.train.run_folder import RunFolder, create
+from penstock_recipes.train.start import Position
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.quiet import quiet
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.checkpoint.weights import mean_weights, tensor_names
 from penstock.errors import CheckpointError, ConfigError, RecipeError, RunFolderError
-from penstock.recipe.read import read_recipe, recipe_to_toml
-from penstock.train.command import Request, resume_run, start_run
-from penstock.train.display import Display
-from penstock.train.interrupt import Interrupt
-from penstock.train.loop import Trainer
-from penstock.train.run_folder import RunFolder, create
+from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
+from penstock_recipes.train.command import Request, resume_run, start_run
+from penstock_recipes.train.display import Display
+from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.train.loop import Trainer
+from penstock_recipes.train.run_folder import RunFolder, create
+from penstock_recipes.train.weights import mean_weights, tensor_names
 from tests.quiet import quiet
-from tests.text_recipes import NAMES, TEXT
+from tests.recipes.text_recipes import NAMES, TEXT
 
 
 @pytest.fixture(scope="module")

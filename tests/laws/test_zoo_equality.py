@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import penstock
 from penstock.model.capture.inputs import as_call
-from penstock.zoo import set_drop_path_progress
+from penstock_recipes.zoo import set_drop_path_progress
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.model.capture.running import (
     Tensors,
@@ -24,9 +24,9 @@ from tests.model.capture.running import (
     gradients,
     loss,
 )
+from tests.recipes.zoo_members import BATCH, ZOO_MEMBERS, Member
 from tests.reference import Call, Unsplit, chain
 from tests.ways import IN_ONE_PROCESS
-from tests.zoo_members import BATCH, ZOO_MEMBERS, Member
 
 STEPS = 3
 STAGES = (1, 2, 3, 4)

@@ -8,8 +8,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from penstock.mesh.meet import name_attempt
-from penstock.train.environment import job_name
-from penstock.train.run_folder import begun_by, create
+from penstock_recipes.train.environment import job_name
+from penstock_recipes.train.run_folder import begun_by, create
 
 
 def meet(store: HashStore, world_size: int) -> set[str]:

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.optim.optimizers import Adafactor
+from penstock_recipes.optim.optimizers import Adafactor
 
 
 def model() -> nn.Sequential:

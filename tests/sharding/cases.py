@@ -5,7 +5,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.zoo import transformer_lm
+from penstock_recipes.zoo import transformer_lm
 from tests.sharding import cases_language, cases_vision
 from tests.sharding.fuzz import Case
 

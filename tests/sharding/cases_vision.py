@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.alpa_paper.wide_resnet import Bottleneck
-from penstock.zoo.amoebanet.cell import Cell
-from penstock.zoo.amoebanet.genotype import AMOEBANET_B, AMOEBANET_D, Genotype
+from penstock_recipes.zoo.amoebanet.cell import Cell
+from penstock_recipes.zoo.amoebanet.genotype import AMOEBANET_B, AMOEBANET_D, Genotype
 from tests.sharding.fuzz import Case
 from tests.u_net import Down, Up
 

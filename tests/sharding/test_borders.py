@@ -20,7 +20,7 @@ from penstock.model.entries import layout_on, marked
 from penstock.planner.placement import Placement
 from penstock.sharding.layouts import I, Layout, S, as_on
 from penstock.sharding.named import READY
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
 
 WORDS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))

@@ -32,7 +32,7 @@ from penstock.sharding.plan import sent_bytes
 from penstock.sharding.run import ShardedTensor
 from penstock.sharding.stages import plan_sharding
 from penstock.torch_private import storage_id
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
 from tests.sharding.cases import gpt_block
 from tests.sharding.fuzz import random_plan

@@ -16,7 +16,7 @@ from penstock.errors import BatchError
 from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
 from penstock.sharding.named import READY
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
 
 Layout = tuple[int, int, int]

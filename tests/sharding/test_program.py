@@ -28,7 +28,7 @@ from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import Choice, Seen, base_name, choices, divisions, fits, together
 from penstock.sharding.search import Part, Search
 from penstock.sharding.stages import plan_sharding
-from penstock.zoo import transformer_lm
+from penstock_recipes.zoo import transformer_lm
 from tests.costs.counting import layers_of
 
 

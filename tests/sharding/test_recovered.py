@@ -15,7 +15,7 @@ from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import base_name
 from penstock.sharding.stages import plan_sharding
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.sharding.cases_language import GShardBlock, Mixture
 
 COLUMNS, ROWS = ("query", "key", "value", "widen"), ("output", "narrow")

@@ -19,7 +19,7 @@ from penstock.sharding.program import LayerProgram, Site, Task
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import Choice
 from penstock.sharding.stages import plan_sharding
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 
 WORDS = torch.zeros(4, 8, dtype=torch.long)
 

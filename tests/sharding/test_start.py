@@ -17,7 +17,7 @@ from penstock.model.materialize import tied_groups
 from penstock.planner.placement import Placement
 from penstock.runtime.engine import keep_freed_memory
 from penstock.torch_private import TorchDispatchMode
-from penstock.zoo import gpt
+from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
 
 WORDS = torch.zeros(4, 8, dtype=torch.long)

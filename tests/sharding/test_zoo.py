@@ -13,7 +13,7 @@ from penstock import Mesh
 from penstock.planner.placement import Placement
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
 from tests.distributed.call import call
-from tests.zoo_members import ZOO_MEMBERS
+from tests.recipes.zoo_members import ZOO_MEMBERS
 
 MESHES = {
     "1 + 2": (((0,),), ((1, 2),)),

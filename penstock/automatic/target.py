@@ -1,0 +1,227 @@
+"""A model with a batch and a loss: what `plan`, `profile` and `check` are pointed at."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.device import Device
+from penstock.costs.layer_weights import MakeOptimizer, layer_weights
+from penstock.costs.profile import Profile
+from penstock.errors import ConfigError
+from penstock.model.batch import batch_size
+from penstock.model.capture.capture import capture, resolve_layers
+from penstock.model.layers import Layers
+from penstock.model.pytree import tree_map
+from penstock.planner.plan import Plan
+from penstock.runtime.devices import num_cores, why_missing
+from penstock.runtime.microbatches import microbatch_sizes
+from penstock.runtime.profiling import profile
+from penstock.types import Reduction
+
+from .choose import SHARDINGS, MeshTask, plan_on_meshes
+from .measured import with_measured
+from .parallelize import mesh_task
+
+_PROFILED_SIZES = (1, 4, 16, 64)
+"""Samples of the micro-batches that are profiled for a plan, beside the target's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A model, a batch that it is trained on, and how: all that planning and checking need.
+
+    Packages add kinds of targets by an entry point in the group `penstock.targets`: a function of
+    (name, overrides, options, needs_values) that returns one, or None for a name of another kind.
+    `overrides` are "SECTION.KEY=VALUE", and `options` are the arguments of `Pipeline` that the
+    command line gives.
+    """
+
+    name: str
+    make_model: Callable[[], Any]
+    """Makes the model with its initial weights; called on the meta device where shapes do."""
+    inputs: Any
+    """A batch, as the model takes it."""
+    targets: Any = None
+    """Its targets, as the loss takes them."""
+    loss: Callable[[Any, Any], Tensor] | None = None
+    reduction: "Reduction | Callable[[Any], Any]" = Reduction.MEAN
+    make_example: Callable[[], Any] | None = None
+    """Returns a smaller batch to capture a model with that is no chain; default: `inputs`."""
+    optimizer: MakeOptimizer = torch.optim.AdamW
+    precision: torch.dtype = torch.float32
+    """What a training step computes in, by autocast."""
+    num_microbatches: int = 1
+    """Micro-batches of the batch over all replicas."""
+    num_replicas: int = 1
+    fixed_microbatches: int | None = None
+    """The number of micro-batches that a plan must have; None: the planner chooses."""
+    threads_per_stage: int = 1
+    shardings: Sequence[str] = SHARDINGS
+    """The ready plans by which the devices of a stage may share it."""
+    measure: bool = False
+    """Whether a plan on sub-meshes runs the layers first, and takes times."""
+    plans_itself: bool = False
+    """Whether it is to be planned on sub-meshes."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `penstock.check`: the model's own number of stages, schedule and so on."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the batch."""
+        is_alone = self.targets is None
+        return batch_size(self.inputs if is_alone else self.targets, "the batch")
+
+    def layers_of(self, model: Any) -> Any:
+        """Return what a pipeline is made of: a chain as it is, another model captured."""
+        if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
+            return capture(model, self.make_example() if self.make_example else self.inputs)
+        return model
+
+    def profile(
+        self, sizes: Sequence[int] = (), device: Device | None = None, *, busy: bool = False
+    ) -> Profile:
+        """Measure the model here, or count what its layers do on a device.
+
+        Args:
+            sizes: samples of micro-batches; default: those of the first micro-batch.
+            busy: measure again while all other cores do the same.
+        """
+        options: dict[str, Any] = {
+            "targets": self.targets,
+            "loss": self.loss,
+            "microbatch_sizes": sizes or (self._microbatch_size,),
+            "optimizer": self.optimizer,
+            "threads": self.threads_per_stage,
+            "name": f"{self.name}, {str(self.precision).removeprefix('torch.')}",
+        }
+        if device is not None:
+            return self._counted(device, options)
+        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model, inputs = self._on(here)
+        options["targets"] = _moved(self.targets, here)
+        layers = self.layers_of(model)
+        with self._autocast(here):
+            return profile(layers, inputs, busy=busy, **options)
+
+    def profiles_for(self, cluster: Cluster, sizes: Sequence[int] = ()) -> list[Profile]:
+        """Profile the model for a cluster.
+
+        Layers are counted for accelerators.  On cores they are measured: with one thread for a
+        rank, and with as many as there are cores here.
+
+        Raises:
+            ConfigError: the cluster has cores of another machine.
+        """
+        count, own = self.batch_size, self._microbatch_size
+        sizes = sizes or sorted({own, *(n for n in _PROFILED_SIZES if n <= count)})
+        devices = cluster.resolved().devices.values()
+        counted = [device for device in devices if device.torch_type != "cpu"]
+        if counted:
+            return [self.profile(sizes, counted[0])]
+        cores = [name for name in cluster.devices if name != "core"]
+        if cores:
+            raise ConfigError(
+                f"the cluster {cluster.name} has CPUs called {cores[0]!r}, and only those of this "
+                'machine, "core", can be measured; give --profile with a profile that was made '
+                "there"
+            )
+        every = (replace(self, threads_per_stage=n) for n in sorted({1, num_cores()}))
+        return [each.profile(sizes, busy=True) for each in every]
+
+    def mesh_task(
+        self,
+        cluster: Cluster,
+        *,
+        sharding: str | None = None,
+        num_microbatches: int | None = None,
+        measure: bool = False,
+    ) -> MeshTask:
+        """Return the task of planning stages on sub-meshes, without the model's weights; these are
+        made where layers are to be measured.
+
+        Raises:
+            ConfigError: layers are to be measured, and nothing here is of the cluster's kind.
+        """
+        with torch.device("meta"):
+            model = self.make_model()
+        layers = self.layers_of(model)
+        inputs = self._lowered(model, self.inputs)
+        number = num_microbatches or self.fixed_microbatches
+        task = mesh_task(layers, inputs, cluster, number, sharding or "auto")
+        if sharding is None:
+            task = replace(task, shardings=self.shardings)
+        return self._measured(task) if measure or self.measure else task
+
+    def plan_on_meshes(self, cluster: Cluster, num_microbatches: int | None = None) -> Plan:
+        """Plan stages on sub-meshes of a cluster together with their sharding.
+
+        Raises:
+            PlanError: nothing fits; says what is missing.
+            ConfigError: as `mesh_task`.
+        """
+        return plan_on_meshes(self.mesh_task(cluster, num_microbatches=num_microbatches))
+
+    @property
+    def _microbatch_size(self) -> int:
+        """Samples of the first micro-batch."""
+        per_replica = self.num_microbatches // self.num_replicas
+        return microbatch_sizes(self.batch_size // self.num_replicas, per_replica)[0]
+
+    def _measured(self, task: MeshTask) -> MeshTask:
+        """Let layers take as long as they do here, with values and in the target's precision."""
+        kind = task.cluster.device_of(0).torch_type
+        if lacks := why_missing(kind):
+            raise ConfigError(
+                f"to measure layers for {task.cluster.name}, they run on one of its devices, and "
+                f"{lacks}; plan where there is one, or leave out pipeline.measure and --measure, "
+                "by which seconds are estimated"
+            )
+        here = torch.device(kind)
+        model, inputs = self._on(here)
+        layers = resolve_layers(self.layers_of(model), inputs)
+        measured = with_measured(task, layers, inputs, self.threads_per_stage)
+
+        def factors_of(num_microbatches: int) -> tuple[float, ...]:
+            with self._autocast(here):
+                return measured.factors_of(num_microbatches)
+
+        return replace(measured, factors_of=factors_of)
+
+    def _counted(self, device: Device, options: dict[str, Any]) -> Profile:
+        """Count the layers without values; in lower precision, as if all of them had it."""
+        with torch.device("meta"):
+            model = self.make_model()
+        layers: Layers = resolve_layers(self.layers_of(model), self.inputs)
+        weights = layer_weights(layers, options["optimizer"])
+        inputs = self._lowered(model, self.inputs)
+        kind = device.torch_type
+        found = profile(layers, inputs, measure=False, torch_type=kind, **options)
+        return replace(found, weights=weights)
+
+    def _on(self, device: torch.device) -> tuple[Any, Any]:
+        """Make the model on a device; return it and the inputs there."""
+        model = self.make_model()
+        if isinstance(model, nn.Module):
+            model = model.to(device)
+        return model, _moved(self.inputs, device)
+
+    def _lowered(self, model: Any, inputs: Any) -> Any:
+        """Give a model without values the target's precision; return inputs that have it."""
+        if self.precision is torch.float32 or not isinstance(model, nn.Module):
+            return inputs
+        model.to(self.precision)
+        return tree_map(lambda t: t.to(self.precision) if t.is_floating_point() else t, inputs)
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        is_lower = self.precision is not torch.float32
+        precision = self.precision if is_lower else torch.bfloat16
+        return torch.autocast(device.type, precision, enabled=is_lower)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map(lambda tensor: tensor.to(device), value)

@@ -1,0 +1,122 @@
+"""Find what a command is pointed at: package.module:function, or what another package reads."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.automatic.target import Target
+from penstock.errors import ConfigError
+from penstock.model.output_loss import loss_in
+from penstock.model.pytree import flatten
+from penstock.schedules.names import named_schedule
+from penstock.types import Recompute
+
+from .options import RECIPES_PACKAGE
+
+_GROUP = "penstock.targets"
+_DEFAULTS: Mapping[str, Any] = {
+    "num_stages": 2,
+    "stages_per_rank": None,
+    "num_microbatches": 4,
+    "schedule": "gpipe",
+    "recompute": "stage",
+}
+
+
+def load_target(
+    name: str,
+    overrides: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    *,
+    needs_values: bool = False,
+) -> Target:
+    """Find the model that `name` means.
+
+    Args:
+        overrides: changes of a recipe, as "section.key=value".
+        options: arguments of `Pipeline` from the command line; schedule and recompute by name.
+        needs_values: whether the batch must hold real samples, not only their shapes.
+
+    Raises:
+        ConfigError: there is no such recipe, module or function, or it returns something else.
+    """
+    if ":" in name:
+        if overrides:
+            raise ConfigError(f"--set {overrides[0]} changes a recipe, and {name} is a function")
+        return _of_function(name, options or {})
+    readers = list(entry_points(group=_GROUP))
+    for reader in readers:
+        target: Target | None = reader.load()(name, overrides, options or {}, needs_values)
+        if target is not None:
+            return target
+    hint = "" if readers else f" (recipes are read by {RECIPES_PACKAGE}, which is not installed)"
+    raise ConfigError(f"cannot read {name!r}: give a function as package.module:function{hint}")
+
+
+def _of_function(name: str, options: Mapping[str, Any]) -> Target:
+    result = _find(name)()
+    if not isinstance(result, tuple) or len(result) not in (2, 4):
+        raise ConfigError(
+            f"{name} returned {_described(result)}; return (layers, inputs, targets, loss), or "
+            "(model, example_inputs)"
+        )
+    layers, inputs, targets, loss = result if len(result) == 4 else (*result, None, loss_of_all)
+    named = {**_DEFAULTS, **options}
+    number, per_rank = named["num_stages"], named.pop("stages_per_rank")
+    named["schedule"] = named_schedule(named["schedule"], number, per_rank)
+    named["recompute"] = Recompute(named["recompute"])
+    return Target(
+        name=name,
+        make_model=lambda: layers,
+        inputs=inputs,
+        targets=targets,
+        loss=loss,
+        options=named,
+    )
+
+
+def loss_of_all(output: Any, _target: Any) -> Tensor:
+    """Return the loss that a model computes itself; else a number to which all outputs add."""
+    own = loss_in(output)
+    if own is not None:
+        return own
+    parts = [leaf for leaf in flatten(output)[0] if leaf.requires_grad]
+    if not parts:
+        raise ConfigError(
+            f"the model's output, a {type(output).__name__}, has no gradient; there is nothing to "
+            "train: do all parameters have requires_grad=False, or does it run under no_grad?"
+        )
+    return torch.stack([part.abs().float().square().mean() for part in parts]).sum()
+
+
+def _find(target: str) -> Callable[[], Any]:
+    module_name, _, name = target.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # an installed command does not look where it is called
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; what it imports is not
+        raise ConfigError(
+            f"there is no module {module_name!r} in {here} or among the installed ones"
+        ) from None
+    function = vars(module).get(name)
+    if not callable(function):
+        known = [n for n, f in vars(module).items() if getattr(f, "__module__", "") == module_name]
+        raise ConfigError(
+            f"{module_name} has no function {name!r}; it defines: {', '.join(known) or 'none'}"
+        )
+    result: Callable[[], Any] = function
+    return result
+
+
+def _described(value: Any) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"

@@ -1,0 +1,50 @@
+"""Recipes as targets of `penstock plan`, `penstock profile` and `penstock check`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.automatic.target import Target
+from penstock.schedules.names import least_stages_per_rank
+from penstock.trace.progress import say
+from penstock_recipes.recipe.cookbook import find_recipe, is_recipe
+from penstock_recipes.recipe.data_sections import Text
+from penstock_recipes.recipe.read import read_recipe
+from penstock_recipes.recipe.recipe import Recipe
+from penstock_recipes.train.build import target_of
+from penstock_recipes.train.tasks import build_task
+from penstock_recipes.train.tasks.task import Task
+
+
+def load(
+    name: str, overrides: Sequence[str], options: Mapping[str, Any], needs_values: bool
+) -> Target | None:
+    """Read the recipe that `name` means; None if it is none's: the entry point that commands call.
+
+    Raises:
+        RecipeError, ConfigError: the recipe is wrong, or its data are not there.
+    """
+    if not is_recipe(name):
+        return None
+    if "schedule" in options:
+        fewest = least_stages_per_rank(options["schedule"])
+        options = {"stages_per_rank": fewest, **options}
+    changes = [*overrides, *(f"pipeline.{key}={value}" for key, value in options.items())]
+    if "num_stages" in options:
+        changes.append("pipeline.partition=auto")
+    path = find_recipe(name)
+    recipe = read_recipe(path, changes)
+    task = build_task(recipe) if needs_values else _task_of(recipe)
+    return target_of(recipe, task, path.stem)
+
+
+def _task_of(recipe: Recipe) -> Task:
+    """Read the data of a recipe; of a text that is not there, its shapes are enough."""
+    data = recipe.data
+    if not isinstance(data, Text) or Path(data.path).exists():
+        return build_task(recipe)
+    from penstock_recipes.train.tasks.language import LanguageTask
+
+    task = LanguageTask(recipe, data, shapes_only=True)
+    say(f"{data.path} does not exist: another text of its shape, with the recipe's vocabulary")
+    return task

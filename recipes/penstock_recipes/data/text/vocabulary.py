@@ -1,0 +1,256 @@
+"""Subwords: one vocabulary for all languages, trained by the library tokenizers.
+
+Byte-level byte-pair encoding: text becomes UTF-8 bytes, and what often stands side by side becomes
+one token.  Every text in every script can be written with it, so <|unknown|> is there for form's
+sake and never given.  Words, numbers and marks are apart; combining marks belong to words, as
+Indic scripts want it.
+
+For translation, text is first put into NFC form, without spaces at its ends, and each text starts
+as after a space, so that a word has the same token at the start of a text as inside.  A source is
+
+    <de> tokens of the text <|end|>
+
+where <de> says which language it is in (the translation's language is the same for all).  A plain
+text, for a language model, is left as it is: tokens give back its very characters.
+"""
+
+import hashlib
+import importlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from penstock.errors import CheckpointError, ConfigError
+
+from .corpus import TextPart, check_languages
+from .sampling import FOLLOW_UPS_TEMPERATURE, epoch_samples
+
+
+def optional_library(module: str, what_for: str) -> Any:
+    """Import `module`, which belongs to the extra "translation".
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library = module.partition(".")[0]
+        raise ConfigError(
+            f"{what_for} needs {library}, which is not installed; "
+            "install it with: pip install 'penstock-recipes[translation]'"
+        ) from error
+
+
+PAD, BOS, EOS, UNK = range(4)
+SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>")
+"""No language is called like one of them, as one is called bos."""
+_NUM_BYTES = 256
+_FEWEST_TIMES = 2
+"""A pair of tokens that is seen less often does not become a token."""
+_AT_ONCE = 10_000
+"""Texts given to the library at a time."""
+_PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
+"""What is never merged across."""
+
+
+class Vocabulary:
+    """Subwords and language tags by number; `digest` tells vocabularies apart."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Take a tokenizer of the library tokenizers, made by `train_vocabulary`."""
+        tokenizer.encode_special_tokens = True  # "<|end|>" in a text is text
+        self._tokenizer = tokenizer
+        self.size: int = tokenizer.get_vocab_size()
+        added = sorted(tokenizer.get_added_tokens_decoder().items())
+        self.tags: Mapping[str, int] = {
+            token.content[1:-1]: number
+            for number, token in added
+            if token.content not in SPECIAL_TOKENS
+        }
+        tokens = json.dumps([tokenizer.id_to_token(number) for number in range(self.size)])
+        self.digest: str = hashlib.blake2b(tokens.encode(), digest_size=16).hexdigest()
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """The languages that have a tag."""
+        return tuple(self.tags)
+
+    def encode(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the tokens of each text, without tag and end."""
+        for start in range(0, len(texts), _AT_ONCE):
+            some = texts[start : start + _AT_ONCE]
+            for encoding in self._tokenizer.encode_batch(list(some), add_special_tokens=False):
+                yield encoding.ids
+
+    def encode_sources(self, texts: Sequence[str], language: str) -> Iterator[list[int]]:
+        """Yield the tokens of texts to be translated: tag, text, end.
+
+        Raises:
+            ConfigError: there is no tag for the language.
+        """
+        check_languages([language], self.tags, "the vocabulary")
+        return ([self.tags[language], *ids, EOS] for ids in self.encode(texts))
+
+    def encode_targets(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the tokens of translations: text, end."""
+        return ([*ids, EOS] for ids in self.encode(texts))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens up to the first end; bytes that make no character become �."""
+        text: str = self._tokenizer.decode(list(itertools.takewhile(lambda n: n != EOS, ids)))
+        return text
+
+    def save(self, path: Path) -> None:
+        """Write the vocabulary as one file of JSON, which the library tokenizers reads as well.
+
+        Raises:
+            ConfigError: there is another vocabulary, or something else, at `path`.
+        """
+        if path.exists():
+            if self._is_in(path):
+                return
+            raise ConfigError(
+                f"{path} exists already and is not this vocabulary; it is never overwritten, so "
+                "choose another name"
+            )
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        text = json.dumps(json.loads(self._tokenizer.to_str()), ensure_ascii=False)
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: there is no such file, or it holds no vocabulary of Penstock's.
+        """
+        tokenizers = _library()
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist; give the JSON file of a vocabulary")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises no narrower class
+            raise ConfigError(f"{path} holds no vocabulary: {error}") from None
+        added = tokenizer.get_added_tokens_decoder()
+        if any(n not in added or added[n].content != t for n, t in enumerate(SPECIAL_TOKENS)):
+            raise ConfigError(
+                f"{path} holds a vocabulary whose first tokens are not "
+                f"{' '.join(SPECIAL_TOKENS)}; give one that Penstock trained"
+            )
+        return cls(tokenizer)
+
+    def check_fits(self, *, size: int, digest: str) -> None:
+        """See that this is the vocabulary that a checkpoint was trained with.
+
+        Raises:
+            CheckpointError: it has another size or digest.
+        """
+        if self.size != size:
+            raise CheckpointError(
+                f"the checkpoint was trained with a vocabulary of {size:,} tokens, and this one "
+                f"has {self.size:,}; give the one that was saved beside the checkpoint"
+            )
+        if self.digest != digest:
+            raise CheckpointError(
+                f"the checkpoint was trained with the vocabulary {digest}, and this one, with as "
+                f"many tokens, is {self.digest}; give the one that was saved beside the checkpoint"
+            )
+
+    def _is_in(self, path: Path) -> bool:
+        try:
+            return Vocabulary.load(path).digest == self.digest
+        except ConfigError:
+            return False
+
+
+def train_vocabulary(
+    part: TextPart,
+    size: int,
+    *,
+    temperature: float = FOLLOW_UPS_TEMPERATURE,
+    num_pairs: int | None = None,
+    seed: int = 0,
+) -> Vocabulary:
+    """Make one vocabulary of at most `size` tokens from both sides of the pairs of all languages.
+
+    temperature: Languages are drawn as for training, so that those with little text are heard.
+    num_pairs: How many pairs are drawn; by default as many as there are.
+
+    Raises:
+        ConfigError: tokenizers is not installed, there is no text, or `size` is less than what
+            tags and single bytes need.
+    """
+    languages = sorted(part)
+    counts = torch.tensor([len(part[language]) for language in languages], dtype=torch.int64)
+    drawn = epoch_samples(
+        torch.repeat_interleave(torch.arange(len(languages)), counts),
+        temperature=temperature,
+        num_places=num_pairs if num_pairs is not None else int(counts.sum()),
+        seed=seed,
+        epoch=0,
+    ).tolist()
+    sources = [text for language in languages for text in part[language].sources]
+    targets = [text for language in languages for text in part[language].targets]
+    texts = (text for n in drawn for text in (sources[n], targets[n]))
+    return _train(texts, size, languages, for_translation=True)
+
+
+def train_text_vocabulary(text: str, size: int) -> Vocabulary:
+    """Make a vocabulary of at most `size` tokens from one text, without language tags.
+
+    Raises:
+        ConfigError: tokenizers is not installed, or `size` is less than what single bytes need.
+    """
+    return _train(text.splitlines(keepends=True), size, [], for_translation=False)
+
+
+def _train(
+    texts: Iterable[str], size: int, languages: Sequence[str], *, for_translation: bool
+) -> Vocabulary:
+    library = _library()
+    special = [*SPECIAL_TOKENS, *(f"<{language}>" for language in languages)]
+    if size < len(special) + _NUM_BYTES:
+        raise ConfigError(
+            f"a vocabulary of {size} tokens is too small: {len(languages)} language tags, "
+            f"{len(SPECIAL_TOKENS)} special tokens and {_NUM_BYTES} bytes need "
+            f"{len(special) + _NUM_BYTES}; give more"
+        )
+    tokenizer = library.Tokenizer(library.models.BPE(unk_token=SPECIAL_TOKENS[UNK]))
+    byte_level = library.pre_tokenizers.ByteLevel
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(
+        [
+            library.pre_tokenizers.Split(library.Regex(_PIECES), "isolated"),
+            byte_level(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = library.decoders.ByteLevel()
+    if for_translation:
+        _start_as_inside(tokenizer, library)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=_FEWEST_TIMES,
+        special_tokens=special,
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return Vocabulary(tokenizer)
+
+
+def _start_as_inside(tokenizer: Any, library: Any) -> None:
+    """Let each text start with a space, and take it off again."""
+    normalizers, decoders = library.normalizers, library.decoders
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Strip(), normalizers.Prepend(" ")]
+    )
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+
+
+def _library() -> Any:
+    return optional_library("tokenizers", "a vocabulary of subwords")

@@ -1,0 +1,84 @@
+"""The recipes that come with this package, by name."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+
+from penstock.errors import RecipeError
+
+_FOLDER = Path(str(files("penstock_recipes"))) / "cookbook"
+_HEADS = ("task", "model", "data", "time", "measured")
+
+
+@dataclass(frozen=True)
+class Description:
+    """A recipe in one line each, as the head of its file has it."""
+
+    name: str
+    task: str
+    model: str
+    data: str
+    time: str
+    measured: str
+    """The result on our machines, or "not run"."""
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all recipes of this package."""
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def is_recipe(name: str) -> bool:
+    """Tell whether a command's target is a recipe: a TOML file, or a name without a place."""
+    return name.endswith(".toml") or Path(name).name == name
+
+
+def find_recipe(name: str | Path) -> Path:
+    """Return the file of a recipe: a path, or the name of one of this package.
+
+    Raises:
+        RecipeError: there is neither; names the nearest ones.
+    """
+    path, text = Path(name), str(name)
+    if path.is_file():
+        return path
+    known = recipe_names()
+    if text in known:
+        return _FOLDER / f"{text}.toml"
+    near = get_close_matches(path.stem, known, n=3, cutoff=0.5)
+    if text.endswith(".toml"):
+        hint = f"; penstock has one by the name {path.stem}" if path.stem in known else ""
+        raise RecipeError(f"there is no recipe {text}{hint}")
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise RecipeError(
+        f"there is no recipe {text!r}; {hint}`penstock recipes` lists all; a file ends in .toml"
+    )
+
+
+def describe(name: str) -> Description:
+    """Read what the head of a recipe's file says of it."""
+    lines = find_recipe(name).read_text(encoding="utf-8").splitlines()
+    facts = dict.fromkeys(_HEADS, "")
+    for line in lines:
+        head, _, text = line.removeprefix("# ").partition(": ")
+        if head in facts:
+            facts[head] = text.strip()
+    return Description(name, **facts)
+
+
+def copy_recipe(name: str, folder: Path) -> Path:
+    """Copy a recipe of this package into a folder, to be changed there; return the new file.
+
+    Raises:
+        RecipeError: there is no such recipe, or the file exists already.
+    """
+    source, target = find_recipe(name), folder / f"{Path(name).stem}.toml"
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise RecipeError(f"{target} exists already, and is not overwritten") from None
+    except OSError as error:
+        raise RecipeError(f"cannot write {target}: {error.strerror}") from None
+    return target

@@ -1,0 +1,93 @@
+"""Let a run plan itself when it starts, for the processes that there are: plan = "auto"."""
+
+from dataclasses import replace
+
+import torch
+
+from penstock.automatic.hosts import check_devices, check_hosts
+from penstock.automatic.parallelize import this_cluster
+from penstock.costs.cluster import Cluster
+from penstock.mesh import Mesh
+from penstock.mesh.init import join_mesh, meet
+from penstock.mesh.start import num_processes
+from penstock.planner.plan import Plan
+from penstock.trace.progress import say
+from penstock.trace.units import count_text
+from penstock_recipes.recipe.recipe import Recipe
+
+from .build import target_of
+from .layout import is_uneven, kind_of, make_mesh, with_plan
+from .tasks import build_task
+
+
+def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None, Mesh]:
+    """Let the processes of a run meet; where the recipe says so, rank 0 plans first, and the
+    others wait however long that takes.
+
+    Returns:
+        The recipe with what the plan decides, the plan if there is one, and the mesh.
+
+    Raises:
+        RecipeError, PlanError, ConfigError: so many processes cannot run it, or nothing fits.
+        MeshError: they do not find each other in time.
+    """
+    section, count = recipe.pipeline, num_processes()
+    if plan is not None or not section.plan:
+        return recipe, plan, make_mesh(recipe, plan)
+    if count == 1:
+        plan = _planned(recipe, count)
+        recipe = with_plan(recipe, plan, is_own=True)
+        return recipe, plan, make_mesh(recipe, plan)
+    given = {"cluster": section.cluster, "num_microbatches": section.planned_microbatches}
+    given["measure"] = section.measure
+    world, place = meet(given, section.timeout_s, device_kind(recipe, None))
+    with world.reporting():
+        if (cluster := _cluster(recipe)) is not None:
+            check_hosts(cluster.resolved(), world, place)
+        text = world.from_first(lambda: _planned(recipe, count).to_json(), "for rank 0 to plan")
+    plan = Plan.from_json(text)
+    return with_plan(recipe, plan, is_own=True), plan, join_mesh(world, plan.placement, place)
+
+
+def device_kind(recipe: Recipe, plan: Plan | None) -> str | None:
+    """Return what the processes of a run compute on; None: CPUs, or the plan has several kinds."""
+    if plan is not None:
+        return kind_of(plan) if is_uneven(plan.placement) else None
+    if not recipe.pipeline.plan:
+        return None
+    cluster = _cluster(recipe)
+    if cluster is None:
+        return "cuda" if torch.cuda.is_available() else None
+    kinds = {device.torch_type for device in cluster.resolved().devices.values()}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def check_cluster(recipe: Recipe, count: int) -> None:
+    """Refuse a cluster that is described, with another number of devices than of processes.
+
+    Raises:
+        ConfigError: says both; or there is no such cluster.
+    """
+    cluster = _cluster(recipe)
+    if cluster is not None:
+        check_devices(cluster, count)
+
+
+def _planned(recipe: Recipe, count: int) -> Plan:
+    section, cluster = recipe.pipeline, _cluster(recipe)
+    if cluster is None:
+        say("measuring this machine, to plan for it")
+        cluster = this_cluster(count)
+    say(f"planning for {cluster.name} ({count_text(count, 'device')})")
+    plan = target_of(recipe, build_task(recipe), "").plan_on_meshes(cluster)
+    return replace(
+        plan,
+        seed=section.seed,
+        timeout_s=section.timeout_s,
+        threads_per_stage=section.threads_per_stage,
+    )
+
+
+def _cluster(recipe: Recipe) -> Cluster | None:
+    name = recipe.pipeline.cluster
+    return Cluster.load(name) if name else None

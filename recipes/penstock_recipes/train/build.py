@@ -1,0 +1,190 @@
+"""The words of a recipe turned into what they name: model, samples, pipeline, optimizer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.automatic.choose import SHARDINGS
+from penstock.automatic.target import Target
+from penstock.costs.layer_facts import LayerFacts
+from penstock.mesh import Mesh
+from penstock.model.capture.capture import capture, resolve_layers
+from penstock.model.layers import Layers
+from penstock.optim.scaler import GradScaler
+from penstock.pipeline import Pipeline
+from penstock.planner.plan import Plan
+from penstock.planner.wanted import Wanted
+from penstock.runtime.planning import facts_of
+from penstock.schedules.names import named_schedule
+from penstock.types import Recompute
+from penstock_recipes.optim import optimizers
+from penstock_recipes.recipe.optimizer_sections import SGD, Adafactor, AdamW, RMSProp
+from penstock_recipes.recipe.recipe import Recipe
+from penstock_recipes.recipe.section import Section
+
+from .tasks import build_task
+from .tasks.task import Task
+
+
+def build_model(recipe: Recipe, task: Task) -> nn.Module:
+    """Make the model; its initial weights depend on train.seed only."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.train.seed)
+        return task.make_model()
+
+
+def build_layers(model: nn.Module, task: Task) -> nn.Sequential | Layers:
+    """Return what a pipeline is made of: a chain as it is, another model captured."""
+    if isinstance(model, nn.Sequential):
+        return model
+    return capture(model, task.example(2))
+
+
+def names_of(layers: nn.Sequential | Layers) -> list[str]:
+    """Name the layers."""
+    if isinstance(layers, nn.Sequential):
+        return [name for name, _ in layers.named_children()]
+    return [step.name for step in layers]
+
+
+def model_facts(recipe: Recipe) -> tuple[LayerFacts, ...]:
+    """Describe the layers of a recipe's model without making its weights."""
+    task = build_task(recipe)
+    with torch.device("meta"):
+        model = task.make_model()
+    if not isinstance(model, nn.Sequential):
+        return facts_of(capture(model, task.example(2), check=False))
+    return facts_of(resolve_layers(model, None))
+
+
+def pipeline_options(recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments of `Pipeline` that the recipe decides."""
+    section = recipe.pipeline
+    auto, is_limited = section.partition == "auto", section.memory_limit_bytes is not None
+    return {
+        "num_stages": section.num_stages if auto else None,
+        "partition": None if auto else section.partition,
+        "num_microbatches": section.num_microbatches,
+        "schedule": named_schedule(section.schedule, section.num_stages, section.stages_per_rank),
+        "recompute": None if is_limited else Recompute(section.recompute),
+        "memory_limit_bytes": section.memory_limit_bytes,
+        "offload": section.offload,
+        "seed": section.seed,
+        "sharding": None if section.divides is None else section.divides.given,
+        "threads_per_stage": section.threads_per_stage,
+        "timeout_s": section.timeout_s,
+    }
+
+
+def target_of(recipe: Recipe, task: Task, name: str) -> Target:
+    """Describe the recipe's model for planning, profiling and checking."""
+    section, part = recipe.pipeline, next(task.batches(0, 0, slice)).parts[0]
+    return Target(
+        name=name,
+        make_model=partial(build_model, recipe, task),
+        inputs=part.inputs,
+        targets=part.targets,
+        loss=task.loss,
+        reduction=task.reduction,
+        make_example=partial(task.example, 2),
+        optimizer=optimizer_maker(recipe),
+        precision=getattr(torch, recipe.train.precision),
+        num_microbatches=section.num_microbatches,
+        num_replicas=section.num_replicas,
+        fixed_microbatches=section.planned_microbatches if section.plan else None,
+        threads_per_stage=section.threads_per_stage,
+        shardings=_shardings(recipe),
+        measure=section.measure,
+        plans_itself=section.plan == "auto",
+        options={} if section.plan else pipeline_options(recipe),
+    )
+
+
+def _shardings(recipe: Recipe) -> Sequence[str]:
+    """Return the ready plans by which the devices of a stage may share the recipe's model."""
+    section = recipe.pipeline
+    if section.plan and recipe.optimizer.name == "adafactor":
+        return ("data",)  # the optimizer looks at whole weights
+    if isinstance(section.sharding, str) and section.sharding != "auto":
+        return (section.sharding,)
+    if recipe.train.average_decay:  # a process needs the averages of all its weights
+        return [name for name in SHARDINGS if not Wanted(name).gathers]
+    return SHARDINGS
+
+
+def build_pipeline(
+    recipe: Recipe,
+    task: Task,
+    layers: nn.Sequential | Layers,
+    example_inputs: Any,
+    mesh: Mesh,
+    plan: Plan | None,
+) -> Pipeline:
+    """Cut the model into stages, as a plan says if there is one; each replica of the mesh takes
+    its share of the micro-batches.
+
+    Raises:
+        PartitionError: the model has too few layers, or another number than the partition says.
+        PlanError: the plan is of another model, or for other processes.
+    """
+    options: dict[str, Any] = {"plan": plan}
+    if plan is None:
+        options = pipeline_options(recipe) | {"batch_norm_over_replicas": True}
+        options["num_microbatches"] //= mesh.num_replicas
+    return Pipeline(
+        layers,
+        loss=task.loss,
+        reduction=task.reduction,
+        example_inputs=example_inputs,
+        mesh=mesh,
+        **options,
+    )
+
+
+def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
+    """Make the optimizer over all parameters; the loop sets its learning rate in every step."""
+    return optimizer_maker(recipe)(parameter_groups(recipe, pipe))
+
+
+def optimizer_maker(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
+    """Return what makes the recipe's optimizer of parameters."""
+    section = recipe.optimizer
+    options = section.options()
+    if isinstance(section, AdamW):
+        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    return partial(_OPTIMIZERS[type(section)], **options)
+
+
+_OPTIMIZERS: Mapping[type[Section], Callable[..., torch.optim.Optimizer]] = {
+    AdamW: torch.optim.AdamW,
+    SGD: torch.optim.SGD,
+    RMSProp: optimizers.RMSProp,
+    Adafactor: optimizers.Adafactor,
+}
+"""What takes the keys of a section as its arguments."""
+
+
+def parameter_groups(recipe: Recipe, pipe: Pipeline) -> list[dict[str, Any]]:
+    """Return all parameters; for RMSProp those of norms, and biases, apart: they do not decay."""
+    every = list(pipe.parameters())
+    if not isinstance(recipe.optimizer, RMSProp):
+        return [{"params": every}]
+    return [
+        {"params": [p for p in every if p.dim() > 1]},
+        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def build_scaler(recipe: Recipe, pipe: Pipeline) -> GradScaler:
+    """Make what scales the loss; it does nothing unless the precision needs it."""
+    return GradScaler(pipe, enabled=recipe.train.precision == "float16")
+
+
+def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
+    """Return the context in which the model runs on a device at the recipe's precision."""
+    precision: torch.dtype = getattr(torch, recipe.train.precision)
+    is_lower = precision is not torch.float32
+    return torch.autocast(device.type, precision if is_lower else torch.bfloat16, enabled=is_lower)

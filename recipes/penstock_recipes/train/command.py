@@ -1,0 +1,390 @@
+"""From a recipe to a finished run: start a new run folder, or go on with an old one.
+
+In a job of many processes each of them calls these alike; rank 0 alone writes to the run folder,
+but for the shards of checkpoints, and the others see it on a disk that all hosts share.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.errors import PlanError, RecipeError, RunFolderError
+from penstock.mesh import Mesh
+from penstock.mesh.agreement import told_by_first
+from penstock.mesh.meet import join, meeting
+from penstock.mesh.start import check_backends, num_processes
+from penstock.planner.make_plan import prediction_path
+from penstock.planner.placement import Placement
+from penstock.planner.plan import Plan
+from penstock.trace.units import count_text
+from penstock_recipes.recipe.read import check_resumable, read_recipe, recipe_to_toml
+from penstock_recipes.recipe.recipe import Recipe, marked_keys
+from penstock_recipes.recipe.section import Mark
+
+from .automatic import check_cluster, device_kind, meet_by_plan
+from .build import model_facts
+from .display import Display, say
+from .environment import environment_of, job_name
+from .interrupt import Interrupt
+from .layout import check_layout, is_uneven, read_plan, refit, with_plan
+from .loop import Trainer
+from .report import summarise, write_report, write_timeline
+from .run_files import ENVIRONMENT, PLAN, PREDICTED, RECIPE
+from .run_folder import (
+    RunFolder,
+    begun_by,
+    check_free,
+    create,
+    create_numbered,
+    numbered,
+    open_existing,
+)
+from .scalars import Summary, check_scalars
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asks for: a recipe, changes of single keys, where the run is kept, and a plan of
+    how the model is run.
+    """
+
+    recipe_path: Path | None
+    overrides: Sequence[str] = ()
+    run_folder: Path | None = None
+    plan_path: Path | None = None
+
+    def plan_for(self, num_processes: int) -> Plan | None:
+        """Read the plan, if one was given.
+
+        Raises:
+            PlanError: it cannot run in so many processes, or the file does not hold one.
+            RecipeError: an override changes what the plan decides.
+        """
+        if self.plan_path is None:
+            return None
+        plan = read_plan(self.plan_path, self.overrides)
+        plan.check_ranks(num_processes)
+        return plan
+
+    def recipe(self, path: Path, plan: Plan | None) -> Recipe:
+        """Read a recipe, with the changes and what the plan decides.
+
+        Raises:
+            RecipeError: the recipe or an override is wrong.
+        """
+        recipe = read_recipe(path, self.overrides)
+        check_scalars(recipe)
+        return recipe if plan is None else with_plan(recipe, plan)
+
+
+def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
+    """Train what a recipe says in a new run folder; by default runs/<recipe>-1, -2 and so on.
+
+    A job that torchrun starts again goes on with the run folder that it began.
+
+    Raises:
+        RecipeError: the recipe or an override is wrong, or does not fit the number of processes.
+        RunFolderError: the run folder exists.
+        PartitionError: the model cannot be cut so.
+        MeshError: the processes do not find each other.
+        KeyboardInterrupt: `interrupt` was wanted before anything was begun.
+    """
+    assert request.recipe_path is not None
+    plan = request.plan_for(num_processes())
+    recipe = request.recipe(request.recipe_path, plan)
+    begun = _begun_before(request, recipe, plan)
+    if begun is not None:
+        return _go_on(begun, recipe, plan, console, interrupt)
+    _check(recipe, plan, num_processes())
+    if request.run_folder is not None:
+        check_free(request.run_folder)
+    recipe, plan, met = meet_by_plan(recipe, plan)
+    with met as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
+        trainer.raise_if_wanted(interrupt)
+        names = mesh.world.gather(job_name(), "for the others to begin the run")
+        jobs = [name for name in names if name is not None]
+        path = mesh.world.from_first(
+            lambda: _create(request, trainer.recipe, jobs).path, "for the run folder"
+        )
+        with _opened(mesh, path) as folder:
+            _keep_prediction(request, folder)
+            return _run(trainer, folder, console, interrupt)
+
+
+def check_start(request: Request, num_processes: int) -> None:
+    """Find a user's mistakes before so many processes are started to begin a run.
+
+    Raises:
+        RecipeError, RunFolderError: as `start_run`.
+    """
+    assert request.recipe_path is not None
+    plan = request.plan_for(num_processes)
+    _check(request.recipe(request.recipe_path, plan), plan, num_processes)
+    if request.run_folder is not None:
+        check_free(request.run_folder)
+
+
+def check_resume(request: Request, num_processes: int) -> None:
+    """Find a user's mistakes before so many processes are started to go on with a run.
+
+    Raises:
+        RecipeError, RunFolderError: as `resume_run`.
+    """
+    new, plan = _to_resume(request, num_processes)
+    _check(new, plan, num_processes)
+
+
+def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
+    """Refuse, before any process is met, what so many cannot run, or the plan of another model."""
+    if plan is None and recipe.pipeline.plan:
+        check_cluster(recipe, num_processes)
+        return
+    check_layout(recipe, num_processes, plan)
+    if plan is not None:
+        plan.check_model(model_facts(recipe))
+
+
+def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
+    """Go on from the newest checkpoint of a run folder, bit by bit as if it had never stopped.
+
+    Stages, replicas and shards are fitted to the processes that are there, unless the request says
+    how many.
+
+    Raises:
+        RunFolderError: it is no run folder, or the run is finished.
+        RecipeError: the recipe or an override changes more than how the run is executed.
+        CheckpointError: the newest checkpoint is damaged or foreign.
+        MeshError: the processes do not find each other.
+        KeyboardInterrupt: `interrupt` was wanted before anything was begun.
+    """
+    assert request.run_folder is not None
+    new, plan = _to_resume(request, num_processes())
+    _check(new, plan, num_processes())
+    with _continued(request.run_folder, new, plan, interrupt) as (trainer, folder):
+        say(console, *trainer.resume(folder))
+        if trainer.finished and trainer.is_made(folder):
+            raise RunFolderError(
+                f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
+                "nothing to resume. Start a new run for more"
+            )
+        _say_how(console, folder, trainer)
+        return _run(trainer, folder, console, interrupt)
+
+
+def _to_resume(request: Request, num_processes: int) -> tuple[Recipe, Plan | None]:
+    """Return the recipe by which so many processes go on with a run; with the plan, if one was
+    given, or the run's own says what keys cannot.
+    """
+    assert request.run_folder is not None
+    folder = open_existing(request.run_folder)
+    old = read_recipe(folder.recipe_path)
+    plan = request.plan_for(num_processes)
+    if plan is None and not old.pipeline.plan:
+        plan = _kept_uneven(request, folder, num_processes)
+    new = request.recipe(request.recipe_path or folder.recipe_path, plan)
+    new = _with_microbatches_of(old, new)
+    check_resumable(old, new)
+    if plan is None and not new.pipeline.plan and not _says_layout(request.overrides):
+        new = refit(new, num_processes, len(model_facts(new)))
+    return new, plan
+
+
+def _kept_uneven(request: Request, folder: RunFolder, num_processes: int) -> Plan | None:
+    """Return the plan by which a run was run last if it has stages on unlike meshes, for as many
+    processes, and no other layout is asked for.
+    """
+    keys = [override.partition(".")[0].strip() for override in request.overrides]
+    if request.recipe_path is not None or "pipeline" in keys:
+        return None
+    plan = _last_plan(folder)
+    if plan is None or plan.placement.num_ranks != num_processes:
+        return None
+    return plan if is_uneven(plan.placement) else None
+
+
+def _last_plan(folder: RunFolder) -> Plan | None:
+    """Read the plan by which the model was run last; None where there is none."""
+    with suppress(PlanError):
+        return Plan.load(folder.path / PLAN)
+    return None
+
+
+def _go_on(
+    path: Path, wanted: Recipe, plan: Plan | None, console: Console, interrupt: Interrupt
+) -> Summary:
+    """Go on with a run that an earlier attempt of this job began, whatever is left to do.
+
+    A process that is started again takes the run as it was begun, but for its layout: the user
+    may be writing the next recipe already.
+    """
+    old = read_recipe(RunFolder(path).recipe_path)
+    wanted = _with_microbatches_of(old, wanted)
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        _check_same_job(path, old, wanted)
+    new = _with_layout_of(wanted, old)
+    if plan is not None and with_plan(new, plan) != new:  # the run goes on in another layout
+        plan = None
+    if plan is None and not new.pipeline.plan:
+        new = refit(new, num_processes(), len(model_facts(old)))
+    with _continued(path, new, plan, interrupt) as (trainer, folder):
+        say(console, *trainer.resume(folder, falls_back=True))
+        if trainer.finished and trainer.is_made(folder):
+            say(console, f"{path}, which this job began, has trained all its epochs")
+            return summarise(trainer, folder, seconds=0.0)
+        _say_how(console, folder, trainer)
+        return _run(trainer, folder, console, interrupt)
+
+
+@contextmanager
+def _continued(
+    path: Path, recipe: Recipe, plan: Plan | None, interrupt: Interrupt
+) -> Iterator[tuple[Trainer, RunFolder]]:
+    """Open the run folder of a run that is to go on, with what trains it."""
+    recipe, plan, met = meet_by_plan(recipe, plan)
+    with met as mesh, mesh.reporting(), Trainer(recipe, mesh, resumes=True, plan=plan) as trainer:
+        trainer.raise_if_wanted(interrupt)
+        with _opened(mesh, path) as folder:
+            yield trainer, folder
+
+
+def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
+    try:
+        check_resumable(old, wanted)
+    except RecipeError as error:
+        raise RecipeError(
+            f"{error}\nThe torchrun job {job_name()} began {path}, so this one goes on with it; a "
+            "new run needs another --rdzv-id"
+        ) from None
+
+
+def _with_microbatches_of(run: Recipe, new: Recipe) -> Recipe:
+    """Let a run that plans itself go on with as many micro-batches, if nobody says how many."""
+    if new.pipeline.planned_microbatches is not None:
+        return new
+    section = new.pipeline.model_copy(update={"num_microbatches": run.pipeline.num_microbatches})
+    return new.model_copy(update={"pipeline": section})
+
+
+def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
+    keys = wanted.pipeline.marked(Mark.LAYOUT, Mark.PROCESSES)
+    layout = {key: getattr(wanted.pipeline, key) for key in keys}
+    if run.pipeline.num_microbatches % wanted.pipeline.num_replicas:
+        return run
+    return run.model_copy(update={"pipeline": run.pipeline.model_copy(update=layout)})
+
+
+def _say_how(console: Console, folder: RunFolder, trainer: Trainer) -> None:
+    """Note the recipe as it is run now, and say where the run goes on."""
+    folder.write_text(RECIPE, recipe_to_toml(trainer.recipe))
+    before = _last_plan(folder)
+    layout = "" if before is None else _as_layout(before.placement, trainer.pipe.plan.placement)
+    say(console, f"resuming {folder.path} after step {trainer.position.step}{layout}")
+
+
+def _begun_before(request: Request, recipe: Recipe, plan: Plan | None) -> Path | None:
+    """Return the run folder that an earlier attempt of this torchrun job began; rank 0 looks."""
+    if job_name() is None:
+        return None
+    assert request.recipe_path is not None
+    wanted = request.run_folder
+    stem = request.recipe_path.stem
+    places = [wanted] if wanted is not None else numbered(RUNS, stem)
+    begun = begun_by(job_name(), places)
+    if num_processes() == 1:
+        return begun
+    join(recipe.pipeline.timeout_s, check_backends(device_kind(recipe, plan)))
+    with meeting():
+        told: Path | None = told_by_first(begun)
+    return told
+
+
+def _create(request: Request, recipe: Recipe, jobs: list[str]) -> RunFolder:
+    toml = recipe_to_toml(recipe)
+    if request.run_folder is not None:
+        return create(request.run_folder, toml, jobs)
+    assert request.recipe_path is not None
+    return create_numbered(RUNS, request.recipe_path.stem, toml, jobs)
+
+
+@contextmanager
+def _opened(mesh: Mesh, path: Path) -> Iterator[RunFolder]:
+    """Open the run folder in every process, and keep other jobs out of it.
+
+    Raises:
+        RunFolderError: a process does not see it, or another job trains there; on all alike.
+    """
+    folder = RunFolder(path, writes=mesh.is_first_rank)
+    sees = mesh.world.gather(folder.recipe_path.is_file(), "for the others to open the run folder")
+    blind = [str(rank) for rank, good in enumerate(sees) if not good]
+    if blind:
+        raise RunFolderError(
+            f"the run folder {path} is not seen by rank {', '.join(blind)}; put it on a disk that "
+            "all hosts share (--run-folder), and start all processes in the same folder"
+        )
+    with ExitStack() as held:
+        mesh.world.from_first(lambda: _lock(folder, held), "to have the run folder for themselves")
+        yield folder
+
+
+def _lock(folder: RunFolder, held: ExitStack) -> None:
+    lock = folder.lock()
+    if lock is not None:
+        held.callback(lock.release)
+
+
+def _says_layout(overrides: Sequence[str]) -> bool:
+    keys = marked_keys(Mark.PROCESSES)
+    return any(override.partition("=")[0].strip() in keys for override in overrides)
+
+
+def _as_layout(before: Placement, now: Placement) -> str:
+    was, is_now = (
+        [count_text(placement.num_stages, "stage"), count_text(placement.num_replicas, "replica")]
+        + ([_shards(placement)] if before.most_shards * now.most_shards > 1 else [])
+        for placement in (before, now)
+    )
+    if was == is_now:
+        return ""
+    numbers = (word.rpartition(" ")[0] for word in was)
+    return f", as {' x '.join(is_now)} (before: {' x '.join(numbers)})"
+
+
+def _shards(placement: Placement) -> str:
+    """Say how many shards stages have: "2 shards", or "1 + 2 shards" where some have others."""
+    if not is_uneven(placement):
+        return count_text(placement.most_shards, "shard")
+    return " + ".join(str(len(of_stage[0])) for of_stage in placement.ranks) + " shards"
+
+
+def _keep_prediction(request: Request, folder: RunFolder) -> None:
+    """Copy what was predicted for the plan, if it lies beside it, for the report."""
+    if request.plan_path is None:
+        return
+    with suppress(OSError, UnicodeDecodeError):
+        folder.write_text(PREDICTED, prediction_path(request.plan_path).read_text("utf-8"))
+
+
+def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
+    remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
+    say(console, *filter(None, remarks))
+    folder.keep_plan(trainer.pipe.plan.to_json(), trainer.position.step)
+    folder.write_text(ENVIRONMENT, environment_of(trainer.mesh))
+    start_s = time.perf_counter()
+    num_epochs = trainer.recipe.train.epochs
+    with Display(console, num_epochs, trainer.steps_per_epoch, trainer.task) as display:
+        trainer.run(folder, display, interrupt)
+    seconds = time.perf_counter() - start_s
+    said = []
+    if trainer.meter.timeline is not None:
+        said.append(write_timeline(folder, trainer.meter.timeline))
+    summary = summarise(trainer, folder, seconds)
+    said.append(write_report(trainer, folder, summary))
+    say(console, *filter(None, said))
+    return summary

@@ -1,0 +1,97 @@
+"""The learning rate as a function of the step: a resumed run needs no scheduler state."""
+
+import math
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from penstock_recipes.recipe.optimizer_sections import (
+    Cosine,
+    Exponential,
+    InverseSqrt,
+    LearningRate,
+)
+from penstock_recipes.recipe.recipe import Recipe
+
+
+def learning_rate(
+    section: LearningRate, step: int, *, peak: float, steps_per_epoch: int, epochs: int
+) -> float:
+    """Compute the learning rate of `step` (from 0), as the recipe says.
+
+    A warm-up in epochs that is longer than the run is shortened to the run's steps.
+    """
+    match section:
+        case Cosine():
+            return warmup_cosine(
+                step,
+                num_steps=epochs * steps_per_epoch,
+                warmup_steps=_warmup_steps(section, steps_per_epoch, epochs),
+                peak=peak,
+                final_share=section.final_share,
+            )
+        case Exponential():
+            warmup_steps = _warmup_steps(section, steps_per_epoch, epochs)
+            if step < warmup_steps:
+                return peak * (step + 1) / warmup_steps
+            times = math.floor(step / steps_per_epoch / section.every_epochs)
+            return peak * max(section.factor**times, section.final_share)
+        case InverseSqrt(warmup_steps=warmup_steps):
+            number = step + 1
+            return peak * min(number / warmup_steps, math.sqrt(warmup_steps / number))
+
+
+def _warmup_steps(section: Cosine | Exponential, steps_per_epoch: int, epochs: int) -> int:
+    return round(min(section.warmup_epochs, epochs) * steps_per_epoch)
+
+
+def warmup_cosine(
+    step: int, *, num_steps: int, warmup_steps: int, peak: float, final_share: float
+) -> float:
+    """Compute the learning rate of `step` (from 0): up in a line to `peak`, down in half a cosine.
+
+    Ends at `final_share` of `peak`, which step number `num_steps` would have.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+    return peak * (
+        final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    )
+
+
+@dataclass(slots=True)
+class Rates:
+    """Sets the learning rates of a run in its optimizer; `step` goes on to the next one, as the
+    schedulers of torch do.
+    """
+
+    recipe: Recipe
+    optimizer: Optimizer
+    steps_per_epoch: int
+    _number: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Of the run."""
+        return self.recipe.train.epochs * self.steps_per_epoch
+
+    def of(self, step: int) -> float:
+        """Return the rate of a step."""
+        return learning_rate(
+            self.recipe.learning_rate,
+            step,
+            peak=self.recipe.optimizer.lr,
+            steps_per_epoch=self.steps_per_epoch,
+            epochs=self.recipe.train.epochs,
+        )
+
+    def set(self, step: int) -> None:
+        """Set the rate of a step."""
+        self._number = step
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.of(step)
+
+    def step(self) -> None:
+        """Set the rate of the step after that."""
+        self.set(self._number + 1)

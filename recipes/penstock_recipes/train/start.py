@@ -1,0 +1,242 @@
+"""Where a run begins: from which checkpoint it may go on, what a resumed run has to know, and
+weights of another run, but for the layers that begin anew.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from penstock.checkpoint.files import digest_of_checkpoint, read_facts, read_state
+from penstock.errors import CheckpointError, RecipeError
+from penstock.pipeline import Pipeline
+from penstock_recipes.recipe.read import check_same_run, read_recipe
+from penstock_recipes.recipe.recipe import Recipe, Start
+from penstock_recipes.recipe.section import Mark
+from penstock_recipes.train.weights import Names, SavedWeights
+
+from .run_files import RECIPE, START
+from .run_folder import RunFolder
+from .tasks.task import Task
+
+
+def check_start(recipe: Recipe, task: Task) -> None:
+    """See that the weights that a recipe starts from are there, and mean the same in its task.
+
+    Raises:
+        RecipeError: there is no such checkpoint; or it has learnt from what is to be judged by.
+        CheckpointError: its weights mean something else.
+    """
+    start = recipe.start
+    if start.checkpoint:
+        checkpoint_of(start)
+        task.check_start(run_of(start))
+        _check_split(recipe, run_of(start))
+    elif start.new_layers:
+        raise RecipeError(
+            f"start.new_layers = {list(start.new_layers)} begin anew in any case: there is no "
+            "start.checkpoint. Give one, or leave them out"
+        )
+
+
+def _check_split(recipe: Recipe, folder: Path) -> None:
+    """Refuse weights that have learnt from what this run holds out of the same data."""
+    if not (folder / RECIPE).is_file():
+        return
+    data, other = recipe.data, read_recipe(folder / RECIPE).data
+    if data.name != other.name or getattr(data, "path", "") != getattr(other, "path", ""):
+        return
+    for key in data.marked(Mark.HELD_OUT):
+        here, there = getattr(data, key), getattr(other, key)
+        if here != there:
+            raise RecipeError(
+                f"data.{key} = {here!r} holds out other samples than the {there!r} of {folder}, "
+                "whose weights are started from: they have learnt from what this run would be "
+                f"judged by. Set data.{key} to {there!r} too"
+            )
+
+
+def begun_from(start: Start, folder: RunFolder) -> Path:
+    """Find the checkpoint whose weights the run in `folder` began with, to begin once more.
+
+    The run that is started from may have gone on, so that its newest checkpoint is another one.
+
+    Raises:
+        RecipeError: there is no such checkpoint.
+        CheckpointError: what is there now is not what the run began with.
+    """
+    kept = _kept(folder)
+    if kept is None:
+        return checkpoint_of(start)  # the run ended before it noted one
+    digest, name = kept
+    checkpoint = Path(name)
+    if not checkpoint.is_dir() or digest_of_checkpoint(checkpoint) != digest:
+        raise CheckpointError(
+            f"{folder.path} has no checkpoint to go on from, and cannot begin again: the weights "
+            f"that it began with, {checkpoint}, are gone or not the same any more. Put that "
+            "checkpoint back, or start a new run"
+        )
+    return checkpoint
+
+
+def note_start(checkpoint: Path, folder: RunFolder) -> None:
+    """Keep which checkpoint's weights a run begins with, unless that is known."""
+    if _kept(folder) is None:
+        folder.write_text(START, f"{digest_of_checkpoint(checkpoint)}  {checkpoint}\n")
+
+
+def _kept(folder: RunFolder) -> tuple[str, str] | None:
+    """Read the digest and the path that `note_start` wrote."""
+    if not (folder.path / START).is_file():
+        return None
+    digest, _, name = (folder.path / START).read_text(encoding="utf-8").strip().partition("  ")
+    return digest, name
+
+
+def start_from(start: Start, checkpoint: Path, pipe: Pipeline, names: Names) -> None:
+    """Load the weights of a checkpoint into a pipeline, but for the recipe's new layers.
+
+    `names` are those of the whole model's tensors.  The running average is taken if the run kept
+    one.  Everything is compared first.
+
+    Raises:
+        RecipeError: there is a new layer that the model does not have.
+        CheckpointError: it lacks a tensor of the model, or has one of another shape.
+    """
+    own = pipe.state_dict()
+    _check_new(start, list(names))
+    old = {name for name in own if not _is_in(name, start.new_layers)}
+    wanted = [name for name in names if name in old]
+    found = SavedWeights.find(checkpoint, names, wanted).read(wanted)
+    faults = [f"{name} is missing" for name in wanted if name not in found]
+    faults += [
+        f"{name} is {list(found[name].shape)} there, {list(own[name].shape)} in the model"
+        for name in found
+        if found[name].shape != own[name].shape
+    ]
+    if faults:
+        lines = "\n  ".join(faults[:20])
+        raise CheckpointError(
+            f"{checkpoint} does not fit the model; name what begins anew in start.new_layers:\n"
+            f"  {lines}"
+        )
+    with torch.no_grad():
+        for name, tensor in found.items():
+            own[name].copy_(tensor)
+
+
+def run_of(start: Start) -> Path:
+    """Return the folder of the run that is started from."""
+    path = Path(start.checkpoint)
+    return path if (path / RECIPE).is_file() else path.parent.parent
+
+
+def checkpoint_of(start: Start) -> Path:
+    """Find the checkpoint that a recipe means: itself, or the newest of a run folder.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    path = Path(start.checkpoint)
+    if (path / RECIPE).is_file():
+        checkpoints = RunFolder(path, writes=False).checkpoints()
+        if not checkpoints:
+            raise RecipeError(
+                f'start.checkpoint = "{path}" is a run folder without a checkpoint; let that run '
+                "go on, or choose another"
+            )
+        return checkpoints[-1]
+    if not path.is_dir():
+        raise RecipeError(
+            f'start.checkpoint = "{path}" does not exist; give the folder of a finished run, or '
+            "one of its checkpoints"
+        )
+    return path
+
+
+def _check_new(start: Start, names: list[str]) -> None:
+    for layer in start.new_layers:
+        if not any(_is_in(name, (layer,)) for name in names):
+            tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+            raise RecipeError(
+                f'start.new_layers has "{layer}", and the model has no such layer; it has {tops}'
+            )
+
+
+def _is_in(name: str, layers: tuple[str, ...]) -> bool:
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """The next batch to train on, the steps done, and the sums of the epoch under way.
+
+    Saved in every checkpoint.  The order of the samples follows from the epoch alone.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0
+    """Sum over the samples (or words) of this epoch of the loss of their batch."""
+    num_samples: int = 0
+    """Samples (or words) of this epoch that were trained on."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """After the last full epoch, by the names of the task's measures."""
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss over the samples of this epoch so far."""
+        return self.loss_sum / self.num_samples if self.num_samples else 0.0
+
+    def after_batch(self, loss: float, num_samples: int) -> "Position":
+        """Count one more step."""
+        return replace(
+            self,
+            batch=self.batch + 1,
+            step=self.step + 1,
+            loss_sum=self.loss_sum + loss * num_samples,
+            num_samples=self.num_samples + num_samples,
+        )
+
+    def after_epoch(self, scores: Mapping[str, float]) -> "Position":
+        """Stand at the start of the next epoch."""
+        return Position(epoch=self.epoch + 1, step=self.step, scores=scores)
+
+
+def check_state(checkpoint: Path, recipe: Recipe) -> None:
+    """Refuse a checkpoint of another run before anything is loaded.
+
+    Raises:
+        CheckpointError: it is damaged, or was not saved by a run.
+        RunFolderError: it was saved by a run of another recipe.
+    """
+    state = read_state(checkpoint)[0]["state"]
+    missing = [name for name in ("position", "recipe", "scaler") if name not in state]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint} was not saved by `penstock train`: it has no {missing[0]}"
+        )
+    check_same_run(state["recipe"], recipe, checkpoint)
+
+
+def way_out(folder: RunFolder) -> str:
+    """Say what can be done about a newest checkpoint that cannot be loaded."""
+    *before, newest = folder.checkpoints()
+    number = next((n for n in reversed(range(len(before))) if _is_sound(before[n])), None)
+    if number is None:
+        return (
+            f"No other checkpoint in {folder.path} is sound. If there is a copy of this one, put "
+            f"it back; else the run can only begin again at step 0, which deleting {newest} does"
+        )
+    doomed = ", ".join(str(path) for path in (*before[number + 1 :], newest))
+    return f"To resume from {before[number]}, delete {doomed}"
+
+
+def _is_sound(checkpoint: Path) -> bool:
+    try:
+        read_facts(checkpoint)
+    except CheckpointError:
+        return False
+    return True

@@ -1,0 +1,27 @@
+"""One task for each kind of data."""
+
+from penstock_recipes.recipe.data_sections import Digits, ImageFolder, Names, ParallelText, Text
+from penstock_recipes.recipe.recipe import Recipe
+
+from .task import Task
+
+
+def build_task(recipe: Recipe) -> Task:
+    """Read the data that a recipe names.
+
+    Raises:
+        ConfigError: they are not there, or the model is not made for them.
+    """
+    match recipe.data:
+        case Text() as section:
+            from .language import LanguageTask
+
+            return LanguageTask(recipe, section)
+        case Names() | ParallelText() as section:
+            from .translation import TranslationTask
+
+            return TranslationTask(recipe, section)
+        case Digits() | ImageFolder() as section:
+            from .images import ImageTask, open_images
+
+            return ImageTask(recipe, open_images(section))

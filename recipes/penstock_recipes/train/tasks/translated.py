@@ -1,0 +1,124 @@
+"""What a translation model is judged by at the end: translations of the texts held out for it."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+
+from penstock.plain_values import replace_text
+from penstock_recipes.data.text import (
+    BOS,
+    EOS,
+    PAD,
+    EncodedPairs,
+    ParallelCorpus,
+    Scores,
+    TextPairs,
+    TextPart,
+    Vocabulary,
+    collate,
+    compare,
+    identity_scores,
+    parts_by_length,
+    score_translations,
+)
+from penstock_recipes.data.text.vocabulary import optional_library
+from penstock_recipes.zoo import beam_search
+from penstock_recipes.zoo.translation.model import TranslationTransformer
+
+SCORES = "scores.json"
+_TOKENS_AT_ONCE = 2048
+"""Of sources, padding included; a beam search holds `beam` times as many."""
+Translations = Mapping[str, Sequence[str]]
+
+
+def require_metrics() -> None:
+    """Refuse to begin what could not be judged.
+
+    Raises:
+        ConfigError: sacrebleu is not installed.
+    """
+    optional_library("sacrebleu", "scores of translations (BLEU and chrF)")
+
+
+def translate(
+    model: TranslationTransformer,
+    encoded: EncodedPairs,
+    vocabulary: Vocabulary,
+    *,
+    beam: int,
+    length_penalty: float,
+) -> dict[str, list[str]]:
+    """Translate all sources; give the translations by language, in the order of the pairs."""
+    found = [""] * len(encoded)
+    longest = max(_TOKENS_AT_ONCE, int(encoded.lengths_N2.max()))
+    for samples in parts_by_length(encoded.lengths_N2, longest):
+        batch = collate(encoded, samples)
+        words_BT = beam_search(
+            model,
+            batch.source_BS,
+            max_length=min(model.target_embedding.max_length, 2 * batch.source_BS.shape[1] + 10),
+            beam=beam,
+            length_penalty=length_penalty,
+            bos=BOS,
+            eos=EOS,
+            pad=PAD,
+        ).best_BT
+        for sample, row in zip(samples.tolist(), words_BT.tolist(), strict=True):
+            found[sample] = vocabulary.decode(word for word in row if word != PAD)
+    return encoded.by_language(found)
+
+
+def judge(
+    translations: Translations, encoded: EncodedPairs, corpus: ParallelCorpus, folder: Path
+) -> str:
+    """Compare translations with the texts held out, and with copying; write all of it.
+
+    Returns:
+        The means, and where the rest is.
+    """
+    part = kept(encoded, corpus.test)
+    systems = {
+        "copy": identity_scores(part, target=corpus.target),
+        "model": score_translations(translations, part, target=corpus.target),
+    }
+    table = compare(systems)
+    lines = [
+        _quoted(language, source, reference, translation)
+        for language, pairs in part.items()
+        for source, reference, translation in zip(
+            pairs.sources, pairs.targets, translations[language], strict=True
+        )
+    ]
+    replace_text(folder / "translations.tsv", "\n".join(lines) + "\n")
+    replace_text(folder / "scores.txt", table + "\n")
+    replace_text(folder / SCORES, json.dumps(_as_json(systems), indent=1) + "\n")
+    ends = [line for n, line in enumerate(table.splitlines()) if n == 0 or line[:4] == "mean"]
+    return "\n".join([*ends, f"by language: {folder / 'scores.txt'}; texts in translations.tsv"])
+
+
+def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:
+    """Return the pairs that were not left out as too long, as texts."""
+    positions = encoded.by_language(encoded.positions_N.tolist())
+    return {
+        language: TextPairs.of(
+            (part[language].sources[n], part[language].targets[n]) for n in numbers
+        )
+        for language, numbers in positions.items()
+    }
+
+
+def _quoted(*columns: str) -> str:
+    """Return a row as the csv module reads it with the dialect excel-tab, without its end."""
+    row = StringIO(newline="")
+    csv.writer(row, "excel-tab").writerow(columns)  # quotes "\r" too, since a row ends with it
+    return row.getvalue().removesuffix("\r\n")
+
+
+def _as_json(systems: Mapping[str, Scores]) -> dict[str, object]:
+    return {
+        name: {language: asdict(score) for language, score in scores.by_language.items()}
+        for name, scores in systems.items()
+    }

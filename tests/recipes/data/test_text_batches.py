@@ -1,0 +1,261 @@
+"""Sampling by temperature and batches in tokens: laws of the plan, over many corpora."""
+
+import io
+import subprocess
+import sys
+from collections import Counter
+from contextlib import redirect_stdout
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock_recipes.data.text import (
+    MULTILINGUAL_BERT_TEMPERATURE,
+    BatchPlan,
+    Step,
+    epoch_steps,
+    language_shares,
+    parts_by_length,
+)
+from penstock_recipes.data.text.sampling import epoch_samples, language_places
+
+LONGEST = 20
+SAMPLE = st.tuples(st.integers(1, LONGEST), st.integers(1, LONGEST), st.integers(0, 3))
+TEMPERATURE = st.sampled_from([0.5, 1.0, MULTILINGUAL_BERT_TEMPERATURE, 5.0, 100.0])
+COUNTS = st.lists(st.integers(0, 1000), min_size=1, max_size=8)
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> tuple[Tensor, Tensor, BatchPlan]:
+    samples = draw(st.lists(SAMPLE, min_size=1, max_size=60))
+    table = torch.tensor(samples, dtype=torch.int64)
+    per_part = draw(st.integers(LONGEST, 5 * LONGEST))
+    plan = BatchPlan(
+        tokens_per_step=draw(st.integers(per_part, 4 * per_part)),
+        tokens_per_part=per_part,
+        temperature=draw(TEMPERATURE),
+        seed=draw(st.integers(0, 5)),
+    )
+    return table[:, :2], table[:, 2], plan
+
+
+def flat(steps: list[Step]) -> list[int]:
+    return [n for step in steps for part in step for n in part.tolist()]
+
+
+def padded_tokens(lengths_N2: Tensor, part: Tensor) -> int:
+    return len(part) * int(lengths_N2[part].max())
+
+
+@given(corpora(), st.integers(0, 3))
+def test_an_epoch_holds_what_was_sampled_and_nothing_else(
+    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
+) -> None:
+    lengths_N2, languages_N, plan = corpus
+    drawn = epoch_samples(
+        languages_N,
+        temperature=plan.temperature,
+        num_places=len(languages_N),
+        seed=plan.seed,
+        epoch=epoch,
+    )
+    assert Counter(flat(epoch_steps(lengths_N2, languages_N, plan, epoch))) == Counter(
+        drawn.tolist()
+    )
+
+
+@given(corpora())
+def test_at_temperature_1_an_epoch_holds_every_sample_once(
+    corpus: tuple[Tensor, Tensor, BatchPlan],
+) -> None:
+    lengths_N2, languages_N, plan = corpus
+    plan = replace(plan, temperature=1.0)
+    assert sorted(flat(epoch_steps(lengths_N2, languages_N, plan, 0))) == list(
+        range(len(languages_N))
+    )
+
+
+@given(corpora(), st.integers(0, 3))
+def test_no_part_and_no_step_holds_more_tokens_than_it_may(
+    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
+) -> None:
+    lengths_N2, languages_N, plan = corpus
+    for step in epoch_steps(lengths_N2, languages_N, plan, epoch):
+        tokens = [padded_tokens(lengths_N2, part) for part in step]
+        assert min(tokens) > 0 and max(tokens) <= plan.tokens_per_part
+        assert sum(tokens) <= plan.tokens_per_step
+
+
+@given(corpora())
+def test_all_steps_but_the_last_have_all_their_parts(
+    corpus: tuple[Tensor, Tensor, BatchPlan],
+) -> None:
+    lengths_N2, languages_N, plan = corpus
+    steps = epoch_steps(lengths_N2, languages_N, plan, 0)
+    assert {len(step) for step in steps[:-1]} <= {plan.parts_per_step}
+    assert 0 < len(steps[-1]) <= plan.parts_per_step
+
+
+@given(corpora())
+def test_a_part_takes_all_that_fits_in_order_of_length(
+    corpus: tuple[Tensor, Tensor, BatchPlan],
+) -> None:
+    lengths_N2, _, plan = corpus
+    parts = parts_by_length(lengths_N2, plan.tokens_per_part)
+    order = torch.cat(parts)
+    assert sorted(order.tolist()) == list(range(len(lengths_N2)))
+    longest = lengths_N2.amax(dim=1)[order]
+    assert torch.equal(longest, longest.sort().values)
+    for part, following in pairwise(parts):
+        one_more = torch.cat([part, following[:1]])
+        assert padded_tokens(lengths_N2, one_more) > plan.tokens_per_part
+
+
+@given(corpora(), st.integers(0, 3))
+def test_a_plan_is_the_same_at_every_call_and_draws_from_no_other_generator(
+    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
+) -> None:
+    lengths_N2, languages_N, plan = corpus
+    before = torch.random.get_rng_state()
+    first = epoch_steps(lengths_N2, languages_N, plan, epoch)
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.rand(1)
+    again = epoch_steps(lengths_N2, languages_N, plan, epoch)
+    assert [list(map(len, step)) for step in again] == [list(map(len, step)) for step in first]
+    assert flat(again) == flat(first)
+
+
+PLAN = """
+import torch
+from penstock_recipes.data.text import BatchPlan, epoch_steps
+lengths = torch.arange(1, 401).reshape(200, 2) % 17 + 1
+languages = (torch.arange(200) > 150).to(torch.int64)
+plan = BatchPlan(tokens_per_step=300, tokens_per_part=100, seed=7)
+steps = epoch_steps(lengths, languages, plan, epoch=3)
+print([[part.tolist() for part in step] for step in steps])
+"""
+
+
+def test_another_process_makes_the_same_plan() -> None:
+    done = subprocess.run([sys.executable, "-c", PLAN], capture_output=True, text=True, check=True)
+    here = io.StringIO()
+    with redirect_stdout(here):
+        exec(PLAN, {})
+    assert done.stdout == here.getvalue() != "[]\n"
+
+
+def test_epochs_and_seeds_differ() -> None:
+    lengths_N2, languages_N = torch.ones(100, 2, dtype=torch.int64), torch.zeros(100).long()
+
+    def order(seed: int, epoch: int) -> list[int]:
+        plan = BatchPlan(tokens_per_step=10, tokens_per_part=10, seed=seed)
+        return flat(epoch_steps(lengths_N2, languages_N, plan, epoch))
+
+    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_parts_of_all_lengths_share_a_step() -> None:
+    lengths_N2 = torch.arange(1, 101)[:, None].expand(-1, 2)
+    plan = BatchPlan(tokens_per_step=1000, tokens_per_part=100)
+    steps = epoch_steps(lengths_N2, torch.zeros(100).long(), plan, 0)
+    spans = [max(int(lengths_N2[p].max()) for p in s) - int(lengths_N2[s[0]].max()) for s in steps]
+    assert max(spans) > 20
+
+
+@given(COUNTS.filter(any), TEMPERATURE)
+def test_shares_are_the_formula(counts: list[int], temperature: float) -> None:
+    shares = language_shares(counts, temperature)
+    whole = sum(n ** (1 / temperature) for n in counts if n)
+    for count, share in zip(counts, shares, strict=True):
+        expected = count ** (1 / temperature) / whole if count else 0
+        assert share == pytest.approx(expected, rel=1e-9)
+
+
+@given(COUNTS.filter(any), TEMPERATURE)
+def test_usual_temperatures_have_the_bits_of_the_formula(
+    counts: list[int], temperature: float
+) -> None:
+    """A run that goes on has the shares that it began with."""
+    raw = [(n / sum(counts)) ** (1 / temperature) if n else 0.0 for n in counts]
+    assert language_shares(counts, temperature) == [weight / sum(raw) for weight in raw]
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1e-300, 5e-324])
+def test_a_low_temperature_takes_the_largest_languages_alone(temperature: float) -> None:
+    assert language_shares([400, 0, 900, 300], temperature) == [0, 0, 1, 0]
+    assert language_shares([7, 7, 6], temperature)[:2] == [0.5, 0.5]
+    assert language_places([400, 900, 300], temperature, 1600) == [0, 1600, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e9, 1e308])
+def test_a_high_temperature_takes_all_languages_alike(temperature: float) -> None:
+    assert language_shares([1, 0, 10**9], temperature) == pytest.approx([0.5, 0, 0.5])
+
+
+def test_the_temperatures_of_the_papers() -> None:
+    million, thousand = 1_000_000, 1000
+    assert language_shares([million, thousand], 1) == pytest.approx([1000 / 1001, 1 / 1001])
+    ratio = 1000**0.7
+    assert language_shares([million, thousand], MULTILINGUAL_BERT_TEMPERATURE) == pytest.approx(
+        [ratio / (ratio + 1), 1 / (ratio + 1)]
+    )
+    ratio = 1000**0.2
+    assert language_shares([million, thousand], 5) == pytest.approx(
+        [ratio / (ratio + 1), 1 / (ratio + 1)]
+    )
+
+
+@given(COUNTS.filter(any), TEMPERATURE, st.integers(0, 500))
+def test_places_add_up_and_differ_from_the_shares_by_less_than_one(
+    counts: list[int], temperature: float, num_places: int
+) -> None:
+    places = language_places(counts, temperature, num_places)
+    assert sum(places) == num_places
+    for place, share in zip(places, language_shares(counts, temperature), strict=True):
+        assert abs(place - Fraction(share) * num_places) < 1
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), TEMPERATURE)
+def test_over_epochs_all_samples_of_a_language_are_seen_equally_often(
+    languages: list[int], temperature: float
+) -> None:
+    languages_N = torch.tensor(languages)
+    seen: Counter[int] = Counter(dict.fromkeys(range(len(languages)), 0))
+    for epoch in range(5):
+        drawn = epoch_samples(
+            languages_N, temperature=temperature, num_places=len(languages), seed=1, epoch=epoch
+        )
+        seen.update(drawn.tolist())
+    for language in set(languages):
+        counts = {count for n, count in seen.items() if languages[n] == language}
+        assert max(counts) - min(counts) <= 1
+
+
+def test_a_sample_longer_than_a_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sample 1 has 12 tokens, and tokens_per_part is 10"):
+        parts_by_length(torch.tensor([[3, 3], [4, 12]]), 10)
+
+
+@pytest.mark.parametrize(("per_step", "per_part"), [(10, 11), (10, 0), (0, 0)])
+def test_numbers_of_tokens_that_do_not_fit_are_refused(per_step: int, per_part: int) -> None:
+    with pytest.raises(ConfigError, match=f"tokens_per_part={per_part} and tokens_per_step="):
+        BatchPlan(tokens_per_step=per_step, tokens_per_part=per_part)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_temperature_that_is_not_above_0_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match=f"temperature={temperature}: must be a number above 0"):
+        BatchPlan(tokens_per_step=1, tokens_per_part=1, temperature=temperature)
+
+
+def test_an_epoch_of_nothing_is_refused() -> None:
+    plan = BatchPlan(tokens_per_step=10, tokens_per_part=10)
+    with pytest.raises(ConfigError, match="there is no pair to learn from in any language"):
+        epoch_steps(torch.empty(0, 2).long(), torch.empty(0).long(), plan, 0)
