@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -212,7 +211,6 @@ def at_most(seconds: int) -> Iterator[None]:
 
 def run(options: argparse.Namespace) -> None:
     """Plan every model on its devices, and print."""
-    os.environ["PENSTOCK_CACHE"] = "off"  # prices of an earlier run would make the search short
     load = Load.now()
     published = read_published(options.published) if options.published else {}
     tables = (GPT,) if options.smallest else options.models

@@ -11,12 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from penstock.automatic import choose
 from penstock.automatic.baselines import BASELINES, RestrictedPrices, plan_baseline
-from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes
+from penstock.automatic.choose import CUT_SHORT, MeshChoice, MeshTask, choose_on_meshes
 from penstock.automatic.prices import MeshPrices
-from penstock.automatic.remembered import RememberedSearch, is_cut_short
 from penstock.errors import PlanError
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
+from penstock.sharding.search import Search
 
 from .subjects import Subject
 
@@ -77,7 +77,7 @@ class Planned:
         """Return the plan of the whole search with what it was chosen from."""
         with (
             clocked(self.search_s, "begin", MeshPrices, "begin"),
-            clocked(self.search_s, "ranges", RememberedSearch, "of_ranges"),
+            clocked(self.search_s, "ranges", Search, "of_ranges"),
             clocked(self.search_s, "stages", choose, "find_stages"),
         ):
             graph_of = timed(self.search_s, "graph", self.task.graph_of)
@@ -149,7 +149,7 @@ class Planned:
 
 def _whole(choice: MeshChoice) -> MeshChoice:
     """Pass an interrupt on, which a search ends at with the best so far."""
-    if is_cut_short(choice.plan):
+    if any(line.startswith(CUT_SHORT) for line in choice.plan.why):
         raise KeyboardInterrupt
     return choice
 
