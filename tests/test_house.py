@@ -14,7 +14,7 @@ import penstock
 
 LAYERS = (
     {"errors", "types"},
-    {"interval", "launcher", "torch_private"},
+    {"launcher", "torch_private"},
     {"schedules"},
     {"plain_values"},
     {"trace"},
@@ -44,7 +44,6 @@ Imports for types only, under `if TYPE_CHECKING:`, are aside.
 
     errors  types                 the words
        └► torch_private           what torch hides
-       └► interval                numbers that are not known exactly
        └► launcher                who started this process
        └► schedules               WHEN
              └► plain_values      values in files
@@ -78,7 +77,7 @@ Imports for types only, under `if TYPE_CHECKING:`, are aside.
 
 SELF_CONTAINED = {"zoo"}
 AT_THE_TOP = {
-    *("__init__", "__main__", "errors", "interval", "launcher", "pipeline"),
+    *("__init__", "__main__", "errors", "launcher", "pipeline"),
     *("plain_values", "torch_private", "types"),
 }
 """Modules that stand in no folder: the front door, errors, types, and what every room may need."""

@@ -94,7 +94,7 @@ def profiles_for(
     batch_size = len(next(task.batches(0, 0, slice)).parts[0].targets)
     own = _first_size(recipe, range(batch_size))
     wanted = sizes or sorted({own, *(n for n in _LEAST_SIZES if n <= batch_size)})
-    devices = cluster.resolved().devices.values()
+    devices = cluster.devices.values()
     counted = [device for device in devices if device.torch_type != "cpu"]
     if counted:
         return [_profile_of(recipe, task, wanted, counted[0], name=path.stem)], batch_size
