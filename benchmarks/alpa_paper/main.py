@@ -21,14 +21,14 @@ from benchmarks.report import (
     publish,
     table_lines,
 )
-from penstock.automatic.baselines import BASELINES
 from penstock.automatic.choose import MeshChoice
 from penstock.planner.plan import Plan
 from penstock.planner.stage_rows import segments_of
 from penstock.types import Recompute
 
+from .baselines import BASELINES, step_s
 from .picture import Picture
-from .planned import AUTO, HANDOVERS, Planned, step_s
+from .planned import AUTO, HANDOVERS, Planned
 from .subjects import ALPAS, DEVICES, GPT, MOE, NEWEST, RESNET, Subject, subjects
 
 _TABLES = GPT, MOE, RESNET

@@ -10,7 +10,6 @@ from time import process_time
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.automatic import choose
-from penstock.automatic.baselines import BASELINES, RestrictedPrices, plan_baseline
 from penstock.automatic.choose import CUT_SHORT, MeshChoice, MeshTask, choose_on_meshes
 from penstock.automatic.prices import MeshPrices
 from penstock.errors import PlanError
@@ -18,6 +17,7 @@ from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 from penstock.sharding.search import Search
 
+from .baselines import BASELINES, RestrictedPrices, plan_baseline, step_s
 from .subjects import Subject
 
 _P = ParamSpec("_P")
@@ -30,12 +30,6 @@ there is.
 """
 _TIMES = (1, 2, 4, 8)
 """Times as many micro-batches as Alpa has: the first with which a plan fits."""
-
-
-def step_s(plan: Plan) -> float:
-    """Return the seconds of a step."""
-    assert plan.predicted_step_s is not None, "it was simulated"
-    return plan.predicted_step_s
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.automatic.baselines import BASELINES
+from benchmarks.alpa_paper.baselines import BASELINES
 from penstock.automatic.choose import SHARDINGS, choose_on_meshes, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task, plan_for
 from penstock.automatic.prices import MeshPrices, Way
