@@ -2,13 +2,13 @@
 
 What does not fit is an error of one line that names the place: `hosts[0].count must be a whole
 number, and is "two"`.  Fields may be numbers, strings, tuples, mappings from strings, enums,
-schedule families, intervals (`[low, high]`) and other dataclasses.
+schedule families and other dataclasses.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
@@ -17,7 +17,6 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from penstock.errors import ConfigError, RunFolderError, UnreadableError, shown
-from penstock.interval import Interval
 from penstock.schedules.family import Family
 from penstock.schedules.names import NAMES_IN_FILES, argument_types, family_named
 
@@ -69,8 +68,6 @@ def _plain(value: Any) -> Any:
             return {"name": value.name, "arguments": arguments}
         case Fraction():
             return str(value)
-        case Interval():
-            return [value.low, value.high]
     return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
@@ -141,8 +138,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         return {name: _read(parts[1], x, _place(where, name)) for name, x in every}
     if isinstance(kind, UnionType):
         return _read(_member(parts, data), data, where)
-    if kind in _SPECIAL:
-        return _SPECIAL[kind](data, where)
+    if kind is Family:
+        return _family(data, where)
     if is_dataclass(kind):
         return _dataclass(kind, _object(data, where), where)
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -153,14 +150,6 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     return _plain_value(kind, data, where)
 
 
-def _interval(data: Any, where: str) -> Interval:
-    ends = _tuple((float, float), data, where)
-    try:
-        return Interval(*ends)
-    except ConfigError as error:
-        raise ConfigError(f"{where or 'it'}: {error}") from None
-
-
 def _family(data: Any, where: str) -> Family:
     named = _read(_Named, data, where)
     types = argument_types(named.name)
@@ -169,9 +158,6 @@ def _family(data: Any, where: str) -> Family:
         for name, data in named.arguments.items()
     }
     return family_named(named.name, arguments)
-
-
-_SPECIAL: Mapping[Any, Callable[[Any, str], Any]] = {Family: _family, Interval: _interval}
 
 
 def _tuple(parts: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
@@ -195,8 +181,7 @@ def _member(parts: tuple[Any, ...], data: Any) -> Any:
     if isinstance(data, dict):
         return next((part for part in parts if is_dataclass(part)), parts[0])
     if isinstance(data, list):
-        lists = (part for part in parts if get_origin(part) is tuple or part is Interval)
-        return next(lists, parts[0])
+        return next((part for part in parts if get_origin(part) is tuple), parts[0])
     return parts[0]
 
 

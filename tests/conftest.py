@@ -48,11 +48,3 @@ def same_environment() -> Iterator[None]:
     yield
     for name in set(os.environ) - before:
         del os.environ[name]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what is remembered in a folder of this run's own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield

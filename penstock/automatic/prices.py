@@ -8,7 +8,7 @@ a shape               one integer program for each kind of layer, composed for a
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -23,8 +23,7 @@ from penstock.sharding.choose import Numbers
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Ranges, Search
-
-from .remembered import RememberedSearch
+from penstock.trace.progress import saying
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
@@ -100,7 +99,7 @@ class MeshPrices:
     num_microbatches: int
     plan: str = "auto"
     way: Way = WAYS[0]
-    shared: dict[object, RememberedSearch] = field(default_factory=dict)
+    shared: dict[object, Search] = field(default_factory=dict)
     """The search of each shape, which several ways have together."""
     factors: tuple[float, ...] = ()
     """Measured seconds of each layer by those of the roofline, where layers were measured."""
@@ -182,7 +181,9 @@ class MeshPrices:
         """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self._tables:
-            summed = self._summed(self._search(submesh, shape).of_ranges(self.way.byte_s))
+            with saying(f"dividing layers among {' x '.join(map(str, shape))} devices"):
+                ranges = self._search(submesh, shape).of_ranges(self.way.byte_s)
+            summed = self._summed(ranges)
             total_s, once_s, stays, updates, keeps, enters, graph = summed
             price = total_s, stays, keeps
             if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
@@ -215,7 +216,7 @@ class MeshPrices:
     def _tables(self) -> dict[object, Numbers]:
         return {}
 
-    def _search(self, submesh: Submesh, shape: tuple[int, ...]) -> RememberedSearch:
+    def _search(self, submesh: Submesh, shape: tuple[int, ...]) -> Search:
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self.shared:
             ready = ready_plan(self.plan)
@@ -223,9 +224,7 @@ class MeshPrices:
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
             costs = replace(costs, factors=self.factors)
             every, names = range(len(self.names)), [*self.names]
-            search = partial(Search, self.graph, names, Part(every), ready, costs)
-            facts = f"{self.graph.digest} {names} {self.plan} {costs}"
-            self.shared[key] = RememberedSearch(facts, search, shape, len(names))
+            self.shared[key] = Search(self.graph, names, Part(every), ready, costs)
         return self.shared[key]
 
     def devices(self, submesh: Submesh) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ class Target:
         """
         count, own = self.batch_size, self._microbatch_size
         sizes = sizes or sorted({own, *(n for n in _PROFILED_SIZES if n <= count)})
-        devices = cluster.resolved().devices.values()
+        devices = cluster.devices.values()
         counted = [device for device in devices if device.torch_type != "cpu"]
         if counted:
             return [self.profile(sizes, counted[0])]

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.interval import likely
 from penstock.planner.plan import Plan
 from penstock.planner.stage_rows import segments_of, stages_text
 from penstock.planner.submeshes import Answer
@@ -44,7 +43,7 @@ class Candidate(NamedTuple):
         """The seconds of the optimizer on the device that takes longest, by its bandwidth."""
         device_of = self.prices.cluster.device_of
         return max(
-            own.update_bytes / likely(device_of(place).bytes_per_s)
+            own.update_bytes / device_of(place).bytes_per_s
             for own, places in zip(self.stages, self.answer.devices, strict=True)
             for place in places
         )

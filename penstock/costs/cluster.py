@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Self
 
 from penstock.errors import ConfigError
-from penstock.interval import has_intervals, least, likely, most, resolved
 from penstock.plain_values import from_plain
 
 from .cluster_checks import wrong_in_cluster
@@ -25,9 +24,9 @@ from .cluster_files import read_file, read_text, write_text
 from .cluster_table import cluster_lines
 from .device import Device
 from .hosts import Host, Link
-from .routes import Choose, Lane, Place, Route, route_between
+from .routes import Lane, Place, Route, route_between
 
-__all__ = ["Choose", "Cluster", "Device", "Host", "Lane", "Link", "Place", "Route"]
+__all__ = ["Cluster", "Device", "Host", "Lane", "Link", "Place", "Route"]
 
 _SEVERAL = re.compile(r"(?P<times>\d{1,9}) x (?P<name>.+)")
 
@@ -110,20 +109,16 @@ class Cluster:
         """
         return self._each_host[self._at(place).host][1]
 
-    def route(self, source: int, target: int, choose: Choose = likely) -> Route:
+    def route(self, source: int, target: int) -> Route:
         """Return how a value gets from one device to another, both by their numbers.
-
-        With `choose=least` it is the fastest that the links' intervals allow, with `most` the
-        slowest.
 
         Raises:
             ConfigError: there is no device with this number.
         """
-        key = source, target, choose
-        if key not in self._routes:
+        if (source, target) not in self._routes:
             a, b = ((self._at(place), self.host_of(place)) for place in (source, target))
-            self._routes[key] = route_between(a, b, self.links, choose)
-        return self._routes[key]
+            self._routes[source, target] = route_between(a, b, self.links)
+        return self._routes[source, target]
 
     def times(self, number: int) -> Self:
         """Return a cluster of so many times the hosts.
@@ -142,23 +137,6 @@ class Cluster:
         hosts = (replace(h, port=h.processes or h.port, processes=None) for h in self.hosts)
         return replace(self, hosts=tuple(hosts))
 
-    @cached_property
-    def has_intervals(self) -> bool:
-        """Whether any figure is not known exactly."""
-        return has_intervals(self)
-
-    def resolved(self, choose: Choose = likely) -> Self:
-        """Return the cluster with numbers in the place of intervals.
-
-        With `choose=least` it is the fastest that it may be, with `most` the slowest.
-        """
-        found: Self = resolved(self, choose)
-        return found
-
-    def ends(self) -> tuple[Self, Self]:
-        """Return the slowest and the fastest cluster that it may be, without intervals."""
-        return self.resolved(most), self.resolved(least)
-
     def __str__(self) -> str:
         return "\n".join(cluster_lines(self.name, self.devices, self.hosts, self.links))
 
@@ -171,7 +149,7 @@ class Cluster:
         )
 
     @cached_property
-    def _routes(self) -> dict[tuple[int, int, Choose], Route]:
+    def _routes(self) -> dict[tuple[int, int], Route]:
         return {}
 
     def _at(self, place: int) -> Place:

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from penstock.interval import Quantity, least, most
-
 from .hosts import Host, Link
 
 MOST_DEVICES = 1 << 20
@@ -60,7 +58,7 @@ def _wrong_figures(where: str, host: Host) -> Iterator[str]:
     if host.memory_bytes is not None:
         yield from _wrong_number(f"{where}.memory_bytes", host.memory_bytes, more_than_zero=True)
     for n, share in enumerate(host.busy_speed):
-        if not 0 < least(share) <= most(share) <= 1:
+        if not 0 < share <= 1:
             yield (
                 f"{where}.busy_speed[{n}] is {share}; give the share of what one reaches alone, "
                 "above 0 and at most 1"
@@ -131,12 +129,12 @@ def _wrong_together(hosts: tuple[Host, ...]) -> Iterator[str]:
         yield f"hosts have {num_devices:,} devices in all; a cluster has at most {MOST_DEVICES:,}"
 
 
-def _wrong_number(where: str, value: Quantity, more_than_zero: bool = False) -> Iterator[str]:
-    if not (math.isfinite(least(value)) and math.isfinite(most(value))):
+def _wrong_number(where: str, value: float, more_than_zero: bool = False) -> Iterator[str]:
+    if not math.isfinite(value):
         yield f"{where} is {value}; give a finite number"
-    elif more_than_zero and least(value) <= 0:
+    elif more_than_zero and value <= 0:
         yield f"{where} is {value}; give a number above 0"
-    elif least(value) < 0:
+    elif value < 0:
         yield f"{where} is {value}; give a number from 0"
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, UnreadableError
-from penstock.interval import Interval
 from penstock.plain_values import from_plain
 
 from .cluster_checks import MOST_DEVICES
@@ -160,8 +159,6 @@ def _host(where: str, host: Any) -> Any:
 
 def _short(value: Any) -> Any:
     """Return plain data without what is as usual."""
-    if isinstance(value, Interval):
-        return [value.low, value.high]
     if isinstance(value, Mapping):
         return {name: _short(part) for name, part in value.items()}
     if isinstance(value, tuple):

@@ -1,8 +1,7 @@
 """A cluster as tables for a person."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from penstock.interval import Interval, Quantity
 from penstock.trace.units import bytes_text, columns, count_text, percent_text, time_text
 
 from .device import Device
@@ -27,7 +26,7 @@ def cluster_lines(
         yield from columns(list(_link_rows(links)), num_left=1)
     for n, host in enumerate(hosts):
         if host.busy_speed:
-            shares = ", ".join(quantity_text(share, percent_text) for share in host.busy_speed)
+            shares = ", ".join(percent_text(share) for share in host.busy_speed)
             yield f"speed of each rank of hosts[{n}] while 1, 2, ... compute: {shares}"
 
 
@@ -37,13 +36,6 @@ def rate_text(per_s: float, unit: str) -> str:
         if per_s >= size * 0.9995:
             return f"{per_s / size:.3g} {sign}{unit}/s"
     return f"{per_s:.3g} {unit}/s"
-
-
-def quantity_text(quantity: Quantity, text: Callable[[float], str]) -> str:
-    """Write a number, or both ends of what is known of it."""
-    if isinstance(quantity, Interval):
-        return f"{text(quantity.low)} to {text(quantity.high)}"
-    return text(quantity)
 
 
 def _host_rows(hosts: tuple[Host, ...]) -> Iterator[tuple[str, ...]]:
@@ -66,16 +58,13 @@ def _host_rows(hosts: tuple[Host, ...]) -> Iterator[tuple[str, ...]]:
 def _device_rows(devices: Mapping[str, Device]) -> Iterator[tuple[str, ...]]:
     yield "device", "peak", "copy", "memory", "issue"
     for kind, device in devices.items():
-        peaks = (
-            f"{dtype} {quantity_text(peak, lambda x: rate_text(x, 'FLOP'))}"
-            for dtype, peak in device.flops_per_s.items()
-        )
+        peaks = (f"{dtype} {rate_text(x, 'FLOP')}" for dtype, x in device.flops_per_s.items())
         yield (
             kind,
             ", ".join(peaks),
-            quantity_text(device.bytes_per_s, lambda x: rate_text(x, "B")),
+            rate_text(device.bytes_per_s, "B"),
             bytes_text(device.memory_bytes),
-            quantity_text(device.issue_s, time_text),
+            time_text(device.issue_s),
         )
 
 
@@ -84,9 +73,9 @@ def _link_rows(links: Mapping[str, Link]) -> Iterator[tuple[str, ...]]:
     for name, link in links.items():
         yield (
             name,
-            quantity_text(link.bytes_per_s, lambda x: rate_text(x, "B")),
-            quantity_text(link.latency_s, time_text),
-            quantity_text(link.overhead_s, time_text),
+            rate_text(link.bytes_per_s, "B"),
+            time_text(link.latency_s),
+            time_text(link.overhead_s),
             "yes" if link.duplex else "no",
             "block" if link.blocks else "overlap",
         )

@@ -24,92 +24,78 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from penstock.errors import ConfigError
-from penstock.interval import likely
 
 from .cluster import Cluster
-from .routes import Choose
 
 _Pair = tuple[int, int]
 
 
-def all_reduce_s(
-    cluster: Cluster, group: Sequence[int], num_bytes: float, choose: Choose = likely
-) -> float:
+def all_reduce_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
     """Return the seconds until each device of a group has the sum of what all have."""
     group = _checked(cluster, group)
-    ring_s = 2 * _passed_on_s(cluster, [group], num_bytes, choose)
-    begun_s = _begun_s(cluster, group, choose)
+    ring_s = 2 * _passed_on_s(cluster, [group], num_bytes)
+    begun_s = _begun_s(cluster, group)
     parts = _alike_on_hosts(cluster, group)
     if parts is None:
         return begun_s + ring_s
-    within_s = _passed_on_s(cluster, parts, num_bytes, choose)
+    within_s = _passed_on_s(cluster, parts, num_bytes)
     across = [list(ranks) for ranks in zip(*parts, strict=True)]
-    across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]), choose)
+    across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]))
     return begun_s + min(ring_s, 2 * within_s + 2 * across_s)
 
 
-def all_gather_s(
-    cluster: Cluster, group: Sequence[int], num_bytes: float, choose: Choose = likely
-) -> float:
+def all_gather_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
     """Return the seconds until each device has all parts of a value, `num_bytes` together."""
     group = _checked(cluster, group)
-    ring_s = _passed_on_s(cluster, [group], num_bytes, choose)
-    begun_s = _begun_s(cluster, group, choose)
+    ring_s = _passed_on_s(cluster, [group], num_bytes)
+    begun_s = _begun_s(cluster, group)
     parts = _alike_on_hosts(cluster, group)
     if parts is None:
         return begun_s + ring_s
     across = [list(ranks) for ranks in zip(*parts, strict=True)]
-    across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]), choose)
-    return begun_s + min(ring_s, across_s + _passed_on_s(cluster, parts, num_bytes, choose))
+    across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]))
+    return begun_s + min(ring_s, across_s + _passed_on_s(cluster, parts, num_bytes))
 
 
-def reduce_scatter_s(
-    cluster: Cluster, group: Sequence[int], num_bytes: float, choose: Choose = likely
-) -> float:
+def reduce_scatter_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
     """Return the seconds until each device has its part of the sum of `num_bytes`."""
-    return all_gather_s(cluster, group, num_bytes, choose)  # the same messages, the other way
+    return all_gather_s(cluster, group, num_bytes)  # the same messages, the other way
 
 
-def all_to_all_s(
-    cluster: Cluster, group: Sequence[int], num_bytes: float, choose: Choose = likely
-) -> float:
+def all_to_all_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
     """Return the seconds until each device has sent an equal part of `num_bytes` to each."""
     group = _checked(cluster, group)
     n = len(group)
     rounds = ([(a, group[(i + r) % n]) for i, a in enumerate(group)] for r in range(1, n))
-    each_s = (_at_once_s(cluster, pairs, num_bytes / n, choose) for pairs in rounds)
-    return _begun_s(cluster, group, choose) + sum(each_s)
+    each_s = (_at_once_s(cluster, pairs, num_bytes / n) for pairs in rounds)
+    return _begun_s(cluster, group) + sum(each_s)
 
 
-def _begun_s(cluster: Cluster, group: Sequence[int], choose: Choose) -> float:
+def _begun_s(cluster: Cluster, group: Sequence[int]) -> float:
     """Return what a collective takes beside its messages."""
-    routes = (cluster.route(a, b, choose) for a, b in pairwise(group))
+    routes = (cluster.route(a, b) for a, b in pairwise(group))
     return max((route.collective_s for route in routes), default=0.0)
 
 
-def _passed_on_s(
-    cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: float, choose: Choose
-) -> float:
+def _passed_on_s(cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: float) -> float:
     """Return the seconds until each device of each ring has had what all others have.
 
     All rings run at once, and share lanes.  Each is as long as the others.
     """
     n = len(rings[0])
     pairs = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
-    return (n - 1) * _at_once_s(cluster, pairs, num_bytes / n, choose) if n > 1 else 0.0
+    return (n - 1) * _at_once_s(cluster, pairs, num_bytes / n) if n > 1 else 0.0
 
 
-def _at_once_s(
-    cluster: Cluster, pairs: Sequence[_Pair], num_bytes: float, choose: Choose
-) -> float:
+def _at_once_s(cluster: Cluster, pairs: Sequence[_Pair], num_bytes: float) -> float:
     """Return the seconds until the last of several transfers, begun together, is there."""
-    latency_s, bytes_per_s = _slowest(cluster, pairs, choose)
+    latency_s, bytes_per_s = _slowest(cluster, pairs)
     return latency_s + num_bytes / bytes_per_s
 
 
-def _slowest(cluster: Cluster, pairs: Iterable[_Pair], choose: Choose) -> tuple[float, float]:
+def _slowest(cluster: Cluster, pairs: Iterable[_Pair]) -> tuple[float, float]:
     """Return the longest latency of transfers, and the least bytes a second that one gets."""
-    routes = [cluster.route(a, b, choose) for a, b in pairs]
+    routes = [cluster.route(a, b) for a, b in pairs]
     users = Counter(lane for route in routes for lane in route.lanes)
     latency_s = max(route.latency_s + 2 * route.overhead_s for route in routes)
     shares = (

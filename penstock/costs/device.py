@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import ConfigError
-from penstock.interval import Quantity, least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,19 +22,19 @@ class Device:
     """
 
     name: str
-    flops_per_s: Mapping[str, Quantity]
-    bytes_per_s: Quantity
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
     memory_bytes: int
     torch_type: str = "cuda"
-    efficiency: Mapping[str, Quantity] = field(default_factory=dict)
-    floor_s: Quantity = 0.0
-    gap_s: Quantity = 0.0
-    issue_s: Quantity = 0.0
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    floor_s: float = 0.0
+    gap_s: float = 0.0
+    issue_s: float = 0.0
     tile: tuple[int, int] = (1, 1)
     units: int = 1
-    elementwise_fusion: Quantity = 1.0
+    elementwise_fusion: float = 1.0
     """Share of elementwise bytes that are left where a compiler fuses operators."""
-    host_bytes_per_s: Quantity | None = None
+    host_bytes_per_s: float | None = None
     """How fast it copies to its host's memory, or a core to a file; None: nothing moves there."""
     source: str = ""
 
@@ -46,7 +45,7 @@ class Device:
             ConfigError: names the field.
         """
         to_host = self.host_bytes_per_s
-        positive: list[tuple[str, Quantity]] = [
+        positive: list[tuple[str, float]] = [
             ("bytes_per_s", self.bytes_per_s),
             ("memory_bytes", self.memory_bytes),
             ("units", self.units),
@@ -57,12 +56,12 @@ class Device:
             *((f"efficiency.{name}", share) for name, share in self.efficiency.items()),
         ]
         for name, value in positive:
-            if least(value) <= 0:
+            if value <= 0:
                 raise ConfigError(
                     f"{name} of device {self.name!r} is {value}; give a number above 0"
                 )
         for name in ("floor_s", "gap_s", "issue_s"):
-            if least(getattr(self, name)) < 0:
+            if getattr(self, name) < 0:
                 raise ConfigError(
                     f"{name} of device {self.name!r} is {getattr(self, name)}; nothing takes less "
                     "than 0 seconds"

@@ -113,11 +113,6 @@ class Graph:
         return self._by_layer.get(layer, [])
 
     @cached_property
-    def digest(self) -> str:
-        """A text that is equal for graphs in which all is the same."""
-        return sha256(repr(self).encode()).hexdigest()
-
-    @cached_property
     def num_uses(self) -> Counter[int]:
         """How many calls take each tensor, by number."""
         return Counter(n for call in self.calls for n in call.takes)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from penstock.interval import Quantity
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
@@ -17,13 +15,13 @@ class Link:
     that wait for it have been woken.
     """
 
-    bytes_per_s: Quantity
-    latency_s: Quantity = 0.0
+    bytes_per_s: float
+    latency_s: float = 0.0
     duplex: bool = True
-    overhead_s: Quantity = 0.0
+    overhead_s: float = 0.0
     blocks: bool = False
-    copy_bytes_per_s: Quantity | None = None
-    collective_s: Quantity = 0.0
+    copy_bytes_per_s: float | None = None
+    collective_s: float = 0.0
     source: str = ""
 
 
@@ -51,7 +49,7 @@ class Host:
     network: str | None = None
     cards: int = 1
     memory_bytes: int | None = None
-    busy_speed: tuple[Quantity, ...] = ()
+    busy_speed: tuple[float, ...] = ()
 
     def group_of(self, number: int) -> int | None:
         """Return the place in `groups` of the one with device `number`; None without groups."""

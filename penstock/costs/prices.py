@@ -10,11 +10,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, check_count
-from penstock.interval import likely
 
 from .device import Device
 from .profile import AtSize, LayerKind, LayerSeconds, Part, Profile, Value
-from .roofline import Known, operators_seconds
+from .roofline import operators_seconds
 
 
 class _How(NamedTuple):
@@ -22,7 +21,6 @@ class _How(NamedTuple):
 
     device: Device | None
     like: Device | None
-    choose: Known
     busy: bool
 
 
@@ -51,7 +49,6 @@ def prices(
     profile: Profile,
     device: Device | None,
     microbatch_size: int,
-    choose: Known = likely,
     *,
     busy: bool = False,
     like: Device | None = None,
@@ -59,9 +56,8 @@ def prices(
     """Return what each layer costs on a device for one micro-batch of so many samples.
 
     Measured seconds count where the profile was measured on a device of this name, or no device
-    is given: with `busy` those of a host whose cores all work, if they are there.  Elsewhere
-    `choose` picks from intervals, as in `operator_seconds`.  With `like`, the device that was
-    measured, another one takes as much longer as its roofline says.
+    is given: with `busy` those of a host whose cores all work, if they are there.  With `like`,
+    the device that was measured, another one takes as much longer as its roofline says.
 
     Raises:
         ConfigError: the size is not at least 1; the profile was only counted, and there is no
@@ -70,7 +66,7 @@ def prices(
     """
     check_count("microbatch_size", microbatch_size)
     low, high = _nearest(profile.sizes, microbatch_size)
-    how = _How(device, like, choose, busy)
+    how = _How(device, like, busy)
     found = _at(profile, low, how)
     if low.microbatch_size == microbatch_size:
         return found
@@ -110,7 +106,7 @@ def _at(profile: Profile, size: AtSize, how: _How) -> AtSize:
     def priced(kind: LayerKind) -> LayerKind:
         measured = (kind.busy_seconds if how.busy else None) or kind.seconds
         seconds = measured if is_measured else _as_on(measured, kind, how)
-        return replace(kind, seconds=seconds or _by_operators(kind, device, how.choose))
+        return replace(kind, seconds=seconds or _by_operators(kind, device))
 
     return replace(
         size,
@@ -123,7 +119,7 @@ def _as_on(measured: LayerSeconds | None, kind: LayerKind, how: _How) -> LayerSe
     """Return what was measured on one device as it is on another one, if that can be told."""
     if measured is None or how.like is None or not kind.operators:
         return None
-    here, there = (_by_operators(kind, device, how.choose) for device in (how.device, how.like))
+    here, there = (_by_operators(kind, device) for device in (how.device, how.like))
 
     def scaled(name: str) -> float:
         seconds: float = getattr(measured, name)
@@ -133,10 +129,10 @@ def _as_on(measured: LayerSeconds | None, kind: LayerKind, how: _How) -> LayerSe
     return replace(measured, **{name: scaled(name) for name in _SECONDS})  # type: ignore[arg-type]
 
 
-def _by_operators(kind: LayerKind, device: Device | None, choose: Known) -> LayerSeconds:
+def _by_operators(kind: LayerKind, device: Device | None) -> LayerSeconds:
     """Price the operators of a layer; without a device it is one that has never run."""
     forward_s, input_s, weight_s = (
-        0.0 if device is None else operators_seconds(kind.operators, device, part, choose)
+        0.0 if device is None else operators_seconds(kind.operators, device, part)
         for part in (Part.FORWARD, Part.INPUT, Part.WEIGHT)
     )
     return LayerSeconds(

@@ -6,17 +6,13 @@ Products may be bound by either; all other classes are bound by their bytes.  Wh
 is the device's own figure where it has one, and the usual one of `USUAL` otherwise.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import ceil
 
 from penstock.errors import ConfigError
-from penstock.interval import Quantity, least, likely, most
 
 from .device import Device
 from .profile import PRODUCTS, Operator, Part
-
-Known = Callable[[Quantity], float]
-"""Picks a number from what is known of it: `likely`, `least` or `most`."""
 
 USUAL = {
     "gemm": 0.88,
@@ -40,40 +36,33 @@ is 1.0 streams its memory once, as a copy does.
 """
 USUAL_OF_PART = {Part.INPUT: 0.95, Part.WEIGHT: 0.80}
 """What the backward of a convolution reaches, as a share of its forward (assumed likewise)."""
-_OPPOSITE: dict[Known, Known] = {least: most, most: least}
 
 
-def operator_seconds(operator: Operator, device: Device, known: Known = likely) -> float:
+def operator_seconds(operator: Operator, device: Device) -> float:
     """Return the seconds of an operator on a device, of all `count` of them.
-
-    With `known=least` it is the least that the device's intervals allow, with `most` the most.
 
     Raises:
         ConfigError: the device has no peak for the operator's dtype.
     """
-    rate = _OPPOSITE.get(known, known)
-    share = _efficiency(operator, device, rate)
-    copy = rate(device.bytes_per_s)
+    share, copy = _efficiency(operator, device), device.bytes_per_s
     num_bytes = float(operator.num_bytes)
     if operator.name == "elementwise":
-        num_bytes *= known(device.elementwise_fusion)
+        num_bytes *= device.elementwise_fusion
     if operator.name in PRODUCTS:
-        reached = rate(_peak(operator, device)) * share * _fill(operator, device)
+        reached = _peak(operator, device) * share * _fill(operator, device)
         work_s = max(operator.flops / reached, num_bytes / copy)
     else:
         work_s = num_bytes / (copy * share)
-    one_s = max(work_s, known(device.floor_s)) + known(device.gap_s)
+    one_s = max(work_s, device.floor_s) + device.gap_s
     return one_s * operator.count
 
 
-def operators_seconds(
-    operators: Iterable[Operator], device: Device, part: Part, known: Known = likely
-) -> float:
+def operators_seconds(operators: Iterable[Operator], device: Device, part: Part) -> float:
     """Return the seconds of those operators that belong to one part of a layer's work."""
-    return sum(operator_seconds(each, device, known) for each in operators if each.part is part)
+    return sum(operator_seconds(each, device) for each in operators if each.part is part)
 
 
-def _efficiency(operator: Operator, device: Device, rate: Known) -> float:
+def _efficiency(operator: Operator, device: Device) -> float:
     """Return what an operator reaches: the device's most special figure, or the usual one.
 
     A figure that is of no part is that of the forward; the usual ratio holds for the backward.
@@ -81,13 +70,13 @@ def _efficiency(operator: Operator, device: Device, rate: Known) -> float:
     name, figures = operator.name, device.efficiency
     of_part = figures.get(f"{name}.{operator.part.value}")
     if of_part is not None:
-        return rate(of_part)
+        return of_part
     known = figures.get(f"{name}.{operator.dtype}", figures.get(name, USUAL[name]))
     ratio = USUAL_OF_PART.get(operator.part, 1.0) if name.startswith("conv") else 1.0
-    return rate(known) * ratio
+    return known * ratio
 
 
-def _peak(operator: Operator, device: Device) -> Quantity:
+def _peak(operator: Operator, device: Device) -> float:
     try:
         return device.flops_per_s[operator.dtype]
     except KeyError:

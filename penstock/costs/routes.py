@@ -1,18 +1,10 @@
 """How a value gets from one device of a cluster to another, and what it shares on the way."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from penstock.interval import Quantity, opposite_of
-
 from .hosts import Host, Link
-
-Choose = Callable[[Quantity], float]
-"""What an interval is to be: `least`, `most` or `likely` of `penstock.interval`.
-
-It is of times, so that with `least` a rate is the highest that it may be.
-"""
 
 
 class Place(NamedTuple):
@@ -75,26 +67,25 @@ class _End(NamedTuple):
 
 
 def route_between(
-    source: tuple[Place, Host], target: tuple[Place, Host], links: Mapping[str, Link], of: Choose
+    source: tuple[Place, Host], target: tuple[Place, Host], links: Mapping[str, Link]
 ) -> Route:
     """Return the way from one device to another."""
     if source[0] == target[0]:
         return AT_ONCE
-    rate = opposite_of(of)
     pairs = list(_segments(source, target, links))
     passed = [(a, "out") for a, _ in pairs] + [(b, "in") for _, b in reversed(pairs)]
-    lanes = {end.lane(direction): rate(end.link.bytes_per_s) for end, direction in passed}
-    slowest = min((end.link for pair in pairs for end in pair), key=lambda x: rate(x.bytes_per_s))
+    lanes = {end.lane(direction): end.link.bytes_per_s for end, direction in passed}
+    slowest = min((end.link for pair in pairs for end in pair), key=lambda x: x.bytes_per_s)
     copying = slowest.copy_bytes_per_s
     return Route(
         lanes=tuple(lanes),
-        latency_s=sum(max(of(end.link.latency_s) for end in pair) for pair in pairs),
-        bytes_per_s=rate(slowest.bytes_per_s),
-        overhead_s=of(slowest.overhead_s),
+        latency_s=sum(max(end.link.latency_s for end in pair) for pair in pairs),
+        bytes_per_s=slowest.bytes_per_s,
+        overhead_s=slowest.overhead_s,
         blocks=slowest.blocks,
         lane_bytes_per_s=tuple(lanes.values()),
-        copy_bytes_per_s=math.inf if copying is None else rate(copying),
-        collective_s=of(slowest.collective_s),
+        copy_bytes_per_s=math.inf if copying is None else copying,
+        collective_s=slowest.collective_s,
     )
 
 

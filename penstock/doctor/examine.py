@@ -10,11 +10,11 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.mesh import Mesh, init_mesh
-from penstock.trace.units import bytes_text, columns, time_text
+from penstock.trace.units import bytes_text, columns, count_text, time_text
 
 from .edges import Edge, check_edges, measure_edges, rate_text
 from .facts import RankFacts, gather_facts
-from .self_test import run_alone, run_together
+from .self_test import self_test
 from .settings import Environment, Finding, check_network, check_together
 
 _FAILURES = (PenstockError, RuntimeError)
@@ -86,7 +86,7 @@ def _examine_alone(environment: Environment) -> Report:
     report.findings += check_together([mine])
     report.lines += _tables([mine])
     for device in ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]:
-        text, wrong = run_alone(device)
+        text, wrong = self_test(device, 2, devices=device)
         report.lines.append(f"self-test: {text}")
         report.findings += wrong
     return report
@@ -102,7 +102,8 @@ def _examine_job(mesh: Mesh, report: Report, show: Show) -> None:
             edges = measure_edges(mesh)
             report.lines += [*columns(list(_edges(edges)), num_left=1), ""]
             report.findings += check_edges(edges)
-            text, wrong = run_together(mesh)
+            where = count_text(len(ranks), "process")
+            text, wrong = self_test(where, mesh.num_stages, mesh=mesh)
             report.lines.append(f"self-test: {text}")
             report.findings += wrong
     except _FAILURES as failure:

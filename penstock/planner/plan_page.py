@@ -1,7 +1,6 @@
 """A plan on a page: what was chosen and why, and the table of its stages."""
 
 from penstock.costs.cluster import Cluster
-from penstock.interval import likely
 from penstock.trace.page import Page, Section, Step, Table, Text, with_step
 from penstock.trace.units import count_text
 
@@ -13,7 +12,7 @@ from .reasons import HEADS, choice_rows
 def plan_page(plan: Plan, choices: Candidates, cluster: Cluster) -> Page:
     """Return the page of a plan that was chosen for a cluster."""
     best = choices.best[0].predicted
-    devices = [cluster.resolved(likely).device_of(place) for place in best.places]
+    devices = [cluster.device_of(place) for place in best.places]
     limits = tuple(devices[rank].memory_bytes for rank in plan.placement.peers_in(0))
     step = Step(predicted=best.timeline, optimizer_s=best.update_s, memory_limits_bytes=limits)
     sections = (

@@ -12,7 +12,6 @@ from itertools import accumulate, pairwise
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import LayerSeconds, Profile
 from penstock.errors import ConfigError, PlanError, check_kind
-from penstock.interval import likely
 from penstock.schedules.costs import Costs
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, lower, lower_unproved
@@ -41,9 +40,7 @@ def simulate(
 
     Rank r of the plan runs on device r of the cluster; on a host whose ranks share cores
     (`busy_speed`), ranks beyond its devices begin with the first again.  `batch_size` are the
-    samples of a step over all replicas; left out, those that the plan was made for.  Intervals of
-    the cluster count with their middle: simulate with both of `cluster.ends()` to see how much
-    they matter.
+    samples of a step over all replicas; left out, those that the plan was made for.
 
     The optimizer's own time is not in the timeline: `Prediction(...).optimizer_s` tells.
 
@@ -72,7 +69,7 @@ class Prediction:
             object.__setattr__(self, "batch_size", self.plan.batch_size)
         if self.shared is None:
             self.plan.check_model(self.profile.layers)
-            pricing = Pricing(self.profile, self.cluster.resolved(likely))
+            pricing = Pricing(self.profile, self.cluster)
             object.__setattr__(self, "shared", pricing)
         cluster = self.pricing.cluster
         if self.plan.transport.is_between_processes:
@@ -336,7 +333,7 @@ class Prediction:
                 f"{self.cluster.name} has no host_bytes_per_s; give it, or plan without offload"
             )
         kept, keeps_graph = self.kept[stage], stage not in self.plan.recomputing
-        return kept.moves(keeps_graph=keeps_graph) / likely(device.host_bytes_per_s)
+        return kept.moves(keeps_graph=keeps_graph) / device.host_bytes_per_s
 
     def _way(self, edge: Edge, num_bytes: int) -> Way:
         """Return how a message goes; replicas that use the same lane at once share it."""

@@ -15,7 +15,6 @@ from penstock.costs.collectives import all_reduce_s
 from penstock.costs.device import Device
 from penstock.costs.prices import prices
 from penstock.costs.profile import AtSize, LayerKind, LayerSeconds, LayerWeights, Profile
-from penstock.interval import likely
 
 from .stage_bytes import StageBytes
 
@@ -92,9 +91,9 @@ def layer_seconds(
     num_microbatches: int,
 ) -> tuple[LayerSeconds, ...]:
     """Return the seconds of each layer on a device, in a step of so many micro-batches."""
-    rate = likely(device.bytes_per_s)
+    rate = device.bytes_per_s
     adding = (num_microbatches - 1) / num_microbatches
-    issue_s = 0.0 if device.torch_type == "cpu" else likely(device.issue_s)
+    issue_s = 0.0 if device.torch_type == "cpu" else device.issue_s
     issued = [_issued(kind, issue_s) for kind in at.kinds]
     found = []
     for kind, own in zip(at.kind_of, weights, strict=True):
@@ -109,13 +108,13 @@ def commit_seconds(num_norms: int, device: Device, num_microbatches: int) -> flo
     """Return the seconds of moving BatchNorms' running statistics by all micro-batches: each takes
     some small operators, and reads a row of moments of each micro-batch.
     """
-    one_s = max(likely(device.floor_s) + likely(device.gap_s), likely(device.issue_s))
+    one_s = max(device.floor_s + device.gap_s, device.issue_s)
     return num_norms * (_OPERATORS_OF_A_COMMIT + num_microbatches) * one_s
 
 
 def update_seconds(weights: Sequence[LayerWeights], device: Device) -> tuple[float, ...]:
     """Return the seconds of the optimizer for each layer: what it moves, by the bandwidth."""
-    rate = likely(device.bytes_per_s)
+    rate = device.bytes_per_s
     return tuple(
         (2 * own.parameter_bytes + own.gradient_bytes + 2 * own.optimizer_bytes) / rate
         if own.gradient_bytes

@@ -13,7 +13,6 @@ from math import inf
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
-from penstock.interval import likely
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.critical_path import critical_path
 from penstock.schedules.family import Family
@@ -38,9 +37,8 @@ from .together import Tuner
 
 _MARGIN = 1.1
 """Candidates that take so many times as long as the fastest are not worth a line."""
-_SAME, _MAY_BE_SAME = 1.01, 1.05
-"""Candidates that take so many times as long as the fastest are as fast: all of them, or those
-that are no slower at one end of what the cluster's figures may be."""
+_SAME = 1.01
+"""Candidates that take so many times as long as the fastest are as fast."""
 _LEAST_KEPT = 5
 """However few are asked for, so that the plan that is chosen is the same."""
 _TUNED, _LEAST_TUNED, _NEAR = 2, 100, 1.02
@@ -74,11 +72,6 @@ class Found:
         """How many it keeps busy, cores of a rank's threads each."""
         return self.size.num_ranks * self.size.num_replicas * self.plan.threads_per_stage
 
-    def step_s_on(self, cluster: Cluster) -> float:
-        """Seconds of a step on the same cluster with other figures."""
-        own = self.predicted
-        return Prediction(own.plan, own.profile, cluster, own.batch_size).quick_step_s
-
 
 @dataclass(frozen=True)
 class Candidates:
@@ -110,30 +103,18 @@ def find_plans(
     """
     for profile in profiles[1:]:
         profile.check_model(profiles[0].layers)
-    here = cluster.resolved(likely)
-    evaluators = [Evaluator(each, here, asked) for each in profiles]
+    evaluators = [Evaluator(each, cluster, asked) for each in profiles]
     search = _Search(evaluators, asked, max(num_best, _LEAST_KEPT))
     search.run()
     found = search.choices()
-    chosen = _fewest_devices(found.best, cluster)
+    chosen = _fewest_devices(found.best)
     best = (chosen, *(each for each in found.best if each is not chosen))
     return replace(found, best=best[:num_best])
 
 
-def _fewest_devices(found: Sequence[Found], cluster: Cluster) -> Found:
+def _fewest_devices(found: Sequence[Found]) -> Found:
     """Return the candidate of fewest devices among those that are as fast as the first."""
-    fastest = found[0]
-    ends = cluster.ends() if cluster.has_intervals else ()
-
-    def is_as_fast(other: Found) -> bool:
-        times_as_long = other.step_s / fastest.step_s
-        return times_as_long <= _SAME or (
-            times_as_long <= _MAY_BE_SAME
-            and any(other.step_s_on(end) <= fastest.step_s_on(end) for end in ends)
-        )
-
-    fewer = [each for each in found if each.num_devices < fastest.num_devices]
-    tied = [fastest, *filter(is_as_fast, fewer)]
+    tied = (each for each in found if each.step_s <= _SAME * found[0].step_s)
     return min(tied, key=lambda each: (each.num_devices, each.step_s))
 
 

@@ -102,7 +102,6 @@ def why_best(choices: Candidates, cluster: Cluster) -> tuple[str, ...]:
     lines = [
         f"predicted: a step of {time_text(best.step_s)} on {cluster.name}, {_least(choices)} of "
         f"{count_text(choices.num_looked_at, 'plan')}",
-        *_range(best, cluster),
         *(f"next: {_name(other)}, {why_slower(other)}" for other in choices.best[1:2]),
     ]
     unsplit = choices.unsplit_model
@@ -133,17 +132,6 @@ def _least(choices: Candidates) -> str:
 
 def _devices(found: Found) -> str:
     return count_text(found.num_devices, "device")
-
-
-def _range(found: Found, cluster: Cluster) -> Iterator[str]:
-    """Say between what the step may be where figures of the cluster are intervals."""
-    if not cluster.has_intervals:
-        return
-    steps_s = sorted(found.step_s_on(end) for end in cluster.ends())
-    yield (
-        f"between {time_text(steps_s[0])} and {time_text(steps_s[1])}, as figures of the cluster "
-        "are known"
-    )
 
 
 def _kinds(predicted: Prediction) -> dict[str, float]:

@@ -15,7 +15,6 @@ import numpy as np
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import LayerSeconds, Profile
-from penstock.interval import likely
 from penstock.schedules.family import Family
 from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.types import Recompute, Transport
@@ -275,7 +274,7 @@ class Evaluator:
         return OnDevice(
             seconds=self.pricing.seconds(self.cluster.places[place].kind, *self._each(size)),
             memory_bytes=limit_bytes,
-            host_bytes_per_s=inf if to_host is None else likely(to_host),
+            host_bytes_per_s=inf if to_host is None else to_host,
         )
 
     def may_offload(self, size: Size) -> bool:

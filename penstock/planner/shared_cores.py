@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from penstock.costs.cluster import Cluster
-from penstock.interval import likely
 from penstock.simulator import Pool
 
 from .plan import Plan
@@ -30,7 +29,7 @@ def shared_cores(
         host = cluster.host_of(places[ranks[0]])
         if not mine or not host.busy_speed:
             continue
-        known = tuple(likely(speed) for speed in host.busy_speed)
+        known = host.busy_speed
         at_once = min(len(known), max(1, len(host.devices) // (plan.threads_per_stage or 1)))
         if busy is not None and at_once > 1:
             at_least = known[at_once - 1] if plan.transport.is_between_processes else 0

@@ -20,7 +20,6 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Call, Graph, TensorSpec
 from penstock.costs.profile import Operator, Part
 from penstock.costs.roofline import operator_seconds
-from penstock.interval import likely
 
 from .layouts import I, Layout, Move, R, S, State, moves, shrunk, steps
 from .plan import LayerSharding, PlannedCall
@@ -244,7 +243,7 @@ class Costs:
             group = [self._place(n) for n in range(0, inner * self.mesh[axis], inner)]
             collective = _COLLECTIVES.get(move)
             if collective is None:
-                rate = likely(self.cluster.device_of(self._place(0)).bytes_per_s)
+                rate = self.cluster.device_of(self._place(0)).bytes_per_s
                 self._known[key] = 2 * num_bytes / rate  # read once, written once
             else:
                 own = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes

@@ -105,6 +105,7 @@ class Search:
         self._programs: dict[object, LayerProgram] = {}
         self._known: dict[object, tuple[LayerSharding, Cost]] = {}
         self._sizes: dict[object, _Sum] = {}
+        self._ranges: dict[float, Ranges] = {}
         self._keys: dict[tuple[int, Layout, Layout], tuple[object, Borders]] = {}
         self._calls = cache(partial(routed_calls, graph))
         self._why_whole = cache(partial(why_whole, graph))
@@ -170,7 +171,7 @@ class Search:
     def begin(self, byte_s: float, executor: Executor) -> None:
         """Let an executor solve the programs that `of_ranges` needs, from now on."""
         begun, before = set[object](), {self._whole}
-        for place in range(len(self._layers)):
+        for place in range(len(self._layers)) if byte_s not in self._ranges else ():
             after = {self._whole, *self._borders(place)}
             for ends in self._ways(before | {self._cut_here(place)}, after):
                 key, borders = self._key(place, *ends)
@@ -181,6 +182,11 @@ class Search:
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return what every range of the layers costs as a stage of its own."""
+        if byte_s not in self._ranges:
+            self._ranges[byte_s] = self._summed(byte_s)
+        return self._ranges[byte_s]
+
+    def _summed(self, byte_s: float) -> "Ranges":
         count = len(self._layers)
         sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(5)]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]

@@ -1,9 +1,8 @@
-"""SEEN: what happened when, where the time went, and pictures of it."""
+"""SEEN: what happened when, where the time went, and how it is drawn."""
 
 from .breakdown import Breakdown, StageTimes, breakdown
 from .chrome import to_chrome
 from .grid import render_grid
-from .picture import save_picture
 from .timeline import MemoryKind, MemorySample, Span, Timeline
 
 __all__ = [
@@ -15,6 +14,5 @@ __all__ = [
     "Timeline",
     "breakdown",
     "render_grid",
-    "save_picture",
     "to_chrome",
 ]

@@ -11,9 +11,8 @@ from .timeline import MemoryKind
 class Look:
     """The name of a kind of time, what a breakdown counts it as, and how it is drawn.
 
-    `letter` stands for it in a grid; a picture has boxes filled with `fill`, and numbers in `ink`.
-    Without a letter it stands in no grid and no picture; with a `fill` it is drawn on the page of
-    a report.
+    `letter` stands for it in a grid; a page has boxes filled with `fill`, and numbers in `ink`.
+    Without a letter it stands in no grid; with a `fill` it is drawn on the page of a report.
     """
 
     name: str

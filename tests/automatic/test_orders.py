@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.automatic.baselines import RestrictedPrices
+from benchmarks.alpa_paper.baselines import RestrictedPrices
 from penstock.automatic.choose import MeshTask, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task
 from penstock.costs.device import Device

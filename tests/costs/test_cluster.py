@@ -1,4 +1,4 @@
-"""Routes between devices, what transfers share, and clusters with figures that are not known."""
+"""Routes between devices, what transfers share, and what a cluster is made of."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 
 from penstock.costs.cluster import Cluster, Device, Lane, Link
 from penstock.errors import ConfigError
-from penstock.interval import Interval, least, likely, most
 from tests.costs.clusters import DEVICE, LINKS, cluster_of, host
 
 
@@ -108,46 +107,6 @@ def test_ends_that_copy_a_message_are_busy_for_as_long() -> None:
     assert others.route(0, 1).busy_s(1e6) == 1e-5
 
 
-def test_an_interval_becomes_the_number_that_is_asked_for() -> None:
-    unsure = {"bus": Link(bytes_per_s=Interval(2e9, 6e9), latency_s=Interval(0, 1e-5))}
-    cluster = cluster_of(host(), links=unsure)
-    assert cluster.has_intervals
-    assert not cluster_of(host()).has_intervals
-    routes = [cluster.route(0, 1, choose) for choose in (least, likely, most)]
-    assert [route.bytes_per_s for route in routes] == [6e9, 4e9, 2e9]
-    assert [route.latency_s for route in routes] == [0, 5e-6, 1e-5]
-    assert cluster.route(0, 1).bytes_per_s == 4e9
-    for choose in (least, likely, most):
-        assert cluster.resolved(choose).route(0, 1) == cluster.route(0, 1, choose)
-
-
-def test_the_ends_are_the_slowest_and_the_fastest_cluster_that_it_may_be() -> None:
-    unsure = Device(
-        name="a",
-        flops_per_s={"float32": Interval(1, 2)},
-        bytes_per_s=Interval(3, 4),
-        memory_bytes=1,
-        efficiency={"gemm": Interval(0.5, 0.7)},
-        issue_s=Interval(0, 1),
-        elementwise_fusion=Interval(0.5, 1),
-    )
-    cluster = cluster_of(
-        host(busy_speed=(1.0, Interval(0.6, 0.8))),
-        devices={"a": unsure},
-        links={"bus": Link(bytes_per_s=Interval(5, 6), latency_s=Interval(7, 8))},
-    )
-    slowest, fastest = cluster.ends()
-    for end, numbers in (
-        (slowest, (1, 3, 0.5, 1, 1, 0.6, 5, 8)),
-        (fastest, (2, 4, 0.7, 0, 0.5, 0.8, 6, 7)),
-    ):
-        device, link = end.devices["a"], end.links["bus"]
-        found = (device.flops_per_s["float32"], device.bytes_per_s, device.efficiency["gemm"])
-        more = (device.issue_s, device.elementwise_fusion, end.hosts[0].busy_speed[1])
-        assert (*found, *more, link.bytes_per_s, link.latency_s) == numbers
-        assert not end.has_intervals
-
-
 def test_a_cluster_is_taken_several_times() -> None:
     cluster = cluster_of(host(network="net")).times(3)
     assert len(cluster.places) == 6
@@ -169,10 +128,8 @@ def test_a_device_that_is_not_there_is_refused(number: int) -> None:
 def test_a_cluster_prints_as_tables() -> None:
     other = host(1, name="g", port=None, network="net", memory_bytes=2**34)
     made = host(4, network="net", cards=2, processes="half", busy_speed=(1.0, 0.75))
-    unsure = Link(bytes_per_s=Interval(1e9, 2.5e9))
-    text = str(cluster_of(made, other, links={**LINKS, "unsure": unsure}))
+    text = str(cluster_of(made, other))
     assert "made up: 2 hosts, 5 devices" in text
     assert "4 x a" in text
     assert "bus (processes: half)" in text
-    assert "1 GB/s to 2.5 GB/s" in text
     assert "hosts[0] while 1, 2, ... compute: 100.0%, 75.0%" in text

@@ -12,7 +12,6 @@ from penstock.costs.collectives import (
     reduce_scatter_s,
 )
 from penstock.errors import ConfigError
-from penstock.interval import Interval, least, most
 from tests.costs.clusters import LINKS, cluster_of, host
 
 ALPHA_S, BETA = 1e-6, 8e9
@@ -83,10 +82,3 @@ def test_one_device_of_each_host_is_a_ring_over_the_network() -> None:
     alpha_s = ALPHA_S + 1e-5 + 2 * 3e-6
     took_s = all_gather_s(cluster, [0, 2, 4], 3e6)
     assert took_s == pytest.approx(2 * (alpha_s + 1e6 / 1e9))
-
-
-def test_of_an_interval_least_is_the_least_time() -> None:
-    links = {"bus": Link(bytes_per_s=Interval(1e9, 2e9))}
-    cluster = cluster_of(host(2), links=links)
-    assert all_gather_s(cluster, [0, 1], 2e9, most) == pytest.approx(1)
-    assert all_gather_s(cluster, [0, 1], 2e9, least) == pytest.approx(0.5)

@@ -11,7 +11,6 @@ from penstock.costs.preset_files import preset_names, preset_text
 from penstock.costs.profile import PRODUCTS, Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.errors import ConfigError
-from penstock.interval import least, likely, most
 
 NAMES = device_preset_names()
 
@@ -52,11 +51,9 @@ def test_a_large_product_takes_longer_than_its_peak_and_less_than_four_times_as_
                 dims=(size, size, size),
                 dtype=dtype,
             )
-            took = [operator_seconds(product, device, known) for known in (least, likely, most)]
-            assert took == sorted(took)
             if kind == "gemm":
-                assert product.flops / most(peak) < took[0] <= took[2]
-                assert took[2] < 4 * product.flops / least(peak)
+                took_s = operator_seconds(product, device)
+                assert product.flops / peak < took_s < 4 * product.flops / peak
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,7 +61,7 @@ def test_a_gpu_moves_what_it_keeps_to_its_host_more_slowly_than_it_copies_it(nam
     device = device_preset(name)
     assert (device.host_bytes_per_s is None) == (device.torch_type == "xla")  # nobody says
     if device.host_bytes_per_s is not None:
-        assert most(device.host_bytes_per_s) < least(device.bytes_per_s) / 10
+        assert device.host_bytes_per_s < device.bytes_per_s / 10
 
 
 def test_a_name_that_nobody_knows_is_refused_with_those_that_are_known() -> None:

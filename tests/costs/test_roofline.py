@@ -9,7 +9,6 @@ from penstock.costs.device import Device
 from penstock.costs.profile import CLASSES, Operator, Part
 from penstock.costs.roofline import USUAL, operator_seconds, operators_seconds
 from penstock.errors import ConfigError
-from penstock.interval import Interval, least, likely, most
 
 DEVICE = Device(
     name="slow",
@@ -88,19 +87,6 @@ def test_tiles_and_waves_that_are_not_full_take_as_long_as_full_ones(
 ) -> None:
     took = seconds(op(dims=dims, batch=batch), tile=(64, 32), units=units)
     assert took == pytest.approx(2 / fill)
-
-
-def test_what_is_not_known_exactly_has_a_least_and_a_most() -> None:
-    unsure = replace(
-        DEVICE,
-        bytes_per_s=Interval(50.0, 100.0),
-        flops_per_s={"float32": Interval(500.0, 1000.0)},
-        gap_s=Interval(0.0, 1.0),
-    )
-    ends = [operator_seconds(op(), unsure, known) for known in (least, likely, most)]
-    assert ends == pytest.approx([2.0, 1000 / (750 * 0.5) + 0.5, 5.0])
-    moved = op("elementwise", 0, 100)
-    assert [operator_seconds(moved, unsure, known) for known in (least, most)] == [1.0, 3.0]
 
 
 def test_a_dtype_without_a_peak_is_refused_with_those_that_there_are() -> None:

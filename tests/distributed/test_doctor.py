@@ -13,7 +13,7 @@ JOB = ["-m", "tests.distributed.doctor_job"]
 def test_three_processes_measure_edges_and_train_a_step_together() -> None:
     first, *others = run(3, DOCTOR)
     assert [ended.output for ended in others] == ["", ""]
-    for words in ("rank  host", "latency", "0 ──► 2", "self-test: EQUAL: 3 processes"):
+    for words in ("rank  host", "latency", "0 ──► 2", "self-test: 3 processes: EQUAL: all"):
         assert words in first.output
     assert "training can work" in first.output.splitlines()[-1]
 

@@ -10,8 +10,10 @@ from penstock.cli.main import run
 from penstock.doctor import Report
 from penstock.doctor.edges import Edge, check_edges, pairs
 from penstock.doctor.facts import RankFacts, gather_facts
-from penstock.doctor.self_test import Outcome, judge
+from penstock.doctor.self_test import judge
 from penstock.doctor.settings import Finding, check_network, check_together
+from penstock.equality import CheckReport
+from penstock.equality.report import CheckRow
 
 Captured = pytest.CaptureFixture[str]
 NAMES = {"here": ("10.0.0.1",), "there": ("10.0.0.2",), "looped": ("127.0.1.1",)}
@@ -142,15 +144,15 @@ def test_a_rank_that_would_train_alone_is_an_error(
 
 
 def test_a_step_over_the_mesh_is_judged_by_all_ranks() -> None:
-    equal = Outcome(loss=1.5, unsplit_loss=1.5, differing=0)
-    text, found = judge([equal, equal])
-    assert text.startswith("EQUAL: 2 processes") and found == []
-    rounded = equal._replace(unsplit_loss=1.5000001)
-    _, found = judge([equal, rounded, equal._replace(differing=1)])
-    assert "round differently" in line(found, is_error=False)
-    for wrong in (equal._replace(unsplit_loss=1.6), rounded._replace(loss=1.5000001)):
-        _, found = judge([equal, wrong])
-        assert "is 1.5 (1.5) on rank 0, 1.5" in line(found, is_error=True)
+    def found(differing: int, by: float, *, is_job: bool = True) -> list[Finding]:
+        rows = (CheckRow("loss", "loss", 1, differing, by, 1.5),)
+        report = CheckReport(rows, "the forward of layer 0", (), "K=2, M=4")
+        return judge("3 processes", report, is_job=is_job)[1]
+
+    assert found(0, 0.0) == []
+    assert "round differently" in line(found(1, 1e-7), is_error=False)
+    assert "'loss' by 1e-07" in line(found(1, 1e-7, is_job=False), is_error=True)
+    assert "'loss' by 0.1" in line(found(1, 0.1), is_error=True)
 
 
 @pytest.mark.parametrize(

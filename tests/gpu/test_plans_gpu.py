@@ -15,7 +15,6 @@ from penstock.costs.count import record_graph
 from penstock.doctor.calibration.calibrate import calibrate
 from penstock.doctor.calibration.figures import comment_of
 from penstock.doctor.calibration.work import TINY
-from penstock.interval import least
 from penstock.model.capture.capture import resolve_layers
 from tests.few_devices import cluster
 from tests.gpu.models import Subject, gradients, language, products, unlike, unsplit
@@ -78,7 +77,7 @@ def test_a_calibrated_gpu_has_memory_and_rates_and_a_file_gives_it_again(
     assert own.torch_type == torch.device(device).type
     assert {"float32", "bfloat16"} <= own.flops_per_s.keys() or own.torch_type == "cpu"
     rates = [*own.flops_per_s.values(), own.bytes_per_s, own.memory_bytes, own.issue_s]
-    assert all(least(rate) > 0 for rate in rates)
+    assert all(rate > 0 for rate in rates)
     if own.torch_type == "cuda":
         assert own.memory_bytes == torch.cuda.get_device_properties(device).total_memory
         assert own.name == torch.cuda.get_device_name(device)

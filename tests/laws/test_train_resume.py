@@ -186,8 +186,6 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
         "checkpoints",
         "timeline.json",
         "timeline.chrome.json",
-        "timeline.svg",
-        "timeline.png",
         "environment.json",
         "step.json",
         "memory.json",

@@ -9,7 +9,6 @@ import pytest
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import LayerKind, Operator, Part, Profile, Value
 from penstock.errors import ConfigError
-from penstock.interval import Interval, likely
 from penstock.planner.candidates import Constraints, Size, families, sizes
 from penstock.planner.make_plan import choose_plan, plan
 from penstock.planner.plan import Plan
@@ -136,10 +135,6 @@ def test_of_plans_that_are_as_fast_the_one_on_fewest_devices_is_chosen() -> None
     choices = find_plans([model], slow, constraints)
     assert choices.best[0].num_devices == 1
     assert plan(model, slow, 1).num_stages == 1
-    (link,) = slow.links.values()
-    unsure = replace(slow, links={"link": replace(link, latency_s=Interval(0.0, 9.0))})
-    model = chain([1.0] * 4, inner_bytes=10)
-    assert find_plans([model], unsure, Constraints(batch_size=8)).best[0].num_devices > 1
 
 
 def test_the_plan_is_the_same_however_many_others_are_listed() -> None:
@@ -321,8 +316,8 @@ def unlike(*kinds: str) -> Cluster:
     slow = replace(
         device,
         name="slow",
-        flops_per_s={dtype: likely(rate) / 2 for dtype, rate in device.flops_per_s.items()},
-        bytes_per_s=likely(device.bytes_per_s) / 2,
+        flops_per_s={dtype: rate / 2 for dtype, rate in device.flops_per_s.items()},
+        bytes_per_s=device.bytes_per_s / 2,
     )
     host = replace(here.hosts[0], devices=kinds)
     return replace(here, devices={"fast": device, "slow": slow}, hosts=(host,))

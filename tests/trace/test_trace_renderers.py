@@ -1,20 +1,16 @@
-"""One timeline, seen as a terminal grid, a Chrome trace and a picture."""
+"""One timeline, seen as a terminal grid and a Chrome trace."""
 
 import json
-import re
-import sys
 from dataclasses import fields
 from fractions import Fraction
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from penstock.errors import ConfigError
 from penstock.schedules import Forward, Schedule, gpipe, ir, one_f_one_b, parse
 from penstock.schedules.passes import add_commits, add_recompute
 from penstock.simulator import UNIT_COSTS, Costs, simulate
-from penstock.trace import MemorySample, Span, Timeline, render_grid, save_picture, to_chrome
+from penstock.trace import MemorySample, Span, Timeline, render_grid, to_chrome
 from penstock.trace.breakdown import StageTimes
 from penstock.trace.looks import LOOKS
 from penstock.trace.units import bytes_text, time_text
@@ -153,62 +149,6 @@ class TestChrome:
         costs = Costs(forward_s=Fraction(1, 4), backward_s=Fraction(1, 2), recompute_s=0)
         events = json.loads(to_chrome(simulate(gpipe(1, 1), costs)))["traceEvents"]
         assert [event["dur"] for event in events if event["ph"] == "X"] == [250_000, 500_000]
-
-
-class TestPicture:
-    pytest.importorskip("matplotlib")
-
-    @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 4), (8, 64)])
-    def test_a_png_and_an_svg_are_drawn(self, tmp_path, num_stages, num_microbatches):
-        timeline = simulate(add_recompute(gpipe(num_stages, num_microbatches)), MILLISECONDS)
-        save_picture(timeline, tmp_path / "step.png")
-        save_picture(timeline, str(tmp_path / "step.svg"))
-        assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-        assert "<svg" in (tmp_path / "step.svg").read_text()
-
-    def test_the_picture_says_what_it_shows(self, tmp_path):
-        timeline = simulate(add_recompute(gpipe(2, 4)), UNIT_COSTS)
-        words = words_of(tmp_path, timeline)
-        assert "2 ranks, 4 micro-batches: step 19 s, bubble 15.8%" in words
-        assert {"forward", "recompute", "backward", "idle"} <= words
-        assert {"rank 0", "rank 1", "time (s)"} <= words
-
-    def test_a_title_of_ones_own_comes_before_the_numbers(self, tmp_path):
-        timeline = simulate(gpipe(2, 4), UNIT_COSTS)
-        assert "mine: step 15 s, bubble 20.0%" in words_of(tmp_path, timeline, title="mine")
-
-    def test_messages_on_their_way_are_shown_where_they_take_time(self, tmp_path):
-        assert "message on its way" in words_of(tmp_path, simulate(gpipe(2, 4), MILLISECONDS))
-        assert "message on its way" not in words_of(tmp_path, simulate(gpipe(2, 4), UNIT_COSTS))
-
-    def test_equal_timelines_give_equal_files(self, tmp_path):
-        timeline = simulate(one_f_one_b(2, 4), UNIT_COSTS)
-        for name in ("one.svg", "two.svg", "one.png", "two.png"):
-            save_picture(timeline, tmp_path / name)
-        assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
-        assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
-
-    @pytest.mark.parametrize("name", ["step.pdf", "step"])
-    def test_another_suffix_is_refused(self, tmp_path, name):
-        with pytest.raises(ConfigError, match=rf"{name}': its name must end in .svg or .png"):
-            save_picture(simulate(gpipe(1, 1), UNIT_COSTS), tmp_path / name)
-
-    def test_an_empty_timeline_is_refused(self, tmp_path):
-        with pytest.raises(ConfigError, match="lasts 0 seconds: was the step traced"):
-            save_picture(Timeline(()), tmp_path / "step.svg")
-
-
-def test_a_picture_without_matplotlib_names_the_extra_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[demo\]'"):
-        save_picture(simulate(gpipe(1, 1), UNIT_COSTS), tmp_path / "step.svg")
-
-
-def words_of(folder: Path, timeline: Timeline, title: str | None = None) -> set[str]:
-    """Give the texts of the picture of `timeline`, which an SVG notes beside their outlines."""
-    save_picture(timeline, folder / "words.svg", title=title)
-    comments = re.findall(r"<!-- (.*?) -->", (folder / "words.svg").read_text())
-    return {" ".join(comment.split()) for comment in comments}
 
 
 def test_the_schedule_of_a_timeline_is_the_schedule_that_ran():

@@ -43,7 +43,7 @@ def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None
     world, place = meet(given, section.timeout_s, device_kind(recipe, None))
     with world.reporting():
         if (cluster := _cluster(recipe)) is not None:
-            check_hosts(cluster.resolved(), world, place)
+            check_hosts(cluster, world, place)
         text = world.from_first(lambda: _planned(recipe, count).to_json(), "for rank 0 to plan")
     plan = Plan.from_json(text)
     return with_plan(recipe, plan, is_own=True), plan, join_mesh(world, plan.placement, place)
@@ -58,7 +58,7 @@ def device_kind(recipe: Recipe, plan: Plan | None) -> str | None:
     cluster = _cluster(recipe)
     if cluster is None:
         return "cuda" if torch.cuda.is_available() else None
-    kinds = {device.torch_type for device in cluster.resolved().devices.values()}
+    kinds = {device.torch_type for device in cluster.devices.values()}
     return kinds.pop() if len(kinds) == 1 else None
 
 

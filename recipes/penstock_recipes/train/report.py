@@ -4,10 +4,9 @@ import json
 from dataclasses import asdict
 from itertools import islice
 
-from penstock.errors import ConfigError, RunFolderError
+from penstock.errors import RunFolderError
 from penstock.trace.chrome import to_chrome
 from penstock.trace.page.page import write_page
-from penstock.trace.picture import save_picture
 from penstock.trace.timeline import Timeline
 
 from .loop import Trainer
@@ -39,15 +38,13 @@ def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
 
 
 def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
-    """Write the timeline as JSON, Chrome trace and pictures; say what had to be left out."""
+    """Write the timeline as JSON and Chrome trace; say what had to be left out."""
     if not folder.writes:
         return ""
     try:
         folder.write_text(TIMELINE, timeline.to_json())
         folder.write_text("timeline.chrome.json", to_chrome(timeline))
-        save_picture(timeline, folder.path / "timeline.svg")
-        save_picture(timeline, folder.path / "timeline.png")
-    except (ConfigError, RunFolderError, OSError) as error:
+    except (RunFolderError, OSError) as error:
         return f"not all of the timeline is kept: {error}"
     return ""
 

@@ -11,7 +11,7 @@ metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
 metrics.damaged         lines of it that could not be read when the run was resumed
 checkpoints/step-000120 the newest few; a folder is there whole or not at all
 environment.json        with what the run was made last: versions, machines, processes
-timeline.json, .svg, .png, .chrome.json     one traced step
+timeline.json, .chrome.json     one traced step
 memory.json             the step whose memory was traced, as a timeline
 step.json               seconds of the traced step, and of what lies outside of its timeline
 predicted.json          what was predicted of a step, as a timeline; put there by hand

@@ -226,5 +226,5 @@ def test_a_vocabulary_of_no_text_is_refused() -> None:
 
 def test_without_tokenizers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"needs tokenizers, .* 'penstock-recipes\[translation\]'"):
+    with pytest.raises(ConfigError, match=r"needs tokenizers, .*penstock-recipes\[translation\]'"):
         train_text_vocabulary("text", 1000)

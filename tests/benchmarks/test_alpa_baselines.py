@@ -10,7 +10,7 @@ from math import prod
 import pytest
 import torch
 
-from penstock.automatic.baselines import (
+from benchmarks.alpa_paper.baselines import (
     BASELINES,
     RestrictedPrices,
     equal_stages,

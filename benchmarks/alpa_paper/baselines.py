@@ -22,15 +22,14 @@ from math import prod
 
 import numpy as np
 
+from penstock.automatic.choose import MeshTask, plan_on_meshes
+from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Numbers
 from penstock.schedules import gpipe
-
-from .choose import MeshTask, plan_on_meshes
-from .prices import WAYS, MeshPrices
 
 Allow = Callable[[int, int, Submesh], bool]
 """Tells whether layers [start, end) may be a stage on a mesh."""
@@ -142,10 +141,11 @@ def plan_baseline(name: str, task: MeshTask) -> Plan:
             lacks = str(error)
     if not plans:
         raise PlanError(f"{name}: {lacks}")
-    return min(plans, key=_step_s)
+    return min(plans, key=step_s)
 
 
-def _step_s(plan: Plan) -> float:
+def step_s(plan: Plan) -> float:
+    """Return the seconds of a step."""
     assert plan.predicted_step_s is not None, "it was simulated"
     return plan.predicted_step_s
 
