@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import schedules as schedules
+    from .automatic.hosts import measure_cluster as measure_cluster
+    from .automatic.hosts import plan_mesh as plan_mesh
     from .automatic.parallelize import parallelize as parallelize
+    from .automatic.target import Target as Target
+    from .checkpoint import CheckpointReader as CheckpointReader
     from .checkpoint import async_save_checkpoint as async_save_checkpoint
     from .checkpoint import export_model as export_model
     from .checkpoint import load_checkpoint as load_checkpoint
@@ -31,8 +35,12 @@ if TYPE_CHECKING:
     from .optim.scaler import GradScaler as GradScaler
     from .pipeline import Pipeline as Pipeline
     from .planner.make_plan import plan as plan
+    from .planner.placement import Placement as Placement
     from .planner.plan import Plan as Plan
     from .planner.predict import simulate as simulate
+    from .planner.wanted import ShardingRequest as ShardingRequest
+    from .runtime.microbatches import microbatch_sizes as microbatch_sizes
+    from .runtime.planning import layer_facts as layer_facts
     from .runtime.profiling import profile as profile
     from .runtime.shard import shard as shard
     from .trace.timeline import Timeline as Timeline
@@ -48,6 +56,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CheckBatches": "penstock.types",
     "CheckReport": "penstock.equality",
+    "CheckpointReader": "penstock.checkpoint",
     "Cluster": "penstock.costs.cluster",
     "GradScaler": "penstock.optim.scaler",
     "Layer": "penstock.model.layer_list",
@@ -56,13 +65,16 @@ _HOME = {
     "PenstockError": "penstock.errors",
     "PerSample": "penstock.model.batch",
     "Pipeline": "penstock.pipeline",
+    "Placement": "penstock.planner.placement",
     "Plan": "penstock.planner.plan",
     "Profile": "penstock.costs.profile",
     "Recompute": "penstock.types",
     "Reduction": "penstock.types",
+    "ShardingRequest": "penstock.planner.wanted",
+    "Target": "penstock.automatic.target",
+    "TiedGradients": "penstock.types",
     "Timeline": "penstock.trace.timeline",
     "Trace": "penstock.types",
-    "TiedGradients": "penstock.types",
     "Transport": "penstock.types",
     "Whole": "penstock.model.batch",
     "async_save_checkpoint": "penstock.checkpoint",
@@ -71,11 +83,15 @@ _HOME = {
     "clip_grad_norm_": "penstock.optim.clip",
     "export_model": "penstock.checkpoint",
     "init_mesh": "penstock.mesh",
+    "layer_facts": "penstock.runtime.planning",
     "load_checkpoint": "penstock.checkpoint",
     "load_pretrained": "penstock.checkpoint",
+    "measure_cluster": "penstock.automatic.hosts",
+    "microbatch_sizes": "penstock.runtime.microbatches",
     "parallelize": "penstock.automatic.parallelize",
-    "profile": "penstock.runtime.profiling",
     "plan": "penstock.planner.make_plan",
+    "plan_mesh": "penstock.automatic.hosts",
+    "profile": "penstock.runtime.profiling",
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
     "shard": "penstock.runtime.shard",
@@ -88,13 +104,16 @@ _WITHOUT_TORCH = (
     "penstock.errors",
     "penstock.planner.predict",
     "penstock.planner.make_plan",
+    "penstock.planner.placement",
     "penstock.planner.plan",
+    "penstock.planner.wanted",
     "penstock.trace.timeline",
     "penstock.types",
 )
 
 __all__ = [
     "CheckReport",
+    "CheckpointReader",
     "Cluster",
     "GradScaler",
     "Layer",
@@ -103,10 +122,13 @@ __all__ = [
     "PenstockError",
     "PerSample",
     "Pipeline",
+    "Placement",
     "Plan",
     "Profile",
     "Recompute",
     "Reduction",
+    "ShardingRequest",
+    "Target",
     "TiedGradients",
     "Timeline",
     "Trace",
@@ -118,10 +140,14 @@ __all__ = [
     "clip_grad_norm_",
     "export_model",
     "init_mesh",
+    "layer_facts",
     "load_checkpoint",
     "load_pretrained",
+    "measure_cluster",
+    "microbatch_sizes",
     "parallelize",
     "plan",
+    "plan_mesh",
     "profile",
     "save_checkpoint",
     "save_pretrained",

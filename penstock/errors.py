@@ -5,9 +5,8 @@
     │   ├── PartitionError            layers, stages and sizes that do not fit together
     │   ├── UnreadableError           a file or text that does not hold the value it should
     │   ├── PlanError                 a plan of another model, for other processes, or damaged
-    │   ├── BatchError                inputs or targets that cannot be cut into micro-batches
-    │   │   └── UncountedError        a batch of which nothing counts; the next one may follow
-    │   └── RecipeError               a training recipe with an unknown, mistyped or missing key
+    │   └── BatchError                inputs or targets that cannot be cut into micro-batches
+    │       └── UncountedError        a batch of which nothing counts; the next one may follow
     ├── ScheduleError (ValueError)    a schedule that is incomplete, unordered or never ends
     ├── BoundaryError (TypeError)     a value that cannot cross a stage boundary
     ├── RandomnessError               random numbers drawn where they cannot be reproduced
@@ -22,8 +21,6 @@
     ├── WaitTimeout (TimeoutError)    a wait that outlived its deadline
     ├── MeshError                     processes that do not find each other, or lose each other
     │   └── PeerError (RuntimeError)  another process failed; says which, and what was awaited
-    ├── DivergedError (ArithmeticError)  a training run whose loss is no number any more
-    ├── RunFolderError                a run folder that exists already, or is not one
     ├── CheckpointError               a checkpoint that is corrupt, foreign or incomplete
     └── TorchError (ImportError)      an installed torch that Penstock does not work with
 
@@ -75,10 +72,6 @@ class UncountedError(BatchError):
     """Nothing in a batch counts for the loss.  Every process raises it alike, before anything
     runs, so that all may go on with the next batch.
     """
-
-
-class RecipeError(ConfigError):
-    """A training recipe has an unknown, mistyped or missing key."""
 
 
 class ScheduleError(PenstockError, ValueError):
@@ -142,14 +135,6 @@ class PeerError(MeshError, RuntimeError):
     def __init__(self, message: str, *, complete: bool = False) -> None:
         super().__init__(message)
         self.complete = complete
-
-
-class DivergedError(PenstockError, ArithmeticError):
-    """The loss of a training run is infinite or no number: it will not come back."""
-
-
-class RunFolderError(PenstockError):
-    """A run folder exists already, or the folder to resume from is not one."""
 
 
 class CheckpointError(PenstockError):

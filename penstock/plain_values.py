@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from penstock.errors import ConfigError, RunFolderError, UnreadableError, shown
+from penstock.errors import ConfigError, UnreadableError, shown
 from penstock.schedules.family import Family
 from penstock.schedules.names import NAMES_IN_FILES, argument_types, family_named
 
@@ -85,23 +85,6 @@ def path_of(given: object, kind: str, error: type[ConfigError] = UnreadableError
             f"{kind}.from_json(text)"
         )
     return Path(given)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step: readers see the old text or the new one.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
 def from_json(kind: type, text: str) -> Any:

@@ -1,16 +1,77 @@
-"""See whether the processes of a job run on the hosts and devices that a cluster describes."""
+"""Plan for the processes of a job: describe their devices, compare these with a cluster, meet.
+
+    plan_mesh      rank 0: make_plan() ──► plan ──► all ranks: the mesh of its placement
+"""
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from penstock.costs.cluster import Cluster
+from penstock.doctor.calibration.calibrate import calibrate
 from penstock.doctor.facts import machine_id
 from penstock.errors import ConfigError
+from penstock.mesh import Mesh
 from penstock.mesh.control import Control
+from penstock.mesh.init import join_mesh, meet
+from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
+from penstock.mesh.start import num_processes
+from penstock.planner.plan import Plan
 from penstock.trace.units import bytes_text, count_text
+
+
+def measure_cluster(num_devices: int = 1) -> Cluster:
+    """Measure this machine, and describe it as a cluster of so many devices, one to a process.
+
+    Args:
+        num_devices: more than the machine has share its devices.
+    """
+    found = calibrate().cluster
+    (host,) = found.hosts
+    devices = tuple(host.devices[n % len(host.devices)] for n in range(num_devices))
+    return replace(found, hosts=(replace(host, devices=devices),)).between_processes()
+
+
+def plan_mesh(
+    make_plan: Callable[[], Plan],
+    *,
+    cluster: Cluster | None = None,
+    same: Mapping[str, Any] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: torch.device | str | None = None,
+) -> tuple[Mesh, Plan]:
+    """Meet the other processes, let rank 0 plan, and join the mesh of the plan.
+
+    The others wait however long rank 0 plans.  A process that is alone runs all stages.
+
+    Args:
+        make_plan: called on rank 0 only, for as many devices as processes.
+        cluster: what the plan is made for; compared with what the processes run on.
+        same: values that all processes must have been given alike, by name.
+        timeout_s: deadline of every wait between processes, in seconds.
+        device: what this process computes on, as for `init_mesh`.
+
+    Raises:
+        ConfigError: the cluster is not what the processes run on, or `same` differs; on all alike.
+        PenstockError: what `make_plan` raises; on all alike.
+        MeshError: the processes do not find each other in time.
+    """
+    count = num_processes()
+    if cluster is not None:
+        check_devices(cluster, count)
+    if count == 1:
+        plan = make_plan()
+        return Mesh.of_one_process(plan.placement.num_places, timeout_s), plan
+    world, place = meet(dict(same or {}), timeout_s, device)
+    with world.reporting():
+        if cluster is not None:
+            check_hosts(cluster, world, place)
+        text = world.from_first(lambda: make_plan().to_json(), "for rank 0 to plan")
+    plan = Plan.from_json(text)
+    return join_mesh(world, plan.placement, place), plan
 
 
 def check_devices(cluster: Cluster, count: int) -> None:

@@ -10,11 +10,8 @@ from torch import nn
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
-from penstock.doctor.calibration.calibrate import calibrate
 from penstock.errors import ConfigError, check_count
 from penstock.launcher import end_with_launcher
-from penstock.mesh import Mesh
-from penstock.mesh.init import join_mesh, meet
 from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
 from penstock.mesh.start import num_processes
 from penstock.model.batch import batch_size as samples_of
@@ -31,10 +28,8 @@ from penstock.trace.progress import saying
 
 from .choose import SHARDINGS, MeshTask, plan_on_meshes
 from .clusters import MOST_CLUSTERS, clustered
-from .hosts import check_devices, check_hosts
+from .hosts import check_devices, measure_cluster, plan_mesh
 from .measured import check_measurable, with_measured
-
-_WHAT = "for rank 0 to plan"
 
 
 def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -96,38 +91,26 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
             f"batch_size={batch_size}, and example_inputs hold {found} samples; give a batch of "
             "as many, on the meta device if it is large"
         )
-    count = num_processes()
-
-    if cluster is not None:
-        check_devices(cluster, count)
     if num_layers is not None:
         check_count("num_layers", num_layers)
+    if cluster is not None:
+        check_devices(cluster, num_processes())
     if measure:
         check_measurable(layers, example_inputs, cluster)
+    numbers = {"num_microbatches": num_microbatches, "num_layers": num_layers}
+    decided: dict[str, Any] = {**numbers, "sharding": sharding, "measure": measure}
 
-    def planned() -> str:
-        devices = cluster or this_cluster(count)
-        return plan_for(
-            layers,
-            example_inputs,
-            devices,
-            num_microbatches=num_microbatches,
-            num_layers=num_layers,
-            sharding=sharding,
-            measure=measure,
-        ).to_json()
+    def make_plan() -> Plan:
+        devices = cluster or measure_cluster(num_processes())
+        return plan_for(layers, example_inputs, devices, **decided)
 
-    mesh: Mesh | None = None
-    if count == 1:
-        plan = Plan.from_json(planned())
-    else:
-        numbers = {"num_microbatches": num_microbatches, "num_layers": num_layers}
-        given = {"batch_size": batch_size, **numbers, "sharding": sharding, "measure": measure}
-        world, place = meet(given, timeout_s, device)
-        if cluster is not None:
-            check_hosts(cluster, world, place)
-        plan = Plan.from_json(world.from_first(planned, _WHAT))
-        mesh = join_mesh(world, plan.placement, place)
+    mesh, plan = plan_mesh(
+        make_plan,
+        cluster=cluster,
+        same={"batch_size": batch_size, **decided},
+        timeout_s=timeout_s,
+        device=device,
+    )
     plan = replace(plan, seed=seed, timeout_s=timeout_s)
     return Pipeline(
         layers, plan=plan, mesh=mesh, loss=loss, example_inputs=example_inputs, **options
@@ -188,11 +171,3 @@ def mesh_task(
         graph, device = task.graph_of(task.numbers[0]), cluster.device_of(0)
         spans = clustered(graph, resolved.spans, device, num_layers)
     return replace(task, model=replace(task.model, spans=tuple(spans)))
-
-
-def this_cluster(count: int) -> Cluster:
-    """Describe what runs so many processes: this machine, measured."""
-    found = calibrate().cluster
-    (host,) = found.hosts
-    devices = tuple(host.devices[n % len(host.devices)] for n in range(count))
-    return replace(found, hosts=(replace(host, devices=devices),)).between_processes()

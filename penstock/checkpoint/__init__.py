@@ -2,15 +2,19 @@
 
 from .load import load_checkpoint
 from .pretrained.save import load_pretrained, save_pretrained
+from .reader import CheckpointReader, remove_checkpoint, remove_unfinished
 from .save import async_save_checkpoint, export_model, save_checkpoint
 from .together import Saving
 
 __all__ = [
+    "CheckpointReader",
     "Saving",
     "async_save_checkpoint",
     "export_model",
     "load_checkpoint",
     "load_pretrained",
+    "remove_checkpoint",
+    "remove_unfinished",
     "save_checkpoint",
     "save_pretrained",
 ]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.launcher import end_with_launcher
 from penstock.types import LONGEST_TIMEOUT_S
 
 from .options import launch, num_processes_option, refuse_inside_torchrun, require_torch
@@ -76,7 +75,6 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
         refuse_inside_torchrun()
         words = ["doctor", "--timeout", str(timeout_s)]
         return launch(num_processes, 0, words)
-    end_with_launcher()
     require_torch()
     from penstock.doctor import examine
 

@@ -9,6 +9,7 @@ import click
 
 from penstock import __version__
 from penstock.errors import PenstockError
+from penstock.launcher import end_with_launcher
 
 from .check import check
 from .doctor import doctor
@@ -60,6 +61,7 @@ def penstock() -> None:
     Example:
       penstock train digits
     """
+    end_with_launcher()
 
 
 for command in (check, doctor, plan, profile, simulate):

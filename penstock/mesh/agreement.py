@@ -3,7 +3,6 @@ how what one says, or what became of its job, gets to the others.
 """
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -130,8 +129,8 @@ def result_of(told: tuple[str, Any], teller: str) -> Any:
     if not name:
         return said
     text, *notes = said
-    kind = vars(sys.modules[PenstockError.__module__]).get(name)
-    if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
+    kind = _errors(PenstockError).get(name)
+    if kind is None:
         raise PeerError(
             f"{teller} failed: {'; '.join([f'{name}: {text}', *notes])}", complete=True
         )
@@ -158,3 +157,11 @@ def broadcast_message(message: bytes, source: int, group: Any = None) -> bytes:
 def told_by_first(value: Any) -> Any:
     """Return rank 0's value to all processes that have met; for before there is a mesh."""
     return decode(broadcast_message(encode(value), 0))
+
+
+def _errors(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
+    """Return an error class and all that are derived from it, other packages' too, by name."""
+    found = {base.__name__: base}
+    for derived in base.__subclasses__():
+        found |= _errors(derived)
+    return found

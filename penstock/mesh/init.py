@@ -115,6 +115,21 @@ def meet(
     return world, place
 
 
+def from_rank_0(
+    value: Any, timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | str | None = None
+) -> Any:
+    """Meet the other processes, before a mesh is made; return the value that rank 0 gives.
+
+    Raises:
+        ConfigError, MeshError: as `init_mesh`.
+    """
+    if num_processes() == 1:
+        return value
+    join(timeout_s, check_backends(device))
+    with meeting():
+        return told_by_first(value)
+
+
 def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh:
     """Make the mesh of processes that have met.
 

@@ -13,6 +13,7 @@ from penstock.costs.measure import measure_layers
 from penstock.costs.measure_bytes import measure_bytes
 from penstock.errors import ConfigError, PlanError, check_kind, shown
 from penstock.mesh import Mesh
+from penstock.model.capture.capture import resolve_layers
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import Step
 from penstock.planner.arguments import (
@@ -113,6 +114,17 @@ def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:
         )
         for step, count in zip(layers, layers.parameter_counts(), strict=True)
     )
+
+
+def layer_facts(layers: Any) -> tuple[LayerFacts, ...]:
+    """Describe the layers of a model, so that a plan is run on no other one.
+
+        plan.check_model(penstock.layer_facts(layers))
+
+    Args:
+        layers: an nn.Sequential, a list of modules or `Layers`; on the meta device, too.
+    """
+    return facts_of(resolve_layers(layers, None))
 
 
 def balance(plan: Plan, layers: Layers, part: Any) -> Plan:

@@ -29,7 +29,14 @@ from .ir import (
 )
 from .laws import AtMostBytes
 from .memory import Sizes
-from .names import ALL_SCHEDULES
+from .names import (
+    ALL_SCHEDULES,
+    ASYNCHRONOUS_NAMES,
+    SCHEDULE_NAMES,
+    least_stages_per_rank,
+    named_schedule,
+    suits,
+)
 from .one_f_one_b import one_f_one_b
 from .pipedream import pipedream
 from .pipedream_2bw import pipedream_2bw
@@ -46,6 +53,8 @@ from .zb_v import zb_v
 
 __all__ = [
     "ALL_SCHEDULES",
+    "ASYNCHRONOUS_NAMES",
+    "SCHEDULE_NAMES",
     "AtMostBytes",
     "Backward",
     "BackwardInput",
@@ -74,12 +83,15 @@ __all__ = [
     "from_csv",
     "gpipe",
     "interleaved_1f1b",
+    "least_stages_per_rank",
+    "named_schedule",
     "one_f_one_b",
     "parse",
     "pipedream",
     "pipedream_2bw",
     "searched",
     "segmented",
+    "suits",
     "to_csv",
     "v_half",
     "v_min",

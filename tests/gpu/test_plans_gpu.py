@@ -61,7 +61,7 @@ def test_one_line_plans_for_the_gpu_that_is_here(device: str) -> None:
     subject = products(device)
     model = copy.deepcopy(subject.model)
     with (
-        patch("penstock.automatic.parallelize.calibrate", QUICK),
+        patch("penstock.automatic.hosts.calibrate", QUICK),
         penstock.parallelize(model, subject.inputs, loss=subject.loss) as pipe,
     ):
         assert {d.type for d in pipe.devices} == {subject.inputs.device.type}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.errors import RecipeError
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
 from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.interrupt import Interrupt

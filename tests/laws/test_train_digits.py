@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import ConfigError, DivergedError
+from penstock.errors import ConfigError
+from penstock_recipes.errors import DivergedError
 from penstock_recipes.recipe.read import read_recipe
 from penstock_recipes.train.command import Request, start_run
 from penstock_recipes.train.interrupt import Interrupt

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from penstock.errors import ConfigError, RunFolderError
+from penstock.errors import ConfigError
+from penstock_recipes.errors import RunFolderError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
 from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.display import Display

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from penstock.checkpoint import save_checkpoint
 from penstock.cli.main import run
-from penstock.errors import CheckpointError, RecipeError, RunFolderError
+from penstock.errors import CheckpointError
+from penstock_recipes.errors import RecipeError, RunFolderError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
 from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.display import Display

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.errors import CheckpointError, RecipeError
+from penstock.errors import CheckpointError
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
 from penstock_recipes.recipe.recipe import Recipe
 from penstock_recipes.train.command import Request, resume_run, start_run

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.errors import CheckpointError, ConfigError, RecipeError, RunFolderError
+from penstock.errors import CheckpointError, ConfigError
+from penstock_recipes.errors import RecipeError, RunFolderError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
 from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.display import Display

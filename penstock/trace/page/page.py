@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.errors import ConfigError, RunFolderError
-from penstock.plain_values import replace_text
+from penstock.errors import ConfigError
 
 SIGNATURE = '<meta name="generator" content="penstock">'
 """Stands near the top of every page, so that a page of ours can be told from other files."""
@@ -100,8 +99,7 @@ def check_page(output: Path) -> None:
     """See that a page can be written into the file `output`: none is there, or a page of ours.
 
     Raises:
-        ConfigError: plotly is not installed.
-        RunFolderError: something else is there.
+        ConfigError: plotly is not installed, or something else is there.
     """
     _plotly_js()
     if not output.exists():
@@ -109,7 +107,7 @@ def check_page(output: Path) -> None:
     with suppress(OSError), output.open(encoding="utf-8", errors="replace") as file:
         if SIGNATURE in file.read(_HEAD_CHARACTERS):
             return
-    raise RunFolderError(
+    raise ConfigError(
         f"{output} exists already and is no report; choose another name, or move it away"
     )
 
@@ -131,11 +129,16 @@ def write_page(page: Page, output: Path) -> None:
     """Write a page into the file `output`; renew one of ours.
 
     Raises:
-        RunFolderError: another file is in the way, or the page cannot be written.
-        ConfigError: plotly is not installed.
+        ConfigError: plotly is not installed, another file is in the way, or the page cannot be
+            written.
     """
     check_page(output)
-    replace_text(output, render_page(page))
+    unfinished = output.with_name(f".{output.name}.unfinished")  # a reader sees a whole page
+    try:
+        unfinished.write_text(render_page(page), encoding="utf-8")
+        unfinished.replace(output)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}") from error
 
 
 def render_page(page: Page) -> str:

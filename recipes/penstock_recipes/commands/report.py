@@ -33,7 +33,7 @@ def report(run: Path, output: Path | None, predicted: Path | None) -> None:
       penstock report runs/digits-1
       penstock report runs/digits-1 --output digits.html --predicted predicted.json
     """
-    from penstock.trace.page.page import write_page
+    from penstock.trace.page import write_page
     from penstock_recipes.train.run_files import REPORT
     from penstock_recipes.train.run_page import page_of
 

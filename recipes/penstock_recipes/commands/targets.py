@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.automatic.target import Target
-from penstock.schedules.names import least_stages_per_rank
-from penstock.trace.progress import say
+from penstock import Target
+from penstock.cli import say
+from penstock.schedules import least_stages_per_rank
 from penstock_recipes.recipe.cookbook import find_recipe, is_recipe
 from penstock_recipes.recipe.data_sections import Text
 from penstock_recipes.recipe.read import read_recipe

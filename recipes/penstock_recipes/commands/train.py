@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from penstock.cli.options import (
+from penstock.cli import (
     launch,
     num_processes_option,
     refuse_inside_torchrun,
     require_torch,
+    say,
     set_option,
 )
-from penstock.launcher import end_with_launcher
-from penstock.trace.progress import say
 from penstock_recipes.recipe.cookbook import find_recipe
 from penstock_recipes.train.interrupt import Interrupt
 
@@ -146,7 +145,6 @@ class _Asked:
 
 def _train(asked: _Asked) -> int:
     """Train in this process, which may be one of many; rank 0 speaks for all."""
-    end_with_launcher()
     is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"  # numbers are checked later
     if is_one_of_many:  # gloo connects processes that talk to each other, instead of each to all
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.torch_private import AnyBatchNorm
-
 KEY = "average"
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -31,10 +30,10 @@ class Averaging:
     ) -> None:
         self._optimizer, self._decay, self.step = optimizer, decay, 0
         """Steps before the next one; the trainer says."""
-        self._norms: dict[Tensor, AnyBatchNorm] = {
+        self._norms: dict[Tensor, nn.Module] = {
             norm.weight: norm
             for norm in modules
-            if isinstance(norm, AnyBatchNorm) and norm.affine and norm.track_running_stats
+            if isinstance(norm, _NORMS) and norm.affine and norm.track_running_stats
         }
         optimizer.register_step_post_hook(self._note)
 

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 
-from penstock.errors import RecipeError
+from penstock_recipes.errors import RecipeError
 
 _FOLDER = Path(str(files("penstock_recipes"))) / "cookbook"
 _HEADS = ("task", "model", "data", "time", "measured")

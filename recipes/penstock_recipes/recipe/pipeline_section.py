@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from penstock import Recompute, ShardingRequest
 from penstock.errors import ConfigError
-from penstock.planner.wanted import Wanted
-from penstock.schedules.names import SCHEDULE_NAMES, least_stages_per_rank, named_schedule
-from penstock.types import LONGEST_TIMEOUT_S, Recompute
+from penstock.schedules import SCHEDULE_NAMES, least_stages_per_rank, named_schedule
 
 from .section import Count, File, Mark, Section, Seed, one_of
 
@@ -95,7 +94,7 @@ class PipelineSection(Section):
     temporary files.  Beside memory_limit_bytes: only where running twice is not enough."""
     threads_per_stage: Annotated[Count, Mark.EXECUTION] = 1
     """CPU threads inside each operator of a stage; another number may round differently."""
-    timeout_s: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S), Mark.EXECUTION] = 600.0
+    timeout_s: Annotated[float, Field(gt=0, le=365 * 24 * 3600), Mark.EXECUTION] = 600.0
     """Give up when a stage has waited so many seconds for another."""
     seed: Seed = 0
     """Decides what the layers draw, such as dropout masks."""
@@ -170,11 +169,11 @@ class PipelineSection(Section):
         return self.num_ranks * self.num_replicas * self.all_shards
 
     @property
-    def divides(self) -> Wanted | None:
+    def divides(self) -> ShardingRequest | None:
         """How operators and weights are divided; None where each process has its stages whole."""
         if self.all_shards * self.num_replicas == 1:
             return None
-        wanted = Wanted.of(self.sharding)
+        wanted = ShardingRequest.of(self.sharding)
         if self.shard_optimizer and not wanted.gathers:
             wanted = replace(wanted, plan=f"{wanted.plan}+zero1")
         return wanted if self.all_shards > 1 or wanted.gathers else None
@@ -182,10 +181,10 @@ class PipelineSection(Section):
     @model_validator(mode="after")
     def _sharding_has_shards(self) -> Self:
         try:
-            wanted = Wanted.of(self.sharding)
+            wanted = ShardingRequest.of(self.sharding)
         except ConfigError as error:
             raise ValueError(f"pipeline.{error}") from None
-        if self.all_shards == 1 and wanted != Wanted() and not wanted.gathers:
+        if self.all_shards == 1 and wanted != ShardingRequest() and not wanted.gathers:
             raise ValueError(
                 f'pipeline.sharding = "{wanted}" divides operators among the shards of a stage, '
                 "and pipeline.num_shards is 1; set that to 2 or more, or leave sharding out"

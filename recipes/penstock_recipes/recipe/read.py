@@ -8,9 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.errors import RecipeError, RunFolderError
-from penstock.schedules import pipedream
-from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, suits
+from penstock.schedules import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, pipedream, suits
+from penstock_recipes.errors import RecipeError, RunFolderError
 
 from .faults import describe, suggest_place
 from .pipeline_section import BESIDE_AUTO

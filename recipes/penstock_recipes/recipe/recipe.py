@@ -8,10 +8,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from penstock.errors import RecipeError
-from penstock.planner.wanted import Wanted
-from penstock.schedules import pipedream
-from penstock.schedules.names import ASYNCHRONOUS_NAMES
+from penstock import ShardingRequest
+from penstock.schedules import ASYNCHRONOUS_NAMES, pipedream
+from penstock_recipes.errors import RecipeError
 
 from .data_sections import DataSection, ImageSection, TranslatedSection
 from .model_sections import ModelSection
@@ -217,7 +216,7 @@ def check_divided(recipe: Recipe) -> None:
         RecipeError: says which keys, and why.
     """
     section, wanted = recipe.pipeline, recipe.pipeline.divides
-    gathers = section.shard_optimizer or Wanted.of(section.sharding).gathers
+    gathers = section.shard_optimizer or ShardingRequest.of(section.sharding).gathers
     key = "pipeline.shard_optimizer = true"
     if not section.shard_optimizer:
         key = f'pipeline.sharding = "{wanted or section.sharding}"'
@@ -226,7 +225,7 @@ def check_divided(recipe: Recipe) -> None:
             f"train.average_decay with {key} is not supported: no replica has all averages. Leave "
             "one of them out"
         )
-    cuts = gathers or (wanted is not None and wanted != Wanted("data"))
+    cuts = gathers or (wanted is not None and wanted != ShardingRequest("data"))
     if cuts and recipe.optimizer.name == "adafactor":
         raise RecipeError(
             f'{key} with optimizer.name = "adafactor" is not supported: it looks at rows and '

@@ -4,14 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from penstock.automatic.hosts import check_devices, check_hosts
-from penstock.automatic.parallelize import this_cluster
-from penstock.costs.cluster import Cluster
-from penstock.mesh import Mesh
-from penstock.mesh.init import join_mesh, meet
-from penstock.mesh.start import num_processes
-from penstock.planner.plan import Plan
-from penstock.trace.progress import say
+from penstock import Cluster, Mesh, Plan, measure_cluster, plan_mesh
+from penstock.cli import say
+from penstock.errors import ConfigError
+from penstock.mesh import num_processes
 from penstock.trace.units import count_text
 from penstock_recipes.recipe.recipe import Recipe
 
@@ -34,19 +30,15 @@ def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None
     section, count = recipe.pipeline, num_processes()
     if plan is not None or not section.plan:
         return recipe, plan, make_mesh(recipe, plan)
-    if count == 1:
-        plan = _planned(recipe, count)
-        recipe = with_plan(recipe, plan, is_own=True)
-        return recipe, plan, make_mesh(recipe, plan)
-    given = {"cluster": section.cluster, "num_microbatches": section.planned_microbatches}
-    given["measure"] = section.measure
-    world, place = meet(given, section.timeout_s, device_kind(recipe, None))
-    with world.reporting():
-        if (cluster := _cluster(recipe)) is not None:
-            check_hosts(cluster, world, place)
-        text = world.from_first(lambda: _planned(recipe, count).to_json(), "for rank 0 to plan")
-    plan = Plan.from_json(text)
-    return with_plan(recipe, plan, is_own=True), plan, join_mesh(world, plan.placement, place)
+    same = {"cluster": section.cluster, "num_microbatches": section.planned_microbatches}
+    mesh, plan = plan_mesh(
+        lambda: _planned(recipe, count),
+        cluster=_cluster(recipe),
+        same={**same, "measure": section.measure},
+        timeout_s=section.timeout_s,
+        device=device_kind(recipe, None),
+    )
+    return with_plan(recipe, plan, is_own=True), plan, mesh
 
 
 def device_kind(recipe: Recipe, plan: Plan | None) -> str | None:
@@ -69,15 +61,20 @@ def check_cluster(recipe: Recipe, count: int) -> None:
         ConfigError: says both; or there is no such cluster.
     """
     cluster = _cluster(recipe)
-    if cluster is not None:
-        check_devices(cluster, count)
+    if cluster is not None and len(cluster.places) != count:
+        raise ConfigError(
+            f"the cluster {cluster.name} has {count_text(len(cluster.places), 'device')}, and "
+            f"there {'is' if count == 1 else 'are'} {count_text(count, 'process')}; start one for "
+            "each device (--num-processes, torchrun --nproc-per-node), or describe the devices "
+            "that these run on"
+        )
 
 
 def _planned(recipe: Recipe, count: int) -> Plan:
     section, cluster = recipe.pipeline, _cluster(recipe)
     if cluster is None:
         say("measuring this machine, to plan for it")
-        cluster = this_cluster(count)
+        cluster = measure_cluster(count)
     say(f"planning for {cluster.name} ({count_text(count, 'device')})")
     plan = target_of(recipe, build_task(recipe), "").plan_on_meshes(cluster)
     return replace(

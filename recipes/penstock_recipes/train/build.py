@@ -7,19 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.automatic.choose import SHARDINGS
-from penstock.automatic.target import Target
-from penstock.costs.layer_facts import LayerFacts
-from penstock.mesh import Mesh
-from penstock.model.capture.capture import capture, resolve_layers
-from penstock.model.layers import Layers
-from penstock.optim.scaler import GradScaler
-from penstock.pipeline import Pipeline
-from penstock.planner.plan import Plan
-from penstock.planner.wanted import Wanted
-from penstock.runtime.planning import facts_of
-from penstock.schedules.names import named_schedule
-from penstock.types import Recompute
+from penstock import (
+    GradScaler,
+    Layers,
+    Mesh,
+    Pipeline,
+    Plan,
+    Recompute,
+    ShardingRequest,
+    Target,
+    capture,
+)
+from penstock.schedules import named_schedule
 from penstock_recipes.optim import optimizers
 from penstock_recipes.recipe.optimizer_sections import SGD, Adafactor, AdamW, RMSProp
 from penstock_recipes.recipe.recipe import Recipe
@@ -50,14 +49,14 @@ def names_of(layers: nn.Sequential | Layers) -> list[str]:
     return [step.name for step in layers]
 
 
-def model_facts(recipe: Recipe) -> tuple[LayerFacts, ...]:
-    """Describe the layers of a recipe's model without making its weights."""
+def model_layers(recipe: Recipe) -> nn.Sequential | Layers:
+    """Return the layers of a recipe's model without their weights."""
     task = build_task(recipe)
     with torch.device("meta"):
         model = task.make_model()
-    if not isinstance(model, nn.Sequential):
-        return facts_of(capture(model, task.example(2), check=False))
-    return facts_of(resolve_layers(model, None))
+    if isinstance(model, nn.Sequential):
+        return model
+    return capture(model, task.example(2), check=False)
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:
@@ -111,8 +110,8 @@ def _shardings(recipe: Recipe) -> Sequence[str]:
     if isinstance(section.sharding, str) and section.sharding != "auto":
         return (section.sharding,)
     if recipe.train.average_decay:  # a process needs the averages of all its weights
-        return [name for name in SHARDINGS if not Wanted(name).gathers]
-    return SHARDINGS
+        return [name for name in Target.shardings if not ShardingRequest(name).gathers]
+    return Target.shardings
 
 
 def build_pipeline(

@@ -13,21 +13,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.errors import PlanError, RecipeError, RunFolderError
-from penstock.mesh import Mesh
-from penstock.mesh.agreement import told_by_first
-from penstock.mesh.meet import join, meeting
-from penstock.mesh.start import check_backends, num_processes
-from penstock.planner.make_plan import prediction_path
-from penstock.planner.placement import Placement
-from penstock.planner.plan import Plan
+from penstock import Mesh, Placement, Plan, layer_facts
+from penstock.errors import PlanError
+from penstock.mesh import from_rank_0, num_processes
 from penstock.trace.units import count_text
+from penstock_recipes.errors import RecipeError, RunFolderError
 from penstock_recipes.recipe.read import check_resumable, read_recipe, recipe_to_toml
 from penstock_recipes.recipe.recipe import Recipe, marked_keys
 from penstock_recipes.recipe.section import Mark
 
 from .automatic import check_cluster, device_kind, meet_by_plan
-from .build import model_facts
+from .build import model_layers, names_of
 from .display import Display, say
 from .environment import environment_of, job_name
 from .interrupt import Interrupt
@@ -148,7 +144,7 @@ def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
         return
     check_layout(recipe, num_processes, plan)
     if plan is not None:
-        plan.check_model(model_facts(recipe))
+        plan.check_model(layer_facts(model_layers(recipe)))
 
 
 def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
@@ -192,7 +188,7 @@ def _to_resume(request: Request, num_processes: int) -> tuple[Recipe, Plan | Non
     new = _with_microbatches_of(old, new)
     check_resumable(old, new)
     if plan is None and not new.pipeline.plan and not _says_layout(request.overrides):
-        new = refit(new, num_processes, len(model_facts(new)))
+        new = refit(new, num_processes, len(names_of(model_layers(new))))
     return new, plan
 
 
@@ -232,7 +228,7 @@ def _go_on(
     if plan is not None and with_plan(new, plan) != new:  # the run goes on in another layout
         plan = None
     if plan is None and not new.pipeline.plan:
-        new = refit(new, num_processes(), len(model_facts(old)))
+        new = refit(new, num_processes(), len(names_of(model_layers(old))))
     with _continued(path, new, plan, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder, falls_back=True))
         if trainer.finished and trainer.is_made(folder):
@@ -299,9 +295,9 @@ def _begun_before(request: Request, recipe: Recipe, plan: Plan | None) -> Path |
     begun = begun_by(job_name(), places)
     if num_processes() == 1:
         return begun
-    join(recipe.pipeline.timeout_s, check_backends(device_kind(recipe, plan)))
-    with meeting():
-        told: Path | None = told_by_first(begun)
+    told: Path | None = from_rank_0(
+        begun, recipe.pipeline.timeout_s, device_kind(recipe, plan)
+    )
     return told
 
 
@@ -368,7 +364,8 @@ def _keep_prediction(request: Request, folder: RunFolder) -> None:
     if request.plan_path is None:
         return
     with suppress(OSError, UnicodeDecodeError):
-        folder.write_text(PREDICTED, prediction_path(request.plan_path).read_text("utf-8"))
+        beside = request.plan_path.with_suffix(".predicted.json")  # written by `penstock plan`
+        folder.write_text(PREDICTED, beside.read_text("utf-8"))
 
 
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.doctor.facts import gather_facts
-from penstock.mesh import Mesh
+from penstock import Mesh
+from penstock.doctor import gather_facts
 
 _CPU_INFO = Path("/proc/cpuinfo")
 

@@ -6,15 +6,20 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from penstock.errors import ConfigError, PlanError, RecipeError
-from penstock.mesh import Mesh, init_mesh
-from penstock.mesh.start import num_processes
-from penstock.planner.placement import Placement
-from penstock.planner.plan import Plan
-from penstock.planner.wanted import Wanted
-from penstock.runtime.microbatches import microbatch_sizes
+from penstock import (
+    Mesh,
+    Placement,
+    Plan,
+    Recompute,
+    ShardingRequest,
+    TiedGradients,
+    init_mesh,
+    microbatch_sizes,
+)
+from penstock.errors import ConfigError, PlanError
+from penstock.mesh import num_processes
 from penstock.trace.units import count_text
-from penstock.types import Recompute, TiedGradients
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.pipeline_section import PipelineSection
 from penstock_recipes.recipe.recipe import Recipe
 
@@ -99,7 +104,7 @@ def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
         "timeout_s": plan.timeout_s,
         "seed": plan.seed,
         "num_shards": axes if len(axes) > 1 else axes[0],
-        "sharding": "auto" if plan.sharding is None else Wanted.of(plan.sharding).given,
+        "sharding": "auto" if plan.sharding is None else ShardingRequest.of(plan.sharding).given,
         "shard_optimizer": False,
     }
     if not is_own:
@@ -204,7 +209,7 @@ def _with(recipe: Recipe, num_stages: int, num_replicas: int, num_shards: int) -
     changes: dict[str, object] = {"num_stages": num_stages, "num_replicas": num_replicas}
     if num_shards != section.all_shards:
         changes["num_shards"] = num_shards
-    if num_shards == 1 and not Wanted.of(section.sharding).gathers:
+    if num_shards == 1 and not ShardingRequest.of(section.sharding).gathers:
         changes["sharding"] = "auto"
     if num_stages != section.num_stages:
         changes["partition"] = "auto"

@@ -9,11 +9,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.checkpoint import Saving, async_save_checkpoint, load_checkpoint
-from penstock.errors import CheckpointError, DivergedError
-from penstock.mesh import Mesh
-from penstock.planner.plan import Plan
-from penstock.types import Trace
+from penstock import Mesh, Plan, Trace, async_save_checkpoint, load_checkpoint
+from penstock.checkpoint import Saving
+from penstock.errors import CheckpointError
+from penstock_recipes.errors import DivergedError
 from penstock_recipes.optim.averaging import Averaging
 from penstock_recipes.recipe.recipe import Recipe, check_asynchronous, check_divided
 from penstock_recipes.train.weights import mean_weights, tensor_names

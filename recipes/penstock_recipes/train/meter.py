@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from statistics import median
 
-from penstock.trace.timeline import Timeline
-from penstock.types import Trace
+from penstock import Timeline, Trace
 
 
 @dataclass(slots=True)

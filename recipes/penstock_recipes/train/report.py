@@ -4,10 +4,10 @@ import json
 from dataclasses import asdict
 from itertools import islice
 
-from penstock.errors import RunFolderError
-from penstock.trace.chrome import to_chrome
-from penstock.trace.page.page import write_page
-from penstock.trace.timeline import Timeline
+from penstock import Timeline
+from penstock.trace import to_chrome
+from penstock.trace.page import write_page
+from penstock_recipes.errors import RunFolderError
 
 from .loop import Trainer
 from .run_files import MEMORY, REPORT, STEP, SUMMARY, TIMELINE

@@ -22,10 +22,11 @@ tensorboard/            the metrics for TensorBoard, if the recipe wants them
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import RunFolderError
+from penstock_recipes.errors import RunFolderError
 
 RECIPE = "recipe.toml"
 PLAN = "plan.json"
@@ -45,6 +46,23 @@ PREDICTED = "predicted.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 TENSORBOARD = "tensorboard"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one step: readers see the old text or the new one.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise RunFolderError(f"cannot write {path}: {error.strerror}") from error
 
 
 def metrics_lines(path: Path) -> list[bytes]:

@@ -11,9 +11,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from penstock.checkpoint.files import UNFINISHED, remove_folder
-from penstock.errors import RunFolderError
-from penstock.plain_values import replace_text
+from penstock.checkpoint import remove_checkpoint, remove_unfinished
+from penstock_recipes.errors import RunFolderError
 
 from .run_files import (
     CHECKPOINTS,
@@ -26,6 +25,7 @@ from .run_files import (
     RECIPE,
     metrics_lines,
     metrics_of,
+    replace_text,
 )
 
 _PREFIX = "step-"
@@ -149,7 +149,7 @@ class RunFolder:
         kept = self.due(every)[-number:]
         for path in self.checkpoints():
             if path not in kept:
-                remove_folder(path)
+                remove_checkpoint(path)
         self.remove_unfinished()
 
     def add_lines(self, name: str, lines: Iterable[str]) -> int:
@@ -163,10 +163,8 @@ class RunFolder:
 
     def remove_unfinished(self) -> None:
         """Delete what interrupted saves left; call when none is under way."""
-        if not self.writes:
-            return
-        for path in (self.path / CHECKPOINTS).glob(f".*{UNFINISHED}"):
-            remove_folder(path)
+        if self.writes:
+            remove_unfinished(self.path / CHECKPOINTS)
 
 
 def _finite(metrics: Metrics) -> Metrics:

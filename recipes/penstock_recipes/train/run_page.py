@@ -5,13 +5,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.errors import PenstockError, RunFolderError
-from penstock.planner.plan import Plan
-from penstock.planner.plan_page import plan_section, plan_subtitle
-from penstock.trace.page import Fact, Page, Section, Step, Table, Text, with_step
-from penstock.trace.page.charts import curves
-from penstock.trace.timeline import Timeline
+from penstock import Plan, Timeline
+from penstock.errors import PenstockError
+from penstock.trace.page import Fact, Page, Section, Step, Table, Text, curves, with_step
 from penstock.trace.units import bytes_text
+from penstock_recipes.errors import RunFolderError
 
 from .run_files import (
     ENVIRONMENT,
@@ -54,13 +52,13 @@ def page_of(run: Path, predicted: Path | None = None) -> Page:
     sections = (
         Section("Curves", drawn, is_grid=True) if drawn else None,
         *kept,
-        None if plan is None else plan_section(plan),
+        None if plan is None else _of_plan(plan),
         reader.read(RECIPE, lambda text: Section("Recipe", (Text(text, "code"),))),
         reader.read(ENVIRONMENT, _of_environment),
     )
     page = Page(
         run.resolve().name,
-        "" if plan is None else plan_subtitle(plan),
+        "" if plan is None else str(plan).splitlines()[0],
         facts,
         tuple(section for section in sections if section is not None),
         tuple(reader.notes),
@@ -133,6 +131,13 @@ def _of_step(text: str) -> tuple[float, float]:
     """
     facts = json.loads(text)
     return (0.0, 0.0) if facts["step_s"] is None else (facts["step_s"], facts["optimizer_s"])
+
+
+def _of_plan(plan: Plan) -> Section:
+    """Write the plan that the model was run by: its reasons, and a table of its stages."""
+    heads, *rows = (tuple(row) for row in plan.rows)
+    lines = (line for reason in plan.reasons for line in reason.splitlines())
+    return Section("Plan", (*map(Text, lines), Table(heads, tuple(rows))))
 
 
 def _of_summary(text: str) -> tuple[tuple[Fact, ...], tuple[Section, ...]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 
-from penstock.errors import RecipeError
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.recipe import Recipe
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.checkpoint.files import digest_of_checkpoint, read_facts, read_state
-from penstock.errors import CheckpointError, RecipeError
-from penstock.pipeline import Pipeline
+from penstock import CheckpointReader, Pipeline
+from penstock.errors import CheckpointError
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.read import check_same_run, read_recipe
 from penstock_recipes.recipe.recipe import Recipe, Start
 from penstock_recipes.recipe.section import Mark
@@ -71,7 +71,7 @@ def begun_from(start: Start, folder: RunFolder) -> Path:
         return checkpoint_of(start)  # the run ended before it noted one
     digest, name = kept
     checkpoint = Path(name)
-    if not checkpoint.is_dir() or digest_of_checkpoint(checkpoint) != digest:
+    if not checkpoint.is_dir() or CheckpointReader(checkpoint).digest != digest:
         raise CheckpointError(
             f"{folder.path} has no checkpoint to go on from, and cannot begin again: the weights "
             f"that it began with, {checkpoint}, are gone or not the same any more. Put that "
@@ -83,7 +83,7 @@ def begun_from(start: Start, folder: RunFolder) -> Path:
 def note_start(checkpoint: Path, folder: RunFolder) -> None:
     """Keep which checkpoint's weights a run begins with, unless that is known."""
     if _kept(folder) is None:
-        folder.write_text(START, f"{digest_of_checkpoint(checkpoint)}  {checkpoint}\n")
+        folder.write_text(START, f"{CheckpointReader(checkpoint).digest}  {checkpoint}\n")
 
 
 def _kept(folder: RunFolder) -> tuple[str, str] | None:
@@ -108,7 +108,7 @@ def start_from(start: Start, checkpoint: Path, pipe: Pipeline, names: Names) -> 
     _check_new(start, list(names))
     old = {name for name in own if not _is_in(name, start.new_layers)}
     wanted = [name for name in names if name in old]
-    found = SavedWeights.find(checkpoint, names, wanted).read(wanted)
+    found = SavedWeights(checkpoint, names).read(wanted)
     faults = [f"{name} is missing" for name in wanted if name not in found]
     faults += [
         f"{name} is {list(found[name].shape)} there, {list(own[name].shape)} in the model"
@@ -212,7 +212,7 @@ def check_state(checkpoint: Path, recipe: Recipe) -> None:
         CheckpointError: it is damaged, or was not saved by a run.
         RunFolderError: it was saved by a run of another recipe.
     """
-    state = read_state(checkpoint)[0]["state"]
+    state = CheckpointReader(checkpoint).state
     missing = [name for name in ("position", "recipe", "scaler") if name not in state]
     if missing:
         raise CheckpointError(
@@ -236,7 +236,7 @@ def way_out(folder: RunFolder) -> str:
 
 def _is_sound(checkpoint: Path) -> bool:
     try:
-        read_facts(checkpoint)
+        CheckpointReader(checkpoint).verify()
     except CheckpointError:
         return False
     return True

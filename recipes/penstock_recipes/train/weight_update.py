@@ -5,13 +5,12 @@ that are set aside, shared out over the replicas.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.model.pytree import tree_map
-from penstock.optim.clip import clip_grad_norm_
-from penstock.pipeline import Pipeline
+from penstock import Pipeline, clip_grad_norm_
 
 from .tasks.task import Batch, Task
 
@@ -86,9 +85,15 @@ def scores_of(
     for inputs, targets in task.tests(own):
         with autocast():
             outputs = pipe.eval_step(inputs)
-        tally = task.tally(tree_map(Tensor.cpu, outputs), targets)
+        tally = task.tally(_on_cpu(outputs), targets)
         sums = tally[: max(0, known - counted)].sum(dim=0)
         totals, counted = sums + (totals if counted else 0), counted + len(tally)
     of_all = mesh.world.gather(totals.tolist(), "for the others to evaluate")
     once = [of_all[row[0]] for row in mesh.placement.ranks[0]]  # of each replica, on idle ranks
     return dict(task.scores([sum(column) for column in zip(*once, strict=True)]))
+
+
+def _on_cpu(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs.cpu()
+    return type(outputs)(map(_on_cpu, outputs))  # an auxiliary head's beside the model's own

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.errors import RecipeError
 from penstock.schedules.names import SCHEDULE_NAMES
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.cookbook import find_recipe
 from penstock_recipes.recipe.read import (
     FREE_ON_RESUME,

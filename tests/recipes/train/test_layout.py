@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.errors import RecipeError
 from penstock.runtime.microbatches import microbatch_sizes
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.cookbook import find_recipe
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
 from penstock_recipes.recipe.recipe import Recipe

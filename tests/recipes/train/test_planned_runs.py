@@ -9,8 +9,8 @@ import pytest
 
 from penstock import Plan, Recompute
 from penstock.cli.main import run
-from penstock.errors import RunFolderError
 from penstock.planner.placement import Placement
+from penstock_recipes.errors import RunFolderError
 from penstock_recipes.recipe.read import read_recipe
 from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.interrupt import Interrupt

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import RunFolderError
+from penstock_recipes.errors import RunFolderError
 from penstock_recipes.train.run_folder import (
     RunFolder,
     check_free,

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import run
-from penstock.errors import ConfigError, RecipeError, RunFolderError
+from penstock.errors import ConfigError
 from penstock.schedules import gpipe
 from penstock.simulator import UNIT_COSTS, simulate
 from penstock.trace.page.page import Figure, write_page
+from penstock_recipes.errors import RecipeError, RunFolderError
 from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.interrupt import Interrupt
 from penstock_recipes.train.run_folder import RunFolder

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.errors import ConfigError, RecipeError
+from penstock.errors import ConfigError
 from penstock_recipes.data.image_sets import ImageSet, ViewedImageSet, digit_images
 from penstock_recipes.data.images import EvaluationView, TrainingView, image_folders
 from penstock_recipes.data.images.batches import NO_CLASS
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.data_sections import Digits, ImageSection
 from penstock_recipes.recipe.model_sections import AmoebaNet, Residual
 from penstock_recipes.recipe.recipe import Recipe

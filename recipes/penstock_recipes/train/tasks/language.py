@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.errors import CheckpointError, RecipeError
-from penstock.plain_values import replace_text
+from penstock.errors import CheckpointError
 from penstock_recipes.data import batch_indices, epoch_order, keyed_generator
 from penstock_recipes.data.text import (
     ByteVocabulary,
@@ -22,10 +21,12 @@ from penstock_recipes.data.text import (
     text_windows,
     train_text_vocabulary,
 )
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.data_sections import Text
 from penstock_recipes.recipe.model_sections import Gpt
 from penstock_recipes.recipe.recipe import Recipe
 from penstock_recipes.train.layout import num_batches, smallest_microbatch
+from penstock_recipes.train.run_files import replace_text
 from penstock_recipes.train.weights import Weights, fill
 from penstock_recipes.zoo import gpt
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock import Reduction
 from penstock.errors import ConfigError
-from penstock.plain_values import replace_text
 from penstock.trace.units import percent_text
-from penstock.types import Reduction
+from penstock_recipes.train.run_files import replace_text
 from penstock_recipes.train.weights import Weights
 
 DIGEST = "data.digest"

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 
-from penstock.plain_values import replace_text
 from penstock_recipes.data.text import (
     BOS,
     EOS,
@@ -25,6 +24,7 @@ from penstock_recipes.data.text import (
     score_translations,
 )
 from penstock_recipes.data.text.vocabulary import optional_library
+from penstock_recipes.train.run_files import replace_text
 from penstock_recipes.zoo import beam_search
 from penstock_recipes.zoo.translation.model import TranslationTransformer
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.errors import RecipeError
 from penstock_recipes.data.text import (
     PAD,
     BatchPlan,
@@ -26,6 +25,7 @@ from penstock_recipes.data.text import (
     load_parallel,
     train_vocabulary,
 )
+from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.data_sections import Names, ParallelText, TranslatedSection
 from penstock_recipes.recipe.model_sections import TranslationTransformer
 from penstock_recipes.recipe.recipe import Recipe
