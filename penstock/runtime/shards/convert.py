@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import sparse_gradient
-
-from .layouts import Layout, Move, S, State, moves, steps
+from penstock.sharding.layouts import Layout, Move, S, State, moves, steps
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
