@@ -19,9 +19,8 @@ from penstock.sharding.layouts import I, Layout, R, S
 from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.torch_private import parameters_of
 
-from .again import Again
 from .at_rest import Cut, Gathered, keep_slices
-from .convert import convert
+from .convert import Again, convert
 from .run import Known, LayerRun, OtherPathError, ShardedTensor
 from .sizes import size_like
 

@@ -27,8 +27,7 @@ from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.rules import base_name
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
-from .again import Again
-from .convert import convert, convert_kept
+from .convert import Again, convert, convert_kept
 from .kernels import kernel_of, shapes_given
 from .sizes import Local, Sized, size, size_like
 
