@@ -45,10 +45,10 @@ from penstock.runtime.random.generators import others_may_draw, rewound_default_
 from penstock.runtime.record import Record, as_trace
 from penstock.runtime.run import Run
 from penstock.runtime.shard import check_sharding, make_sharding
+from penstock.runtime.shards.at_rest import CutWeights
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
-from penstock.sharding.at_rest import CutWeights
 from penstock.sharding.plan import Sharding
 from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline

@@ -74,7 +74,7 @@ AT_THE_TOP = {
     *("plain_values", "torch_private", "types"),
 }
 """Modules that stand in no folder: the front door, errors, types, and what every room may need."""
-WITHOUT_TORCH = ("schedules", "simulator", "trace", "planner")
+WITHOUT_TORCH = ("schedules", "simulator", "trace", "sharding", "planner")
 MOST_LINES, MOST_LINES_OF_THE_FRONT_DOOR = 400, 620
 TORCH_PRIVATE = "penstock.torch_private"
 PYTHONS_PRIVATE = {"_replace", "_exit", "_getframe"}

@@ -41,9 +41,9 @@ from penstock.planner.plan import Plan
 from penstock.runtime.planning import StageCalls
 from penstock.runtime.profiling import CPU_CORE, divided_backward, of_samples
 from penstock.runtime.shard import sharding_of
+from penstock.runtime.shards.at_rest import keep_slices
+from penstock.runtime.shards.divided import DividedLayer, WholeLayer
 from penstock.runtime.unsplit import left_bytes
-from penstock.sharding.at_rest import keep_slices
-from penstock.sharding.divided import DividedLayer, WholeLayer
 from penstock.sharding.layouts import S, as_on
 from penstock.sharding.plan import Sharding
 

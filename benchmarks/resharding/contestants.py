@@ -16,10 +16,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks.throughput.processes import Key, Part
-from penstock.sharding.resharding import Piece, Resharding, pack, plan_resharding, unpack
-from penstock.sharding.slices import Slice
+from penstock.sharding.layouts import Slice
+from penstock.sharding.resharding import Piece, Resharding, plan_resharding
 
-from .cases import Case, laid_out
+from .cases import Case, laid_out, pack, unpack
 
 CONTESTANTS = ("Penstock", "send/recv", "signal")
 
@@ -102,7 +102,7 @@ class Process:
         ours = self._plans["Penstock"]
         self._slices = {**ours.held, **ours.wanted}
         self._tensors = {
-            device: own.of(self._whole).clone() if device in ours.held else own.of(self._whole) * 0
+            device: self._whole[own.indices] * (device in ours.held)
             for device, own in self._slices.items()
             if self._hosts[device] == self._rank
         }
@@ -123,7 +123,9 @@ class Process:
             self._tensors[device].zero_()
         self.run(name)
         for device in wanted:
-            assert torch.equal(self._tensors[device], self._slices[device].of(self._whole)), name
+            assert torch.equal(self._tensors[device], self._whole[self._slices[device].indices]), (
+                name
+            )
         return self._sent[0], self._sent[1]
 
     def _exchange(self, messages: Iterable[Message]) -> int:

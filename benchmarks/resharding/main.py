@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from benchmarks.throughput.processes import Processes
-from penstock.sharding.layouts import Layout, S
-from penstock.sharding.slices import Shape
+from penstock.sharding.layouts import Layout, S, Shape
 
 from .cases import N_TO_M, ONE_TO_M, Case
 from .contestants import CONTESTANTS, Hosts, prepare

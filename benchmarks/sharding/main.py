@@ -19,8 +19,8 @@ from penstock import capture
 from penstock.costs.count import record_graph
 from penstock.mesh.collectives import Collectives
 from penstock.model.layer_list import as_layers
+from penstock.runtime.shards.divided import DividedLayer
 from penstock.sharding.costs import Costs
-from penstock.sharding.divided import DividedLayer
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.stages import plan_sharding
 from penstock_recipes.zoo import gpt

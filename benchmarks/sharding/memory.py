@@ -10,9 +10,9 @@ import penstock
 from penstock import Mesh
 from penstock.costs.count import record_graph
 from penstock.model.layer_list import as_layers
-from penstock.sharding.at_rest import keep_slices
+from penstock.runtime.shards.at_rest import keep_slices
+from penstock.runtime.shards.divided import DividedLayer
 from penstock.sharding.costs import Costs
-from penstock.sharding.divided import DividedLayer
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.stages import plan_sharding
 from penstock.torch_private import storage_id

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.sharding.slices import Slice
+from penstock.sharding.layouts import Slice
 
 from .complex_pairs import Opened
 from .files import SUFFIX, damaged

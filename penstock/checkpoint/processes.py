@@ -9,7 +9,7 @@ from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
 from penstock.model.state import Held
 from penstock.runtime.engine import is_pipeline
-from penstock.sharding.at_rest import CutWeights
+from penstock.runtime.shards.at_rest import CutWeights
 
 ALONE = Mesh.of_one_process()
 

@@ -16,8 +16,8 @@ from penstock.mesh import Mesh
 from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
 from penstock.runtime.engine import is_pipeline
-from penstock.sharding.at_rest import CutWeights, weight_of
-from penstock.sharding.slices import Slice
+from penstock.runtime.shards.at_rest import CutWeights, weight_of
+from penstock.sharding.layouts import Slice
 
 from .complex_pairs import refuse_wide
 from .files import (

@@ -29,7 +29,7 @@ from penstock.torch_private import parameters_of, storage_id
 from .backward_graph import BackwardGraph
 from .graph import Graph
 from .layer_run import kind_of
-from .opaque_modules import as_functions, reader_of
+from .opaque_calls import as_functions, reader_of
 from .profile import AtSize, LayerKind, Operator, Value
 from .recorder import NeedsValues, Recorder
 

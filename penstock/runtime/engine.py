@@ -22,7 +22,6 @@ from penstock.planner.plan import Plan
 from penstock.planner.unsplit import divides_backwards
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
-from penstock.sharding.divided import Shards
 from penstock.sharding.plan import Sharding
 from penstock.torch_private import cache_weights_per_thread
 from penstock.types import TiedGradients, Trace, Transport
@@ -39,6 +38,7 @@ from .random.generators import guarded_default_generators
 from .record import Record, gather_noted
 from .replicas import Replicas, refuse_sparse
 from .run import Run, Streams
+from .shards.divided import Shards
 from .stage.stage import Keeping, Stage
 from .turn import Turn
 from .unsplit import together

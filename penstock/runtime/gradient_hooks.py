@@ -17,8 +17,9 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.model.layers import Layers
 from penstock.planner.plan import Plan
-from penstock.sharding.divided import Shards
 from penstock.torch_private import gradient_hooks
+
+from .shards.divided import Shards
 
 
 class SummedHooks:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, sparse_gradient
 from penstock.mesh.collectives import Begun, Collectives
 from penstock.model.stage_plan import Step
-from penstock.sharding.at_rest import cut_into_buckets
-from penstock.sharding.divided import Shards
 from penstock.torch_private import AnyBatchNorm
 
 from .batch_norm import pooled
 from .gradient_hooks import SummedHooks
 from .run import Moments, MomentsByModule
+from .shards.at_rest import cut_into_buckets
+from .shards.divided import Shards
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import NamedTuple
 
 
 class Whole(Enum):
@@ -34,6 +35,7 @@ class Whole(Enum):
 I, R, P = Whole  # noqa: E741
 
 
+Shape = tuple[int, ...]
 Sizes = tuple[int, ...]
 """The lengths of a dimension's slices, in the order of an axis."""
 
@@ -185,3 +187,26 @@ def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
             current[axis] = I
         yield axis, current[axis], wanted
         current[axis] = wanted
+
+
+class Slice(NamedTuple):
+    """Where a part of a tensor begins and how long it is, by dimension; and the whole's shape."""
+
+    offsets: Shape
+    lengths: Shape
+    whole: Shape
+
+    @classmethod
+    def of_all(cls, shape: Shape) -> "Slice":
+        """Return all of a tensor."""
+        return cls((0,) * len(shape), shape, shape)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.lengths == self.whole
+
+    @property
+    def indices(self) -> tuple[slice, ...]:
+        """The indices that cut it out of a whole tensor, or of one in a file."""
+        return tuple(slice(a, a + n) for a, n in zip(self.offsets, self.lengths, strict=True))

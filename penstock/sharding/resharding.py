@@ -19,13 +19,9 @@ from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from penstock.errors import PlanError
 
-from .layouts import even
-from .slices import Slice
+from .layouts import Slice, even
 
 Ranks = tuple[int, ...]
 Ends = list[tuple[int, int]]
@@ -186,33 +182,3 @@ def _boxes(box: Slice, dims: Sequence[int], begin: int, end: int) -> Iterator[Sl
         rows = Slice(tuple(offsets), tuple(lengths), box.whole)
         yield from _boxes(rows, inner, within, within + size)
         begin += size
-
-
-def cut(part: Slice, own: Slice, tensor: Tensor) -> Tensor:
-    """Return the view of a part of the whole in a tensor that is the slice `own` of it."""
-    offsets = tuple(a - b for a, b in zip(part.offsets, own.offsets, strict=True))
-    return Slice(offsets, part.lengths, own.lengths).of(tensor)
-
-
-def pack(parts: Iterable[Slice], own: Slice, tensor: Tensor) -> Tensor:
-    """Put parts of a rank's slice into one message."""
-    return torch.cat([tensor.new_empty(0), *(cut(s, own, tensor).reshape(-1) for s in parts)])
-
-
-def unpack(message: Tensor, parts: Sequence[Slice], own: Slice, tensor: Tensor) -> None:
-    """Put the parts in a message into a rank's slice."""
-    for part, values in zip(parts, message.split([prod(s.lengths) for s in parts]), strict=True):
-        cut(part, own, tensor).copy_(values.view(part.lengths))
-
-
-def carry_out(plan: Resharding, tensors: Mapping[int, Tensor]) -> None:
-    """Do in one process what the ranks do: fill the receivers' tensors from the senders'."""
-    for receiver, own in plan.wanted.items():
-        for sender, parts in plan.receives(receiver).items():
-            message = pack(parts, plan.held[sender], tensors[sender])
-            unpack(message, parts, own, tensors[receiver])
-    for group in plan.spreading:
-        for sender, got in group.items():
-            message = pack(got, plan.wanted[sender], tensors[sender])
-            for receiver in group.keys() - {sender}:
-                unpack(message, got, plan.wanted[receiver], tensors[receiver])

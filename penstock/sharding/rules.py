@@ -21,9 +21,8 @@ from typing import Any
 from penstock.costs.graph import Call, Graph, Ref
 from penstock.costs.opaque_modules import OPAQUE
 
-from .layouts import I, Layout, P, R, S, State
+from .layouts import I, Layout, P, R, S, Shape, State
 
-Shape = tuple[int, ...]
 LETTERS = "abcdefghijlmopqrstuvwxyz"
 WHOLE = "."
 """A dimension that is not cut: of length 1 where others are longer, or needed whole."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from penstock.costs.graph import Ref
 
-from .rules import LETTERS, WHOLE, Rule, Seen, Shape, base_name, elementwise, rule
+from .layouts import Shape
+from .rules import LETTERS, WHOLE, Rule, Seen, base_name, elementwise, rule
 from .rules_vision import reduced
 
 

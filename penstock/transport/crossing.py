@@ -26,9 +26,8 @@ from torch import Tensor
 
 from penstock.errors import PlanError
 from penstock.mesh import Mesh
-from penstock.sharding.layouts import samples
+from penstock.sharding.layouts import Slice, samples
 from penstock.sharding.resharding import plan_resharding
-from penstock.sharding.slices import Slice
 
 from .headers import Header, Payload, kinds_of, layouts_of
 from .torch_distributed import Came, Incoming, Outgoing, Values

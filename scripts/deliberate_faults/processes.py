@@ -90,8 +90,8 @@ FAULTS = (
     ),
     Fault(
         "gradients left from before stay whole where weights are cut",
-        "penstock/sharding/at_rest.py",
-        "None if gradient is None else _copied(cut.own.of(gradient))",
+        "penstock/runtime/shards/at_rest.py",
+        "None if gradient is None else _copied(gradient[cut.own.indices])",
         "gradient",
         "tests/distributed/test_gradient_hooks.py",
         "sees_once and replicas",
@@ -217,7 +217,7 @@ FAULTS = (
     ),
     Fault(
         "slices that other replicas stepped are not gathered",
-        "penstock/sharding/at_rest.py",
+        "penstock/runtime/shards/at_rest.py",
         "        rows = axis.all_gather(",
         "        rows = [flat.new_zeros(sum(own)) for own in counts] or axis.all_gather(",
         "tests/distributed/test_zero_processes.py",
@@ -225,7 +225,7 @@ FAULTS = (
     ),
     Fault(
         "a replica keeps the first slice of a gradient instead of its own",
-        "penstock/sharding/convert.py",
+        "penstock/runtime/shards/convert.py",
         "own = _parts(tensor, how)[how.axis.rank]",
         "own = _parts(tensor, how)[0]",
         "tests/distributed/test_zero_processes.py",
@@ -441,7 +441,7 @@ FAULTS = (
     ),
     Fault(
         "dropout of a shard forgets what it is given by name",
-        "penstock/sharding/kernels.py",
+        "penstock/runtime/shards/kernels.py",
         "F.dropout(ones, *rest, **kwargs)",
         "F.dropout(ones, *rest)",
         "tests/sharding/test_pipeline.py",

@@ -8,14 +8,14 @@ _BORDERS = "tests/sharding/test_borders.py", "not along_data"
 FAULTS = (
     Fault(
         "attention drops weights by a mask of each device's own heads",
-        "penstock/sharding/kernels_language.py",
+        "penstock/runtime/shards/kernels.py",
         "if not given.dropout_p or not any(",
         "if given or not any(",
         *_FUZZ,
     ),
     Fault(
         "a slice along two axes begins where that of the last axis does",
-        "penstock/sharding/kernels.py",
+        "penstock/runtime/shards/sizes.py",
         "            for axis, state in zip(self.axes, layout, strict=True)\n"
         "            if isinstance(state, S) and state.dim == dim\n",
         "            for axis, state in zip(self.axes[-1:], layout[-1:], strict=True)\n"
@@ -24,14 +24,14 @@ FAULTS = (
     ),
     Fault(
         "BatchNorm's buffers are changed in a copy that is lost",
-        "penstock/sharding/kernels_vision.py",
+        "penstock/runtime/shards/kernels_vision.py",
         "whole.copy_(convert(part, own, (I,) * len(own), local.axes))",
         "convert(part, own, (I,) * len(own), local.axes)",
         *_FUZZ,
     ),
     Fault(
         "a conversion of partial sums is planned and not made",
-        "penstock/sharding/run.py",
+        "penstock/runtime/shards/run.py",
         "        if layout == tensor.held:\n",
         '        if layout == tensor.held or "P" in map(repr, tensor.held):\n',
         "tests/sharding/test_memory.py",
@@ -39,7 +39,7 @@ FAULTS = (
     ),
     Fault(
         "a conversion that several calls share is made for each",
-        "penstock/sharding/run.py",
+        "penstock/runtime/shards/run.py",
         "        if layout not in known:\n",
         "        if known is not None:\n",
         "tests/sharding/test_memory.py",
@@ -47,7 +47,7 @@ FAULTS = (
     ),
     Fault(
         "each process sums gradients in an order of its own",
-        "penstock/sharding/divided.py",
+        "penstock/runtime/shards/divided.py",
         "if layout[n] is R] for n in range(len(axes))",
         "if layout[n] is R][:: 1 - 2 * (axis.rank % 2)] for n, axis in enumerate(axes)",
         "tests/sharding/test_pipeline.py",
@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         "a layer that is whole in evaluation has slices of its weights",
-        "penstock/sharding/divided.py",
+        "penstock/runtime/shards/divided.py",
         "nn.Parameter(convert(weight, layout, (I,) * len(self.axes), self.axes))",
         "nn.Parameter(weight.detach())",
         "tests/sharding/test_whole.py",
@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "a norm is summed over an axis once for each weight",
-        "penstock/sharding/at_rest.py",
+        "penstock/runtime/shards/at_rest.py",
         "axes = dict.fromkeys(axis for cut in",
         "axes = list(axis for cut in",
         "tests/sharding/test_pipeline.py",
@@ -71,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "weights that are gathered lie in memory otherwise than before",
-        "penstock/sharding/at_rest.py",
+        "penstock/runtime/shards/at_rest.py",
         "for weight, strides in self._strides.items():",
         "for weight, strides in ():",
         "tests/distributed/test_zero_processes.py",
@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "a call with more results than planned ends its layer's loop",
-        "penstock/sharding/run.py",
+        "penstock/runtime/shards/run.py",
         "        if len(leaves) != len(sized.gives):\n",
         "        if not leaves:\n",
         "tests/sharding/test_program.py",
@@ -132,7 +132,7 @@ FAULTS = (
     ),
     Fault(
         "what was gathered for a layer outlives its call",
-        "penstock/sharding/divided.py",
+        "penstock/runtime/shards/divided.py",
         "self._lent_as[weight].become(weight, layout)",
         "pass",
         "tests/sharding/test_memory.py::"

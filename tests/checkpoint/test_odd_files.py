@@ -13,7 +13,7 @@ import penstock
 from penstock.checkpoint.files import digest_of
 from penstock.checkpoint.pieces import Piece, read_pieces
 from penstock.errors import CheckpointError
-from penstock.sharding.slices import Slice
+from penstock.sharding.layouts import Slice
 
 
 class Turning(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 from penstock.checkpoint.pieces import Own, files_for, find_pieces, header_of, read_pieces
-from penstock.sharding.slices import Shape, Slice
+from penstock.sharding.layouts import Shape, Slice
 
 
 def cut(shape: Shape, drawn: random.Random) -> Iterator[Slice]:
@@ -45,7 +45,7 @@ def write(folder: Path, tensors: dict[str, Tensor], drawn: random.Random) -> dic
         if not held:
             continue
         file = f"model/{number}.safetensors"
-        parts = {name: part.of(tensors[name]).contiguous() for name, part in held.items()}
+        parts = {name: tensors[name][part.indices].contiguous() for name, part in held.items()}
         slices: Own = {name: part for name, part in held.items() if not part.is_all}
         save_file(parts, folder / file, header_of(parts, slices))
         facts["files"][file] = list(parts)
@@ -74,7 +74,7 @@ def test_a_slice_is_read_whatever_slices_were_written(seed: int, tmp_path: Path)
     }
     found, wholes = read_pieces(tmp_path, pieces, own)
     for name, tensor in tensors.items():
-        wanted = own[name].of(tensor) if name in own else tensor
+        wanted = tensor[own[name].indices] if name in own else tensor
         assert torch.equal(found[name], wanted) and found[name].dtype == wanted.dtype
         assert wholes[name] == tensor.shape
     everything, _ = read_pieces(tmp_path, pieces)
@@ -87,7 +87,7 @@ def test_only_files_with_something_of_a_slice_are_opened(tmp_path: Path) -> None
     facts: dict[str, Any] = {"files": {}, "slices": {}}
     for number in range(3):
         file, own = f"model/{number}.safetensors", Slice((2 * number, 0), (2, 4), (6, 4))
-        parts = {"weight": own.of(whole)}
+        parts = {"weight": whole[own.indices]}
         save_file(parts, tmp_path / file, header_of(parts, {"weight": own}))
         facts["files"][file], facts["slices"][file] = ["weight"], {"weight": [*own[:2]]}
     pieces = find_pieces(tmp_path, "model.safetensors", facts)

@@ -17,18 +17,17 @@ from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
 from penstock.model.layer_list import as_layers
 from penstock.model.pytree import flatten, tree_map
-from penstock.sharding.at_rest import keep_slices
-from penstock.sharding.convert import convert
+from penstock.runtime.shards.at_rest import keep_slices
+from penstock.runtime.shards.convert import convert
+from penstock.runtime.shards.divided import DividedLayer
+from penstock.runtime.shards.run import LayerRun, ShardedTensor
+from penstock.runtime.shards.sizes import Local, Sized
 from penstock.sharding.costs import Costs
-from penstock.sharding.divided import DividedLayer
-from penstock.sharding.kernels import Local
 from penstock.sharding.layouts import I, Layout, R, S, State
 from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.program import Solved, priced
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import Choice, Seen, divisions, fits, together
-from penstock.sharding.run import LayerRun, ShardedTensor
-from penstock.sharding.sizes import Sized
 
 Difference = tuple[str, int, str, float]
 """Which case, which plan, what of it, and how far off."""
@@ -138,7 +137,7 @@ def _ran(
 ) -> dict[str, Tensor]:
     inputs = inputs.detach().requires_grad_(inputs.requires_grad)
     torch.manual_seed(3)
-    with patch("penstock.sharding.divided.LayerRun", CheckedRun):
+    with patch("penstock.runtime.shards.divided.LayerRun", CheckedRun):
         output = module(inputs) if divided is None else divided.call(partial(module, inputs), {})
     found = {"output": output.detach()}
     torch.manual_seed(4)

@@ -10,10 +10,9 @@ from torch import Tensor
 from penstock import Mesh
 from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
-from penstock.sharding.convert import convert
-from penstock.sharding.kernels import Local
+from penstock.runtime.shards.convert import convert
+from penstock.runtime.shards.sizes import Local, Sized
 from penstock.sharding.layouts import I, Move, P, R, S, State, even, moves, steps
-from penstock.sharding.sizes import Sized
 from tests.distributed.call import call
 
 STATES: list[State] = [I, R, P, S(0), S(1)]

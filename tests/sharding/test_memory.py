@@ -23,13 +23,13 @@ from penstock.model.layer_list import as_layers
 from penstock.planner.packing import Submesh
 from penstock.planner.placement import Placement
 from penstock.runtime.replicas import Replicas
-from penstock.sharding.at_rest import keep_slices
-from penstock.sharding.convert import _moved as MOVED
+from penstock.runtime.shards.at_rest import keep_slices
+from penstock.runtime.shards.convert import _moved as MOVED
+from penstock.runtime.shards.divided import DividedLayer
+from penstock.runtime.shards.run import ShardedTensor
 from penstock.sharding.costs import USUAL_CLUSTER, Costs
-from penstock.sharding.divided import DividedLayer
 from penstock.sharding.layouts import Move
 from penstock.sharding.plan import sent_bytes
-from penstock.sharding.run import ShardedTensor
 from penstock.sharding.stages import plan_sharding
 from penstock.torch_private import storage_id
 from penstock_recipes.zoo import gpt
@@ -131,7 +131,7 @@ def sent(mesh: Mesh, seeds: list[int]) -> list[tuple[int, int]]:
             counted[0] += sent_bytes(how.move, held, how.axis.size)
             return result
 
-        with patch("penstock.sharding.convert._moved", moved):
+        with patch("penstock.runtime.shards.convert._moved", moved):
             divided.call(partial(module, whole), {}).sum().backward()
         found.append((round(counted[0]), plan.forward_bytes + plan.backward_bytes))
     return found

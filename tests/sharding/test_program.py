@@ -18,9 +18,9 @@ from penstock.costs.graph import Graph, TensorSpec
 from penstock.errors import ConfigError, PlanError
 from penstock.mesh.collectives import Collectives
 from penstock.model.layer_list import as_layers
+from penstock.runtime.shards.divided import DividedLayer
 from penstock.sharding.choose import Problem, Side
 from penstock.sharding.costs import Costs
-from penstock.sharding.divided import DividedLayer
 from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.named import ready_plan
 from penstock.sharding.plan import Sharding

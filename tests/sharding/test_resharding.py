@@ -7,11 +7,10 @@ from math import prod
 import pytest
 import torch
 
-from benchmarks.resharding.cases import N_TO_M, ONE_TO_M, Case, Held, laid_out
+from benchmarks.resharding.cases import N_TO_M, ONE_TO_M, Case, Held, carry_out, laid_out
 from penstock.errors import PlanError
-from penstock.sharding.layouts import I, S, State
-from penstock.sharding.resharding import Resharding, carry_out, plan_resharding
-from penstock.sharding.slices import Shape, Slice
+from penstock.sharding.layouts import I, S, Shape, Slice, State
+from penstock.sharding.resharding import Resharding, plan_resharding
 
 
 def whole_of(shape: Shape) -> torch.Tensor:
@@ -20,21 +19,21 @@ def whole_of(shape: Shape) -> torch.Tensor:
 
 def check_contents(plan: Resharding, shape: Shape) -> None:
     whole = whole_of(shape)
-    tensors = {rank: own.of(whole).clone() for rank, own in plan.held.items()}
+    tensors = {rank: whole[own.indices].clone() for rank, own in plan.held.items()}
     tensors |= {
         rank: torch.zeros(own.lengths, dtype=torch.int64) for rank, own in plan.wanted.items()
     }
     carry_out(plan, tensors)
     for rank, own in plan.wanted.items():
-        assert torch.equal(tensors[rank], own.of(whole)), rank
+        assert torch.equal(tensors[rank], whole[own.indices]), rank
 
 
 def check_each_wanted_element_crosses_once(plan: Resharding, shape: Shape) -> None:
     crossed, wanted = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     for piece in plan.crossing:
-        piece.part.of(crossed).add_(1)
+        crossed[piece.part.indices].add_(1)
     for own in plan.wanted.values():
-        own.of(wanted).fill_(1)
+        wanted[own.indices].fill_(1)
     assert torch.equal(crossed, wanted)
 
 

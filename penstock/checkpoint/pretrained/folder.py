@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.checkpoint.files import check_inside
 from penstock.errors import CheckpointError
-from penstock.sharding.slices import Slice
+from penstock.sharding.layouts import Slice
 
 Read = Callable[[str], Tensor]
 """The name of a tensor in the folder -> the tensor."""
@@ -124,7 +124,7 @@ class Folder:
                 if name not in self.files:
                     return self.values[name]
                 file = opened[self.files[name]]
-                return file.get_tensor(name) if own is None else own.of(file.get_slice(name))
+                return file.get_tensor(name) if own is None else file.get_slice(name)[own.indices]
 
             yield look, read
 

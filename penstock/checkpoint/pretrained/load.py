@@ -18,8 +18,8 @@ from penstock.mesh import Mesh
 from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.materialize import may_be_absent
 from penstock.model.state import Held
-from penstock.sharding.at_rest import CutWeights
-from penstock.sharding.slices import Slice
+from penstock.runtime.shards.at_rest import CutWeights
+from penstock.sharding.layouts import Slice
 
 from .folder import Folder, Read, Source, as_it_is
 from .library import as_loaded
@@ -200,7 +200,7 @@ def _fill(found: Sequence[_Found], read: Callable[..., Any]) -> None:
             continue
         made = source.make(read)
         for name, one in places:
-            one.tensor.copy_(one.own.of(made[name]))
+            one.tensor.copy_(made[name][one.own.indices])
 
 
 def _unknown(

@@ -33,9 +33,9 @@ from penstock.runtime.random.generators import StreamBetween
 from penstock.runtime.random.streams import BETWEEN
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.run import Run, StageRun
+from penstock.runtime.shards.divided import NO_LAYER, Called
 from penstock.runtime.unsplit import why_stage_unsplit
 from penstock.runtime.window import changed_in_forward
-from penstock.sharding.divided import NO_LAYER, Called
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from penstock.model.materialize import has_memory
+from penstock.sharding.layouts import I, Layout, S, Slice, shrunk
 
 from .convert import convert
-from .layouts import I, Layout, S, shrunk
 from .sizes import size_like
-from .slices import Slice
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
@@ -62,8 +61,8 @@ def keep_slices(weights: Mapping[Tensor, Cut]) -> None:
         for weight, cut in weights.items():
             if not cut.own.is_all:  # a view would hold the whole's memory
                 gradient, weight.grad = weight.grad, None  # left from before, it is added to
-                weight.data = _copied(cut.own.of(weight.data))
-                weight.grad = None if gradient is None else _copied(cut.own.of(gradient))
+                weight.data = _copied(weight.data[cut.own.indices])
+                weight.grad = None if gradient is None else _copied(gradient[cut.own.indices])
 
 
 def _copied(part: Tensor) -> Tensor:

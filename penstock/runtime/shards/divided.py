@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.opaque_modules import as_functions, opaque_of
+from penstock.costs.opaque_calls import as_functions, opaque_of
 from penstock.errors import ConfigError
 from penstock.model.entries import layout_on, mark_layout
 from penstock.model.materialize import has_memory
 from penstock.model.pytree import flatten, tree_map, unflatten
 from penstock.model.stage_plan import Step
+from penstock.sharding.layouts import I, Layout, R, S
+from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.torch_private import parameters_of
 
-from .again import Again
 from .at_rest import Cut, Gathered, keep_slices
-from .convert import convert
-from .layouts import I, Layout, R, S
-from .plan import LayerSharding, Sharding
+from .convert import Again, convert
 from .run import Known, LayerRun, OtherPathError, ShardedTensor
 from .sizes import size_like
 

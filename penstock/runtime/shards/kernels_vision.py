@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.costs.classify import tensors_in
+from penstock.sharding.layouts import I, Layout, P, R, S, State, Whole
 
 from .convert import convert
-from .kernels import Local, kernel
-from .layouts import I, Layout, P, R, S, State, Whole
+from .sizes import Kernel, Local
 
 _WHAT = "for the other shards of a vocabulary"
 
@@ -47,7 +47,6 @@ class _Given(NamedTuple):
         return self.values.get(name, default)
 
 
-@kernel("mean")
 def _mean(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     tensor, *rest = args
     (layout,) = local.sized.takes
@@ -61,7 +60,6 @@ def _mean(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return mean
 
 
-@kernel("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Convolve as many groups as there are here."""
     names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
@@ -78,7 +76,6 @@ def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return result
 
 
-@kernel("group_norm")
 def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     given = _Given.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     x = given.get("input")
@@ -88,7 +85,6 @@ def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return result
 
 
-@kernel("instance_norm")
 def _instance_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Normalise no samples, too, which torch's function of this name does not."""
     names = ("input", "running_mean", "running_var", "weight", "bias")
@@ -107,7 +103,6 @@ _BATCH_NORM = (
 )
 
 
-@kernel("batch_norm")
 def _batch_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Normalise by the statistics of the whole, and write all of the running ones.
 
@@ -184,7 +179,6 @@ def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
 # -- vocabularies ---------------------------------------------------------------------------------
 
 
-@kernel("embedding")
 def _embedding(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Look up what this device has of a table; other words are zeros here."""
     given = _Given.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
@@ -209,7 +203,6 @@ _LOSS = (
 )
 
 
-@kernel("cross_entropy", "nll_loss")
 def _loss(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Compute the losses of the samples here; a mean is by the number of all samples, or by what
     their words weigh.
@@ -289,3 +282,15 @@ def _first_has(whole: Tensor, local: Local, layout: Layout) -> Tensor:
     class_dim = 1 if whole.dim() else 0
     axes = _cut_axes(local, layout, class_dim)
     return convert(whole, (I,) * len(axes), (P,) * len(axes), axes)
+
+
+_CONVOLUTIONS = [f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)]
+KERNELS: dict[str, Kernel] = {
+    "mean": _mean,
+    **dict.fromkeys(_CONVOLUTIONS, _convolution),
+    "group_norm": _group_norm,
+    "instance_norm": _instance_norm,
+    "batch_norm": _batch_norm,
+    "embedding": _embedding,
+    **dict.fromkeys(("cross_entropy", "nll_loss"), _loss),
+}

@@ -4,85 +4,20 @@ A kernel is given the function with its shards as arguments, and a `Local`, whic
 lie in their wholes.  Most functions have none: they run on shards as they are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.costs.opaque_modules import OPAQUE
+from penstock.sharding.layouts import S, Shape
+from penstock.sharding.rules import base_name
 
-from .layouts import Layout, S
-from .rules import base_name
-from .sizes import Shape, Sized
-
-if TYPE_CHECKING:
-    from penstock.mesh.collectives import Collectives
-
-
-class Local(NamedTuple):
-    """How the shards of one call lie in their wholes, on this device."""
-
-    sized: Sized
-    axes: "Sequence[Collectives]"
-
-    def is_cut(self, layout: Layout, dim: int) -> bool:
-        """Tell whether devices hold slices along a dimension."""
-        return any(isinstance(state, S) and state.dim == dim for state in layout)
-
-    def start(self, layout: Layout, dim: int) -> int:
-        """Return where this device's slice along a dimension begins, along all axes."""
-        return sum(
-            sum(state.sizes[: axis.rank])
-            for axis, state in zip(self.axes, layout, strict=True)
-            if isinstance(state, S) and state.dim == dim
-        )
-
-    def shape_here(self, whole: Sequence[int], layout: Layout) -> list[int]:
-        """Return the shape of this device's part of a whole."""
-        shape = list(whole)
-        for axis, state in zip(self.axes, layout, strict=True):
-            if isinstance(state, S):
-                shape[state.dim] = state.sizes[axis.rank]
-        return shape
-
-    def whole_shape(self, here: Sequence[int], layout: Layout) -> list[int]:
-        """Return the shape of the whole of which this device's part has another."""
-        shape = list(here)
-        for state in reversed(layout):
-            if isinstance(state, S):
-                shape[state.dim] = sum(state.sizes)
-        return shape
-
-    def part_of(self, whole: Tensor, layout: Layout) -> Tensor:
-        """Return this device's part of a tensor that is whole."""
-        for axis, state in zip(self.axes, layout, strict=True):
-            if isinstance(state, S):
-                whole = whole.narrow(
-                    state.dim, sum(state.sizes[: axis.rank]), state.sizes[axis.rank]
-                )
-        return whole
-
-
-Kernel = Callable[[Any, Any, Any, Local], Any]
-KERNELS: dict[str, Kernel] = {}
-
-
-def kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    """Register a kernel for functions of these names."""
-
-    def register(own: Kernel) -> Kernel:
-        KERNELS.update(dict.fromkeys(names, own))
-        return own
-
-    return register
-
-
-def kernel_of(function: str) -> Kernel | None:
-    """Return the kernel of a function or of an opaque module, by its full name."""
-    return _opaque if function in OPAQUE else KERNELS.get(base_name(function))
+from . import kernels_vision
+from .sizes import Kernel, Local
 
 
 def _opaque(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -122,19 +57,16 @@ def _reshaped(func: Any, shape: Shape, asked: Any, options: Any) -> Shape:
     return tuple(whole.shape)
 
 
-@kernel(*RESHAPES)
 def _reshape(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     tensor: Tensor = args[0]
     return tensor.reshape(_shape_asked(local))
 
 
-@kernel("expand", "broadcast_to")
 def _expand(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     tensor: Tensor = args[0]
     return tensor.expand(_shape_asked(local))
 
 
-@kernel(*_MADE)
 def _make(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Make this device's part; of what is given by place only the value is no length."""
     value = args[2:] if base_name(func.__name__) == "new_full" else ()
@@ -148,7 +80,6 @@ def _shape_asked(local: Local) -> list[int]:
     return local.shape_here(local.sized.shapes[0], local.sized.gives[0])
 
 
-@kernel("dropout")
 def _dropout(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Draw for the whole tensor, so that the numbers are those of one device."""
     (layout,) = local.sized.takes
@@ -165,7 +96,6 @@ def _dropout(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return masked
 
 
-@kernel("made_like")
 def _make_like(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Draw random numbers for the whole tensor, as dropout does."""
     (tensor, *rest), (layout,) = args, local.sized.takes
@@ -174,3 +104,84 @@ def _make_like(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
         return made
     whole = tensor.new_empty(local.whole_shape(tensor.shape, layout))
     return local.part_of(func(whole, *rest, **kwargs), layout).clone()
+
+
+# -- attention ------------------------------------------------------------------------------------
+
+
+class _Attention(NamedTuple):
+    """The arguments of attention: queries (..., H, T, C), keys and values (..., H, S, C)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to the scores."""
+        allowed = self.attn_mask
+        if self.is_causal:
+            scores = self.query.shape[-2], self.key.shape[-2]
+            allowed = torch.ones(scores, dtype=torch.bool, device=self.query.device).tril()
+        if allowed is None or allowed.dtype is not torch.bool:
+            return allowed
+        nothing = torch.zeros_like(allowed, dtype=self.query.dtype)
+        return nothing.masked_fill(~allowed, float("-inf"))
+
+    def weights(self) -> Tensor:
+        """Compute the weights as torch does where it has no kernel that does all at once."""
+        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        key, half = self._for_each_head(self.key), abs(scale) ** 0.5
+        sign = -half if scale < 0 else half
+        scores = (self.query * sign) @ (key.transpose(-2, -1) * half)
+        if self.bias is not None:
+            scores = scores + self.bias
+        # who may look at nothing has weights of 0, and no gradient that is none
+        nothing = (scores == float("-inf")).all(-1, keepdim=True)
+        found: Tensor = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+        return found
+
+    def values(self) -> Tensor:
+        """Return the values, of each head."""
+        return self._for_each_head(self.value)
+
+    def _for_each_head(self, x: Tensor) -> Tensor:
+        if not self.enable_gqa or x.shape[-3] == self.query.shape[-3]:
+            return x
+        return x.repeat_interleave(self.query.shape[-3] // x.shape[-3], -3)
+
+
+def _attention(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+    """Draw which weights are dropped for all heads, so that they are those of one device."""
+    given, (layout,) = _Attention(*args, **kwargs), local.sized.gives
+    if not given.dropout_p or not any(isinstance(state, S) for state in layout):
+        found: Tensor = func(*args, **kwargs)
+        return found
+    weights = given.weights()
+    rows = local.whole_shape(weights.shape[:-1], layout)
+    ones = torch.ones((*rows, weights.shape[-1]), dtype=weights.dtype, device=weights.device)
+    dropped = weights * local.part_of(F.dropout(ones, given.dropout_p), layout)
+    mixed: Tensor = dropped @ given.values()
+    return mixed
+
+
+KERNELS: dict[str, Kernel] = {
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(("expand", "broadcast_to"), _expand),
+    **dict.fromkeys(_MADE, _make),
+    "dropout": _dropout,
+    "made_like": _make_like,
+    "scaled_dot_product_attention": _attention,
+    **kernels_vision.KERNELS,
+}
+"""The kernel of each function that has one, by its base name."""
+
+
+def kernel_of(function: str) -> Kernel | None:
+    """Return the kernel of a function or of an opaque module, by its full name."""
+    return _opaque if function in OPAQUE else KERNELS.get(base_name(function))

@@ -1,4 +1,4 @@
-"""How long the slices are that a call takes and gives: found anew for tensors of new shapes.
+"""Slices that a call takes and gives: their lengths, found anew for new shapes; their places.
 
     view (B, T, C) to (B * T, C), cut along B = 5 on two devices, T = 4:
 
@@ -8,19 +8,19 @@ All that one letter of a rule cuts is cut alike: as one of its tensors is alread
 Every device of an axis finds the same, since it knows the slices of all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .layouts import Layout, S, Sizes, State, even
-from .plan import PlannedCall
-from .rules import Choice
+from torch import Tensor
+
+from penstock.sharding.layouts import Layout, S, Shape, Sizes, State, even
+from penstock.sharding.plan import PlannedCall
+from penstock.sharding.rules import Choice
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
-
-Shape = tuple[int, ...]
 
 
 class Sized(NamedTuple):
@@ -31,6 +31,54 @@ class Sized(NamedTuple):
     takes: tuple[Layout, ...]
     gives: tuple[Layout, ...]
     shapes: tuple[Shape, ...] | None = None
+
+
+class Local(NamedTuple):
+    """How the shards of one call lie in their wholes, on this device."""
+
+    sized: Sized
+    axes: "Sequence[Collectives]"
+
+    def is_cut(self, layout: Layout, dim: int) -> bool:
+        """Tell whether devices hold slices along a dimension."""
+        return any(isinstance(state, S) and state.dim == dim for state in layout)
+
+    def start(self, layout: Layout, dim: int) -> int:
+        """Return where this device's slice along a dimension begins, along all axes."""
+        return sum(
+            sum(state.sizes[: axis.rank])
+            for axis, state in zip(self.axes, layout, strict=True)
+            if isinstance(state, S) and state.dim == dim
+        )
+
+    def shape_here(self, whole: Sequence[int], layout: Layout) -> list[int]:
+        """Return the shape of this device's part of a whole."""
+        shape = list(whole)
+        for axis, state in zip(self.axes, layout, strict=True):
+            if isinstance(state, S):
+                shape[state.dim] = state.sizes[axis.rank]
+        return shape
+
+    def whole_shape(self, here: Sequence[int], layout: Layout) -> list[int]:
+        """Return the shape of the whole of which this device's part has another."""
+        shape = list(here)
+        for state in reversed(layout):
+            if isinstance(state, S):
+                shape[state.dim] = sum(state.sizes)
+        return shape
+
+    def part_of(self, whole: Tensor, layout: Layout) -> Tensor:
+        """Return this device's part of a tensor that is whole."""
+        for axis, state in zip(self.axes, layout, strict=True):
+            if isinstance(state, S):
+                whole = whole.narrow(
+                    state.dim, sum(state.sizes[: axis.rank]), state.sizes[axis.rank]
+                )
+        return whole
+
+
+Kernel = Callable[[Any, Any, Any, Local], Any]
+"""Takes a function, its arguments and keyword arguments on shards, and how these lie."""
 
 
 def size(

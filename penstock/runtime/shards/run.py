@@ -22,20 +22,17 @@ from penstock.errors import PlanError
 from penstock.model.capture.ghost import OF_A_PART, bare, is_question
 from penstock.model.entries import mark_layout, whole_size
 from penstock.model.pytree import flatten, tree_map, unflatten
+from penstock.sharding.layouts import I, Layout, S, Shape
+from penstock.sharding.plan import LayerSharding, PlannedCall
+from penstock.sharding.rules import base_name
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
-from .again import Again
-from .convert import convert, convert_kept
-from .kernels import Local, kernel_of, shapes_given
-from .layouts import I, Layout, S
-from .plan import LayerSharding, PlannedCall
-from .rules import base_name
-from .sizes import Sized, size, size_like
+from .convert import Again, convert, convert_kept
+from .kernels import kernel_of, shapes_given
+from .sizes import Local, Sized, size, size_like
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
-
-Shape = tuple[int, ...]
 
 
 class ShardedTensor(Tensor):

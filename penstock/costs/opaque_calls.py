@@ -1,0 +1,69 @@
+"""Calls of opaque modules, shown to recorders and to tensors that hold shards as one function."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from penstock.model.capture.watch import original_class
+from penstock.torch_private import parameters_of
+
+from .opaque_modules import OPAQUE, OpaqueModule
+
+
+def opaque_of(module: nn.Module) -> OpaqueModule | None:
+    """Return what is known of a module that is opaque; None of others."""
+    kind = original_class(module)
+    return OPAQUE.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def reader_of(error: BaseException) -> str:
+    """Name the class of the innermost module that was running, but torch's own: it may have read
+    the values that an error asks for.
+    """
+    found, trace = "its module", error.__traceback__
+    while trace is not None:
+        own = trace.tb_frame.f_locals.get("self")
+        kind = original_class(own) if isinstance(own, nn.Module) else nn.Module
+        if not kind.__module__.startswith("torch."):
+            found = f"{kind.__module__}.{kind.__qualname__}"
+        trace = trace.tb_next
+    return found
+
+
+@contextmanager
+def as_functions(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have calls of opaque modules shown to modes and to subclasses of tensors, as functions."""
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    changed = []
+    try:
+        for part in parts:
+            own = opaque_of(part)
+            if own is not None and "forward" not in vars(part):
+                changed.append(part)
+                part.forward = partial(_forward, part, own, part.forward)
+        yield
+    finally:
+        for part in changed:
+            del part.forward
+
+
+def _forward(
+    module: nn.Module, own: OpaqueModule, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    given = inspect.signature(forward).bind(*args, **kwargs).args
+    tensors = (*given, *(parameters_of(module)[name] for name in own.weights))
+    if not has_torch_function(tensors):
+        return forward(*args, **kwargs)
+
+    def function(*tensors: Tensor, starts: Mapping[str, int] | None = None) -> Tensor:
+        if any(tensor.is_meta for tensor in tensors):
+            return own.stand_in(module, *tensors)
+        return own.run(module, *tensors, starts=starts or {})
+
+    function.__name__ = own.name
+    return handle_torch_function(function, tensors, *tensors)
