@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from .planner.placement import Placement as Placement
     from .planner.plan import Plan as Plan
     from .planner.predict import simulate as simulate
-    from .planner.wanted import ShardingRequest as ShardingRequest
     from .runtime.microbatches import microbatch_sizes as microbatch_sizes
     from .runtime.planning import layer_facts as layer_facts
     from .runtime.profiling import profile as profile
     from .runtime.shard import shard as shard
+    from .sharding.request import ShardingRequest as ShardingRequest
     from .trace.timeline import Timeline as Timeline
     from .types import CheckBatches as CheckBatches
     from .types import Recompute as Recompute
@@ -70,7 +70,7 @@ _HOME = {
     "Profile": "penstock.costs.profile",
     "Recompute": "penstock.types",
     "Reduction": "penstock.types",
-    "ShardingRequest": "penstock.planner.wanted",
+    "ShardingRequest": "penstock.sharding.request",
     "Target": "penstock.automatic.target",
     "TiedGradients": "penstock.types",
     "Timeline": "penstock.trace.timeline",
@@ -106,7 +106,7 @@ _WITHOUT_TORCH = (
     "penstock.planner.make_plan",
     "penstock.planner.placement",
     "penstock.planner.plan",
-    "penstock.planner.wanted",
+    "penstock.sharding.request",
     "penstock.trace.timeline",
     "penstock.types",
 )

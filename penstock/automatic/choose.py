@@ -27,13 +27,13 @@ from penstock.planner.stage_table import Task
 from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages, submeshes
 from penstock.planner.unsplit import divides_backwards
-from penstock.planner.wanted import Wanted
 from penstock.runtime.devices import num_cores
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering, lower_unproved
 from penstock.schedules.transfers import Transfer
+from penstock.sharding.request import ShardingRequest
 from penstock.sharding.search import Search
 from penstock.simulator.engine import Compiled, compiled
 from penstock.simulator.simulate import simulate, step_s
@@ -321,10 +321,10 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
     devices = best.answer.devices
     kinds = [task.cluster.device_of(own[0]).torch_type for own in devices]
     recompute = Recompute.STAGE if prices.way.recomputes else Recompute.NEVER
-    wanted: str | Wanted | None = prices.plan
+    wanted: str | ShardingRequest | None = prices.plan
     if prices.way.byte_s:
         least = min(host.memory_bytes for host in hosts_of(task.cluster))
-        wanted = Wanted(prices.plan, memory_limit_bytes=int(least))
+        wanted = ShardingRequest(prices.plan, memory_limit_bytes=int(least))
     is_alone = len(task.cluster.places) == 1
     places = None if devices == tuple(sorted(devices)) else spread(range(len(devices)))
     idle = {*range(len(task.cluster.places))} - {*chain(*devices)}

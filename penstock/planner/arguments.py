@@ -18,6 +18,7 @@ from penstock.schedules.family import Build, Family
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.ir import Schedule
 from penstock.schedules.names import family_of
+from penstock.sharding.request import ShardingRequest
 from penstock.types import (
     CheckBatches,
     Recompute,
@@ -32,7 +33,6 @@ from .checks import check_partition, check_timeout
 from .cuts import balance_spans
 from .placement import Placement
 from .plan import BalancedBy, Plan
-from .wanted import Wanted
 
 DEFAULT_TIMEOUT_S = 600.0
 _T = TypeVar("_T")
@@ -174,7 +174,7 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         if arguments.memory_limit_bytes is None
         else _of_each("memory_limit_bytes", arguments.memory_limit_bytes, 0, 1 + max(places)),
         placement=resources.placed(places, devices),
-        sharding=cast(str | Wanted | None, arguments.sharding),  # a plan reads mappings
+        sharding=cast(str | ShardingRequest | None, arguments.sharding),  # a plan reads mappings
         tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
         seed=_or(arguments.seed, 0),

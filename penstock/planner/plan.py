@@ -12,6 +12,7 @@ from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
 from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
 from penstock.schedules.names import SCHEDULE_NAMES
+from penstock.sharding.request import ShardingRequest
 from penstock.trace.units import columns, count_text, time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
 
@@ -19,7 +20,6 @@ from .checks import check_bytes, check_partition, check_predicted, check_timeout
 from .placement import Placement
 from .stage_rows import PredictedStage, segments_of, stage_rows
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
-from .wanted import Wanted
 
 
 class BalancedBy(Enum):
@@ -69,7 +69,7 @@ class Plan:
     placement: Placement
     offload: tuple[bool, ...] = ()
     offload_folder: str | None = None
-    sharding: str | Wanted | None = None
+    sharding: str | ShardingRequest | None = None
     tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH
     batch_norm_over_replicas: bool = False
     seed: int = 0
@@ -150,7 +150,7 @@ class Plan:
             PlanError: only one of the two is there.
         """
         if self.sharding is not None and not isinstance(self.sharding, str):
-            object.__setattr__(self, "sharding", Wanted.of(self.sharding))
+            object.__setattr__(self, "sharding", ShardingRequest.of(self.sharding))
         num_shards = self.placement.most_shards
         num_replicas = max(map(len, self.placement.meshes))
         may_divide = num_shards * num_replicas > 1

@@ -19,9 +19,9 @@ from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
 from penstock.planner.plan import Plan
 from penstock.planner.stage_work import work_of
-from penstock.planner.wanted import Wanted
 from penstock.sharding.costs import Costs
 from penstock.sharding.plan import LayerSharding, Sharding
+from penstock.sharding.request import ShardingRequest
 from penstock.trace.units import count_text
 from penstock.types import Recompute
 
@@ -68,9 +68,9 @@ def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
             f"num_shards={num_shards} asks for {count_text(count, 'device')}, and the cluster has "
             f"{len(cluster.places)}; give fewer, or cluster.times(hosts)"
         )
-    wanted = Wanted.of(sharding)
+    wanted = ShardingRequest.of(sharding)
     if memory_limit_bytes is not None:
-        wanted = Wanted(wanted.plan, wanted.weights, memory_limit_bytes)
+        wanted = ShardingRequest(wanted.plan, wanted.weights, memory_limit_bytes)
     resolved = resolve_layers(layers, example_inputs)
     part = first_microbatch(example_inputs, num_microbatches)
     counts = num_microbatches, num_microbatches
@@ -90,7 +90,7 @@ def check_sharding(plan: Plan, part: Any) -> None:
         return
     from penstock.sharding.named import ready_plan  # the solver takes a while to import
 
-    name = Wanted.of(plan.sharding).plan
+    name = ShardingRequest.of(plan.sharding).plan
     num_shards = plan.placement.most_shards
     ready = ready_plan(name)
     if plan.schedule.is_asynchronous and (ready.gathers or ready.keeps):
@@ -169,7 +169,7 @@ def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
         replace(costs, mesh=m, num_in_flight=kept[n], devices=plan.devices_of(n))
         for n, m in enumerate(meshes)
     ]
-    return _planned(Wanted.of(plan.sharding), graph, names, each, stages=stages)
+    return _planned(ShardingRequest.of(plan.sharding), graph, names, each, stages=stages)
 
 
 def _sized_as_first(part: Any, mesh: Mesh) -> Any:
@@ -199,7 +199,11 @@ def _sized_as_first(part: Any, mesh: Mesh) -> Any:
 
 
 def _planned(
-    wanted: Wanted, graph: Graph, names: Sequence[str], costs: Costs | Sequence[Costs], **how: Any
+    wanted: ShardingRequest,
+    graph: Graph,
+    names: Sequence[str],
+    costs: Costs | Sequence[Costs],
+    **how: Any,
 ) -> Sharding:
     """Plan with the graph of a micro-batch."""
     from penstock.sharding.stages import plan_sharding  # the solver takes a while to import

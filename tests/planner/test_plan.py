@@ -19,7 +19,6 @@ from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
 from penstock.planner.stage_rows import PredictedStage
 from penstock.planner.unsplit import Unsplit, divides_backwards
-from penstock.planner.wanted import Wanted
 from penstock.schedules import (
     ALL_SCHEDULES,
     Family,
@@ -33,6 +32,7 @@ from penstock.schedules import (
 from penstock.schedules.costs import Costs
 from penstock.schedules.names import family_of
 from penstock.sharding.layouts import R, S
+from penstock.sharding.request import ShardingRequest
 from penstock.types import Recompute, TiedGradients, Transport
 from tests.every_schedule import divided
 from tests.planner.plans import layers, plan
@@ -147,7 +147,7 @@ def test_pins_are_read_from_a_mapping_and_written_as_data() -> None:
     given: Any = {"plan": "data", "a.*": (S(0), R), "b": "R", "memory_limit_bytes": 2**30}
     pinned = replace(ODD, sharding=given)
     assert Plan.from_json(pinned.to_json()) == pinned
-    wanted = Wanted("data", {"a.*": "S(0)·R", "b": "R"}, 2**30)
+    wanted = ShardingRequest("data", {"a.*": "S(0)·R", "b": "R"}, 2**30)
     assert pinned.sharding == wanted
     assert f"sharding={wanted}" in str(pinned)
 

@@ -122,7 +122,7 @@ def check_layout(recipe: Recipe, world_size: int, plan: Plan | None = None) -> N
     """
     section = recipe.pipeline
     if section.divides is not None:
-        _check_plan_name(section.divides.plan)
+        _check_plan_name(section.divides)
     if plan is not None:
         plan.check_ranks(world_size)
         return
@@ -190,11 +190,9 @@ def _fits(recipe: Recipe, world_size: int) -> bool:
     return section.num_processes == world_size
 
 
-def _check_plan_name(name: str) -> None:
-    from penstock.sharding.named import ready_plan  # the solver takes a while to import
-
+def _check_plan_name(sharding: ShardingRequest) -> None:
     try:
-        ready_plan(name)
+        sharding.check()
     except ConfigError as error:
         raise RecipeError(f"pipeline.{error}") from None
 

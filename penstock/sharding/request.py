@@ -1,4 +1,4 @@
-"""What a user asks of the division of operators: a ready plan, and layouts of weights by name.
+"""A user's request for sharding: a ready plan, and layouts of weights by name.
 
     {"plan": "megatron", "blocks.*.widen.weight": "S(0)", "memory_limit_bytes": 2**34}
 
@@ -19,7 +19,7 @@ _NOT_NAMES = ("plan", "memory_limit_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ShardingRequest:
     """A ready plan, layouts of weights at rest by patterns of names, and the most that may stay on
     a device: weights, gradients, optimizer state and saved activations of a stage.
     """
@@ -35,13 +35,13 @@ class Wanted:
             check_count("memory_limit_bytes", self.memory_limit_bytes)
 
     @classmethod
-    def of(cls, given: "str | Mapping[str, Any] | Wanted") -> "Wanted":
+    def of(cls, given: "str | Mapping[str, Any] | ShardingRequest") -> "ShardingRequest":
         """Read what users write: a name of a ready plan, or a mapping as above.
 
         Raises:
             ConfigError: it is neither, or a layout is none.
         """
-        if isinstance(given, Wanted):
+        if isinstance(given, ShardingRequest):
             return given
         if isinstance(given, str):
             return cls(given)
@@ -59,10 +59,20 @@ class Wanted:
         """Whether weights are cut between steps, and gathered for each."""
         return self.plan.endswith("zero1")
 
+    def check(self) -> None:
+        """Refuse a ready plan that does not exist.
+
+        Raises:
+            ConfigError: names those that do.
+        """
+        from .named import ready_plan  # with all rules of operators
+
+        ready_plan(self.plan)
+
     @property
     def given(self) -> str | dict[str, Any]:
         """What users write for it."""
-        if self == Wanted(self.plan):
+        if self == ShardingRequest(self.plan):
             return self.plan
         limit = self.memory_limit_bytes
         limits = {} if limit is None else {"memory_limit_bytes": limit}
