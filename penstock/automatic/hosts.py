@@ -1,6 +1,6 @@
 """Plan for the processes of a job: describe their devices, compare these with a cluster, meet.
 
-    plan_mesh      rank 0: make_plan() ──► plan ──► all ranks: the mesh of its placement
+plan_mesh      rank 0: make_plan() ──► plan ──► all ranks: the mesh of its placement
 """
 
 import socket

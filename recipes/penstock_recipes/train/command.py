@@ -295,9 +295,7 @@ def _begun_before(request: Request, recipe: Recipe, plan: Plan | None) -> Path |
     begun = begun_by(job_name(), places)
     if num_processes() == 1:
         return begun
-    told: Path | None = from_rank_0(
-        begun, recipe.pipeline.timeout_s, device_kind(recipe, plan)
-    )
+    told: Path | None = from_rank_0(begun, recipe.pipeline.timeout_s, device_kind(recipe, plan))
     return told
 
 
