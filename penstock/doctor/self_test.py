@@ -30,8 +30,8 @@ def self_test(where: str, num_stages: int, **options: Mesh | str) -> tuple[str, 
             layers.append(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.BatchNorm1d(_WIDTH)))
             layers.append(nn.Sequential(nn.Tanh(), nn.Dropout(0.1)))
         inputs, targets = torch.randn(2, _BATCH, _WIDTH)
-    how: dict[str, Any] = {"partition": [2] * num_stages, "threads_per_stage": 1, **options}
-    how |= {"loss": nn.functional.mse_loss, "num_microbatches": _NUM_MICROBATCHES}
+    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "num_microbatches": _NUM_MICROBATCHES}
+    how |= {"partition": [2] * num_stages, "threads_per_stage": 1, **options}
     try:
         report: CheckReport | Exception = check(layers, inputs, targets, **how)
     except Exception as failure:  # a torch that does not fit the machine fails in ways of its own

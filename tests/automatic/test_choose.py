@@ -17,6 +17,7 @@ from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s
+from penstock.sharding.search import Search
 from penstock.trace.units import time_text
 from penstock.types import Recompute
 from penstock_recipes.zoo import gpt
@@ -119,6 +120,22 @@ def test_the_same_is_planned_again_and_survives_json() -> None:
     assert planned(where) == plan == Plan.from_json(plan.to_json())
     assert plan.cluster == where and [*map(plan.devices_of, range(2))] == [(1, 2), (0,)]
     assert replace(plan, cluster=None).devices_of(1) == ()
+
+
+def test_ways_with_the_same_price_of_a_byte_search_a_shape_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[tuple[Search, float]]()
+    monkeypatch.setattr(Search, "_summed", lambda own, byte_s: asked.append((own, byte_s)))
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    task = mesh_task(layers, torch.zeros(8, 4), cluster(2), 2)
+    given = task.graph_of(2), task.names, task.model.spans, task.cluster, 2, "data"
+    shared = dict[object, Search]()
+    for way in (Way(), Way(recomputes=True), Way(byte_s=1e-11)):
+        search = MeshPrices(*given, way=way, shared=shared)._search(Submesh(0, 1, 2), (2,))
+        for _ in range(2):
+            search.of_ranges(way.byte_s)
+    assert [byte_s for _, byte_s in asked] == [0.0, 1e-11] and len(shared) == 1
 
 
 def test_an_interrupted_search_gives_the_best_so_far_and_says_so() -> None:
