@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from benchmarks.report import Report, publish
-from penstock.runtime.devices import num_cores
+from penstock.planner.shared_cores import num_cores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -27,7 +27,7 @@ from penstock.errors import (
     ScheduleError,
 )
 from penstock.planner.candidates import Constraints
-from penstock.runtime.devices import num_cores
+from penstock.planner.shared_cores import num_cores
 from penstock.runtime.planning import device_of_process
 from penstock.schedules import Backward, Forward, gpipe, pipedream, pipedream_2bw
 from penstock.schedules.ir import Schedule

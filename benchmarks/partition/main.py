@@ -27,7 +27,7 @@ from benchmarks.report import (
 )
 from penstock import Layers, Pipeline, Transport, capture
 from penstock.planner.cuts import balance
-from penstock.runtime.devices import num_cores
+from penstock.planner.shared_cores import num_cores
 from penstock.schedules.ir import Backward, Forward, Recompute
 from penstock.simulator import Costs, simulate
 from penstock_recipes.zoo import amoebanet_d

@@ -22,12 +22,12 @@ from penstock.errors import PlanError
 from penstock.planner.arguments import Model
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
+from penstock.planner.shared_cores import num_cores
 from penstock.planner.stage_rows import PredictedStage
 from penstock.planner.stage_table import Task
 from penstock.planner.stage_work import made, work_of
 from penstock.planner.submeshes import Answer, find_stages, submeshes
 from penstock.planner.unsplit import divides_backwards
-from penstock.runtime.devices import num_cores
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family

@@ -18,7 +18,8 @@ from penstock.model.capture.capture import capture, resolve_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import tree_map
 from penstock.planner.plan import Plan
-from penstock.runtime.devices import num_cores, why_missing
+from penstock.planner.shared_cores import num_cores
+from penstock.runtime.devices import why_missing
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.runtime.profiling import profile
 from penstock.types import Reduction

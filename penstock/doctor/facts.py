@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.devices import core_numbers
+from penstock.planner.shared_cores import core_numbers
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -1,5 +1,6 @@
-"""The cores that ranks share: how fast each computes beside others."""
+"""The cores that ranks share: those of this process, and how fast each computes beside others."""
 
+import os
 from collections.abc import Sequence
 
 from penstock.costs.cluster import Cluster
@@ -48,3 +49,15 @@ def _scaled(known: Sequence[float], last: float) -> tuple[float, ...]:
     lost = [1 - speed for speed in known]
     shape: Sequence[float] = lost if lost[-1] > 0 else range(len(known))
     return tuple(1 - (1 - last) * each / shape[-1] for each in shape)
+
+
+def core_numbers() -> tuple[int, ...]:
+    """Return the numbers of the cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+    """Count the cores this process may use."""
+    return len(core_numbers())

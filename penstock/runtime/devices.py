@@ -5,7 +5,6 @@ from another device are copied on a second one, so that a copy overlaps with the
 micro-batches.  Several stages may share one GPU: they then share its memory, not a stream.
 """
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,18 +43,6 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def core_numbers() -> tuple[int, ...]:
-    """Return the numbers of the cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
-
-
-def num_cores() -> int:
-    """Count the cores this process may use."""
-    return len(core_numbers())
 
 
 class StageDevice:

@@ -28,13 +28,14 @@ from penstock.planner.arguments import (
 )
 from penstock.planner.balance import Measured, balanced
 from penstock.planner.plan import Plan
+from penstock.planner.shared_cores import num_cores
 from penstock.planner.unsplit import Unsplit
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
 
 from .batch_norm import batch_norms, separate_statistics
 from .caller import CallerContext
-from .devices import num_cores, why_missing, with_index
+from .devices import why_missing, with_index
 from .microbatches import Batch
 from .random.drawing import Drawing, LayerCall
 from .run import Run, Streams

@@ -20,11 +20,11 @@ from penstock.model.entries import Entry
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
+from penstock.planner.shared_cores import num_cores
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
 
 from .batch_norm import batch_norms
-from .devices import num_cores
 from .planning import StageCalls, facts_of
 from .stage.split_backward import SplitBackward, divide, split
 from .unsplit import left_bytes

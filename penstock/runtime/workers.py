@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import torch
 
 from penstock.mesh.threads import leave_behind
+from penstock.planner.shared_cores import num_cores
 from penstock.transport.channels import Stopped
 from penstock.transport.threads import QueueChannels
 
 from .caller import keeping_casts
-from .devices import num_cores
 from .drivers import AbstractDriver, Work
 from .executor import Executor
 

@@ -19,7 +19,7 @@ from penstock.doctor.calibration.calibrate import (
 from penstock.doctor.calibration.figures import Figure, Spread, comment_of, seconds_of
 from penstock.doctor.calibration.links import MeasuredLink, measure_threads
 from penstock.doctor.calibration.work import TINY, rates, share_at, shares_alone
-from penstock.runtime.devices import num_cores
+from penstock.planner.shared_cores import num_cores
 
 CPU = torch.device("cpu")
 Captured = pytest.CaptureFixture[str]

@@ -17,7 +17,7 @@ import torch
 from penstock.costs.cluster import Cluster, Host
 from penstock.costs.device import Device
 from penstock.doctor.facts import memory_bytes, quota_cores
-from penstock.runtime.devices import num_cores
+from penstock.planner.shared_cores import num_cores
 
 from .figures import Figure, Spread, rounded, seconds_of
 from .links import MeasuredLink, measure_gpus, measure_processes, measure_threads
