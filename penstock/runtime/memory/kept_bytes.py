@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Context, Guard
+from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.tape import Tape
 from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import NEVER_COMPUTES
@@ -23,7 +23,7 @@ from penstock.trace.timeline import MemorySample
 from .slots import Lasting
 
 
-class KeptBytes(Guard):
+class KeptBytes(LayersGuard):
     """Counts for one stage, where a run traces memory."""
 
     def __init__(self, stage: int, lasting: Lasting, weights: Weights) -> None:

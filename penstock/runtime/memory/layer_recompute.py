@@ -21,7 +21,7 @@ from penstock.model.entries import is_plain_class, lasts, version_of
 from penstock.model.pytree import Structure, flatten, unflatten
 from penstock.model.stage_plan import Step
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Guard, same_bits
+from penstock.runtime.stage.guards import InputGuard, same_bits
 from penstock.runtime.stage.tape import Given, Tape
 
 from .recompute import changed, compare, first_floating
@@ -82,7 +82,7 @@ class Rerun:
     emptied: Sequence[Emptied] | None = None
 
 
-class LayerRecompute(Guard):
+class LayerRecompute(InputGuard):
     """Runs the layers of a stage that are recomputed alone.
 
     The first forward drops what layers have saved when it has seen that no layer changes what they

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.errors import RecomputeError
 from penstock.model.state import put_state, standing_at
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Context, Guard
+from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.state import ChangingState
 from penstock.runtime.stage.tape import Seen, Tape
 from penstock.runtime.stage.weights import Weights
@@ -27,7 +27,7 @@ from penstock.torch_private import buffers_of, version_counter
 from .slots import Slots
 
 
-class Repeatable(Guard):
+class Repeatable(LayersGuard):
     """Lets the layers of a stage run again as they ran in a forward that kept no graph.
 
     `stateful` are the modules whose buffers and tensor attributes have to be as they were.  Where

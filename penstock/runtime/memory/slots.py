@@ -18,7 +18,7 @@ from penstock.errors import RecomputeError
 from penstock.model.entries import is_plain_class, version_of
 from penstock.model.pytree import flatten
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Context, Guard
+from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.tape import FROM_CALLER, Tape
 from penstock.runtime.stage.weights import Owned
 from penstock.torch_private import NEVER_COMPUTES, storage_id
@@ -171,7 +171,7 @@ def unpack(saved: Slot | Tensor) -> Tensor:
 setattr(unpack, NEVER_COMPUTES, True)
 
 
-class Slotting(Guard):
+class Slotting(LayersGuard):
     """Lets autograd save into slots, in the forwards of a stage that moves them or drops some."""
 
     def __init__(self, lasting: Lasting) -> None:
@@ -183,6 +183,9 @@ class Slotting(Guard):
             return None
         tape.slots = Slots(self._lasting.of(run, tape))
         return tape.slots.hooks()
+
+    def around_recompute(self, run: Run, tape: Tape) -> None:
+        """Let autograd save as usual, or into the slots that were emptied."""
 
 
 def without_values(tensor: Tensor) -> Tensor:
