@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,17 +13,24 @@ from penstock.transport.channels import Activation, Gradient
 from penstock.types import Trace
 
 from .caller import CallerContext
+from .memory.stores import AbstractStore
 from .microbatches import Batch
 from .stage.tape import Tape
 from .window import Window
 
-if TYPE_CHECKING:
-    from .aside import Aside
-    from .memory.offload import AbstractStore
-
 Moments = tuple[int, Tensor, Tensor]
 """(values per channel, their mean, their unbiased variance): one call of one BatchNorm layer."""
 MomentsByModule = dict[AnyBatchNorm, list[Moments]]
+
+
+class LooksAside(Protocol):
+    """Watches what stages share: `runtime.aside` does, which knows the run."""
+
+    def look(self, run: "Run", tape: Tape) -> None:
+        """Look at what is shared after the layers of a stage have run."""
+
+    def end(self) -> None:
+        """Look no more."""
 
 
 class Streams(NamedTuple):
@@ -61,7 +68,7 @@ class StageRun:
     moments: MomentsByModule = field(default_factory=dict)
     divided: list[list[Unsplit]] = field(default_factory=list)
     has_claimed_leaves: bool = False
-    store: "AbstractStore | None" = None
+    store: AbstractStore | None = None
 
 
 @dataclass(slots=True)
@@ -104,7 +111,7 @@ class Run:
     output_gradients: list[list[Tensor | None]] | None = None
     window: Window | None = None
     looks: bool = False
-    aside: "Aside | None" = None
+    aside: LooksAside | None = None
 
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False

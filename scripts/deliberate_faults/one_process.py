@@ -283,9 +283,9 @@ FAULTS = (
     ),
     Fault(
         "the gradient of a skip is lost",
-        "penstock/runtime/stage/tape.py",
-        "for peer, leaves in self.exported.items():",
-        "for peer, leaves in list(self.exported.items())[-1:]:",
+        "penstock/runtime/stage/handover.py",
+        "for peer, leaves in tape.exported.items():\n            gradient",
+        "for peer, leaves in list(tape.exported.items())[-1:]:\n            gradient",
         "tests/laws/test_equality.py",
         "unet",
     ),

@@ -20,7 +20,7 @@ from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import NEVER_COMPUTES
 from penstock.trace.timeline import MemorySample
 
-from .slots import Lasting
+from .offload import Lasting
 
 
 class KeptBytes(LayersGuard):

@@ -230,17 +230,26 @@ class Handover:
         }
 
     def roots(self, run: Run, here: StageRun, tape: Tape) -> tuple[list[Tensor], list[Tensor]]:
-        """Pair everything that left the stage with the gradient that came back for it."""
+        """Pair everything that left the stage with the gradient that came back for it.
+
+        An exported value that layers of this stage use as well is a root inside the graph: what
+        arrived for it starts the engine's own sum.
+
+        Returns:
+            The roots that have a gradient, and these.
+        """
         i = tape.microbatch
-        arrived = {}
-        for peer in self._plan.exports:
+        pairs: list[tuple[Tensor, Tensor | None]] = []
+        for peer, leaves in tape.exported.items():
             gradient = here.arrived_gradients.pop((i, peer))
-            arrived[peer] = self._bring(gradient.leaves, gradient.event)
-        of_output: Sequence[Tensor | None] = ()
+            pairs += zip(leaves, self._bring(gradient.leaves, gradient.event), strict=True)
         if tape.output and run.output_gradients is not None:
-            of_output = self._bring(run.output_gradients[i])
-        of_loss = run.batch.weights[i] * run.loss_scale if tape.loss is not None else 0.0
-        return tape.roots(arrived, of_output, of_loss)
+            pairs += zip(tape.output, self._bring(run.output_gradients[i]), strict=True)
+        if tape.loss is not None:
+            of_loss = run.batch.weights[i] * run.loss_scale
+            pairs.append((tape.loss, torch.full_like(tape.loss, of_loss)))
+        live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
+        return [root for root, _ in live], [g for _, g in live]
 
     def leave_gradient(self, run: Run, here: StageRun, tape: Tape, peer: int) -> None:
         """Leave behind what the backward has found for the values of one peer."""

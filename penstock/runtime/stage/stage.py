@@ -26,9 +26,9 @@ from penstock.runtime.batch_norm import Norms
 from penstock.runtime.devices import StageDevice
 from penstock.runtime.memory.kept_bytes import KeptBytes
 from penstock.runtime.memory.layer_recompute import LayerRecompute
-from penstock.runtime.memory.offload import MakeStore, Offloading
+from penstock.runtime.memory.offload import Lasting, Offloading, Slotting
 from penstock.runtime.memory.recompute import Repeatable
-from penstock.runtime.memory.slots import Lasting, Slotting
+from penstock.runtime.memory.stores import MakeStore
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.random.generators import StreamBetween
 from penstock.runtime.random.streams import BETWEEN

@@ -43,7 +43,8 @@ def roots_of(tape: Tape) -> tuple[list[Tensor], list[Tensor]]:
     """Return all outputs that have a graph, each with a gradient of its own."""
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in tape.output]
-    return tape.roots({}, gradients, 0.0)
+    live = [(t, g) for t, g in zip(tape.output, gradients, strict=True) if t.requires_grad]
+    return [root for root, _ in live], [gradient for _, gradient in live]
 
 
 def batches(shape: tuple[int, ...] = (4, 6)) -> list[Tensor]:
