@@ -8,6 +8,7 @@ their batches, and nothing would look wrong.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import BatchError, MeshError
 from penstock.model.batch import FlatBatch
-from penstock.model.pytree import PLAIN_TYPES
+from penstock.model.pytree import PLAIN_TYPES, constants, flatten
 from penstock.types import CheckBatches
 
 from .control import Control
@@ -193,7 +194,8 @@ def _each_line(batch: FlatBatch, *, with_values: bool) -> Iterator[str]:
         shape = f"{tuple(tensor.shape)} {tensor.dtype}"
         has_values = with_values and tensor.layout is torch.strided and not tensor.is_meta
         yield f"{shape}, digest {_digest(tensor):08x}" if has_values else shape
-    for value in batch.constants() if with_values else ():
+    structures = [*(flatten(entry)[1] for entry in batch.entries), batch.structure]
+    for value in chain.from_iterable(map(constants, structures)) if with_values else ():
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
             digest = crc32(value.tobytes())
             yield f"{value.shape} {value.dtype}, digest {digest:08x}"

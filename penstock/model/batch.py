@@ -75,11 +75,6 @@ class FlatBatch:
         """All tensors, those inside of entries too."""
         return [tensor for entry in self.entries for tensor in flatten(entry)[0]]
 
-    def constants(self) -> Iterator[Any]:
-        """Yield the values that are no tensors: those in entries first."""
-        for structure in (*(flatten(entry)[1] for entry in self.entries), self.structure):
-            yield from constants(structure)
-
     def split(self, sizes: Sequence[int]) -> list[Any]:
         """Cut the batch as `split` does; the sizes are those of all its samples."""
         pieces = [_pieces(entry, sizes) for entry in self.entries]

@@ -113,6 +113,10 @@ class Run:
     looks: bool = False
     aside: LooksAside | None = None
 
+    with_grad: bool = field(init=False)
+    """Whether backward passes will follow."""
+    traces_memory: bool = field(init=False)
+    """Whether the bytes that stages keep are noted."""
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False
     claimed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
@@ -123,20 +127,14 @@ class Run:
     input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     recorded: Recorded = field(default_factory=Recorded)
 
+    def __post_init__(self) -> None:
+        self.with_grad = self.caller.with_grad
+        self.traces_memory = self.batch.trace is Trace.MEMORY
+
     @property
     def num_microbatches(self) -> int:
         """M of this step; of all mini-batches together."""
         return len(self.batch.sizes)
-
-    @property
-    def with_grad(self) -> bool:
-        """Whether backward passes will follow."""
-        return self.caller.with_grad
-
-    @property
-    def traces_memory(self) -> bool:
-        """Whether the bytes that stages keep are noted."""
-        return self.batch.trace is Trace.MEMORY
 
     @property
     def resumed(self) -> bool:

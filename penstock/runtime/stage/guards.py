@@ -7,9 +7,9 @@
 A stage calls guards in their order: the first context is the outermost.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from penstock.transport.channels import check_still_as_sent
 
 from .tape import FROM_CALLER, Given, Tape
 
-_T = TypeVar("_T")
 Context = AbstractContextManager[Any]
 
 
@@ -53,17 +52,22 @@ class RerunGuard(Protocol):
         """Return what autograd is to run in, or None for nothing."""
 
 
-def within(contexts: Iterable[Context | None], function: Callable[[], _T]) -> _T:
-    """Call a function inside contexts, the first one outermost."""
+_NOTHING = nullcontext()
+
+
+def inside(contexts: Iterable[Context | None]) -> Context:
+    """Make one context of several, the first one outermost; mostly there is one, or none."""
+    found = [context for context in contexts if context is not None]
+    if len(found) < 2:
+        return found[0] if found else _NOTHING
     with ExitStack() as stack:
-        for context in contexts:
-            if context is not None:
-                stack.enter_context(context)
-        return function()
+        for context in found:
+            stack.enter_context(context)
+        return stack.pop_all()
 
 
 class Changes(InputGuard):
-    """What was seen of the layers of one stage: a value that they change is copied first.
+    """Finds the inputs that layers of a stage change in place: these are copied from then on.
 
     In the first forward with gradients every value is copied, to find out.
     """

@@ -12,7 +12,6 @@ a `Tape` holds both; `Guards` watch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -40,7 +39,7 @@ from penstock.sharding.divided import NO_LAYER, Called
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 
-from .guards import Changes, Claims, Context, InputGuard, LayersGuard, RerunGuard, within
+from .guards import Changes, Claims, Context, InputGuard, LayersGuard, RerunGuard, inside
 from .handover import Handover, once
 from .notes import backward_of, note_failure
 from .state import BackwardState
@@ -81,6 +80,7 @@ class Stage:
         divided: Mapping[int, Called] = MappingProxyType({}),
     ) -> None:
         self.plan, self._replicas, self._divided = plan, replicas, divided
+        self.index = plan.index
         self.device = StageDevice(device)
         self._layers = layers = [(step.index, step.module) for step in plan.steps]
         layers += [(loss_index, module) for module in modules_of_loss(loss)]
@@ -104,19 +104,15 @@ class Stage:
         self._claims = Claims(plan.index, decides=plan.decides) if has_peers else None
         everyone, norms = owned.everyone, set(self._norms.layers)
         self._stateful = [module for module in everyone if module not in norms]
-        self._around_layers: list[LayersGuard] = [
+        self._around_layers: list[LayersGuard] = [  # the outermost first
             *([self._slotting] if self._slotting else []),
             Repeatable(everyone, self._stateful, self.weights, differentiates=plan.differentiates),
             *([self._norms] if norms else []),
         ]
-        self._of_inputs: list[InputGuard] = [
-            *([self._recompute] if self._slotting else []),
-            self._changes,
-        ]
-        self._around_reruns: list[RerunGuard] = [
-            self._drawing,
-            *([self._norms] if norms else []),
-        ]
+        watching: list[InputGuard] = [self._recompute] if self._slotting else []
+        self._of_inputs = [*watching, self._changes]
+        of_norms: list[RerunGuard] = [self._norms] if norms else []
+        self._around_reruns = [self._drawing, *of_norms]
         self._watch_state()
 
     def _watch_state(self) -> None:
@@ -129,10 +125,6 @@ class Stage:
         if self._state is not None and self._state.is_idle:
             self._state = None
         self._is_settled, self._is_hooked = True, self.weights.are_hooked
-
-    @property
-    def index(self) -> int:
-        return self.plan.index
 
     def check_norms(self) -> None:
         """Refuse BatchNorm layers that were put in, or taken out, since the stage was made.
@@ -148,6 +140,7 @@ class Stage:
         if self._is_settled and self._is_hooked != self.weights.are_hooked:
             self._watch_state()  # a hook was put on a weight since
         run.stages.setdefault(self.index, StageRun())
+        self._watching = [*self._around_layers, *([self._kept_bytes] if run.traces_memory else [])]
         if run.window is not None:
             moving, elsewhere = run.window.moving(self.index)
             self.weights.begin(moving, elsewhere, run.window.uses[self.index])
@@ -174,8 +167,9 @@ class Stage:
         tape = Tape(microbatch, received, drops and not some, version)
         tape.dropped_layers = some if drops else tape.dropped_layers
         seen = None if run.window is None else self.weights.shown
-        contexts = (guard.around_forward(run, tape) for guard in self._watching(run))
-        leaving = within(contexts, partial(self._run_layers, run, tape))
+        contexts = [guard.around_forward(run, tape) for guard in self._watching]
+        with inside(contexts):
+            leaving = self._run_layers(run, tape)
         if seen is not None and not self.weights.holds(seen):
             raise changed_in_forward(self.index)
         for peer, activation in leaving.items():
@@ -189,13 +183,14 @@ class Stage:
         """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
         tape = self._tape(run, microbatch)
         self.weights.show(tape.version)
-        again: Callable[[], Any] = partial(self._run_layers, run, tape)
-        if tape.dropped_layers:
-            again = partial(self._recompute.rerun, tape, partial(self._call, run, tape))
         caller = run.caller.entered() if run.resumed else None
-        contexts = (guard.around_recompute(run, tape) for guard in self._watching(run))
+        contexts = [guard.around_recompute(run, tape) for guard in self._watching]
         try:
-            within(chain((caller,), contexts), again)
+            with inside([caller, *contexts]):
+                if tape.dropped_layers:
+                    self._recompute.rerun(tape, partial(self._call, run, tape))
+                else:
+                    self._run_layers(run, tape)
         except RecomputeError as error:
             note_failure(error, self.index, "the recompute", microbatch)
             raise
@@ -271,10 +266,6 @@ class Stage:
 
     # -- forward ------------------------------------------------------------------------------
 
-    def _watching(self, run: Run) -> list[LayersGuard]:
-        """Return what is to run around the layers, those that run around others first."""
-        return [*self._around_layers, *([self._kept_bytes] if run.traces_memory else [])]
-
     def _run_layers(self, run: Run, tape: Tape) -> dict[int, Activation]:
         """Run all layers on what was received; note roots and loss in the tape."""
         values, given = self.handover.enter(run, tape)
@@ -294,7 +285,8 @@ class Stage:
             self.handover.take_output(
                 run, tape, join_output([values[v] for v in self.plan.output])
             )
-        tape.disarm()
+        if tape.tripwires:
+            tape.disarm()
         return leaving
 
     def _perform(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:
@@ -376,6 +368,8 @@ class Stage:
         # Operators take the types of their forwards.
         uncast: Context | None = torch.autocast(kind, enabled=False) if casts else None
         state = None if self._state is None else self._state.around_backward(run, tape)
-        guards = self._around_reruns if run.has_seeded or tape.may_rerun else ()
-        reruns = (guard.around_rerun(run, tape) for guard in guards)
-        within(chain((uncast, state), reruns), backward)
+        contexts = [uncast, state]
+        if run.has_seeded or tape.may_rerun:
+            contexts += [guard.around_rerun(run, tape) for guard in self._around_reruns]
+        with inside(contexts):
+            backward()

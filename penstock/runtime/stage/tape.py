@@ -162,7 +162,10 @@ class Tape:
     @property
     def inputs(self) -> list[Tensor]:
         """All tensors that the stage received."""
-        return [leaf for activation in self.received.values() for leaf in activation.leaves]
+        inputs: list[Tensor] = []
+        for activation in self.received.values():
+            inputs += activation.leaves
+        return inputs
 
     @property
     def entry_tensors(self) -> list[Tensor]:
@@ -172,8 +175,10 @@ class Tape:
     @property
     def results(self) -> list[Tensor]:
         """All that the forward gave."""
-        exported = [leaf for leaves in self.exported.values() for leaf in leaves]
-        return [*exported, *self.output, *([] if self.loss is None else [self.loss])]
+        results: list[Tensor] = []
+        for leaves in self.exported.values():
+            results += leaves
+        return [*results, *self.output, *([] if self.loss is None else [self.loss])]
 
     @property
     def waiting(self) -> list[Tensor]:

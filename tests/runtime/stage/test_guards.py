@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.stage.guards import within
+from penstock.runtime.stage.guards import inside
 from scripts.step_reach import functions_entered
 
 WATCHERS = {"batch_norm", "boundary", "drawing", "kept_bytes", "state", "streams"}
@@ -78,5 +78,6 @@ def noting(name: str, notes: list[str]) -> Iterator[None]:
 def test_the_first_context_is_the_outermost_and_none_is_nothing() -> None:
     notes: list[str] = []
     contexts = [noting("a", notes), None, noting("b", notes)]
-    within(contexts, lambda: notes.append("autograd"))
+    with inside(contexts):
+        notes.append("autograd")
     assert notes == ["a begins", "b begins", "autograd", "b ends", "a ends"]
