@@ -28,7 +28,7 @@ from penstock.runtime.asynchronous import (
     run_window,
 )
 from penstock.runtime.engine import Engine
-from penstock.runtime.memory.offload import folder_for_files
+from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
     Batch,
     Call,

@@ -65,7 +65,7 @@ def whole(model: nn.Module, x: Tensor, gradient: Tensor, between: Between = _not
     """Run autograd once."""
 
     def backward(tape: Tape) -> None:
-        tape.backward(*tape.roots({}, [gradient], 0.0))
+        tape.backward(tape.output, [gradient])
 
     return _timed(lambda: _tape(model, x), backward, lambda _: None, between)
 
@@ -74,9 +74,8 @@ def penstock(model: nn.Module, x: Tensor, gradient: Tensor, between: Between = _
     """Cut the graph, as BackwardInput and BackwardWeight do."""
 
     def backward_input(tape: Tape) -> Tape:
-        roots, gradients = tape.roots({}, [gradient], 0.0)
-        tape.divide(roots)
-        tape.backward(roots, gradients)
+        tape.divide(tape.output)
+        tape.backward(tape.output, [gradient])
         tape.drop_graph()
         return tape
 

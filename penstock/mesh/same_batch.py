@@ -7,6 +7,8 @@ their batches, and nothing would look wrong.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -14,32 +16,39 @@ import numpy
 import torch
 from torch import Tensor
 
-from penstock.errors import BatchError
+from penstock.errors import BatchError, MeshError
+from penstock.model.batch import FlatBatch
 from penstock.model.pytree import PLAIN_TYPES, constants, flatten
 from penstock.types import CheckBatches
 
 from .control import Control
 
-NOT_GIVEN = -1.0
 _NUM_FIRST, _EACH = 8, 100
 _MOST_ELEMENTS = 4096
+_ABSENT = -1.0
+"""Stands in a row of floats for what a process has none of: no field is below 0."""
+_NOT_WHOLE = ("raw_total", "loss_scale", "counted")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+Pair = tuple[FlatBatch | None, FlatBatch | None]
+"""Inputs and targets; None for what is not there."""
 
 
 class Texts(NamedTuple):
     """What inputs and targets are, a line for each tensor; empty for what is not compared.
 
-    `numbers` are equal for equal texts; `NOT_GIVEN` for none.
+    `digests` are equal for equal texts; None for none.
     """
 
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
-    numbers: tuple[float, float] = (NOT_GIVEN, NOT_GIVEN)
+    digests: tuple[int | None, int | None] = (None, None)
 
     @classmethod
     def of(cls, inputs: tuple[str, ...], targets: tuple[str, ...]) -> "Texts":
-        """Number both."""
-        return cls(inputs, targets, (_number(inputs), _number(targets)))
+        """Digest both."""
+        return cls(inputs, targets, (_digest_of(inputs), _digest_of(targets)))
 
 
 NOTHING_SAID = Texts()
@@ -53,7 +62,7 @@ class BatchCheck:
         self._compares_shapes = num_shards > 1
         self._calls: Counter[str] = Counter()
 
-    def texts(self, kind: str, given: tuple[Any, Any], read: tuple[Any, Any]) -> Texts:
+    def texts(self, kind: str, given: Pair, read: Pair) -> Texts:
         """Describe a batch for call number so many of its `kind`: by its values what was `given`,
         or by its shapes what is `read`; None is neither.
         """
@@ -71,20 +80,78 @@ class BatchCheck:
         return self._when is CheckBatches.ALWAYS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallHeader:
+    """The facts that each process announces before a step, to be compared on all alike.
+
+    `number` counts the calls, `trace` grows with how much is to be recorded.  A number of samples
+    is None where none were given, a digest where nothing is compared, and `counted`, by which
+    losses are divided, where the batch holds no such number.
+    """
+
+    number: int
+    trace: int
+    num_inputs: int | None
+    num_targets: int | None
+    inputs_digest: int | None
+    targets_digest: int | None
+    raw_total: float
+    loss_scale: float
+    counted: float | None
+
+    def pack(self) -> list[float]:
+        """Return the fields in their order, as floats for one all-gather."""
+        return [_ABSENT if value is None else float(value) for value in astuple(self)]
+
+    @classmethod
+    def unpack(cls, row: Sequence[float]) -> "CallHeader":
+        """Read what `pack` wrote: a float is exact for counts and digests, far below 2**53."""
+        named: dict[str, Any] = dict(zip(cls.__slots__, row, strict=True))
+        for name, value in named.items():
+            if value == _ABSENT:
+                named[name] = None
+            elif name not in _NOT_WHOLE:
+                named[name] = int(value)
+        return cls(**named)
+
+
+def check_same_call(headers: Sequence[CallHeader]) -> None:
+    """See that all processes make the same call.
+
+    Raises:
+        MeshError: they do not, or scale the loss differently.
+    """
+    first = headers[0]
+    for rank, header in enumerate(headers):
+        if header.number != first.number:
+            raise MeshError(
+                f"the processes do not do the same: for rank 0 this is call {first.number}, "
+                f"for rank {rank} call {header.number}. Every process must make every call, in "
+                "the same order (no `if rank == 0` around a step)"
+            )
+        if header.loss_scale != first.loss_scale:
+            raise MeshError(
+                f"rank 0 scales its loss by {first.loss_scale:g}, rank {rank} by "
+                f"{header.loss_scale:g}; gradients of both would be mixed. Give every process the "
+                "same loss_scale: penstock.GradScaler decides it jointly, if every process makes "
+                "one, and loads the same state"
+            )
+
+
 def check_same(
     world: Control,
     replicas: Sequence[Sequence[int]],
-    found: Sequence[tuple[float, float]],
+    found: Sequence[tuple[int | None, int | None]],
     mine: Texts,
 ) -> None:
-    """See that the ranks of each of `replicas` are given alike; `found` are every rank's numbers.
+    """See that the ranks of each of `replicas` are given alike; `found` are every rank's digests.
 
     Raises:
         BatchError: some are not; on every process alike.
     """
     for ranks in replicas:
         for k in range(2):
-            given = [rank for rank in ranks if found[rank][k] != NOT_GIVEN]
+            given = [rank for rank in ranks if found[rank][k] is not None]
             if len({found[rank][k] for rank in given}) > 1:
                 _refuse(world.gather(mine[k], "for what the others were given"), given, k)
 
@@ -114,21 +181,21 @@ def _refuse(said: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> None
     )
 
 
-def _number(lines: Sequence[str]) -> float:
-    return float(crc32("\n".join(lines).encode())) if lines else NOT_GIVEN
+def _digest_of(lines: Sequence[str]) -> int | None:
+    return crc32("\n".join(lines).encode()) if lines else None
 
 
-def _lines(value: Any, *, with_values: bool) -> tuple[str, ...]:
-    return () if value is None else tuple(_each_line(value, with_values=with_values))
+def _lines(batch: FlatBatch | None, *, with_values: bool) -> tuple[str, ...]:
+    return () if batch is None else tuple(_each_line(batch, with_values=with_values))
 
 
-def _each_line(given: Any, *, with_values: bool) -> Iterator[str]:
-    tensors, structure = flatten(given)
-    for tensor in tensors:
+def _each_line(batch: FlatBatch, *, with_values: bool) -> Iterator[str]:
+    for tensor in batch.tensors:
         shape = f"{tuple(tensor.shape)} {tensor.dtype}"
         has_values = with_values and tensor.layout is torch.strided and not tensor.is_meta
         yield f"{shape}, digest {_digest(tensor):08x}" if has_values else shape
-    for value in constants(structure) if with_values else ():
+    structures = [*(flatten(entry)[1] for entry in batch.entries), batch.structure]
+    for value in chain.from_iterable(map(constants, structures)) if with_values else ():
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
             digest = crc32(value.tobytes())
             yield f"{value.shape} {value.dtype}, digest {digest:08x}"

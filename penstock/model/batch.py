@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from penstock.errors import BatchError
 
 from .open_containers import opened
-from .pytree import Sealed, constants, flatten, flatten_by, unflatten
+from .pytree import Sealed, Structure, constants, flatten, flatten_by, unflatten
 
 _SCALARS = (str, int, float, bool, type(None))
 _MEANT_AS_ONE = (
@@ -62,8 +62,34 @@ class PerSample:
         return len(self.entries)
 
 
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """A batch that was flattened: entries in a structure, and N of the entries that are cut."""
+
+    entries: Sequence[Any]
+    structure: Structure
+    num_samples: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, those inside of entries too."""
+        return [tensor for entry in self.entries for tensor in flatten(entry)[0]]
+
+    def split(self, sizes: Sequence[int]) -> list[Any]:
+        """Cut the batch as `split` does; the sizes are those of all its samples."""
+        pieces = [_pieces(entry, sizes) for entry in self.entries]
+        return [
+            unflatten(self.structure, [parts[n] for parts in pieces]) for n in range(len(sizes))
+        ]
+
+
 def batch_size(value: Any, what: str, elsewhere: int | None = None) -> int:
-    """Return N, the number of samples that every tensor, array and list in `value` has.
+    """Return N, the number of samples of a batch; raise what `flat_batch` raises."""
+    return flat_batch(value, what, elsewhere).num_samples
+
+
+def flat_batch(value: Any, what: str, elsewhere: int | None = None) -> FlatBatch:
+    """Flatten a batch, in which every tensor, array and list has the same number of samples.
 
     `elsewhere` is the number that is known from what belongs to it: the inputs of targets.
 
@@ -103,16 +129,16 @@ def batch_size(value: Any, what: str, elsewhere: int | None = None) -> int:
         raise BatchError(f"the {what} are an empty batch{shape}; give at least one sample")
     _check_objects(constants(structure), count, what)
     _check_lists(value, count, what)
-    return count
+    return FlatBatch(entries, structure, count)
 
 
-def check_values(value: Any, what: str, *, meta_is_fine: bool = False) -> None:
+def check_values(tensors: Iterable[Tensor], what: str, *, meta_is_fine: bool = False) -> None:
     """Refuse tensors without values: those on the meta device, and fake ones.
 
     Raises:
         BatchError: there is one.
     """
-    for tensor in flatten(value)[0]:
+    for tensor in tensors:
         if _is_fake(tensor) or (tensor.is_meta and not meta_is_fine):
             made = "made under FakeTensorMode" if _is_fake(tensor) else "on the meta device"
             raise BatchError(
@@ -134,10 +160,7 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
     Parts of tensors are views, detached, which remember whether their tensor requires grad.
     """
     entries, structure = flatten_by(value, partial(_is_entry, count=sum(sizes)))
-    if not entries:
-        return [value] * len(sizes)
-    pieces = [_pieces(entry, sizes) for entry in entries]
-    return [unflatten(structure, list(row)) for row in zip(*pieces, strict=True)]
+    return FlatBatch(entries, structure, sum(sizes)).split(sizes)
 
 
 def of_size(value: Any, size: int, what: str) -> Any:
@@ -146,9 +169,10 @@ def of_size(value: Any, size: int, what: str) -> Any:
     Raises:
         BatchError: there is no batch to take them of.
     """
-    count = batch_size(value, what)
+    batch = flat_batch(value, what)
+    count = batch.num_samples
     if size <= count:
-        return split(value, [size, count - size])[0]
+        return batch.split([size, count - size])[0]
     return samples(value, [n % count for n in range(size)], what)
 
 
@@ -158,9 +182,8 @@ def samples(value: Any, numbers: Sequence[int], what: str) -> Any:
     Raises:
         BatchError: there is no batch to take them of.
     """
-    is_entry = partial(_is_entry, count=batch_size(value, what))
-    entries, structure = flatten_by(value, is_entry)
-    return unflatten(structure, [_again(entry, numbers) for entry in entries])
+    batch = flat_batch(value, what)
+    return unflatten(batch.structure, [_again(entry, numbers) for entry in batch.entries])
 
 
 def undeclared(value: Any) -> Any:

@@ -13,6 +13,7 @@ from penstock.torch_private import version_counter
 LASTING = "penstock_lasting"
 """The attribute of a tensor that was sent for a parameter."""
 _LAYOUT = "penstock_layout"
+_PLAIN = {Tensor, type(None)}
 _NO_STATE = {LASTING, _LAYOUT, "_is_param"}
 
 
@@ -90,7 +91,7 @@ def whole_size(
 
 def layouts_on(values: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return the layouts that stand on values; () if all are whole."""
-    found = tuple(map(layout_on, values))
+    found = tuple([getattr(value, _LAYOUT, None) for value in values])
     return found if any(found) else ()
 
 
@@ -114,7 +115,7 @@ def version_of(tensor: Tensor) -> int:
 
 def are_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Tell whether all are a Tensor and nothing else, or not there."""
-    return all(tensor is None or type(tensor) is Tensor for tensor in tensors)
+    return {*map(type, tensors)} <= _PLAIN
 
 
 def is_plain_class(tensor: Tensor) -> bool:
@@ -147,7 +148,7 @@ def _imported(module: str, name: str) -> Any:
 
 def as_plain(tensor: Tensor) -> Tensor:
     """Return a tensor as a plain one with the same values and graph, if that is all it is."""
-    if is_plain_class(tensor) or not can_be_made_again(tensor):
+    if type(tensor) is Tensor or is_plain_class(tensor) or not can_be_made_again(tensor):
         return tensor
     return tensor.as_subclass(Tensor)
 
@@ -160,7 +161,7 @@ def like(tensor: Tensor, model: Tensor) -> Tensor:
 
 def detached(tensor: Tensor) -> Tensor:
     """Detach a tensor; what comes of it has the same class."""
-    if is_plain_class(tensor):
+    if type(tensor) is Tensor or is_plain_class(tensor):
         return tensor.detach()
     plain = as_plain(tensor)
     return tensor.detach() if plain is tensor else like(plain.detach(), tensor)

@@ -64,6 +64,8 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
 def flatten_by(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
     """Split a value as `flatten` does; what `is_leaf` tells of is a leaf beside the tensors."""
+    if isinstance(value, Tensor):
+        return [value], Leaf(0)
     leaves: list[Any] = []
     return leaves, _flatten(value, leaves, {}, lambda v: _is_tensor(v) or is_leaf(v))
 

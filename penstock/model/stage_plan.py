@@ -126,7 +126,7 @@ def run_steps(
 ) -> None:
     """Run layers one after the other; `dead_after[n]` is what nobody needs after layer n."""
     for step, dead in zip(steps, dead_after, strict=True):
-        values.update(perform(step, partial(step.run, *[values[v] for v in step.inputs])))
+        values.update(perform(step, partial(step.run, *map(values.__getitem__, step.inputs))))
         for value in dead:
             del values[value]
 

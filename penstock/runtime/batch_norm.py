@@ -23,7 +23,7 @@ from penstock.torch_private import AnyBatchNorm, buffers_of
 
 from .random.streams import autograd_mode
 from .run import Moments, MomentsByModule, Run
-from .stage.guards import Context, Guard, same_bits
+from .stage.guards import Context, LayersGuard, RerunGuard, same_bits
 from .stage.tape import Tape
 
 Pool = Callable[[MomentsByModule, Sequence[AnyBatchNorm]], MomentsByModule]
@@ -104,7 +104,7 @@ def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
     )
 
 
-class Norms(Guard):
+class Norms(LayersGuard, RerunGuard):
     """The BatchNorm layers of a stage, whose running statistics move once per mini-batch.
 
     `pool` adds the moments of the stage's replicas to its own.

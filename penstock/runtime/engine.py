@@ -31,7 +31,7 @@ from .batch_norm import batch_norms, warn_of_unpooled
 from .caller import CallerContext, fresh_casts
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver, Work
 from .gradient_hooks import summed_hooks
-from .memory.offload import store_on
+from .memory.stores import store_on
 from .microbatches import Batch, Splitter
 from .planning import stage_devices
 from .random.generators import guarded_default_generators

@@ -7,14 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from penstock.errors import BatchError, ConfigError, MeshError, UncountedError
+from penstock.errors import BatchError, ConfigError, UncountedError
 from penstock.mesh import Mesh
-from penstock.mesh.same_batch import NOTHING_SAID, BatchCheck, check_same
-from penstock.model.batch import batch_size, check_values, split
+from penstock.mesh.same_batch import (
+    NOTHING_SAID,
+    BatchCheck,
+    CallHeader,
+    check_same,
+    check_same_call,
+)
+from penstock.model.batch import FlatBatch, check_values, flat_batch
 from penstock.model.output_loss import COUNTS, counted_in
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
@@ -25,8 +31,6 @@ LossFunction = Callable[[Any, Any], Tensor]
 Reduce = Reduction | Callable[[Any], Any]
 
 _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
-_NONE = -1.0
-"""The number of samples where none were given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,51 +125,78 @@ class Splitter:
             MeshError: the processes do not ask for the same.
         """
         self._calls += 1
-        num_inputs, count = _NONE, None
-        reads = any(self._world.rank in self._ranks[self._replica][r] for r in self.readers)
-        if inputs is not None or self._is_whole:
-            count = batch_size(inputs, "inputs")
-            num_inputs = float(count)
-            if reads:
-                check_values(inputs, "inputs")
-        num_targets = _NONE if targets is None else float(batch_size(targets, "targets", count))
-        raw = self._raw_weights(inputs if targets is None else targets, call, count)
-        trace = float(_BY_STRENGTH.index(call.trace))
-        total = sum(raw) if self._counts else 0.0
-        read = inputs if reads else None, targets if self._ends_here else None
+        # 1. Flatten once what this process was given, and weigh it where the loss is computed.
+        stages = self._ranks[self._replica]
+        reads = any(self._world.rank in stages[reader] for reader in self.readers)
+        given, asked = self._flatten(inputs, targets, checks_values=reads)
+        raw = self._raw_weights(asked or given, call)
+
+        # 2. Announce the call to all processes, and see that all make the same one.
         kind = "train_step" if call.trains else "eval_step"
         alone = self._world.size == 1
-        texts = NOTHING_SAID if alone else self._check.texts(kind, (inputs, targets), read)
-        counted = counted_in(inputs) if call.computes_loss or not call.trains else _NONE
-        numbers = self._calls, num_inputs, num_targets, total, call.loss_scale, trace, counted
-        rows = self._world.exchange(kind, self.number, (*numbers, *texts.numbers))
-        self.agreed_s = time.perf_counter()
-        everyone = [_Said(*row) for row in rows]
-        _check_same_call(everyone)
-        counts = [self._num_samples(everyone, replica) for replica in range(len(self._ranks))]
-        together = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
-        found = [(said.inputs, said.targets) for said in everyone]
+        read = given if reads else None, asked if self._ends_here else None
+        texts = NOTHING_SAID if alone else self._check.texts(kind, (given, asked), read)
+        counted = counted_in(inputs) if call.computes_loss or not call.trains else -1.0
+        header = CallHeader(
+            number=self._calls,
+            trace=_BY_STRENGTH.index(call.trace),
+            num_inputs=None if given is None else given.num_samples,
+            num_targets=None if asked is None else asked.num_samples,
+            inputs_digest=texts.digests[0],
+            targets_digest=texts.digests[1],
+            raw_total=sum(raw) if self._counts else 0.0,
+            loss_scale=call.loss_scale,
+            counted=counted if counted >= 0 else None,
+        )
+        headers = [header]
         if not alone:
-            check_same(self._world, together, found, texts)
-        reduction = _agreed_reduction(call, everyone)
+            rows = self._world.exchange(kind, self.number, header.pack())
+            headers = list(map(CallHeader.unpack, rows))
+            check_same_call(headers)
+        self.agreed_s = time.perf_counter()
+        counts = [self._num_samples(headers, replica) for replica in range(len(self._ranks))]
+        if not alone:
+            together = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
+            digests = [(header.inputs_digest, header.targets_digest) for header in headers]
+            check_same(self._world, together, digests, texts)
+
+        # 3. Cut what this replica has, and weigh it among all replicas.
+        reduction = _agreed_reduction(call, headers)
         replica, wanted = self._replica, call.num_microbatches
         sizes = microbatch_sizes(counts[replica], wanted)
         weights: list[float] = []
         if call.trains and self._ends_here:
             known = reduction is Reduction.MEAN
-            total = float(sum(counts)) if known else sum(said.raw_total for said in everyone)
+            total = float(sum(counts)) if known else sum(h.raw_total for h in headers)
             weights = shares(reduction, raw or raw_weights(reduction, (), sizes), total)
+        nothing = [None] * len(sizes)
         return Batch(
             sizes,
-            _cut(inputs, sizes),
-            _cut(targets, sizes),
+            nothing if given is None else given.split(sizes),
+            nothing if asked is None else asked.split(sizes),
             weights,
             sum(min(n, wanted) for n in counts[:replica]),
-            _BY_STRENGTH[int(max(said.trace for said in everyone))],
+            _BY_STRENGTH[max(header.trace for header in headers)],
             reduction,
         )
 
-    def _num_samples(self, everyone: "Sequence[_Said]", replica: int) -> int:
+    def _flatten(
+        self, inputs: Any, targets: Any, *, checks_values: bool
+    ) -> tuple[FlatBatch | None, FlatBatch | None]:
+        """Flatten inputs and targets; None for what this process may do without, and was not
+        given.
+        """
+        flat = None
+        if inputs is not None or self._is_whole:
+            flat = flat_batch(inputs, "inputs")
+            if checks_values:
+                check_values(flat.tensors, "inputs")
+        if targets is None:
+            return flat, None
+        count = None if flat is None else flat.num_samples
+        return flat, flat_batch(targets, "targets", count)
+
+    def _num_samples(self, headers: Sequence[CallHeader], replica: int) -> int:
         """Return N of a replica.
 
         Raises:
@@ -174,28 +205,26 @@ class Splitter:
         stages = self._ranks[replica]
         of_replica = f" of replica {replica}" if len(self._ranks) > 1 else ""
         for reader, rank in ((r, rank) for r in self.readers for rank in stages[r]):
-            if everyone[rank].num_inputs < 0:
+            if headers[rank].num_inputs is None:
                 raise BatchError(
                     f"rank {rank} runs stage {reader}{of_replica} and was given no inputs; "
                     "give them on every rank, or at least where they are read"
                 )
         first, every = stages[self.readers[0]][0], sorted({*chain.from_iterable(stages)})
-        count = everyone[first].num_inputs
+        count = headers[first].num_inputs
+        assert count is not None
         for rank in every:
-            _check_as_many(first, count, rank, everyone[rank])
-        missing = [rank for rank in stages[-1] if everyone[rank].num_targets < 0]
-        if missing and any(everyone[rank].num_targets >= 0 for rank in every):
+            _check_as_many(first, count, rank, headers[rank])
+        missing = [rank for rank in stages[-1] if headers[rank].num_targets is None]
+        if missing and any(headers[rank].num_targets is not None for rank in every):
             raise BatchError(
                 f"rank {missing[0]} runs the last stage{of_replica} and was given no "
                 "targets; give them on every rank, or at least there"
             )
-        return int(count)
+        return count
 
-    def _raw_weights(self, weighed: Any, call: Call, count: int | None) -> list[float]:
-        """Weigh the micro-batches by a function of the user's, where the loss is computed.
-
-        `count` is the number of samples in the inputs, if this process was given them.
-        """
+    def _raw_weights(self, weighed: FlatBatch | None, call: Call) -> list[float]:
+        """Weigh the micro-batches by a function of the user's, where the loss is computed."""
         if not call.trains or isinstance(call.reduction, Reduction) or not self._ends_here:
             return []
         if weighed is None:
@@ -203,8 +232,8 @@ class Splitter:
                 f"rank {self._world.rank} computes the loss, which the reduction function weighs "
                 "by the batch, and was given none of it; give targets or inputs there too"
             )
-        sizes = microbatch_sizes(batch_size(weighed, "targets", count), call.num_microbatches)
-        return raw_weights(call.reduction, split(weighed, sizes), sizes)
+        sizes = microbatch_sizes(weighed.num_samples, call.num_microbatches)
+        return raw_weights(call.reduction, weighed.split(sizes), sizes)
 
     def loss(self, losses: Mapping[int, Tensor]) -> Tensor:
         """Add up the micro-batches' losses in their order, to the same sum on every process."""
@@ -221,10 +250,6 @@ class Splitter:
         return self._shards.rank == 0
 
 
-def _cut(value: Any, sizes: list[int]) -> list[Any]:
-    return [None] * len(sizes) if value is None else split(value, sizes)
-
-
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
     """Cut N samples into M sizes that differ by at most 1, larger first; N < M gives N ones."""
     count = min(num_samples, num_microbatches)
@@ -236,7 +261,8 @@ def first_microbatch(value: Any, num_microbatches: int) -> Any:
     """Return the first micro-batch of a mini-batch; None of None."""
     if value is None:
         return None
-    return split(value, microbatch_sizes(batch_size(value, "inputs"), num_microbatches))[0]
+    batch = flat_batch(value, "inputs")
+    return batch.split(microbatch_sizes(batch.num_samples, num_microbatches))[0]
 
 
 def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
@@ -270,17 +296,17 @@ def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]
     return list(raw) if reduction is Reduction.SUM else [weight / total for weight in raw]
 
 
-def _agreed_reduction(call: Call, everyone: "Sequence[_Said]") -> Reduce:
+def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
     """Return how losses reduce, on every process alike.
 
     Raises:
         BatchError: losses are divided by a given number, and a function is to weigh them too.
         UncountedError: that number, or the sum of all weights, is 0.
     """
-    counted = max(said.counted for said in everyone)
-    if counted < 0:
+    counted = max((h.counted for h in headers if h.counted is not None), default=None)
+    if counted is None:
         is_function = not isinstance(call.reduction, Reduction)
-        if is_function and call.trains and not any(said.raw_total for said in everyone):
+        if is_function and call.trains and not any(header.raw_total for header in headers):
             raise UncountedError(
                 "the reduction function gave all micro-batches the weight 0: their loss would be "
                 "a mean over nothing (is there a real token in the batch?). Leave this batch out; "
@@ -330,52 +356,15 @@ def check_loss_scale(loss_scale: Any) -> float:
     return float(loss_scale)
 
 
-class _Said(NamedTuple):
-    """What one process says before a call, all in numbers."""
-
-    number: float
-    num_inputs: float
-    num_targets: float
-    raw_total: float
-    loss_scale: float
-    trace: float
-    counted: float
-    inputs: float
-    targets: float
-
-
-def _check_same_call(everyone: Sequence[_Said]) -> None:
-    """See that all processes make the same call.
-
-    Raises:
-        MeshError: they do not, or scale the loss differently.
-    """
-    for rank, said in enumerate(everyone):
-        first = everyone[0]
-        if said.number != first.number:
-            raise MeshError(
-                f"the processes do not do the same: for rank 0 this is call {first.number:.0f}, "
-                f"for rank {rank} call {said.number:.0f}. Every process must make every call, in "
-                "the same order (no `if rank == 0` around a step)"
-            )
-        if said.loss_scale != first.loss_scale:
-            raise MeshError(
-                f"rank 0 scales its loss by {first.loss_scale:g}, rank {rank} by "
-                f"{said.loss_scale:g}; gradients of both would be mixed. Give every process the "
-                "same loss_scale: penstock.GradScaler decides it jointly, if every process makes "
-                "one, and loads the same state"
-            )
-
-
-def _check_as_many(first: int, count: float, rank: int, said: _Said) -> None:
-    if rank == first and said.num_targets not in (_NONE, count):
+def _check_as_many(first: int, count: int, rank: int, header: CallHeader) -> None:
+    if rank == first and header.num_targets not in (None, count):
         raise BatchError(
-            f"inputs hold {count:.0f} samples, targets {said.num_targets:.0f}; dimension 0 of "
+            f"inputs hold {count} samples, targets {header.num_targets}; dimension 0 of "
             "tensors is the batch, and lists have one entry per sample"
         )
-    for what, number in (("inputs", said.num_inputs), ("targets", said.num_targets)):
-        if number not in (_NONE, count):
+    for what, number in (("inputs", header.num_inputs), ("targets", header.num_targets)):
+        if number not in (None, count):
             raise BatchError(
-                f"rank {first} was given {count:.0f} inputs, rank {rank} {number:.0f} {what}; all "
+                f"rank {first} was given {count} inputs, rank {rank} {number} {what}; all "
                 "ranks of a replica must be given the same mini-batch"
             )

@@ -1,7 +1,7 @@
 """Make the plan of a pipeline in this process, and agree on it with others."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
@@ -189,25 +189,8 @@ def agree(
     limits = plan.memory_limit_bytes is not None
     if mesh.world_size == 1:
         return plan, 0, balances and (plan.num_stages > 1 or limits)
-    same = {
-        "number of pipelines made before": mesh.world.num_pipelines,
-        "layers": [(layer.name, layer.kind) for layer in plan.layers],
-        "parameters": [layer.num_parameters for layer in plan.layers],
-        "shapes of parameters": [
-            [tuple(p.shape) for p in step.module.parameters()] for step in layers
-        ],
-        "partition": plan.partition,
-        "num_microbatches": plan.num_microbatches,
-        "seed": plan.seed,
-        "how": plan.choices,
-        "transport": plan.transport.name,
-        "batch_norm_over_replicas": plan.batch_norm_over_replicas,
-        "recompute of each stage": [kind.name for kind in plan.recompute],
-        "offload": plan.offload,
-        "memory_limit_bytes": plan.memory_limit_bytes,
-        "sharding": str(plan.sharding),
-    }
-    mesh.world.require_same("Pipeline", {**same, **alike})
+    same = {"number of pipelines made before": mesh.world.num_pipelines, **_facts(plan), **alike}
+    mesh.world.require_same("Pipeline", same)
     modules = [step.module for step in layers]
     tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
     is_measured = balances and mesh.is_first_rank and part is not None
@@ -228,6 +211,21 @@ def agree(
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
     return plan, mesh.world.number_pipeline(what), False
+
+
+_NOT_COMPARED = frozenset({"layers", "threads_per_stage", "offload_folder"})
+"""Fields of a plan that are not compared whole: layers are one by one, the others may differ."""
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """Return the fields of a plan by name, for processes to compare; each layer is one of them.
+
+    They are those of `plan.to_json()`, which refuses a schedule that is a function of the user's
+    own: here it stands as it prints.
+    """
+    facts = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _NOT_COMPARED}
+    layers = {f"layer {n}": layer for n, layer in enumerate(plan.layers)}
+    return {**layers, **facts, "schedule": str(plan.schedule)}
 
 
 def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,17 +13,24 @@ from penstock.transport.channels import Activation, Gradient
 from penstock.types import Trace
 
 from .caller import CallerContext
+from .memory.stores import AbstractStore
 from .microbatches import Batch
 from .stage.tape import Tape
 from .window import Window
 
-if TYPE_CHECKING:
-    from .aside import Aside
-    from .memory.offload import AbstractStore
-
 Moments = tuple[int, Tensor, Tensor]
 """(values per channel, their mean, their unbiased variance): one call of one BatchNorm layer."""
 MomentsByModule = dict[AnyBatchNorm, list[Moments]]
+
+
+class LooksAside(Protocol):
+    """Watches what stages share: `runtime.aside` does, which knows the run."""
+
+    def look(self, run: "Run", tape: Tape) -> None:
+        """Look at what is shared after the layers of a stage have run."""
+
+    def end(self) -> None:
+        """Look no more."""
 
 
 class Streams(NamedTuple):
@@ -61,7 +68,7 @@ class StageRun:
     moments: MomentsByModule = field(default_factory=dict)
     divided: list[list[Unsplit]] = field(default_factory=list)
     has_claimed_leaves: bool = False
-    store: "AbstractStore | None" = None
+    store: AbstractStore | None = None
 
 
 @dataclass(slots=True)
@@ -104,8 +111,12 @@ class Run:
     output_gradients: list[list[Tensor | None]] | None = None
     window: Window | None = None
     looks: bool = False
-    aside: "Aside | None" = None
+    aside: LooksAside | None = None
 
+    with_grad: bool = field(init=False)
+    """Whether backward passes will follow."""
+    traces_memory: bool = field(init=False)
+    """Whether the bytes that stages keep are noted."""
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False
     claimed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
@@ -116,20 +127,14 @@ class Run:
     input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     recorded: Recorded = field(default_factory=Recorded)
 
+    def __post_init__(self) -> None:
+        self.with_grad = self.caller.with_grad
+        self.traces_memory = self.batch.trace is Trace.MEMORY
+
     @property
     def num_microbatches(self) -> int:
         """M of this step; of all mini-batches together."""
         return len(self.batch.sizes)
-
-    @property
-    def with_grad(self) -> bool:
-        """Whether backward passes will follow."""
-        return self.caller.with_grad
-
-    @property
-    def traces_memory(self) -> bool:
-        """Whether the bytes that stages keep are noted."""
-        return self.batch.trace is Trace.MEMORY
 
     @property
     def resumed(self) -> bool:

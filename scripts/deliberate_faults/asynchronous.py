@@ -32,8 +32,8 @@ FAULTS = (
     Fault(
         "asynchronous: a recompute works with the newest weights, not with those of its forward",
         "penstock/runtime/stage/stage.py",
-        "self.weights.show(tape.version)\n        arounds",
-        "self.weights.show(self.weights.number)\n        arounds",
+        "self.weights.show(tape.version)\n        caller",
+        "self.weights.show(self.weights.number)\n        caller",
         LAW,
         "in_every_way",
     ),

@@ -30,8 +30,8 @@ FAULTS = (
     Fault(
         "offload: every storage is brought back with the bytes of the first",
         "penstock/runtime/memory/offload.py",
-        "storage, lead = self._store.get(place)",
-        "storage, lead = self._store.get(self._moved[0][0])",
+        "storage, lead = away.store.get(place)",
+        "storage, lead = away.store.get(away.moved[0][0])",
         "tests/laws/test_memory_policies.py",
         "in_every_schedule and offload",
     ),

@@ -186,7 +186,7 @@ FAULTS = (
     Fault(
         "inputs without values are let through in several processes",
         "penstock/runtime/microbatches.py",
-        '                check_values(inputs, "inputs")\n',
+        '                check_values(flat.tensors, "inputs")\n',
         "                pass\n",
         "tests/distributed/test_crossing.py",
         "without_values",

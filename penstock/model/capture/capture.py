@@ -11,6 +11,7 @@ from penstock.errors import CutError
 from penstock.model.batch import check_values, undeclared
 from penstock.model.layer_list import as_layers, is_plain_chain
 from penstock.model.layers import Layers
+from penstock.model.pytree import flatten
 from penstock.torch_private import uncompiled
 from penstock.trace.progress import saying
 
@@ -69,7 +70,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     example_inputs = undeclared(example_inputs)
     _check_signature(model, example_inputs)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    check_values(example_inputs, "example inputs", meta_is_fine=on_meta)
+    check_values(flatten(example_inputs)[0], "example inputs", meta_is_fine=on_meta)
     name = type(model).__name__
     with saying(f"running {name} on the example, to find its blocks"):
         captured = record_model(

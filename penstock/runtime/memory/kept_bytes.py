@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Context, Guard
+from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.tape import Tape
 from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import NEVER_COMPUTES
 from penstock.trace.timeline import MemorySample
 
-from .slots import Lasting
+from .offload import Lasting
 
 
-class KeptBytes(Guard):
+class KeptBytes(LayersGuard):
     """Counts for one stage, where a run traces memory."""
 
     def __init__(self, stage: int, lasting: Lasting, weights: Weights) -> None:

@@ -7,7 +7,6 @@ The graph is that of the first run.  A layer that changes its inputs in place ke
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,71 +17,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.errors import RecomputeError
 from penstock.model.copies import no_leaf
 from penstock.model.entries import is_plain_class, lasts, version_of
-from penstock.model.pytree import Structure, flatten, unflatten
+from penstock.model.pytree import flatten, unflatten
 from penstock.model.stage_plan import Step
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Guard, same_bits
-from penstock.runtime.stage.tape import Given, Tape
+from penstock.runtime.stage.guards import InputGuard, same_bits
+from penstock.runtime.stage.tape import Given, LayerInput, Rerun, Tape
 
 from .recompute import changed, compare, first_floating
-from .slots import Emptied, Layout, Slot, Slots, unpack
+from .slots import Layout, Slot, Slots, unpack
 
 Call = Callable[[Step, Callable[[], Any]], Any]
 """(layer, its call) -> what it gives: how a stage runs a layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Input:
-    """A tensor that a layer was given: in a slot, or as it was where it lasts longer."""
-
-    kept: Slot | Tensor
-    wants_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor, slots: Slots) -> "_Input":
-        if lasts(tensor) or not is_plain_class(tensor):
-            return cls(tensor, tensor.requires_grad)
-        return cls(slots.keep(tensor), tensor.requires_grad)
-
-    @property
-    def is_as_given(self) -> bool:
-        """Whether it was not changed in place since."""
-        return isinstance(self.kept, Tensor) or self.kept.is_as_saved
-
-    def again(self) -> Tensor:
-        """Return the tensor as the layer is to be given it once more.
-
-        Raises:
-            RecomputeError: it was changed in place since.
-        """
-        if isinstance(self.kept, Tensor):
-            return self.kept
-        if not self.is_as_given:
-            raise changed(
-                "an input of a layer", "let the layers after it work on a copy (x.clone())"
-            )
-        twin = self.kept.take().detach()
-        return no_leaf(twin.requires_grad_()) if self.wants_grad else twin
-
-
-@dataclass(slots=True)
-class Rerun:
-    """A layer that is to run again: its inputs, the slots to fill, and what it gave, if that is to
-    be compared.
-
-    `saved` says which slots of the stage are the layer's; they are in `emptied` once they are.
-    """
-
-    step: Step
-    function: Callable[..., Any]
-    inputs: Sequence[_Input]
-    structure: Structure
-    saved: slice
-    result: tuple[Tensor, int] | None
-    emptied: Sequence[Emptied] | None = None
-
-
-class LayerRecompute(Guard):
+class LayerRecompute(InputGuard):
     """Runs the layers of a stage that are recomputed alone.
 
     The first forward drops what layers have saved when it has seen that no layer changes what they
@@ -105,7 +53,7 @@ class LayerRecompute(Guard):
         slots, is_new = tape.slots, step.index not in self._safe
         assert slots is not None
         leaves, structure = flatten((function.args, function.keywords))
-        inputs = [_Input.of(leaf, slots) for leaf in leaves]
+        inputs = [_kept(leaf, slots) for leaf in leaves]
         versions = [version_of(leaf) for leaf in leaves]
         copies = [leaf.detach().clone() for leaf in leaves] if is_new else leaves
         mark = slots.mark()
@@ -142,13 +90,33 @@ class LayerRecompute(Guard):
         assert tape.slots is not None
         while tape.reruns:
             layer = tape.reruns.pop(0)
-            args, keywords = unflatten(layer.structure, [x.again() for x in layer.inputs])
+            args, keywords = unflatten(layer.structure, [_again(x) for x in layer.inputs])
             filling = _Filling(tape.slots, layer)
             with filling.hooks():
                 result = call(layer.step, partial(layer.function, *args, **keywords))
             filling.check_all_full()
             if layer.result is not None:
                 compare(layer.result, flatten(result)[0])
+
+
+def _kept(tensor: Tensor, slots: Slots) -> LayerInput:
+    """Keep a tensor that a layer is given: in a slot, or as it is where it lasts longer."""
+    stays = lasts(tensor) or not is_plain_class(tensor)
+    return LayerInput(tensor if stays else slots.keep(tensor), tensor.requires_grad)
+
+
+def _again(given: LayerInput) -> Tensor:
+    """Return the tensor as the layer is to be given it once more.
+
+    Raises:
+        RecomputeError: it was changed in place since.
+    """
+    if isinstance(given.kept, Tensor):
+        return given.kept
+    if not given.is_as_given:
+        raise changed("an input of a layer", "let the layers after it work on a copy (x.clone())")
+    twin = given.kept.take().detach()
+    return no_leaf(twin.requires_grad_()) if given.wants_grad else twin
 
 
 class _Filling:

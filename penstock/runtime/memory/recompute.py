@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.errors import RecomputeError
 from penstock.model.state import put_state, standing_at
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Context, Guard
+from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.state import ChangingState
 from penstock.runtime.stage.tape import Seen, Tape
 from penstock.runtime.stage.weights import Weights
@@ -27,7 +27,7 @@ from penstock.torch_private import buffers_of, version_counter
 from .slots import Slots
 
 
-class Repeatable(Guard):
+class Repeatable(LayersGuard):
     """Lets the layers of a stage run again as they ran in a forward that kept no graph.
 
     `stateful` are the modules whose buffers and tensor attributes have to be as they were.  Where
@@ -53,12 +53,12 @@ class Repeatable(Guard):
         """Note what the layers see, where a recompute will follow; keep no graph, or all but what
         some layers drop by themselves.
         """
-        return self._forward(tape) if tape.graph_dropped or tape.dropped_layers else None
+        return self._noting(tape) if tape.graph_dropped or tape.dropped_layers else None
 
     @contextmanager
-    def _forward(self, tape: Tape) -> Iterator[None]:
-        modes = self._modes()
-        versions = [version_counter(t) for t in self._inputs(tape)]
+    def _noting(self, tape: Tape) -> Iterator[None]:
+        modes = [module.training for module in self._modules]
+        versions = list(map(version_counter, tape.inputs if tape.graph_dropped else ()))
         seen = Seen({}, modes, self._weights.shown, versions)
         is_new = modes != self._state.known_in
         before = self._state.look(modes) if is_new or self._holds_state() else {}
@@ -79,7 +79,7 @@ class Repeatable(Guard):
         """
         seen = tape.seen
         assert seen is not None
-        undo = self._put_back(seen, self._inputs(tape))
+        undo = self._put_back(seen, tape.inputs if tape.graph_dropped else ())
         try:
             yield
         finally:
@@ -103,7 +103,7 @@ class Repeatable(Guard):
             )
         if seen.input_versions != [version_counter(t) for t in inputs]:
             raise changed("an input", "leave the batch as it is until the backward has run")
-        modes = self._modes()
+        modes = [module.training for module in self._modules]
         if not seen.state and modes == seen.modes:
             return _nothing
         now = {place: standing_at(place) for place in seen.state}
@@ -116,15 +116,8 @@ class Repeatable(Guard):
 
         return undo
 
-    def _inputs(self, tape: Tape) -> Sequence[Tensor]:
-        """Return what all layers run on again; layers that run alone have inputs of their own."""
-        return tape.inputs if tape.graph_dropped else ()
-
     def _holds_state(self) -> bool:
         return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
-
-    def _modes(self) -> list[bool]:
-        return [module.training for module in self._modules]
 
     def _set_modes(self, wanted: list[bool]) -> None:
         for module, training in zip(self._modules, wanted, strict=True):
@@ -165,8 +158,10 @@ def _nothing() -> None:
 
 def first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:
     """Choose a result to compare, with its version; keeps its memory."""
-    found = next((t.detach() for t in tensors if t.is_floating_point()), None)
-    return None if found is None else (found, version_counter(found))
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            return tensor.detach(), version_counter(tensor)
+    return None
 
 
 def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:

@@ -16,35 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
 from penstock.model.entries import is_plain_class, version_of
-from penstock.model.pytree import flatten
-from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Context, Guard
-from penstock.runtime.stage.tape import FROM_CALLER, Tape
-from penstock.runtime.stage.weights import Owned
 from penstock.torch_private import NEVER_COMPUTES, storage_id
-
-
-class Lasting:
-    """The tensors whose memory is not a stage's own: parameters and buffers, those of other stages
-    too, and the caller's batch.
-    """
-
-    def __init__(self, owned: Owned, computes_loss: bool) -> None:
-        self._owned = owned
-        self._computes_loss = computes_loss
-
-    def of(self, run: Run, tape: Tape) -> list[Tensor]:
-        """List them as they are now."""
-        own = [*self._owned.parameters, *self._owned.buffers]
-        sent = [a.leaves[place] for a in tape.received.values() for place in a.lasting]
-        return own + sent + self.of_batch(run, tape)
-
-    def of_batch(self, run: Run, tape: Tape) -> list[Tensor]:
-        """List the views of the caller's batch that the stage works on."""
-        leaves = list(tape.received[FROM_CALLER].leaves) if FROM_CALLER in tape.received else []
-        if self._computes_loss and run.loss is not None:
-            leaves += flatten(run.batch.targets[tape.microbatch])[0]
-        return leaves
 
 
 class Layout(NamedTuple):
@@ -169,20 +141,6 @@ def unpack(saved: Slot | Tensor) -> Tensor:
 
 
 setattr(unpack, NEVER_COMPUTES, True)
-
-
-class Slotting(Guard):
-    """Lets autograd save into slots, in the forwards of a stage that moves them or drops some."""
-
-    def __init__(self, lasting: Lasting) -> None:
-        self._lasting = lasting
-
-    def around_forward(self, run: Run, tape: Tape) -> Context | None:
-        """Save into slots, where anything is saved."""
-        if not run.with_grad or tape.graph_dropped:
-            return None
-        tape.slots = Slots(self._lasting.of(run, tape))
-        return tape.slots.hooks()
 
 
 def without_values(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 
 from penstock.errors import RandomnessError
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Guard
+from penstock.runtime.stage.guards import RerunGuard
 from penstock.runtime.stage.tape import Tape
 from penstock.torch_private import COMPILED_CALLS, AnyDropout
 
@@ -115,7 +115,7 @@ class LayerCall:
         return stream_key(seed, phase, step + later, self.layer, first + microbatch)
 
 
-class Drawing(Guard):
+class Drawing(RerunGuard):
     """Runs the layers of a stage so that each draws from its own stream; plainly if it draws none.
 
     What was seen of a layer holds for its mode and its dropout probabilities: a schedule may

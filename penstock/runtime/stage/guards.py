@@ -1,16 +1,15 @@
-"""Guards: what watches a stage while it works, one small object for each thing that can go wrong.
+"""Guards: each watches one thing that can go wrong while a stage works, and says when it does.
 
-    around_forward    ┌ layers ┐ after_layers       before_backward  ┌ autograd ┐ after_backward
-    around_recompute  └────────┘                    around_backward  └──────────┘
-                                                    around_rerun
+    LayersGuard   around_forward, around_recompute   the layers, whenever they run
+    InputGuard    after_layers                       what they did to their inputs
+    RerunGuard    around_rerun                       autograd, where it may run layers again
 
-A stage calls only the hooks that a guard defines itself, in the order of the guards.
+A stage calls guards in their order: the first context is the outermost.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +22,11 @@ from penstock.transport.channels import check_still_as_sent
 
 from .tape import FROM_CALLER, Given, Tape
 
-_T = TypeVar("_T")
 Context = AbstractContextManager[Any]
-Around = Callable[[Run, Tape], Context | None]
 
 
-class Guard:
-    """Base of all guards: nothing is watched.  An `around` hook may return None for nothing."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to watch, as the first backward has shown."""
-        return False
+class LayersGuard(Protocol):
+    """Works around the layers of a stage: both methods return a context, or None for nothing."""
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Return what the first run of the layers is to happen in."""
@@ -42,77 +34,40 @@ class Guard:
     def around_recompute(self, run: Run, tape: Tape) -> Context | None:
         """Return what the second run of the layers is to happen in."""
 
+
+class InputGuard(Protocol):
+    """Looks at what the layers were given; what it has learned of them lasts."""
+
     def after_layers(self, run: Run, tape: Tape, given: Sequence[Given]) -> None:
         """Look at what the layers were given, and were given again."""
-
-    def before_backward(self, run: Run, tape: Tape, roots: Sequence[Tensor]) -> None:
-        """Look at the roots that autograd is about to start from."""
-
-    def around_backward(self, run: Run, tape: Tape) -> Context | None:
-        """Return what autograd is to run in."""
-
-    def around_rerun(self, run: Run, tape: Tape) -> Context | None:
-        """Return what autograd is to run in where it may run layers again."""
-
-    def after_input(self, run: Run, tape: Tape) -> None:
-        """Take notice that all but the gradients of weights is done."""
-
-    def after_backward(self, run: Run, tape: Tape) -> None:
-        """Take notice that the tape is used up."""
-
-    def after_move(self, run: Run, tape: Tape) -> None:
-        """Take notice that what is kept was moved away, or back."""
 
     def forget(self, error: BaseException) -> None:
         """Forget what was seen of the layers in a run that failed: it may be the cause."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """The hooks of several guards, by where they are called."""
+class RerunGuard(Protocol):
+    """Works around autograd where it may run layers again, in a checkpoint of the user's own."""
 
-    around_forward: Sequence[Around]
-    around_recompute: Sequence[Around]
-    after_layers: Sequence[Callable[[Run, Tape, Sequence[Given]], None]]
-    before_backward: Sequence[Callable[[Run, Tape, Sequence[Tensor]], None]]
-    around_backward: Sequence[Around]
-    around_rerun: Sequence[Around]
-    after_input: Sequence[Callable[[Run, Tape], None]]
-    after_backward: Sequence[Callable[[Run, Tape], None]]
-    after_move: Sequence[Callable[[Run, Tape], None]]
-    forget: Sequence[Callable[[BaseException], None]]
-
-    @classmethod
-    def of(cls, guards: Iterable[Guard]) -> "Hooks":
-        """Collect the hooks that the guards define."""
-        guards = tuple(guards)
-        return cls(
-            **{
-                name: tuple(
-                    getattr(guard, name)
-                    for guard in guards
-                    if getattr(type(guard), name) is not getattr(Guard, name)
-                )
-                for name in cls.__slots__
-            }
-        )
+    def around_rerun(self, run: Run, tape: Tape) -> Context | None:
+        """Return what autograd is to run in, or None for nothing."""
 
 
-def within(arounds: Sequence[Around], run: Run, tape: Tape, function: Callable[[], _T]) -> _T:
-    """Call a function inside what the hooks return, the first one outermost."""
-    contexts = [found for around in arounds if (found := around(run, tape)) is not None]
-    return _inside(contexts, function)
+_NOTHING = nullcontext()
 
 
-def _inside(contexts: Sequence[Context], function: Callable[[], _T]) -> _T:
-    if not contexts:
-        return function()
-    with contexts[0]:
-        return _inside(contexts[1:], function)
+def inside(contexts: Iterable[Context | None]) -> Context:
+    """Make one context of several, the first one outermost; mostly there is one, or none."""
+    found = [context for context in contexts if context is not None]
+    if len(found) < 2:
+        return found[0] if found else _NOTHING
+    with ExitStack() as stack:
+        for context in found:
+            stack.enter_context(context)
+        return stack.pop_all()
 
 
-class Changes(Guard):
-    """What was seen of the layers of one stage: a value that they change is copied first.
+class Changes(InputGuard):
+    """Finds the inputs that layers of a stage change in place: these are copied from then on.
 
     In the first forward with gradients every value is copied, to find out.
     """
@@ -168,7 +123,7 @@ class Changes(Guard):
         return first and is_dense and not same_bits(value.tensor, value.sent)
 
 
-class Claims(Guard):
+class Claims:
     """Sees that no other stage adds to the gradients that this one adds to, bar its entries'.
 
     One micro-batch is looked at, or all where values decide what runs (`decides`).
@@ -177,8 +132,8 @@ class Claims(Guard):
     def __init__(self, stage: int, *, decides: bool) -> None:
         self._stage, self._decides = stage, decides
 
-    def before_backward(self, run: Run, tape: Tape, roots: Sequence[Tensor]) -> None:
-        """Claim all leaves behind `roots`.
+    def claim(self, run: Run, tape: Tape, roots: Sequence[Tensor]) -> None:
+        """Claim all leaves behind the roots that a backward starts from.
 
         Raises:
             PartitionError: another stage has claimed one in this run.

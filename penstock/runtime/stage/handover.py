@@ -6,7 +6,7 @@ peer ──► Activation ──► entries   exported leaves ──► Activati
 peer ◄── Gradient ◄──── entries   exported leaves ◄── Gradient ◄──── peer
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from penstock.model.entries import (
     marked,
     version_of,
 )
-from penstock.model.pytree import ONE_TENSOR, flatten, tree_map, unflatten
+from penstock.model.pytree import ONE_TENSOR, Structure, flatten, tree_map, unflatten
 from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Value
 from penstock.runtime.devices import Event, StageDevice
 from penstock.runtime.random.drawing import Drawing, LayerCall
@@ -80,9 +80,11 @@ def once(activation: Activation) -> Activation:
     return replace(activation, leaves=tuple(leaves), versions=tuple(versions), lasting=frozenset())
 
 
-def _refuse_gradients(values: Sequence[Tensor], peer: int, tape: Tape) -> None:
-    """Refuse that layers compute the gradients of values, until `tape` disarms."""
-    for value in values:
+def _refuse_gradients(
+    values: Sequence[Tensor], hooked: Iterable[int], peer: int, tape: Tape
+) -> None:
+    """Refuse that layers compute the gradients of the `hooked` values, until `tape` disarms."""
+    for value in [values[place] for place in hooked]:
         if value.requires_grad:
             tape.tripwires.append(value.register_hook(partial(_is_found, peer)))
 
@@ -130,13 +132,15 @@ class Handover:
         """Bring tensors to this stage's device; most are there, and on a CPU ready for use."""
         device = self._device.device
         lags = event is not None or self._device.is_cuda
-        if lags or any(t is not None and t.device != device for t in tensors):
-            return self._device.bring(tensors, event)
-        return tensors
+        for tensor in tensors:
+            lags = lags or (tensor is not None and tensor.device != device)
+        return self._device.bring(tensors, event) if lags else tensors
 
     def receive(self, run: Run, here: StageRun, microbatch: int) -> dict[int, Activation]:
         """Take what arrived for a micro-batch, and what is read of the caller's batch."""
-        received = {peer: here.arrived.pop((microbatch, peer)) for peer in self._plan.imports}
+        received: dict[int, Activation] = {}
+        for peer in self._plan.imports:
+            received[peer] = here.arrived.pop((microbatch, peer))
         if self._plan.reads_input:
             batch, structure = flatten((run.batch.inputs[microbatch],))
             leaves = batch
@@ -148,7 +152,7 @@ class Handover:
                 tuple(self._bring(leaves)),
                 tuple([leaf.requires_grad for leaf in leaves]),
                 structure,
-                tuple([version_of(leaf) for leaf in leaves]),
+                tuple(map(version_of, leaves)),
                 aliases.get(FROM_CALLER, frozenset()),
             )
         return received
@@ -179,14 +183,16 @@ class Handover:
                     value = faithful_copy(sent)
                 elif caches and not lasts_on:
                     value = no_leaf(sent)
-                inside.append(marked(like(value, tensor), activation.layouts, place))
+                is_usual = type(tensor) is Tensor and not activation.layouts
+                shown = value if is_usual else like(value, tensor)
+                inside.append(shown if is_usual else marked(shown, activation.layouts, place))
                 if lasts_on:
                     mark_lasting(inside[-1])
                 if with_grad or (alias and is_elsewhere):
                     key, before = (peer, place), None if with_grad else sent.clone()
                     given.append(Given(key, value, version_of(value), copied, alias, sent, before))
             tape.entries[peer] = entries
-            _refuse_gradients([inside[place] for place in activation.hooked], peer, tape)
+            _refuse_gradients(inside, activation.hooked, peer, tape)
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self._plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
         return values, given
@@ -198,7 +204,7 @@ class Handover:
         structures = {}
         try:
             for peer, exported in self._plan.exports.items():
-                leaves, structure = flatten(tuple([values[v] for v in exported]))
+                leaves, structure = flatten(tuple(map(values.__getitem__, exported)))
                 is_usual = structure is ONE_TENSOR and are_plain(leaves) and leaves[0].dim()
                 if not is_usual:
                     any_shape = self._plan.any_shape
@@ -215,32 +221,53 @@ class Handover:
         is_single = len(known) + sum(map(len, tape.exported.values())) < 2
         aliases = {} if is_single else find_aliases(tape.exported, known)
         return {
-            peer: Activation(
-                tuple([detached(leaf) for leaf in leaves]),
-                tuple([leaf.requires_grad for leaf in leaves]),
-                structures[peer],
-                tuple([version_of(leaf) for leaf in leaves]),
-                aliases.get(peer, frozenset()),
-                self._device.mark() if self._device.is_cuda else None,
-                frozenset([place for place, leaf in enumerate(leaves) if lasts(leaf)]),
-                frozenset([place for place, leaf in enumerate(leaves) if has_tensor_hooks(leaf)]),
-                layouts_on(leaves),
-            )
+            peer: self._message(leaves, structures[peer], aliases.get(peer, frozenset()))
             for peer, leaves in tape.exported.items()
         }
 
+    def _message(
+        self, leaves: Sequence[Tensor], structure: Structure, aliases: frozenset[int]
+    ) -> Activation:
+        """Make the message that hands leaves of this stage's graph over to another stage."""
+        lasting, hooked = [], []
+        for place, leaf in enumerate(leaves):
+            if lasts(leaf):
+                lasting.append(place)
+            if has_tensor_hooks(leaf):
+                hooked.append(place)
+        return Activation(
+            tuple(map(detached, leaves)),
+            tuple([leaf.requires_grad for leaf in leaves]),
+            structure,
+            tuple(map(version_of, leaves)),
+            aliases,
+            self._device.mark() if self._device.is_cuda else None,
+            frozenset(lasting),
+            frozenset(hooked),
+            layouts_on(leaves),
+        )
+
     def roots(self, run: Run, here: StageRun, tape: Tape) -> tuple[list[Tensor], list[Tensor]]:
-        """Pair everything that left the stage with the gradient that came back for it."""
+        """Pair everything that left the stage with the gradient that came back for it.
+
+        An exported value that layers of this stage use as well is a root inside the graph: what
+        arrived for it starts the engine's own sum.
+
+        Returns:
+            The roots that have a gradient, and these.
+        """
         i = tape.microbatch
-        arrived = {}
-        for peer in self._plan.exports:
+        pairs: list[tuple[Tensor, Tensor | None]] = []
+        for peer, leaves in tape.exported.items():
             gradient = here.arrived_gradients.pop((i, peer))
-            arrived[peer] = self._bring(gradient.leaves, gradient.event)
-        of_output: Sequence[Tensor | None] = ()
+            pairs += zip(leaves, self._bring(gradient.leaves, gradient.event), strict=True)
         if tape.output and run.output_gradients is not None:
-            of_output = self._bring(run.output_gradients[i])
-        of_loss = run.batch.weights[i] * run.loss_scale if tape.loss is not None else 0.0
-        return tape.roots(arrived, of_output, of_loss)
+            pairs += zip(tape.output, self._bring(run.output_gradients[i]), strict=True)
+        if tape.loss is not None:
+            of_loss = run.batch.weights[i] * run.loss_scale
+            pairs.append((tape.loss, torch.full_like(tape.loss, of_loss)))
+        live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
+        return [root for root, _ in live], [g for _, g in live]
 
     def leave_gradient(self, run: Run, here: StageRun, tape: Tape, peer: int) -> None:
         """Leave behind what the backward has found for the values of one peer."""

@@ -25,9 +25,9 @@ from penstock.runtime.batch_norm import Norms
 from penstock.runtime.devices import StageDevice
 from penstock.runtime.memory.kept_bytes import KeptBytes
 from penstock.runtime.memory.layer_recompute import LayerRecompute
-from penstock.runtime.memory.offload import MakeStore, Offloading
+from penstock.runtime.memory.offload import Lasting, Offloading, Slotting
 from penstock.runtime.memory.recompute import Repeatable
-from penstock.runtime.memory.slots import Lasting, Slotting
+from penstock.runtime.memory.stores import MakeStore
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.random.generators import StreamBetween
 from penstock.runtime.random.streams import BETWEEN
@@ -39,7 +39,7 @@ from penstock.runtime.window import changed_in_forward
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 
-from .guards import Changes, Claims, Guard, Hooks, within
+from .guards import Changes, Claims, Context, InputGuard, LayersGuard, RerunGuard, inside
 from .handover import Handover, once
 from .notes import backward_of, note_failure
 from .state import BackwardState
@@ -80,6 +80,7 @@ class Stage:
         divided: Mapping[int, Called] = MappingProxyType({}),
     ) -> None:
         self.plan, self._replicas, self._divided = plan, replicas, divided
+        self.index = plan.index
         self.device = StageDevice(device)
         self._layers = layers = [(step.index, step.module) for step in plan.steps]
         layers += [(loss_index, module) for module in modules_of_loss(loss)]
@@ -98,42 +99,32 @@ class Stage:
         )
         self._recompute = LayerRecompute()
         self._slotting = None if keeping == _IN_MEMORY else Slotting(lasting)
-        self._guards = self._make_guards()
-        self._traced: Guard = KeptBytes(plan.index, lasting, self.weights)
-        self._is_settled = self._is_hooked = False
-        self._collect(traced=False)
-
-    def _make_guards(self) -> list[Guard]:
-        """Make the guards that these layers may need, those that run around others first."""
-        plan, everyone, norms = self.plan, self._owned.everyone, set(self._norms.layers)
-        stateful = [module for module in everyone if module not in norms]
-        guards: list[Guard] = [
-            *([self._slotting, self._recompute] if self._slotting else []),
-            Repeatable(everyone, stateful, self.weights, differentiates=plan.differentiates),
-            self._changes,
-            self._drawing,
-            BackwardState(plan.index, stateful, self.weights),
+        self._kept_bytes = KeptBytes(plan.index, lasting, self.weights)
+        has_peers = bool(plan.imports or plan.exports)
+        self._claims = Claims(plan.index, decides=plan.decides) if has_peers else None
+        everyone, norms = owned.everyone, set(self._norms.layers)
+        self._stateful = [module for module in everyone if module not in norms]
+        self._around_layers: list[LayersGuard] = [  # the outermost first
+            *([self._slotting] if self._slotting else []),
+            Repeatable(everyone, self._stateful, self.weights, differentiates=plan.differentiates),
+            *([self._norms] if norms else []),
         ]
-        if norms:
-            guards.append(self._norms)
-        if plan.imports or plan.exports:  # else no other stage is there
-            guards.append(Claims(plan.index, decides=plan.decides))
-        return guards
+        watching: list[InputGuard] = [self._recompute] if self._slotting else []
+        self._of_inputs = [*watching, self._changes]
+        of_norms: list[RerunGuard] = [self._norms] if norms else []
+        self._around_reruns = [self._drawing, *of_norms]
+        self._watch_state()
+
+    def _watch_state(self) -> None:
+        """Watch state around backwards, until the first one has shown whether there is any."""
+        self._state: BackwardState | None = BackwardState(self.index, self._stateful, self.weights)
+        self._is_settled = self._is_hooked = False
 
     def _settle(self) -> None:
-        """Do without the guards for which nothing was there to watch in the first backward."""
-        self._guards = [guard for guard in self._guards if not guard.is_idle]
+        """Do without the watch on state where the first backward had none."""
+        if self._state is not None and self._state.is_idle:
+            self._state = None
         self._is_settled, self._is_hooked = True, self.weights.are_hooked
-        self._collect(traced=self._is_traced)
-
-    def _collect(self, *, traced: bool) -> None:
-        """Collect the hooks that the instructions of a run call."""
-        self._is_traced = traced
-        self._hooks = Hooks.of([*self._guards, self._traced] if traced else self._guards)
-
-    @property
-    def index(self) -> int:
-        return self.plan.index
 
     def check_norms(self) -> None:
         """Refuse BatchNorm layers that were put in, or taken out, since the stage was made.
@@ -147,15 +138,12 @@ class Stage:
     def begin(self, run: Run) -> None:
         """Take part in a run, or go on with one."""
         if self._is_settled and self._is_hooked != self.weights.are_hooked:
-            self._guards = self._make_guards()  # a hook was put on a weight since
-            self._is_settled = False
-            self._collect(traced=self._is_traced)
+            self._watch_state()  # a hook was put on a weight since
         run.stages.setdefault(self.index, StageRun())
+        self._watching = [*self._around_layers, *([self._kept_bytes] if run.traces_memory else [])]
         if run.window is not None:
             moving, elsewhere = run.window.moving(self.index)
             self.weights.begin(moving, elsewhere, run.window.uses[self.index])
-        if run.traces_memory != self._is_traced:
-            self._collect(traced=run.traces_memory)
 
     def end(self, run: Run) -> None:
         """Take part in the run no more."""
@@ -164,8 +152,9 @@ class Stage:
 
     def forget(self, error: BaseException) -> None:
         """Forget what was seen of the layers: how they draw, whether they change their input."""
-        for forget in self._hooks.forget:
-            forget(error)
+        self._drawing.forget(error)
+        for guard in self._of_inputs:
+            guard.forget(error)
 
     # -- what the instructions ask for --------------------------------------------------------
 
@@ -177,9 +166,10 @@ class Stage:
         drops, some = run.with_grad and not keep_graph, self._dropped_layers
         tape = Tape(microbatch, received, drops and not some, version)
         tape.dropped_layers = some if drops else tape.dropped_layers
-        arounds = self._hooks.around_forward
         seen = None if run.window is None else self.weights.shown
-        leaving = within(arounds, run, tape, partial(self._run_layers, run, tape))
+        contexts = [guard.around_forward(run, tape) for guard in self._watching]
+        with inside(contexts):
+            leaving = self._run_layers(run, tape)
         if seen is not None and not self.weights.holds(seen):
             raise changed_in_forward(self.index)
         for peer, activation in leaving.items():
@@ -193,16 +183,14 @@ class Stage:
         """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
         tape = self._tape(run, microbatch)
         self.weights.show(tape.version)
-        arounds = self._hooks.around_recompute
-        again: Callable[[], Any] = partial(self._run_layers, run, tape)
-        if tape.dropped_layers:
-            again = partial(self._recompute.rerun, tape, partial(self._call, run, tape))
+        caller = run.caller.entered() if run.resumed else None
+        contexts = [guard.around_recompute(run, tape) for guard in self._watching]
         try:
-            if run.resumed:
-                with run.caller.entered():
-                    within(arounds, run, tape, again)
-            else:
-                within(arounds, run, tape, again)
+            with inside([caller, *contexts]):
+                if tape.dropped_layers:
+                    self._recompute.rerun(tape, partial(self._call, run, tape))
+                else:
+                    self._run_layers(run, tape)
         except RecomputeError as error:
             note_failure(error, self.index, "the recompute", microbatch)
             raise
@@ -219,8 +207,8 @@ class Stage:
         tape = self._tape(run, microbatch)
         self._run_backward(run, tape, in_parts=True)
         tape.drop_graph()
-        for note in self._hooks.after_input:
-            note(run, tape)
+        if run.traces_memory:
+            self._kept_bytes.after_input(run, tape)
         tape.received = {}
 
     def backward_weight(self, run: Run, microbatch: int) -> None:
@@ -236,8 +224,8 @@ class Stage:
         assert self._offloading is not None
         tape = run.stages[self.index].tapes[microbatch]
         self._offloading.offload(run, tape)
-        for note in self._hooks.after_move:
-            note(run, tape)
+        if run.traces_memory:
+            self._kept_bytes.after_move(run, tape)
 
     def fetch(self, run: Run, microbatch: int) -> None:
         """Bring back what `offload` moved away."""
@@ -245,8 +233,8 @@ class Stage:
         tape = run.stages[self.index].tapes[microbatch]
         self._offloading.fetch(tape)
         tape.copied = self.device.mark_copies()
-        for note in self._hooks.after_move:
-            note(run, tape)
+        if run.traces_memory:
+            self._kept_bytes.after_move(run, tape)
 
     def _tape(self, run: Run, microbatch: int) -> Tape:
         """Return a tape for use now; on a GPU, once what was moved away is back."""
@@ -288,8 +276,8 @@ class Stage:
                 self.plan.run(values, partial(stream.run_layer, perform))
         else:
             self.plan.run(values, perform)
-        for look in self._hooks.after_layers:
-            look(run, tape, given)
+        for guard in self._of_inputs:
+            guard.after_layers(run, tape, given)
         if run.aside is not None:
             run.aside.look(run, tape)
         leaving = self.handover.export(values, given, tape)
@@ -297,7 +285,8 @@ class Stage:
             self.handover.take_output(
                 run, tape, join_output([values[v] for v in self.plan.output])
             )
-        tape.disarm()
+        if tape.tripwires:
+            tape.disarm()
         return leaving
 
     def _perform(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:
@@ -328,8 +317,8 @@ class Stage:
         here = run.stages[self.index]
         roots, gradients = self.handover.roots(run, here, tape)
         if roots:
-            for look in self._hooks.before_backward:
-                look(run, tape, roots)
+            if self._claims is not None:
+                self._claims.claim(run, tape, roots)
             if in_parts:
                 self._divide(run, tape, roots)
             try:
@@ -368,18 +357,19 @@ class Stage:
         """
         if run.window is not None:
             self.weights.let_go(tape.version)
-        for note in self._hooks.after_backward:
-            note(run, tape)
+        if run.traces_memory:
+            self._kept_bytes.after_backward(run, tape)
         if not self._is_settled:
             self._settle()
 
     def _run_autograd(self, run: Run, tape: Tape, backward: Callable[[], None]) -> None:
         kind = self.device.device.type
-        arounds = self._hooks.around_backward
+        casts = not run.resumed and torch.is_autocast_enabled(kind)
+        # Operators take the types of their forwards.
+        uncast: Context | None = torch.autocast(kind, enabled=False) if casts else None
+        state = None if self._state is None else self._state.around_backward(run, tape)
+        contexts = [uncast, state]
         if run.has_seeded or tape.may_rerun:
-            arounds = (*arounds, *self._hooks.around_rerun)
-        if not run.resumed and torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):  # operators take the types of their forwards
-                within(arounds, run, tape, backward)
-        else:
-            within(arounds, run, tape, backward)
+            contexts += [guard.around_rerun(run, tape) for guard in self._around_reruns]
+        with inside(contexts):
+            backward()

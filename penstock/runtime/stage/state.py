@@ -18,7 +18,7 @@ from penstock.model.state import ABSENT, Place, attributes, read_state
 from penstock.runtime.run import Run
 from penstock.torch_private import buffers_of, version_counter
 
-from .guards import Context, Guard, same_bits
+from .guards import Context, same_bits
 from .tape import Tape
 from .weights import Weights
 
@@ -104,7 +104,7 @@ def _copy(tensor: Tensor) -> Tensor:
 Versions = dict[Place, tuple[Tensor, int]]
 
 
-class BackwardState(Guard):
+class BackwardState:
     """Refuses state that the backward of a micro-batch changes out of order.
 
     The unsplit model runs the backward of a micro-batch before the forward of the next.  Gradients
@@ -132,6 +132,7 @@ class BackwardState(Guard):
 
     @property
     def is_idle(self) -> bool:
+        """Whether there is nothing to watch, as is known after the first forward."""
         return not (self._holders or self._attributes or self._weights.are_hooked)
 
     def around_backward(self, run: Run, tape: Tape) -> Context | None:

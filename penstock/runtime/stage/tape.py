@@ -7,34 +7,29 @@ forward ──► Tape ──┬────────────────
                    └─► backward_input ──────► parts ──────► backward_weight   a split backward
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from penstock.model.entries import Entry
+from penstock.model.pytree import Structure
 from penstock.model.stage_plan import Step
 from penstock.model.state import Place
 from penstock.runtime.devices import Event
+from penstock.runtime.memory.slots import Emptied, Slot, Slots
+from penstock.runtime.memory.slots import Layout as SlotLayout
+from penstock.runtime.memory.stores import AbstractStore
 from penstock.sharding.layouts import Layout
 from penstock.transport.channels import Activation
 
 from .split_backward import Division, SplitBackward, divide, split
 
-if TYPE_CHECKING:
-    from penstock.runtime.memory.layer_recompute import Rerun
-    from penstock.runtime.memory.offload import Away
-    from penstock.runtime.memory.slots import Slots
-
-
 FROM_CALLER = -1
 """Stands where a peer stage stands, for values that come from the caller's batch."""
-
-Pair = tuple[Tensor, Tensor | None]
-"""A root of the graph, and the gradient that came back for it, if one did."""
 
 
 class Given(NamedTuple):
@@ -63,6 +58,48 @@ class Seen:
     weights: list[tuple[int, int, int]]
     input_versions: list[int]
     result: tuple[Tensor, int] | None = None
+
+
+class LayerInput(NamedTuple):
+    """A tensor that a layer was given: in a slot, or as it was where it lasts longer."""
+
+    kept: Slot | Tensor
+    wants_grad: bool
+
+    @property
+    def is_as_given(self) -> bool:
+        """Whether it was not changed in place since."""
+        return isinstance(self.kept, Tensor) or self.kept.is_as_saved
+
+
+@dataclass(slots=True)
+class Rerun:
+    """A layer that is to run again: its inputs, the slots to fill, and what it gave, if that is to
+    be compared.
+
+    `saved` says which slots of the stage are the layer's; they are in `emptied` once they are.
+    """
+
+    step: Step
+    function: Callable[..., Any]
+    inputs: Sequence[LayerInput]
+    structure: Structure
+    saved: slice
+    result: tuple[Tensor, int] | None
+    emptied: Sequence[Emptied] | None = None
+
+
+@dataclass(slots=True)
+class Away:
+    """Values of one micro-batch that were moved to a store, and where they belong.
+
+    `moved` has for each storage its place there, and the slots that are views of it.  `inputs` are
+    received tensors: (peer, place, slot, how often it had been changed).
+    """
+
+    store: AbstractStore
+    moved: list[tuple[Any, list[tuple[Slot, SlotLayout]]]] = field(default_factory=list)
+    inputs: list[tuple[int, int, Slot, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -104,11 +141,11 @@ class Tape:
     loss: Tensor | None = None
     parts: SplitBackward | None = None
     dropped_layers: frozenset[int] = frozenset()
-    reruns: "list[Rerun]" = field(default_factory=list)
+    reruns: list[Rerun] = field(default_factory=list)
     tripwires: list[RemovableHandle] = field(default_factory=list)
-    slots: "Slots | None" = None
+    slots: Slots | None = None
     layouts: dict[int, tuple[Layout | None, ...]] = field(default_factory=dict)
-    away: "Away | None" = None
+    away: Away | None = None
     copied: Event | None = None
 
     def disarm(self) -> None:
@@ -125,7 +162,10 @@ class Tape:
     @property
     def inputs(self) -> list[Tensor]:
         """All tensors that the stage received."""
-        return [leaf for activation in self.received.values() for leaf in activation.leaves]
+        inputs: list[Tensor] = []
+        for activation in self.received.values():
+            inputs += activation.leaves
+        return inputs
 
     @property
     def entry_tensors(self) -> list[Tensor]:
@@ -135,8 +175,10 @@ class Tape:
     @property
     def results(self) -> list[Tensor]:
         """All that the forward gave."""
-        exported = [leaf for leaves in self.exported.values() for leaf in leaves]
-        return [*exported, *self.output, *([] if self.loss is None else [self.loss])]
+        results: list[Tensor] = []
+        for leaves in self.exported.values():
+            results += leaves
+        return [*results, *self.output, *([] if self.loss is None else [self.loss])]
 
     @property
     def waiting(self) -> list[Tensor]:
@@ -146,30 +188,6 @@ class Tape:
     def drop_graph(self) -> None:
         """Keep only what a recompute needs."""
         self.entries, self.exported, self.output, self.loss = {}, {}, [], None
-
-    def roots(
-        self,
-        arrived: Mapping[int, Sequence[Tensor | None]],
-        of_output: Sequence[Tensor | None],
-        of_loss: float,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Pair all that left the stage with the gradient that came back for it.
-
-        An exported value that layers of this stage use as well is a root inside the graph: what
-        arrived for it starts the engine's own sum.
-
-        Returns:
-            The roots that have a gradient, and these.
-        """
-        pairs: list[Pair] = []
-        for peer, leaves in self.exported.items():
-            pairs += zip(leaves, arrived[peer], strict=True)
-        if self.output:
-            pairs += zip(self.output, of_output, strict=True)
-        if self.loss is not None:
-            pairs.append((self.loss, torch.full_like(self.loss, of_loss)))
-        live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
-        return [root for root, _ in live], [g for _, g in live]
 
     def divide(self, roots: Sequence[Tensor]) -> Division:
         """Let `backward` leave to `backward_weight` what can be left; return what was decided."""

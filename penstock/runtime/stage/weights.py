@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -94,11 +93,14 @@ class Weights:
         """Whether something runs when the gradient of one is found or added."""
         return any(map(any, map(gradient_hooks, self._seen())))
 
-    def _seen(self) -> Iterator[Tensor]:
-        of_modules = (p for m in self._holders for p in parameters_of(m).values())
-        between = (held.get(name) for held, name in self.owned.between.parameters)
-        every = chain(of_modules, between)
-        return (p for p in every if p is not None and p not in self._elsewhere)
+    def _seen(self) -> list[Tensor]:
+        """List the parameters that layers see; read in each forward that is recomputed."""
+        found: list[Tensor | None] = []
+        for module in self._holders:
+            found += parameters_of(module).values()
+        for held, name in self.owned.between.parameters:
+            found.append(held.get(name))
+        return [p for p in found if p is not None and p not in self._elsewhere]
 
     @property
     def bytes_of_older(self) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.stage.guards import Guard, Hooks, within
+from penstock.runtime.stage.guards import inside
 from scripts.step_reach import functions_entered
 
 WATCHERS = {"batch_norm", "boundary", "drawing", "kept_bytes", "state", "streams"}
@@ -68,31 +67,17 @@ def test_a_step_that_traces_memory_counts_what_stages_keep() -> None:
     assert "kept_bytes" in entered(trace=penstock.Trace.MEMORY)
 
 
-class Noting(Guard):
-    """Notes when something is run inside it; on others it has nothing to say."""
-
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name, self.notes = name, notes
-
-    @contextmanager
-    def around_backward(self, run: Any, tape: Any) -> Iterator[None]:
-        self.notes.append(f"{self.name} begins")
-        yield
-        self.notes.append(f"{self.name} ends")
+@contextmanager
+def noting(name: str, notes: list[str]) -> Iterator[None]:
+    """Note when something is run inside."""
+    notes.append(f"{name} begins")
+    yield
+    notes.append(f"{name} ends")
 
 
-class Silent(Guard):
-    """Is asked, and has nothing to do."""
-
-    def around_backward(self, run: Any, tape: Any) -> None:
-        return None
-
-
-def test_only_hooks_that_a_guard_defines_are_called_the_first_guard_outermost() -> None:
+def test_the_first_context_is_the_outermost_and_none_is_nothing() -> None:
     notes: list[str] = []
-    hooks = Hooks.of([Noting("a", notes), Silent(), Noting("b", notes), Guard()])
-    found = {name: len(getattr(hooks, name)) for name in Hooks.__slots__}
-    assert found == {**dict.fromkeys(found, 0), "around_backward": 3}
-    nothing: Any = SimpleNamespace()
-    within(hooks.around_backward, nothing, nothing, lambda: notes.append("autograd"))
+    contexts = [noting("a", notes), None, noting("b", notes)]
+    with inside(contexts):
+        notes.append("autograd")
     assert notes == ["a begins", "b begins", "autograd", "b ends", "a ends"]

@@ -18,8 +18,8 @@ import penstock
 from penstock.errors import StateError
 from penstock.model.entries import make_entry
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Guard
 from penstock.runtime.stage.stage import Stage
+from penstock.runtime.stage.state import BackwardState
 from penstock.runtime.stage.tape import Tape
 from penstock.torch_private import TorchDispatchMode, without_torch_function
 from tests.every_schedule import divided
@@ -43,7 +43,8 @@ def roots_of(tape: Tape) -> tuple[list[Tensor], list[Tensor]]:
     """Return all outputs that have a graph, each with a gradient of its own."""
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in tape.output]
-    return tape.roots({}, gradients, 0.0)
+    live = [(t, g) for t, g in zip(tape.output, gradients, strict=True) if t.requires_grad]
+    return [root for root, _ in live], [gradient for _, gradient in live]
 
 
 def batches(shape: tuple[int, ...] = (4, 6)) -> list[Tensor]:
@@ -577,36 +578,23 @@ def test_weights_add_up_in_order_where_only_some_micro_batches_can_be_split() ->
     )
 
 
-class Noting(Guard):
-    """Notes what it is told, and when."""
-
-    def __init__(self, notes: list[str]) -> None:
-        self.notes = notes
-
-    def before_backward(self, run: Run, tape: Tape, roots: Any) -> None:
-        self.notes.append(f"before {tape.microbatch}")
+@pytest.mark.usefixtures("in_parts")
+def test_state_is_watched_in_both_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
 
     @contextmanager
-    def around_backward(self, run: Run, tape: Tape) -> Iterator[None]:
-        self.notes.append(f"begin {tape.microbatch}")
+    def noting(state: BackwardState, run: Run, tape: Tape) -> Iterator[None]:
+        notes.append(f"begin {tape.microbatch}")
         yield
-        self.notes.append(f"end {tape.microbatch}")
+        notes.append(f"end {tape.microbatch}")
 
-    def after_backward(self, run: Run, tape: Tape) -> None:
-        self.notes.append(f"after {tape.microbatch}")
-
-
-@pytest.mark.usefixtures("in_parts")
-def test_guards_see_both_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    notes: list[str] = []
-    make = Stage._make_guards
-    monkeypatch.setattr(Stage, "_make_guards", lambda stage: [*make(stage), Noting(notes)])
+    monkeypatch.setattr(BackwardState, "around_backward", noting)
+    monkeypatch.setattr(BackwardState, "is_idle", False)
     with penstock.Pipeline(
         [nn.Linear(6, 6)], num_stages=1, num_microbatches=2, loss=F.mse_loss
     ) as pipe:
         pipe.train_step(torch.ones(2, 6), torch.ones(2, 6))
-    inputs = [f"{what} {i}" for i in (0, 1) for what in ("before", "begin", "end")]
-    assert notes == inputs + [f"{what} {i}" for i in (0, 1) for what in ("begin", "end", "after")]
+    assert notes == [f"{what} {i}" for i in (0, 1) for what in ("begin", "end")] * 2
 
 
 class Alive(TorchDispatchMode):
