@@ -1,6 +1,7 @@
 """What users install: both wheels, in an environment and a folder that have nothing else."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,8 +61,11 @@ class Installed:
 
 
 def wheel(folder: Path, source: Path) -> str:
-    """Build a wheel; return its path."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, source]
+    """Build a wheel of a copy of its source, so that nothing is left there; return its path."""
+    left_out = shutil.ignore_patterns(".*", "build", "*.egg-info", "tests", "benchmarks", "runs")
+    shutil.copytree(source, copy := folder / f"source-{source.name}", ignore=left_out)
+    options = ("--quiet", "--no-deps", "-w", str(folder))
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(copy)]
     subprocess.run(command, check=True, cwd=folder)
     name = "penstock_recipes" if source.name == "recipes" else "penstock-"
     (path,) = folder.glob(f"{name}*.whl")

@@ -87,7 +87,11 @@ class Origin:
             [sys.executable, "-m", "tests.distributed.warm", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             cwd=ROOT,
-            env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={
+                **environment,
+                "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "recipes"))),
+                "OMP_NUM_THREADS": "1",
+            },
             start_new_session=True,  # a signal to the tests' group leaves it time to end its own
         )
         theirs.close()
