@@ -27,7 +27,6 @@ _NUM_FIRST, _EACH = 8, 100
 _MOST_ELEMENTS = 4096
 _ABSENT = -1.0
 """Stands in a row of floats for what a process has none of: no field is below 0."""
-_NOT_WHOLE = ("raw_total", "loss_scale", "counted")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -80,7 +79,7 @@ class BatchCheck:
         return self._when is CheckBatches.ALWAYS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CallHeader:
     """The facts that each process announces before a step, to be compared on all alike.
 
@@ -105,14 +104,10 @@ class CallHeader:
 
     @classmethod
     def unpack(cls, row: Sequence[float]) -> "CallHeader":
-        """Read what `pack` wrote: a float is exact for counts and digests, far below 2**53."""
-        named: dict[str, Any] = dict(zip(cls.__slots__, row, strict=True))
-        for name, value in named.items():
-            if value == _ABSENT:
-                named[name] = None
-            elif name not in _NOT_WHOLE:
-                named[name] = int(value)
-        return cls(**named)
+        """Read what `pack` wrote: six whole numbers, exact as floats, and three of any kind."""
+        found: list[Any] = [None if value == _ABSENT else value for value in row]
+        found[:6] = [value if value is None else int(value) for value in found[:6]]
+        return cls(*found)
 
 
 def check_same_call(headers: Sequence[CallHeader]) -> None:

@@ -128,7 +128,12 @@ class Splitter:
         # 1. Flatten once what this process was given, and weigh it where the loss is computed.
         stages = self._ranks[self._replica]
         reads = any(self._world.rank in stages[reader] for reader in self.readers)
-        given, asked = self._flatten(inputs, targets, checks_values=reads)
+        is_given = inputs is not None or self._is_whole
+        given = flat_batch(inputs, "inputs") if is_given else None
+        if given is not None and reads:
+            check_values(given.tensors, "inputs")
+        num_inputs = None if given is None else given.num_samples
+        asked = None if targets is None else flat_batch(targets, "targets", num_inputs)
         raw = self._raw_weights(asked or given, call)
 
         # 2. Announce the call to all processes, and see that all make the same one.
@@ -140,7 +145,7 @@ class Splitter:
         header = CallHeader(
             number=self._calls,
             trace=_BY_STRENGTH.index(call.trace),
-            num_inputs=None if given is None else given.num_samples,
+            num_inputs=num_inputs,
             num_targets=None if asked is None else asked.num_samples,
             inputs_digest=texts.digests[0],
             targets_digest=texts.digests[1],
@@ -179,22 +184,6 @@ class Splitter:
             _BY_STRENGTH[max(header.trace for header in headers)],
             reduction,
         )
-
-    def _flatten(
-        self, inputs: Any, targets: Any, *, checks_values: bool
-    ) -> tuple[FlatBatch | None, FlatBatch | None]:
-        """Flatten inputs and targets; None for what this process may do without, and was not
-        given.
-        """
-        flat = None
-        if inputs is not None or self._is_whole:
-            flat = flat_batch(inputs, "inputs")
-            if checks_values:
-                check_values(flat.tensors, "inputs")
-        if targets is None:
-            return flat, None
-        count = None if flat is None else flat.num_samples
-        return flat, flat_batch(targets, "targets", count)
 
     def _num_samples(self, headers: Sequence[CallHeader], replica: int) -> int:
         """Return N of a replica.

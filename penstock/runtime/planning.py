@@ -214,14 +214,13 @@ def agree(
 
 
 _NOT_COMPARED = frozenset({"layers", "threads_per_stage", "offload_folder"})
-"""Fields of a plan that are not compared whole: layers are one by one, the others may differ."""
+"""Fields of a plan that may differ between processes; layers are compared one by one."""
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan by name, for processes to compare; each layer is one of them.
+    """Return the fields of a plan for processes to compare, each layer as one of them.
 
-    They are those of `plan.to_json()`, which refuses a schedule that is a function of the user's
-    own: here it stands as it prints.
+    `plan.to_json()` has them too, but refuses a schedule that is the user's own function.
     """
     facts = {f.name: getattr(plan, f.name) for f in fields(plan) if f.name not in _NOT_COMPARED}
     layers = {f"layer {n}": layer for n, layer in enumerate(plan.layers)}

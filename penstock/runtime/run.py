@@ -95,6 +95,8 @@ class Run:
     micro-batches are numbered on, and the weights are updated meanwhile.  With `looks`, stages
     note which backwards in two parts are not.  `aside` watches what stages share.
 
+    `with_grad`: backward passes will follow.  `traces_memory`: the bytes kept are noted.
+
     Shared by the stages: `has_seeded` tells that a layer was run with torch's default generators
     seeded, so that a checkpoint in it will bring them there again: backward passes then have them
     to themselves.  `claimed` maps the id of each leaf that some stage's backward reaches to that
@@ -114,9 +116,7 @@ class Run:
     aside: LooksAside | None = None
 
     with_grad: bool = field(init=False)
-    """Whether backward passes will follow."""
     traces_memory: bool = field(init=False)
-    """Whether the bytes that stages keep are noted."""
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False
     claimed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)

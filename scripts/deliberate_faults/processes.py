@@ -186,8 +186,8 @@ FAULTS = (
     Fault(
         "inputs without values are let through in several processes",
         "penstock/runtime/microbatches.py",
-        '                check_values(flat.tensors, "inputs")\n',
-        "                pass\n",
+        '            check_values(given.tensors, "inputs")\n',
+        "            pass\n",
         "tests/distributed/test_crossing.py",
         "without_values",
     ),

@@ -60,9 +60,6 @@ class Slotting(LayersGuard):
         tape.slots = Slots(self._lasting.of(run, tape))
         return tape.slots.hooks()
 
-    def around_recompute(self, run: Run, tape: Tape) -> None:
-        """Let autograd save as usual, or into the slots that were emptied."""
-
 
 class Offloading:
     """Moves away what a stage keeps; `make_store` makes a store for one run."""

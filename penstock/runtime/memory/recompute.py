@@ -105,7 +105,7 @@ class Repeatable(LayersGuard):
             raise changed("an input", "leave the batch as it is until the backward has run")
         modes = [module.training for module in self._modules]
         if not seen.state and modes == seen.modes:
-            return _nothing
+            return lambda: None
         now = {place: standing_at(place) for place in seen.state}
         self._set_modes(seen.modes)
         put_state(seen.state)
@@ -150,10 +150,6 @@ def _never(nothing: None) -> Tensor:
         "gradient), which needs what a forward that is recomputed later does not keep; use "
         "recompute=Recompute.NEVER"
     )
-
-
-def _nothing() -> None:
-    """There is nothing to undo."""
 
 
 def first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:

@@ -32,7 +32,8 @@ class LayersGuard(Protocol):
         """Return what the first run of the layers is to happen in."""
 
     def around_recompute(self, run: Run, tape: Tape) -> Context | None:
-        """Return what the second run of the layers is to happen in."""
+        """Return what the second run of the layers is to happen in: nothing, as a rule."""
+        return None
 
 
 class InputGuard(Protocol):
@@ -52,14 +53,11 @@ class RerunGuard(Protocol):
         """Return what autograd is to run in, or None for nothing."""
 
 
-_NOTHING = nullcontext()
-
-
 def inside(contexts: Iterable[Context | None]) -> Context:
     """Make one context of several, the first one outermost; mostly there is one, or none."""
     found = [context for context in contexts if context is not None]
     if len(found) < 2:
-        return found[0] if found else _NOTHING
+        return found[0] if found else nullcontext()
     with ExitStack() as stack:
         for context in found:
             stack.enter_context(context)

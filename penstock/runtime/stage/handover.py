@@ -9,6 +9,7 @@ peer ◄── Gradient ◄──── entries   exported leaves ◄── Grad
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress, count
 from typing import Any, TypeVar
 
 import torch
@@ -229,12 +230,6 @@ class Handover:
         self, leaves: Sequence[Tensor], structure: Structure, aliases: frozenset[int]
     ) -> Activation:
         """Make the message that hands leaves of this stage's graph over to another stage."""
-        lasting, hooked = [], []
-        for place, leaf in enumerate(leaves):
-            if lasts(leaf):
-                lasting.append(place)
-            if has_tensor_hooks(leaf):
-                hooked.append(place)
         return Activation(
             tuple(map(detached, leaves)),
             tuple([leaf.requires_grad for leaf in leaves]),
@@ -242,8 +237,8 @@ class Handover:
             tuple(map(version_of, leaves)),
             aliases,
             self._device.mark() if self._device.is_cuda else None,
-            frozenset(lasting),
-            frozenset(hooked),
+            frozenset(compress(count(), map(lasts, leaves))),
+            frozenset(compress(count(), map(has_tensor_hooks, leaves))),
             layouts_on(leaves),
         )
 

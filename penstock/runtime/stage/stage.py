@@ -285,8 +285,7 @@ class Stage:
             self.handover.take_output(
                 run, tape, join_output([values[v] for v in self.plan.output])
             )
-        if tape.tripwires:
-            tape.disarm()
+        tape.disarm()
         return leaving
 
     def _perform(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:

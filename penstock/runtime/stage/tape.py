@@ -9,6 +9,7 @@ forward ──► Tape ──┬────────────────
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -162,10 +163,7 @@ class Tape:
     @property
     def inputs(self) -> list[Tensor]:
         """All tensors that the stage received."""
-        inputs: list[Tensor] = []
-        for activation in self.received.values():
-            inputs += activation.leaves
-        return inputs
+        return list(chain.from_iterable([a.leaves for a in self.received.values()]))
 
     @property
     def entry_tensors(self) -> list[Tensor]:
@@ -175,10 +173,8 @@ class Tape:
     @property
     def results(self) -> list[Tensor]:
         """All that the forward gave."""
-        results: list[Tensor] = []
-        for leaves in self.exported.values():
-            results += leaves
-        return [*results, *self.output, *([] if self.loss is None else [self.loss])]
+        exported = chain.from_iterable(self.exported.values())
+        return [*exported, *self.output, *([] if self.loss is None else [self.loss])]
 
     @property
     def waiting(self) -> list[Tensor]:

@@ -94,7 +94,6 @@ class Weights:
         return any(map(any, map(gradient_hooks, self._seen())))
 
     def _seen(self) -> list[Tensor]:
-        """List the parameters that layers see; read in each forward that is recomputed."""
         found: list[Tensor | None] = []
         for module in self._holders:
             found += parameters_of(module).values()
