@@ -22,10 +22,10 @@ from math import prod
 
 import numpy as np
 
-from penstock.automatic.choose import MeshTask, plan_on_meshes
-from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
+from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
+from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Numbers
@@ -62,7 +62,9 @@ def _inter(task: MeshTask) -> Iterator[MeshTask]:
 
 
 def _gpipe(task: MeshTask) -> Iterator[MeshTask]:
-    recomputing = [way for way in WAYS if way.recomputes and not (way.byte_s or way.segments)]
+    recomputing = [
+        own for own in MEMORY_POLICIES if own.recomputes and not (own.byte_s or own.segments)
+    ]
     for each in _inter(task):
         yield replace(each, families=(gpipe,), ways=recomputing)
 
@@ -110,7 +112,7 @@ def _megatron(task: MeshTask) -> Iterator[MeshTask]:
             yield replace(task, shardings=(plan,), prices=prices, ways=_WITHOUT_BYTES)
 
 
-_WITHOUT_BYTES = [way for way in WAYS if not way.byte_s]
+_WITHOUT_BYTES = [way for way in MEMORY_POLICIES if not way.byte_s]
 BASELINES: dict[str, Callable[[MeshTask], Iterator[MeshTask]]] = {
     "intra": _intra,
     "inter": _inter,

@@ -21,7 +21,7 @@ from benchmarks.report import (
     publish,
     table_lines,
 )
-from penstock.automatic.choose import MeshChoice
+from penstock.planner.mesh_plans import MeshChoice
 from penstock.planner.plan import Plan
 from penstock.planner.stage_rows import segments_of
 from penstock.types import Recompute

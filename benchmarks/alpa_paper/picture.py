@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from penstock.automatic.choose import MeshChoice, MeshTask
-from penstock.automatic.page import DrawnLayer, drawn_layers
-from penstock.runtime.shard import sharding_of
+from penstock.planner.mesh_plans import MeshChoice, MeshTask
+from penstock.planner.plan_page import DrawnLayer, drawn_layers
+from penstock.planner.plan_sharding import sharding_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

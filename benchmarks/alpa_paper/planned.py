@@ -9,10 +9,10 @@ from math import prod
 from time import process_time
 from typing import Any, ParamSpec, TypeVar
 
-from penstock.automatic import choose
-from penstock.automatic.choose import CUT_SHORT, MeshChoice, MeshTask, choose_on_meshes
-from penstock.automatic.prices import MeshPrices
 from penstock.errors import PlanError
+from penstock.planner import mesh_plans
+from penstock.planner.mesh_costs import MeshPrices
+from penstock.planner.mesh_plans import CUT_SHORT, MeshChoice, MeshTask, choose_on_meshes
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 from penstock.sharding.search import Search
@@ -72,7 +72,7 @@ class Planned:
         with (
             clocked(self.search_s, "begin", MeshPrices, "begin"),
             clocked(self.search_s, "ranges", Search, "of_ranges"),
-            clocked(self.search_s, "stages", choose, "find_stages"),
+            clocked(self.search_s, "stages", mesh_plans, "find_stages"),
         ):
             graph_of = timed(self.search_s, "graph", self.task.graph_of)
             task = replace(self.task, num_microbatches=number, graph_of=graph_of)

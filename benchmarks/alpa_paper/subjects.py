@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from penstock import Cluster
-from penstock.automatic.choose import MeshTask
 from penstock.costs.count import record_graph
 from penstock.costs.graph import Graph
 from penstock.costs.profile import Part
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
+from penstock.planner.mesh_plans import MeshTask
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock_recipes.zoo.gpt_family import GPT_SIZES, gpt

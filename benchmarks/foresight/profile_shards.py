@@ -38,9 +38,9 @@ from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
 from penstock.model.stage_plan import Step
 from penstock.planner.plan import Plan
+from penstock.planner.plan_sharding import sharding_of
 from penstock.runtime.planning import StageCalls
 from penstock.runtime.profiling import CPU_CORE, divided_backward, of_samples
-from penstock.runtime.shard import sharding_of
 from penstock.runtime.shards.at_rest import keep_slices
 from penstock.runtime.shards.divided import DividedLayer, WholeLayer
 from penstock.runtime.unsplit import left_bytes

@@ -15,14 +15,13 @@ from penstock.costs.measure import measure_layers
 from penstock.errors import ConfigError
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
+from penstock.planner.mesh_plans import MeshTask
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import StageCalls
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
-
-from .choose import MeshTask
 
 
 def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> None:

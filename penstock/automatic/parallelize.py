@@ -21,13 +21,13 @@ from penstock.model.layers import Layers
 from penstock.pipeline import Pipeline
 from penstock.planner.arguments import Model
 from penstock.planner.checks import check_timeout
+from penstock.planner.clustering import MOST_CLUSTERS, clustered
+from penstock.planner.mesh_plans import SHARDINGS, MeshTask, plan_on_meshes
 from penstock.planner.plan import Plan
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.trace.progress import saying
 
-from .choose import SHARDINGS, MeshTask, plan_on_meshes
-from .clusters import MOST_CLUSTERS, clustered
 from .hosts import check_devices, measure_cluster, plan_mesh
 from .measured import check_measurable, with_measured
 

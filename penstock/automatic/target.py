@@ -17,6 +17,7 @@ from penstock.model.batch import batch_size
 from penstock.model.capture.capture import capture, resolve_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import tree_map
+from penstock.planner.mesh_plans import SHARDINGS, MeshTask, plan_on_meshes
 from penstock.planner.plan import Plan
 from penstock.planner.shared_cores import num_cores
 from penstock.runtime.devices import why_missing
@@ -24,7 +25,6 @@ from penstock.runtime.microbatches import microbatch_sizes
 from penstock.runtime.profiling import profile
 from penstock.types import Reduction
 
-from .choose import SHARDINGS, MeshTask, plan_on_meshes
 from .measured import with_measured
 from .parallelize import mesh_task
 

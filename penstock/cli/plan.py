@@ -266,13 +266,13 @@ def _on_sub_meshes(
             f'{", ".join(given)} beside --sub-meshes, or a recipe with pipeline.plan = "auto", '
             "which does not look at that; leave one of them out"
         )
-    from penstock.automatic.choose import choose_on_meshes
+    from penstock.planner.mesh_plans import choose_on_meshes
 
     task = target.mesh_task(cluster, **asked)
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
     choice = choose_on_meshes(task)
     if html is not None:
-        from penstock.automatic.page import mesh_plan_page
+        from penstock.planner.plan_page import mesh_plan_page
         from penstock.trace.page.page import write_page
 
         write_page(mesh_plan_page(task, choice), html)

@@ -1,8 +1,6 @@
 """Divide the operators of a model: for a pipeline, or only to look at, without any process."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -18,12 +16,11 @@ from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
 from penstock.planner.plan import Plan
-from penstock.planner.stage_work import work_of
+from penstock.planner.plan_sharding import divide, sharding_of
 from penstock.sharding.costs import Costs
 from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.sharding.request import ShardingRequest
 from penstock.trace.units import count_text
-from penstock.types import Recompute
 
 from .microbatches import first_microbatch
 
@@ -76,7 +73,7 @@ def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
     counts = num_microbatches, num_microbatches
     costs = Costs.usual(axes, *counts) if cluster is None else Costs(axes, cluster, *counts)
     names = [step.path for step in resolved]
-    return _planned(wanted, record_graph(resolved, part), names, costs, compares=True)
+    return divide(wanted, record_graph(resolved, part), names, costs, compares=True)
 
 
 def check_sharding(plan: Plan, part: Any) -> None:
@@ -145,33 +142,6 @@ def _operators(graph: Graph, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield f"the arguments of what layer {name} calls, by their digest", graph.signature(layer)
 
 
-def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
-    """Say how each layer is divided among the ranks of its stage, from the graph of a micro-batch.
-
-    Raises:
-        ConfigError: a weight cannot be held as it is pinned.
-        PlanError: a layer cannot be divided so.
-    """
-    assert plan.sharding is not None, "stages have several ranks"
-    meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]
-    number = plan.num_microbatches
-    kept = [1] * plan.num_stages  # a graph at a time, where all is recomputed
-    if set(plan.recompute) != {Recompute.STAGE}:
-        work = work_of(plan.schedule, plan.num_stages, number)
-        kept = [own.most_kept for own in work]
-    ends = [0, *accumulate(plan.partition)]
-    stages = [range(a, b) for a, b in pairwise(ends)]
-    costs = Costs.usual(max(meshes, key=prod), number)
-    if plan.cluster is not None:
-        costs = Costs(costs.mesh, plan.cluster, number)
-    costs = replace(costs, factors=plan.layer_factors)
-    each = [
-        replace(costs, mesh=m, num_in_flight=kept[n], devices=plan.devices_of(n))
-        for n, m in enumerate(meshes)
-    ]
-    return _planned(ShardingRequest.of(plan.sharding), graph, names, each, stages=stages)
-
-
 def _sized_as_first(part: Any, mesh: Mesh) -> Any:
     """Return a micro-batch of the sizes that rank 0 has, without values.
 
@@ -196,17 +166,3 @@ def _sized_as_first(part: Any, mesh: Mesh) -> Any:
         for leaf in leaves
     ]
     return unflatten(structure, sized)
-
-
-def _planned(
-    wanted: ShardingRequest,
-    graph: Graph,
-    names: Sequence[str],
-    costs: Costs | Sequence[Costs],
-    **how: Any,
-) -> Sharding:
-    """Plan with the graph of a micro-batch."""
-    from penstock.sharding.stages import plan_sharding  # the solver takes a while to import
-
-    how |= {"memory_limit_bytes": wanted.memory_limit_bytes, "pins": wanted.weights}
-    return plan_sharding(wanted.plan, graph, names, costs, **how)

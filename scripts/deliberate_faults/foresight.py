@@ -103,7 +103,7 @@ FAULTS = (
     ),
     Fault(
         "a search leaves out what may be faster: backwards in two parts count as whole ones",
-        "penstock/automatic/choose.py",
+        "penstock/planner/mesh_plans.py",
         "    return not divides_backwards(family(2 * family.stages_per_rank, 2))",
         "    return True",
         "tests/automatic/test_bounds.py",
@@ -118,7 +118,7 @@ FAULTS = (
     ),
     Fault(
         "memory is limited as if a stage kept all micro-batches",
-        "penstock/runtime/shard.py",
+        "penstock/planner/plan_sharding.py",
         "        kept = [own.most_kept for own in work]\n",
         "        kept = [number for own in work]\n",
         "tests/automatic/test_bounds.py",

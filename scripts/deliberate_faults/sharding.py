@@ -154,7 +154,7 @@ FAULTS = (
     ),
     Fault(
         "candidates on sub-meshes are ranked without the optimizer",
-        "penstock/automatic/choose.py",
+        "penstock/planner/mesh_plans.py",
         "step_s=seconds + own.update_s",
         "step_s=seconds",
         "tests/automatic/test_choose.py",

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from penstock import Cluster
-from penstock.automatic import choose
-from penstock.automatic.choose import MeshTask, choose_on_meshes
 from penstock.automatic.parallelize import mesh_task
-from penstock.automatic.prices import WAYS, Way
-from penstock.automatic.why import Candidate
-from penstock.runtime.shard import sharding_of
+from penstock.planner import mesh_plans
+from penstock.planner.mesh_candidates import Candidate
+from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
+from penstock.planner.mesh_plans import MeshTask, choose_on_meshes
+from penstock.planner.plan_sharding import sharding_of
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
@@ -32,10 +32,10 @@ def task_on(where: Cluster, num_microbatches: int) -> MeshTask:
     return replace(mesh_task(model, words, where, num_microbatches), families=families)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way.byte_s], ids=str)
+@pytest.mark.parametrize("way", [way for way in MEMORY_POLICIES if way.byte_s], ids=str)
 @pytest.mark.parametrize("memory_bytes", [5_000_000, 1 << 30])
 def test_layers_are_divided_within_the_memory_that_a_plan_was_made_for(
-    memory_bytes: int, way: Way
+    memory_bytes: int, way: MemoryPolicy
 ) -> None:
     """Stages keep what their schedule has in flight there, not all micro-batches."""
     task = task_on(cluster(2, 2, memory_bytes=memory_bytes), 16)
@@ -58,7 +58,7 @@ def test_what_is_not_simulated_would_not_be_faster(
     task = task_on(CLUSTERS[where], num_microbatches)
     few = choose_on_meshes(task)
     for bound in ("_least_s", "_least_in_flight_s"):
-        monkeypatch.setattr(choose, bound, lambda own, of: 0.0)
+        monkeypatch.setattr(mesh_plans, bound, lambda own, of: 0.0)
     every = choose_on_meshes(task)
     seconds = {what(own): own.step_s for own in every.candidates if not own.is_bound}
     assert few.plan.predicted_step_s == every.plan.predicted_step_s == min(seconds.values())

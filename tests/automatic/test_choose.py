@@ -9,10 +9,10 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.baselines import BASELINES
-from penstock.automatic.choose import SHARDINGS, choose_on_meshes, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task, plan_for
-from penstock.automatic.prices import MeshPrices, Way
 from penstock.errors import PlanError
+from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
+from penstock.planner.mesh_plans import SHARDINGS, choose_on_meshes, plan_on_meshes
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 from penstock.sharding.costs import Costs
@@ -107,7 +107,7 @@ def test_an_optimizer_moves_what_a_device_keeps_between_steps(sharding: str) -> 
     with torch.device("meta"):
         layers = [nn.Linear(width, width, bias=False) for _ in range(3)]
         task = mesh_task(layers, torch.zeros(8, width), cluster(2), 2, sharding)
-    ways = [Way(), Way(recomputes=True, segments=True)]
+    ways = [MemoryPolicy(), MemoryPolicy(recomputes=True, segments=True)]
     for way in ways:
         given = task.graph_of(2), task.names, task.model.spans, task.cluster, 2, sharding
         found = MeshPrices(*given, way=way).on_mesh(0, 3, Submesh(0, 1, 2))
@@ -131,7 +131,7 @@ def test_ways_with_the_same_price_of_a_byte_search_a_shape_once(
     task = mesh_task(layers, torch.zeros(8, 4), cluster(2), 2)
     given = task.graph_of(2), task.names, task.model.spans, task.cluster, 2, "data"
     shared = dict[object, Search]()
-    for way in (Way(), Way(recomputes=True), Way(byte_s=1e-11)):
+    for way in (MemoryPolicy(), MemoryPolicy(recomputes=True), MemoryPolicy(byte_s=1e-11)):
         search = MeshPrices(*given, way=way, shared=shared)._search(Submesh(0, 1, 2), (2,))
         for _ in range(2):
             search.of_ranges(way.byte_s)

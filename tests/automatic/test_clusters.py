@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.automatic.clusters import MOST_CLUSTERS, clustered
 from penstock.automatic.parallelize import mesh_task, plan_for
 from penstock.costs.count import record_graph
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
+from penstock.planner.clustering import MOST_CLUSTERS, clustered
 from tests.few_devices import cluster
 
 INPUTS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.automatic.choose import MeshTask, plan_on_meshes
 from penstock.automatic.measured import with_measured
 from penstock.automatic.parallelize import mesh_task
-from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.model.capture.capture import resolve_layers
+from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
+from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
-from penstock.runtime.shard import sharding_of
+from penstock.planner.plan_sharding import sharding_of
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s as layer_s
 from penstock_recipes.zoo import gpt
@@ -32,7 +32,7 @@ def task_on(*hosts: int, far: float = 1e9) -> MeshTask:
     with torch.device("meta"):
         model = gpt(num_layers=4, width=128, num_heads=4, num_words=64, max_length=LENGTH)
         words = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    return replace(mesh_task(model, words, cluster(*hosts, far=far), M), ways=WAYS[:1])
+    return replace(mesh_task(model, words, cluster(*hosts, far=far), M), ways=MEMORY_POLICIES[:1])
 
 
 def factors(slow: float, count: int) -> tuple[float, ...]:

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import penstock
-from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes
-from penstock.automatic.page import (
+from penstock.automatic.parallelize import mesh_task
+from penstock.planner.mesh_plans import MeshChoice, MeshTask, choose_on_meshes
+from penstock.planner.plan import Plan
+from penstock.planner.plan_page import (
     DrawnLayer,
     DrawnWeight,
     drawn_layers,
@@ -20,10 +22,8 @@ from penstock.automatic.page import (
     mesh_plan_page,
     weights_table,
 )
-from penstock.automatic.parallelize import mesh_task
-from penstock.planner.plan import Plan
+from penstock.planner.plan_sharding import sharding_of
 from penstock.planner.stage_rows import MESH_HEADS
-from penstock.runtime.shard import sharding_of
 from penstock.sharding.layouts import I, Layout, R, S
 from penstock.trace.page import Page, Section, render_page
 from penstock.trace.units import bytes_text, time_text

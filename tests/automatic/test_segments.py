@@ -11,13 +11,13 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.subjects import RESNET, subjects
-from penstock.automatic.choose import MeshChoice, MeshTask, choose_on_meshes, plan_on_meshes
-from penstock.automatic.page import layers_figure
 from penstock.automatic.parallelize import mesh_task
-from penstock.automatic.prices import MeshPrices, Way
+from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
+from penstock.planner.mesh_plans import MeshChoice, MeshTask, choose_on_meshes, plan_on_meshes
 from penstock.planner.packing import Stage, Submesh
 from penstock.planner.plan import Plan
-from penstock.runtime.shard import sharding_of
+from penstock.planner.plan_page import layers_figure
+from penstock.planner.plan_sharding import sharding_of
 from penstock.schedules import Sizes, one_f_one_b, segmented
 from penstock.schedules.memory import peak_bytes
 from penstock.schedules.passes import add_recompute
@@ -29,7 +29,7 @@ from tests.automatic.test_page import layers_of
 from tests.few_devices import cluster
 
 BATCH, LENGTH, WIDTH, M = 16, 32, 128, 4
-SEGMENTS, WHOLE = Way(recomputes=True, segments=True), Way(recomputes=True)
+SEGMENTS, WHOLE = MemoryPolicy(recomputes=True, segments=True), MemoryPolicy(recomputes=True)
 CROSSES = BATCH // M * LENGTH * WIDTH * 4
 """Bytes of a micro-batch between two blocks."""
 ENTERS = BATCH // M * LENGTH * 8
@@ -51,7 +51,7 @@ def chosen(*hosts: int) -> MeshChoice:
     return choose_on_meshes(task_on(*hosts))
 
 
-def prices(task: MeshTask, way: Way) -> MeshPrices:
+def prices(task: MeshTask, way: MemoryPolicy) -> MeshPrices:
     """Give prices of a way."""
     given = task.graph_of(M), task.names, task.model.spans, task.cluster, M
     return MeshPrices(*given, task.shardings[0], way)

@@ -17,15 +17,15 @@ from benchmarks.alpa_paper.baselines import (
     even_stages,
     plan_baseline,
 )
-from penstock.automatic.choose import MeshTask, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task
-from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
+from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
+from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 from penstock.runtime.microbatches import first_microbatch
@@ -136,7 +136,7 @@ def test_deepspeed_keeps_more_in_slices_where_less_does_not_fit(wanted: str) -> 
     that keep more are slower.
     """
     small = decoder(2, 256)
-    small = replace(small, ways=WAYS[:1])
+    small = replace(small, ways=MEMORY_POLICIES[:1])
     whole = small.names, small.model.spans, small.cluster, 16
     mesh, found = Submesh(0, 1, 4), {}
     for plan in ("data", "zero1", "zero2", "zero3"):
@@ -170,7 +170,8 @@ def test_a_grid_keeps_less_than_data_and_more_than_megatron(
 
 
 def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) -> None:
-    how = (task.graph_of(16), task.names, task.model.spans, task.cluster, 16, "auto", WAYS[2])
+    of_task = (task.graph_of(16), task.names, task.model.spans, task.cluster)
+    how = (*of_task, 16, "auto", MEMORY_POLICIES[2])
     prices, mesh, last = MeshPrices(*how), Submesh(0, 1, 2), len(task.names)
     own, found = prices.on_mesh(3, last, mesh), prices.of_stages(mesh, is_1f1b=True)
     assert own is not None

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.automatic.choose import MeshTask
-from penstock.automatic.prices import WAYS, Way
+from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
+from penstock.planner.mesh_plans import MeshTask
 from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made
 
@@ -75,7 +75,8 @@ def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(options)
     model = MODELS[given.pop("model", "gpt")](0)
-    task = partial(MeshTask, ways=[Way(*own) for own in given.pop("ways", WAYS)])
+    policies = [MemoryPolicy(*own) for own in given.pop("ways", MEMORY_POLICIES)]
+    task = partial(MeshTask, ways=policies)
     with patch("penstock.automatic.parallelize.MeshTask", task):
         pipe = penstock.parallelize(
             model, WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **given

@@ -10,8 +10,8 @@ import torch
 
 import penstock
 from penstock import Plan
-from penstock.automatic.prices import Way
 from penstock.errors import ConfigError, PlanError
+from penstock.planner.mesh_costs import MemoryPolicy
 from penstock.types import Recompute
 from tests.distributed.launch import run
 from tests.distributed.parallel_job import MODELS, cluster_of, train
@@ -53,7 +53,7 @@ def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
 
 @pytest.mark.slow
 def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
-    way = Way(recomputes=True, segments=True)
+    way = MemoryPolicy(recomputes=True, segments=True)
     results = job("1,2", tmp_path, 3, ways=[way], num_microbatches=5)
     plan = Plan.from_json(results[0]["plan"])
     assert [len(mesh[0]) for mesh in plan.placement.meshes] == [2, 1]

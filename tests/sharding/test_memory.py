@@ -16,10 +16,10 @@ import penstock
 from benchmarks.sharding.memory import PLANS, at_rest, saved
 from penstock import Mesh
 from penstock.automatic.parallelize import mesh_task
-from penstock.automatic.prices import MeshPrices
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.model.layer_list import as_layers
+from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.packing import Submesh
 from penstock.planner.placement import Placement
 from penstock.runtime.replicas import Replicas

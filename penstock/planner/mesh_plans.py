@@ -19,15 +19,6 @@ from typing import Any
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
 from penstock.errors import PlanError
-from penstock.planner.arguments import Model
-from penstock.planner.placement import Placement
-from penstock.planner.plan import BalancedBy, Plan
-from penstock.planner.shared_cores import num_cores
-from penstock.planner.stage_rows import PredictedStage
-from penstock.planner.stage_table import Task
-from penstock.planner.stage_work import made, work_of
-from penstock.planner.submeshes import Answer, find_stages, submeshes
-from penstock.planner.unsplit import divides_backwards
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
@@ -42,8 +33,17 @@ from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
 from penstock.types import Recompute, Transport
 
-from .prices import WAYS, MeshPrices, Way, hosts_of
-from .why import Candidate, why_on_meshes
+from .arguments import Model
+from .mesh_candidates import Candidate, why_on_meshes
+from .mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices, hosts_of
+from .placement import Placement
+from .plan import BalancedBy, Plan
+from .shared_cores import num_cores
+from .stage_rows import PredictedStage
+from .stage_table import Task
+from .stage_work import made, work_of
+from .submeshes import Answer, find_stages, submeshes
+from .unsplit import divides_backwards
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
@@ -79,7 +79,7 @@ class MeshTask:
     families: Sequence[Family] = FAMILIES
     shardings: Sequence[str] = SHARDINGS
     prices: Callable[..., MeshPrices] = MeshPrices
-    ways: Sequence[Way] = WAYS
+    ways: Sequence[MemoryPolicy] = MEMORY_POLICIES
     factors_of: Callable[[int], tuple[float, ...]] = lambda number: ()
     searches: dict[object, dict[object, Search]] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class MeshTask:
         return [number for number in powers if self.batch_size % number == 0]
 
     @property
-    def tries(self) -> list[tuple[int, str, Way]]:
+    def tries(self) -> list[tuple[int, str, MemoryPolicy]]:
         """The numbers of micro-batches, ready plans and ways that are tried together: a price of
         bytes with the first of the plans only, since the others leave little to choose.
         """
@@ -153,7 +153,12 @@ def choose_on_meshes(task: MeshTask) -> MeshChoice:
 
 
 def _look(
-    task: MeshTask, number: int, sharding: str, way: Way, found: list[Candidate], lacks: list[str]
+    task: MeshTask,
+    number: int,
+    sharding: str,
+    way: MemoryPolicy,
+    found: list[Candidate],
+    lacks: list[str],
 ) -> None:
     """Add the candidates of so many micro-batches, a ready plan and a way to keep less to those
     that are found, or what is missing.

@@ -17,13 +17,14 @@ import numpy as np
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.graph import Graph
-from penstock.planner.packing import Hosts, Stage, Submesh
-from penstock.planner.stage_table import Price
 from penstock.sharding.choose import Numbers
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
+
+from .packing import Hosts, Stage, Submesh
+from .stage_table import Price
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
@@ -31,7 +32,7 @@ _FORWARD = 3
 """Where tables of stages have the seconds of a forward."""
 
 
-class Way(NamedTuple):
+class MemoryPolicy(NamedTuple):
     """How to keep less: whether stages recompute, what a byte that stays counts for, and whether
     each layer of a stage is a segment that recomputes on its own.
     """
@@ -46,12 +47,12 @@ class Way(NamedTuple):
         return (f"recompute{each}" if self.recomputes else "no recompute") + priced
 
 
-WAYS = (
-    Way(),
-    Way(byte_s=_LIGHT_BYTE_S),
-    Way(recomputes=True),
-    Way(recomputes=True, byte_s=_LIGHT_BYTE_S),
-    Way(recomputes=True, segments=True),
+MEMORY_POLICIES = (
+    MemoryPolicy(),
+    MemoryPolicy(byte_s=_LIGHT_BYTE_S),
+    MemoryPolicy(recomputes=True),
+    MemoryPolicy(recomputes=True, byte_s=_LIGHT_BYTE_S),
+    MemoryPolicy(recomputes=True, segments=True),
 )
 
 
@@ -98,7 +99,7 @@ class MeshPrices:
     cluster: Cluster
     num_microbatches: int
     plan: str = "auto"
-    way: Way = WAYS[0]
+    way: MemoryPolicy = MEMORY_POLICIES[0]
     shared: dict[object, Search] = field(default_factory=dict)
     """The search of each shape, which several ways have together."""
     factors: tuple[float, ...] = ()

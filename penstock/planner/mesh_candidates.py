@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.planner.plan import Plan
-from penstock.planner.stage_rows import segments_of, stages_text
-from penstock.planner.submeshes import Answer
 from penstock.schedules import segmented
 from penstock.schedules.family import Family
 from penstock.trace.units import count_text, percent_text, time_text
 
-from .prices import MeshPrices, OnMesh
+from .mesh_costs import MeshPrices, OnMesh
+from .plan import Plan
+from .stage_rows import segments_of, stages_text
+from .submeshes import Answer
 
 _FEW_STAGES = 4
 """Up to which each is described."""
