@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .automatic.hosts import measure_cluster as measure_cluster
     from .automatic.hosts import plan_mesh as plan_mesh
     from .automatic.parallelize import parallelize as parallelize
+    from .automatic.plan_model import plan as plan
     from .automatic.target import Target as Target
     from .checkpoint import CheckpointReader as CheckpointReader
     from .checkpoint import async_save_checkpoint as async_save_checkpoint
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .optim.clip import clip_grad_norm_ as clip_grad_norm_
     from .optim.scaler import GradScaler as GradScaler
     from .pipeline import Pipeline as Pipeline
-    from .planner.make_plan import plan as plan
+    from .planner.candidates import Constraints as Constraints
     from .planner.placement import Placement as Placement
     from .planner.plan import Plan as Plan
     from .planner.predict import simulate as simulate
@@ -58,6 +59,7 @@ _HOME = {
     "CheckReport": "penstock.equality",
     "CheckpointReader": "penstock.checkpoint",
     "Cluster": "penstock.costs.cluster",
+    "Constraints": "penstock.planner.candidates",
     "GradScaler": "penstock.optim.scaler",
     "Layer": "penstock.model.layer_list",
     "Layers": "penstock.model.layers",
@@ -89,7 +91,7 @@ _HOME = {
     "measure_cluster": "penstock.automatic.hosts",
     "microbatch_sizes": "penstock.runtime.microbatches",
     "parallelize": "penstock.automatic.parallelize",
-    "plan": "penstock.planner.make_plan",
+    "plan": "penstock.automatic.plan_model",
     "plan_mesh": "penstock.automatic.hosts",
     "profile": "penstock.runtime.profiling",
     "save_checkpoint": "penstock.checkpoint",
@@ -102,8 +104,9 @@ _WITHOUT_TORCH = (
     "penstock.costs.profile",
     "penstock.costs.cluster",
     "penstock.errors",
+    "penstock.planner.candidates",
     "penstock.planner.predict",
-    "penstock.planner.make_plan",
+    "penstock.automatic.plan_model",
     "penstock.planner.placement",
     "penstock.planner.plan",
     "penstock.sharding.request",
@@ -115,6 +118,7 @@ __all__ = [
     "CheckReport",
     "CheckpointReader",
     "Cluster",
+    "Constraints",
     "GradScaler",
     "Layer",
     "Layers",

@@ -2,14 +2,14 @@
 
 What does not fit is an error of one line that names the place: `hosts[0].count must be a whole
 number, and is "two"`.  Fields may be numbers, strings, tuples, mappings from strings, enums,
-schedule families and other dataclasses.
+schedule families and other dataclasses; a field that does not count for equality is left out.
 """
 
 import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
@@ -68,7 +68,12 @@ def _plain(value: Any) -> Any:
             return {"name": value.name, "arguments": arguments}
         case Fraction():
             return str(value)
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {field.name: getattr(value, field.name) for field in _saved(value)}
+
+
+def _saved(kind: Any) -> list[Field[Any]]:
+    """Return the fields of a dataclass that files hold: those by which values are equal."""
+    return [field for field in fields(kind) if field.compare]
 
 
 def path_of(given: object, kind: str, error: type[ConfigError] = UnreadableError) -> Path:
@@ -202,11 +207,12 @@ def _object(data: Any, where: str) -> dict[str, Any]:
 
 
 def _dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
-    hints, known = get_type_hints(kind), fields(kind)
+    hints, known = get_type_hints(kind), _saved(kind)
+    names = [field.name for field in known]
     for name in data:
-        if name not in hints:
+        if name not in names:
             place = _place(where, name)
-            raise UnreadableError(f"it has an unknown key {place}; known are {', '.join(hints)}")
+            raise UnreadableError(f"it has an unknown key {place}; known are {', '.join(names)}")
     for field in known:
         is_needed = field.default is MISSING and field.default_factory is MISSING
         if field.name not in data and is_needed:

@@ -2,7 +2,7 @@
 
     python -m scripts.step_reach              a training step of Penstock: K = 2, M = 2, threads,
                                               recompute
-    python -m scripts.step_reach plan         penstock.plan of a model of 24 layers, counted
+    python -m scripts.step_reach plan         penstock.plan of a saved profile of 24 layers
     python -m scripts.step_reach torchgpipe   the step of torchgpipe, where it is installed
 
 The step is not the pipeline's first, which also measures, cuts and lowers.  Lines are those of
@@ -99,7 +99,8 @@ def plan_call() -> Callable[[], object]:
         inputs = torch.empty(2, 16, 64)
     profile = penstock.profile(blocks, inputs, measure=False, microbatch_sizes=[1, 2])
     cluster = penstock.Cluster.load("dgx-h100")
-    return lambda: penstock.plan(profile, cluster, batch_size=16)
+    saved = penstock.Profile.from_json(profile.to_json())  # without operators
+    return lambda: penstock.plan(saved, cluster, batch_size=16)
 
 
 CALLS = {

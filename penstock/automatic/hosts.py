@@ -21,6 +21,7 @@ from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
 from penstock.mesh.start import num_processes
 from penstock.planner.plan import Plan
 from penstock.trace.units import bytes_text, count_text
+from penstock.types import Transport
 
 
 def measure_cluster(num_devices: int = 1) -> Cluster:
@@ -71,6 +72,8 @@ def plan_mesh(
             check_hosts(cluster, world, place)
         text = world.from_first(lambda: make_plan().to_json(), "for rank 0 to plan")
     plan = Plan.from_json(text)
+    placement = plan.placement.among(world.size)
+    plan = replace(plan, placement=placement, transport=Transport.TORCH_DISTRIBUTED)
     return join_mesh(world, plan.placement, place), plan
 
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.count import record_graph
 from penstock.errors import ConfigError, check_count
 from penstock.launcher import end_with_launcher
 from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
@@ -18,18 +16,17 @@ from penstock.model.batch import batch_size as samples_of
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
+from penstock.model.pytree import flatten
 from penstock.pipeline import Pipeline
-from penstock.planner.arguments import Model
+from penstock.planner.candidates import Constraints
 from penstock.planner.checks import check_timeout
-from penstock.planner.clustering import MOST_CLUSTERS, clustered
-from penstock.planner.mesh_plans import SHARDINGS, MeshTask, plan_on_meshes
+from penstock.planner.make_plan import plan_profile
 from penstock.planner.plan import Plan
-from penstock.runtime.microbatches import first_microbatch
-from penstock.runtime.planning import facts_of
-from penstock.trace.progress import saying
+from penstock.runtime.profiling import profile
+from penstock.types import Transport
 
 from .hosts import check_devices, measure_cluster, plan_mesh
-from .measured import check_measurable, with_measured
+from .target import PROFILED_SIZES
 
 
 def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -122,52 +119,57 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     example_inputs: Any,
     cluster: Cluster,
     *,
+    loss: Any = None,
     num_microbatches: int | None = None,
     num_layers: int | None = None,
     sharding: str = "auto",
     measure: bool = False,
 ) -> Plan:
-    """Plan stages on sub-meshes of a cluster, with their sharding; no device of it is needed, but
-    the first one to measure.
+    """Plan a model for a job of a process for each device of a cluster; no device of it is needed,
+    but the first one to measure.
 
     Arguments and errors are those of `parallelize`.  Devices that would not make a step faster
     stay unused.
     """
     layers = resolve_layers(layers, example_inputs)
-    task = mesh_task(layers, example_inputs, cluster, num_microbatches, sharding, num_layers)
-    if measure:
-        task = with_measured(task, layers, example_inputs)
-    return plan_on_meshes(task)
-
-
-def mesh_task(
-    layers: Any,
-    example_inputs: Any,
-    cluster: Cluster,
-    num_microbatches: int | None = None,
-    sharding: str = "auto",
-    num_layers: int | None = None,
-) -> MeshTask:
-    """Return what is to be planned; arguments are those of `parallelize`."""
-    resolved = resolve_layers(layers, example_inputs)
-    task = MeshTask(
-        model=Model(facts_of(resolved), resolved.spans),
-        names=[step.path for step in resolved],
-        graph_of=cache(
-            lambda number: record_graph(resolved, first_microbatch(example_inputs, number))
-        ),
-        cluster=cluster,
-        batch_size=samples_of(example_inputs, "example_inputs"),
-        num_microbatches=num_microbatches,
-        shardings=SHARDINGS if sharding == "auto" else (sharding,),
+    count, batch_size = len(cluster.places), samples_of(example_inputs, "example_inputs")
+    kind = cluster.device_of(0).torch_type
+    sizes = sorted({batch_size, *(n for n in PROFILED_SIZES if n <= batch_size)})
+    costs = profile(
+        layers,
+        example_inputs,
+        microbatch_sizes=sizes,
+        measure=measure,
+        threads=1,
+        torch_type=None if measure else kind,
     )
-    if num_layers is not None:
-        check_count("num_layers", num_layers)
-    elif len(resolved.spans) > MOST_CLUSTERS:
-        num_layers = MOST_CLUSTERS
-    if num_layers is None:
-        return task
-    with saying(f"clustering {len(resolved.spans)} layers into {num_layers}"):
-        graph, device = task.graph_of(task.numbers[0]), cluster.device_of(0)
-        spans = clustered(graph, resolved.spans, device, num_layers)
-    return replace(task, model=replace(task.model, spans=tuple(spans)))
+    asked = Constraints(
+        batch_size=batch_size,
+        num_microbatches=num_microbatches,
+        transport=Transport.TORCH_DISTRIBUTED if count > 1 else None,
+    )
+    choice = plan_profile(
+        costs,
+        cluster,
+        batch_size,
+        constraints=asked,
+        sharding=sharding,
+        num_layers=num_layers,
+    )
+    found = choice.plan
+    return replace(found, placement=found.placement.among(count)) if count > 1 else found
+
+
+def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> None:
+    """Refuse to measure what cannot run, or runs on another kind of device than is planned for."""
+    modules = (step.module for step in layers)
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    tensors += [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    kinds = sorted({tensor.device.type for tensor in tensors})
+    wanted = kinds[0] if cluster is None else cluster.device_of(0).torch_type
+    if kinds != [wanted] or wanted == "meta":
+        raise ConfigError(
+            f"measure=True runs the layers where they are, and model and inputs are on "
+            f"{' and '.join(kinds)}; give both on {'one device' if cluster is None else wanted}, "
+            "or measure=False, by which seconds are estimated"
+        )

@@ -17,18 +17,13 @@ from penstock.model.batch import batch_size
 from penstock.model.capture.capture import capture, resolve_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import tree_map
-from penstock.planner.mesh_plans import SHARDINGS, MeshTask, plan_on_meshes
-from penstock.planner.plan import Plan
-from penstock.planner.shared_cores import num_cores
+from penstock.planner.mesh_plans import SHARDINGS
 from penstock.runtime.devices import why_missing
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.runtime.profiling import profile
 from penstock.types import Reduction
 
-from .measured import with_measured
-from .parallelize import mesh_task
-
-_PROFILED_SIZES = (1, 4, 16, 64)
+PROFILED_SIZES = (1, 4, 16, 64)
 """Samples of the micro-batches that are profiled for a plan, beside the target's own."""
 
 
@@ -65,11 +60,16 @@ class Target:
     shardings: Sequence[str] = SHARDINGS
     """The ready plans by which the devices of a stage may share it."""
     measure: bool = False
-    """Whether a plan on sub-meshes runs the layers first, and takes times."""
-    plans_itself: bool = False
-    """Whether it is to be planned on sub-meshes."""
+    """Whether a plan for accelerators runs the layers first, and takes times."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `penstock.check`: the model's own number of stages, schedule and so on."""
+
+    @classmethod
+    def of(cls, model: Any, inputs: Any, targets: Any = None, loss: Any = None) -> "Target":
+        """Return the target of a model that is there, as `Pipeline` takes it."""
+        name = type(model).__name__
+        made = {"name": name, "make_model": lambda: model, "inputs": inputs}
+        return cls(targets=targets, loss=loss, **made)
 
     @property
     def batch_size(self) -> int:
@@ -109,21 +109,43 @@ class Target:
         with self._autocast(here):
             return profile(layers, inputs, busy=busy, **options)
 
-    def profiles_for(self, cluster: Cluster, sizes: Sequence[int] = ()) -> list[Profile]:
-        """Profile the model for a cluster.
+    def profiles_for(
+        self,
+        cluster: Cluster,
+        sizes: Sequence[int] = (),
+        *,
+        measure: bool | None = None,
+        threads: Sequence[int] = (),
+    ) -> list[Profile]:
+        """Profile the model for a cluster, once for each number of threads of a rank.
 
-        Layers are counted for accelerators.  On cores they are measured: with one thread for a
-        rank, and with as many as there are cores here.
+        Args:
+            sizes: samples of micro-batches; default: a few up to the batch.
+            measure: whether layers are measured, here, instead of counted; default: the target's.
+            threads: intra-op threads of a rank on cores, of which each takes one; layers are
+                measured while all cores are busy, too.  Default: the target's, each rank having
+                one device.
 
         Raises:
-            ConfigError: the cluster has cores of another machine.
+            ConfigError: the cluster has cores of another machine, or layers are to be measured
+                and nothing here is of the cluster's kind.
         """
         count, own = self.batch_size, self._microbatch_size
-        sizes = sizes or sorted({own, *(n for n in _PROFILED_SIZES if n <= count)})
+        sizes = sizes or sorted({own, count, *(n for n in PROFILED_SIZES if n <= count)})
         devices = cluster.devices.values()
+        is_measured = self.measure if measure is None else measure
         counted = [device for device in devices if device.torch_type != "cpu"]
-        if counted:
-            return [self.profile(sizes, counted[0])]
+        first = (counted or [*devices])[0]
+        if not is_measured:
+            return [self.profile(sizes, first)]
+        if lacks := why_missing(first.torch_type):
+            raise ConfigError(
+                f"to measure layers for {cluster.name}, they run on one of its devices, and "
+                f"{lacks}; plan where there is one, or leave out pipeline.measure and "
+                "--measure, by which seconds are estimated"
+            )
+        if not threads or counted:
+            return [self.profile(sizes)]
         cores = [name for name in cluster.devices if name != "core"]
         if cores:
             raise ConfigError(
@@ -131,67 +153,14 @@ class Target:
                 'machine, "core", can be measured; give --profile with a profile that was made '
                 "there"
             )
-        every = (replace(self, threads_per_stage=n) for n in sorted({1, num_cores()}))
+        every = (replace(self, threads_per_stage=n) for n in threads)
         return [each.profile(sizes, busy=True) for each in every]
-
-    def mesh_task(
-        self,
-        cluster: Cluster,
-        *,
-        sharding: str | None = None,
-        num_microbatches: int | None = None,
-        measure: bool = False,
-    ) -> MeshTask:
-        """Return the task of planning stages on sub-meshes, without the model's weights; these are
-        made where layers are to be measured.
-
-        Raises:
-            ConfigError: layers are to be measured, and nothing here is of the cluster's kind.
-        """
-        with torch.device("meta"):
-            model = self.make_model()
-        layers = self.layers_of(model)
-        inputs = self._lowered(model, self.inputs)
-        number = num_microbatches or self.fixed_microbatches
-        task = mesh_task(layers, inputs, cluster, number, sharding or "auto")
-        if sharding is None:
-            task = replace(task, shardings=self.shardings)
-        return self._measured(task) if measure or self.measure else task
-
-    def plan_on_meshes(self, cluster: Cluster, num_microbatches: int | None = None) -> Plan:
-        """Plan stages on sub-meshes of a cluster together with their sharding.
-
-        Raises:
-            PlanError: nothing fits; says what is missing.
-            ConfigError: as `mesh_task`.
-        """
-        return plan_on_meshes(self.mesh_task(cluster, num_microbatches=num_microbatches))
 
     @property
     def _microbatch_size(self) -> int:
         """Samples of the first micro-batch."""
         per_replica = self.num_microbatches // self.num_replicas
         return microbatch_sizes(self.batch_size // self.num_replicas, per_replica)[0]
-
-    def _measured(self, task: MeshTask) -> MeshTask:
-        """Let layers take as long as they do here, with values and in the target's precision."""
-        kind = task.cluster.device_of(0).torch_type
-        if lacks := why_missing(kind):
-            raise ConfigError(
-                f"to measure layers for {task.cluster.name}, they run on one of its devices, and "
-                f"{lacks}; plan where there is one, or leave out pipeline.measure and --measure, "
-                "by which seconds are estimated"
-            )
-        here = torch.device(kind)
-        model, inputs = self._on(here)
-        layers = resolve_layers(self.layers_of(model), inputs)
-        measured = with_measured(task, layers, inputs, self.threads_per_stage)
-
-        def factors_of(num_microbatches: int) -> tuple[float, ...]:
-            with self._autocast(here):
-                return measured.factors_of(num_microbatches)
-
-        return replace(measured, factors_of=factors_of)
 
     def _counted(self, device: Device, options: dict[str, Any]) -> Profile:
         """Count the layers without values; in lower precision, as if all of them had it."""

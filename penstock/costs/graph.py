@@ -8,7 +8,7 @@ A profile is sums over it; whoever divides operators among devices needs its edg
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
@@ -187,3 +187,15 @@ def _renumbered(value: Any, numbers: dict[int, int]) -> Any:
     if isinstance(value, tuple):
         return tuple(_renumbered(part, numbers) for part in value)
     return value
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operators:
+    """The operators of a model, for micro-batches of any size.
+
+    `names` are those of layers in the graphs; `graph_of(B)` is the graph of a micro-batch of B
+    samples, recorded when it is asked for.
+    """
+
+    names: tuple[str, ...]
+    graph_of: Callable[[int], Graph]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ConfigError, UnreadableError
 from penstock.plain_values import from_json, path_of, to_json
@@ -192,6 +193,8 @@ class Profile:
     threads: int = 1
     environment: tuple[tuple[str, str], ...] = field(default=())
     """Names and values: versions, machine, when it was made."""
+    operators: Any = field(default=None, compare=False, repr=False)
+    """`costs.graph.Operators` of the model, by which stages may be divided; no file holds them."""
 
     def __post_init__(self) -> None:
         num_layers = len(self.layers)

@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.costs.cluster import Cluster
 from penstock.costs.device import Device
 from penstock.costs.graph import Graph
 from penstock.costs.roofline import operator_seconds
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, check_count
+from penstock.trace.progress import saying
 from penstock.trace.units import count_text
 
 from .cuts import Spans, balance
@@ -116,6 +118,25 @@ def _least_of_rows(values: Sequence[_Numbers]) -> _Numbers:
         among &= left <= left.min(axis=1, keepdims=True) * (1 + _ROUNDING)
     found: _Numbers = among.argmax(axis=1)
     return found
+
+
+def cluster_layers(
+    graph: Graph, spans: Spans, cluster: Cluster, num_layers: int | None = None
+) -> Spans:
+    """Return the (start, end) of layers between which stages may be cut: all of them, or fewer
+    where that is asked for or there are many.
+
+    Raises:
+        ConfigError: there are fewer layers than asked for.
+    """
+    if num_layers is not None:
+        check_count("num_layers", num_layers)
+    elif len(spans) > MOST_CLUSTERS:
+        num_layers = MOST_CLUSTERS
+    if num_layers is None:
+        return spans
+    with saying(f"clustering {len(spans)} layers into {num_layers}"):
+        return clustered(graph, spans, cluster.device_of(0), num_layers)
 
 
 def clustered(graph: Graph, spans: Spans, device: Device, num_clusters: int) -> Spans:

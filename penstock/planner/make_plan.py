@@ -1,75 +1,205 @@
-"""`penstock.plan`: from a profile and a cluster to the plan that takes least."""
+"""From what a model costs and a cluster to the plan whose step is predicted to be fastest.
+
+profile ──┬─► each stage on one device            rank.py          ─┬─► the fastest
+cluster ──┴─► stages on meshes of devices, whose  mesh_plans.py    ─┘
+              operators these share; where the profile knows the operators
+"""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
 from pathlib import Path
 from typing import cast
 
 from penstock.costs.cluster import Cluster
+from penstock.costs.graph import Graph
 from penstock.costs.profile import Profile
-from penstock.errors import PlanError
+from penstock.errors import ConfigError, PlanError
+from penstock.sharding.costs import Costs
+from penstock.sharding.program import whole_s
+from penstock.trace.page import Page
 from penstock.trace.timeline import Timeline
+from penstock.trace.units import time_text
 
+from .arguments import Model
 from .candidates import Constraints
 from .checks import check_costs
+from .clustering import cluster_layers
+from .mesh_plans import FAMILIES, SHARDINGS, MeshChoice, MeshTask, choose_on_meshes
 from .plan import Plan
-from .rank import Candidates, find_plans
-from .reasons import why_best
+from .pricing import Pricing
+from .rank import SAME, Candidates, find_plans
+from .reasons import choices_text, why_best
 
 
-def plan(
+@dataclass(frozen=True)
+class Choice:
+    """The plan that was chosen, and the candidates that it was compared with: those whose stages
+    are on one device each, and those on meshes of devices; None where none of a kind fits, or
+    could be looked at.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    on_devices: Candidates | None = None
+    task: MeshTask | None = None
+    on_meshes: MeshChoice | None = None
+
+    @property
+    def is_on_meshes(self) -> bool:
+        """Whether the plan is one of those on meshes."""
+        return self.on_meshes is not None and self.plan.predicted_stages is not None
+
+    @property
+    def timeline(self) -> Timeline:
+        """The predicted step of the plan; with one rank for each mesh."""
+        if self.is_on_meshes:
+            assert self.on_meshes is not None
+            return self.on_meshes.timeline
+        assert self.on_devices is not None
+        return self.on_devices.best[0].predicted.timeline
+
+    def page(self) -> Page:
+        """Return the plan and its candidates as a page."""
+        from .plan_page import mesh_plan_page, plan_page
+
+        if self.is_on_meshes:
+            assert self.task is not None and self.on_meshes is not None
+            return mesh_plan_page(self.task, self.on_meshes)
+        assert self.on_devices is not None
+        return plan_page(self.plan, self.on_devices, self.cluster)
+
+    def __str__(self) -> str:
+        """Return the plan, and the table of candidates on whole devices."""
+        table = "" if self.on_devices is None else f"\n{choices_text(self.on_devices)}"
+        return f"{self.plan}\n{table}"
+
+
+def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
     profile: Profile | Sequence[Profile],
     cluster: Cluster,
     batch_size: int,
     *,
     constraints: Constraints | None = None,
-) -> Plan:
-    """Choose how to run a model on a cluster: what is predicted to take the least time, and fits.
-
-        plan = penstock.plan(profile, cluster, batch_size=1024)
-        print(plan)
-        pipe = penstock.Pipeline(layers, plan=plan, loss=loss)
-
-    Stages, replicas, micro-batches, the schedule (each synchronous family), the layers of each
-    stage, and what is recomputed or moved away where memory asks for it.  Not to cut the model is
-    always among the candidates.  The same input gives the same plan.
-
-    Args:
-        profile: what the layers cost; or several of one model, each measured with another number
-            of threads for a rank.
-        cluster: what there is; ranks are put on its devices in order.
-        batch_size: the samples of a step, over all replicas.
-        constraints: what is decided already; its `batch_size` is replaced.
+    sharding: str | Sequence[str] | None = "auto",
+    num_layers: int | None = None,
+    num_best: int = 5,
+) -> Choice:
+    """Choose the plan whose step is predicted to be fastest; see `penstock.plan`.
 
     Raises:
-        PlanError, ConfigError: the profiles are of different models, or do not fit the cluster;
-            nothing fits the memory: says by how much, and what would help.
+        PlanError, ConfigError: as `penstock.plan`.
     """
-    return choose_plan(profile, cluster, batch_size, constraints=constraints)[0]
-
-
-def choose_plan(
-    profile: Profile | Sequence[Profile],
-    cluster: Cluster,
-    batch_size: int,
-    *,
-    constraints: Constraints | None = None,
-    num_best: int = 5,
-) -> tuple[Plan, Candidates]:
-    """Return the plan that `plan` does, and the candidates that came next."""
     is_list = isinstance(profile, list | tuple) and profile
     profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
     for each in profiles:
         check_costs(each, cluster)
-    constraints = replace(constraints or Constraints(batch_size=batch_size), batch_size=batch_size)
-    choices = find_plans(profiles, cluster, constraints, num_best=num_best)
-    best = choices.best[0]
+    asked = replace(constraints or Constraints(batch_size=batch_size), batch_size=batch_size)
+    task = _task(profiles[0], cluster, asked, sharding, num_layers)
+    on_devices: Candidates | None = None
+    if sharding is None or sharding == "auto" or not isinstance(sharding, str):
+        with suppress(*((ConfigError,) if task is not None else ())):
+            on_devices = find_plans(profiles, cluster, asked, num_best=num_best)
+    elif task is None:
+        raise ConfigError(
+            f"sharding={sharding!r} is how the devices of a stage share it, and nobody knows the "
+            "operators of this model, or num_ranks, num_replicas or schedules rule that out; give "
+            "the model instead of a profile from a file, or leave one of these out"
+        )
+    limit_s = on_devices.best[0].step_s / SAME if on_devices is not None else inf
+    if task is not None:
+        try:
+            on_meshes = choose_on_meshes(replace(task, limit_s=limit_s))
+        except PlanError:
+            if on_devices is None:
+                raise
+        else:
+            return _of_meshes(cluster, on_devices, task, on_meshes)
+    assert on_devices is not None, "or an error was raised"
+    best = on_devices.best[0]
+    beside = ("no stages on several devices are faster",) if task is not None else ()
     chosen = replace(
         best.plan,
-        why=why_best(choices, cluster),
+        why=(*why_best(on_devices, cluster), *beside),
         predicted_peak_bytes=tuple(best.predicted.timeline.peak_bytes_of_ranks()),
     )
-    return chosen, choices
+    return Choice(chosen, cluster, on_devices)
+
+
+def _of_meshes(
+    cluster: Cluster, on_devices: Candidates | None, task: MeshTask, on_meshes: MeshChoice
+) -> Choice:
+    """Return the choice of a plan on meshes, which knows the whole cluster."""
+    chosen = replace(on_meshes.plan, cluster=cluster)
+    if on_devices is not None:
+        assert chosen.predicted_step_s is not None
+        best_s = on_devices.best[0].step_s
+        slower = best_s / chosen.predicted_step_s - 1
+        line = f"with each stage on one device: {time_text(best_s)} ({slower:+.1%})"
+        chosen = replace(chosen, why=(*chosen.why, line))
+    return Choice(chosen, cluster, on_devices, task, replace(on_meshes, plan=chosen))
+
+
+def _task(
+    profile: Profile,
+    cluster: Cluster,
+    asked: Constraints,
+    sharding: str | Sequence[str] | None,
+    num_layers: int | None,
+) -> MeshTask | None:
+    """Return the task of planning stages on meshes; None where nobody knows the operators, or
+    what was asked for has no meaning there.
+    """
+    operators, names = profile.operators, asked.schedules
+    families = [family for family in FAMILIES if names is None or family.name in names]
+    one_device = asked.num_ranks is not None or (asked.num_replicas or 1) > 1
+    if operators is None or sharding is None or one_device or not families:
+        return None
+    room = {
+        name: replace(device, memory_bytes=int(asked.memory_share * device.memory_bytes))
+        for name, device in cluster.devices.items()
+    }
+    within = replace(cluster, devices=room)
+
+    @cache
+    def graph_of(num_microbatches: int) -> Graph:
+        graph: Graph = operators.graph_of(-(-asked.batch_size // num_microbatches))
+        return graph
+
+    @cache
+    def factors_of(num_microbatches: int) -> tuple[float, ...]:
+        """Return the seconds of each layer in the profile, by those of the roofline."""
+        graph, kind = graph_of(num_microbatches), cluster.places[0].kind
+        size = -(-asked.batch_size // num_microbatches)
+        known = Pricing(profile, cluster).seconds(kind, size, num_microbatches)
+        costs = Costs((1,), cluster)
+        of_kind = {
+            graph.signature(n): whole_s(graph, n, costs) for n in range(len(operators.names))
+        }
+        every = ((own, of_kind[graph.signature(n)]) for n, own in enumerate(known))
+        return tuple((own.forward_s + own.backward_s) / s or 1.0 if s else 1.0 for own, s in every)
+
+    task = MeshTask(
+        model=Model(profile.layers, profile.spans),
+        names=operators.names,
+        graph_of=graph_of,
+        cluster=within,
+        batch_size=asked.batch_size,
+        num_microbatches=asked.num_microbatches,
+        families=families,
+        shardings=_ready_plans(sharding),
+        factors_of=factors_of,
+    )
+    spans = cluster_layers(task.graph_of(task.numbers[0]), profile.spans, cluster, num_layers)
+    return replace(task, model=Model(profile.layers, tuple(spans)))
+
+
+def _ready_plans(sharding: str | Sequence[str]) -> Sequence[str]:
+    if isinstance(sharding, str):
+        return SHARDINGS if sharding == "auto" else (sharding,)
+    return sharding
 
 
 def save_prediction(path: Path, timeline: Timeline) -> None:

@@ -81,6 +81,8 @@ class MeshTask:
     prices: Callable[..., MeshPrices] = MeshPrices
     ways: Sequence[MemoryPolicy] = MEMORY_POLICIES
     factors_of: Callable[[int], tuple[float, ...]] = lambda number: ()
+    limit_s: float = inf
+    """Seconds that a step must be below; inf: any."""
     searches: dict[object, dict[object, Search]] = field(default_factory=dict)
 
     @property
@@ -169,7 +171,7 @@ def _look(
     prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
     of_stages = cache(partial(prices.of_stages, is_1f1b=tuple(task.families) != (gpipe,)))
     sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)
-    best_s = min((own.step_s for own in found), default=inf)
+    best_s = min((own.step_s for own in found), default=task.limit_s)
     try:
         with _executor() as executor:
             prices.begin(submeshes(sized.hosts), executor)
@@ -217,9 +219,9 @@ def _compare(
     memory = [host.memory_bytes for host in hosts_of(task.cluster)]
     every = [_bounded(*both, prices, sized) for both in product(answers, task.families)]
     for own in sorted(every, key=attrgetter("step_s")):  # what may be fastest shortens the rest
-        best_s = min((other.step_s for other in found), default=inf)
+        best_s = min((other.step_s for other in found), default=task.limit_s)
         if own.step_s >= best_s:
-            found.extend([own] if own.step_s <= _MARGIN * best_s else [])
+            found.extend([own] if found and own.step_s <= _MARGIN * best_s else [])
             continue
         in_flight = most_kept(own.family, len(own.stages), prices.num_microbatches)
         kept = (
@@ -229,8 +231,9 @@ def _compare(
         rooms = (memory[submesh.kind] for *_, submesh in own.answer.stages)
         if all(each <= room for each, room in zip(kept, rooms, strict=True)):
             how, costs = _priced(own)
-            seconds = step_s(_compiled(how, prices.num_microbatches), costs)
-            found.append(own._replace(step_s=seconds + own.update_s, is_bound=False))
+            seconds = step_s(_compiled(how, prices.num_microbatches), costs) + own.update_s
+            if seconds < task.limit_s:
+                found.append(own._replace(step_s=seconds, is_bound=False))
 
 
 def _bounded(answer: Answer, family: Family, prices: MeshPrices, sized: Task) -> Candidate:

@@ -18,7 +18,7 @@ A stage's place along the pipeline, its rank in a schedule, need not be that of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from penstock.errors import PlanError
@@ -137,6 +137,24 @@ class Placement:
         given = None if self.shard_shapes is None else shapes
         own = None if self.stage_places is None else tuple(places)
         return Placement(ranks, tuple(devices), None, given, own, self.idle)
+
+    def among(self, num_ranks: int) -> "Placement":
+        """Return the same stages in a job of so many processes, of which rank r is on device r of
+        the cluster: those that run no stage are idle.
+        """
+        on = self.cluster_places or tuple(range(self.num_ranks))
+        ranks = tuple(
+            tuple(tuple(on[rank] for rank in row) for row in of_stage) for of_stage in self.ranks
+        )
+        idle = {*range(num_ranks)} - {rank for mesh in ranks for row in mesh for rank in row}
+        is_in_order = on == tuple(sorted(on))
+        return replace(
+            self,
+            ranks=ranks,
+            cluster_places=None,
+            stage_places=self.stage_places if is_in_order else self.places,
+            idle=tuple(sorted(idle)),
+        )
 
     @property
     def meshes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

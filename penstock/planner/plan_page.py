@@ -140,7 +140,8 @@ def mesh_plan_page(task: MeshTask, choice: MeshChoice) -> Page:
     graph = task.graph_of(plan.num_microbatches)
     sharding = None if plan.sharding is None else sharding_of(plan, graph, task.names)
     layers = drawn_layers(plan, graph, task.names, sharding)
-    page = Page(f"Plan for {task.cluster.name}", plan_subtitle(plan))
+    cluster = plan.cluster or task.cluster
+    page = Page(f"Plan for {cluster.name}", plan_subtitle(plan))
     page = with_step(
         page, Step(predicted=choice.timeline, optimizer_s=choice.candidates[0].update_s)
     )
@@ -149,7 +150,7 @@ def mesh_plan_page(task: MeshTask, choice: MeshChoice) -> Page:
         Section("Weights", (weights_table(layers), Text(_LEGEND, "note"))),
         Section("Candidates", (_candidates(choice),)),
         plan_section(plan),
-        Section("Cluster", (Text(str(task.cluster), "code"),)),
+        Section("Cluster", (Text(str(cluster), "code"),)),
     )
     return replace(page, sections=(first, *page.sections, *rest), notes=(_NOTE,))
 

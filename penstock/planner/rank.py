@@ -37,7 +37,7 @@ from .together import Tuner
 
 _MARGIN = 1.1
 """Candidates that take so many times as long as the fastest are not worth a line."""
-_SAME = 1.01
+SAME = 1.01
 """Candidates that take so many times as long as the fastest are as fast."""
 _LEAST_KEPT = 5
 """However few are asked for, so that the plan that is chosen is the same."""
@@ -114,7 +114,7 @@ def find_plans(
 
 def _fewest_devices(found: Sequence[Found]) -> Found:
     """Return the candidate of fewest devices among those that are as fast as the first."""
-    tied = (each for each in found if each.step_s <= _SAME * found[0].step_s)
+    tied = (each for each in found if each.step_s <= SAME * found[0].step_s)
     return min(tied, key=lambda each: (each.num_devices, each.step_s))
 
 

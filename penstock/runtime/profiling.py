@@ -4,12 +4,14 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.count import count_layers
+from penstock.costs.count import count_layers, record_graph
+from penstock.costs.graph import Operators
 from penstock.costs.layer_weights import MakeOptimizer, layer_weights
 from penstock.costs.measured_profile import How, Objective, measured
 from penstock.costs.profile import AtSize, Profile
@@ -123,6 +125,10 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         measured_on=_device_name(device) if measure else None,
         threads=own_threads,
         environment=_environment(),
+        operators=Operators(
+            tuple(step.path for step in resolved),
+            cache(lambda size: record_graph(resolved, of_samples(example_inputs, size))),
+        ),
     )
 
 

@@ -155,8 +155,8 @@ FAULTS = (
     Fault(
         "candidates on sub-meshes are ranked without the optimizer",
         "penstock/planner/mesh_plans.py",
-        "step_s=seconds + own.update_s",
-        "step_s=seconds",
+        "costs) + own.update_s\n",
+        "costs)\n",
         "tests/automatic/test_choose.py",
     ),
     Fault(

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from penstock import Cluster
-from penstock.automatic.parallelize import mesh_task
 from penstock.planner import mesh_plans
 from penstock.planner.mesh_candidates import Candidate
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
@@ -15,6 +14,7 @@ from penstock.planner.plan_sharding import sharding_of
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
+from tests.mesh_tasks import mesh_task
 
 CLUSTERS = {
     "fast within hosts": cluster(2, 2),

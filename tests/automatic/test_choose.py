@@ -9,7 +9,6 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.baselines import BASELINES
-from penstock.automatic.parallelize import mesh_task, plan_for
 from penstock.errors import PlanError
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
 from penstock.planner.mesh_plans import SHARDINGS, choose_on_meshes, plan_on_meshes
@@ -22,6 +21,7 @@ from penstock.trace.units import time_text
 from penstock.types import Recompute
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
+from tests.mesh_tasks import mesh_task, plan_meshes
 
 BATCH, LENGTH = 16, 32
 
@@ -31,7 +31,7 @@ def planned(where: penstock.Cluster, num_microbatches: int = 4, **sizes: Any) ->
     with torch.device("meta"):
         model = gpt(**given, num_words=64, max_length=LENGTH)
         words = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    return plan_for(model, words, where, num_microbatches=num_microbatches)
+    return plan_meshes(model, words, where, num_microbatches=num_microbatches)
 
 
 def meshes(plan: Plan) -> list[int]:

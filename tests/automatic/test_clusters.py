@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.automatic.parallelize import mesh_task, plan_for
 from penstock.costs.count import record_graph
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.clustering import MOST_CLUSTERS, clustered
 from tests.few_devices import cluster
+from tests.mesh_tasks import mesh_task, plan_meshes
 
 INPUTS = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 WHERE = cluster(1, 2, far=1e9, flops_per_s={"float32": 1e8}, bytes_per_s=1e8, torch_type="cpu")
@@ -109,7 +109,7 @@ def test_models_of_any_form_are_planned_and_stages_end_where_clusters_do(
     task = mesh_task(model, INPUTS, WHERE, 4)
     ends = [end for _, end in task.model.spans]
     assert len(ends) == min(MOST_CLUSTERS, len(task.names)) and ends[-1] == len(task.names)
-    plan = plan_for(model, INPUTS, WHERE, num_microbatches=4)
+    plan = plan_meshes(model, INPUTS, WHERE, num_microbatches=4)
     at, cuts = 0, []
     for size in plan.partition:
         cuts.append(at := at + size)
@@ -123,6 +123,6 @@ def test_models_of_any_form_are_planned_and_stages_end_where_clusters_do(
 def test_more_clusters_than_layers_are_refused() -> None:
     layers = [nn.Linear(16, 16) for _ in range(3)]
     with pytest.raises(ConfigError, match="num_layers=4, and the model has 3 layers that may be"):
-        plan_for(layers, INPUTS, WHERE, num_layers=4)
+        plan_meshes(layers, INPUTS, WHERE, num_layers=4)
     with pytest.raises(ConfigError, match="num_layers=0; it must be a whole number"):
         penstock.parallelize(layers, INPUTS, cluster=cluster(1), num_layers=0)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.automatic.measured import with_measured
-from penstock.automatic.parallelize import mesh_task
-from penstock.model.capture.capture import resolve_layers
+from penstock.automatic.parallelize import plan_for
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
 from penstock.planner.packing import Submesh
@@ -21,6 +19,7 @@ from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s as layer_s
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
+from tests.mesh_tasks import mesh_task
 
 BATCH, LENGTH, M = 16, 32, 4
 SLOW = 4
@@ -111,13 +110,12 @@ class Sleeper(nn.Linear):
 
 
 def test_layers_are_measured_where_they_are() -> None:
-    layers = resolve_layers([*(nn.Linear(8, 8) for _ in range(3)), Sleeper(8, 8)], INPUTS)
+    layers = [*(nn.Linear(8, 8) for _ in range(3)), Sleeper(8, 8, bias=False)]
     where = cluster(2, torch_type="cpu")
-    task = mesh_task(layers, INPUTS, where, num_microbatches=2)
-    found = with_measured(task, layers, INPUTS)
-    _, one, same, sleeper = found.factors_of(2)
+    made = plan_for(layers, INPUTS, where, num_microbatches=2, measure=True)
+    assert made.predicted_s is not None and max(made.predicted_s) > 0.004
+    on_meshes = plan_for(
+        layers, INPUTS, where, num_microbatches=2, measure=True, sharding="megatron"
+    )
+    _, one, same, sleeper = on_meshes.layer_factors
     assert 0 < one == same < sleeper
-    assert found.factors_of(2)[1:] == (one, same, sleeper)  # measured once
-    given = found.graph_of(2), found.names, found.model.spans, where, 2
-    alone = MeshPrices(*given, factors=found.factors_of(2)).on_mesh(3, 4, Submesh(0, 1, 1))
-    assert alone is not None and alone.price.seconds > 0.01

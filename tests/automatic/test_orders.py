@@ -11,12 +11,12 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.baselines import RestrictedPrices
-from penstock.automatic.parallelize import mesh_task
 from penstock.costs.device import Device
 from penstock.costs.hosts import Host, Link
 from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
+from tests.mesh_tasks import mesh_task
 
 PEAKS = {"fast": 4e9, "slow": 1e9}
 LINKS = {"fast": 1e9, "slow": 3e7}

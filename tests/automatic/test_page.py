@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import penstock
-from penstock.automatic.parallelize import mesh_task
 from penstock.planner.mesh_plans import MeshChoice, MeshTask, choose_on_meshes
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import (
@@ -29,6 +28,7 @@ from penstock.trace.page import Page, Section, render_page
 from penstock.trace.units import bytes_text, time_text
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
+from tests.mesh_tasks import mesh_task
 from tests.trace.page.pages import WICKED
 
 BATCH, LENGTH, WIDTH = 16, 32, 128

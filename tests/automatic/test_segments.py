@@ -11,7 +11,6 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.subjects import RESNET, subjects
-from penstock.automatic.parallelize import mesh_task
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
 from penstock.planner.mesh_plans import MeshChoice, MeshTask, choose_on_meshes, plan_on_meshes
 from penstock.planner.packing import Stage, Submesh
@@ -27,6 +26,7 @@ from penstock.types import Recompute, Trace, Transport
 from penstock_recipes.zoo import gpt
 from tests.automatic.test_page import layers_of
 from tests.few_devices import cluster
+from tests.mesh_tasks import mesh_task
 
 BATCH, LENGTH, WIDTH, M = 16, 32, 128, 4
 SEGMENTS, WHOLE = MemoryPolicy(recomputes=True, segments=True), MemoryPolicy(recomputes=True)

@@ -17,7 +17,6 @@ from benchmarks.alpa_paper.baselines import (
     even_stages,
     plan_baseline,
 )
-from penstock.automatic.parallelize import mesh_task
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
@@ -33,6 +32,7 @@ from penstock.runtime.planning import facts_of
 from penstock.types import Recompute
 from penstock_recipes.zoo.gpt_family import gpt
 from tests.few_devices import cluster
+from tests.mesh_tasks import mesh_task
 
 BATCH_SIZE, NUM_LAYERS = 64, 6
 

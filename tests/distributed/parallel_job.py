@@ -9,13 +9,14 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.errors import ConfigError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
 from penstock.planner.mesh_plans import MeshTask
 from tests.few_devices import cluster
@@ -69,6 +70,11 @@ def train(pipe: penstock.Pipeline) -> dict[str, Any]:
     return found | {"plan": pipe.plan.to_json(), "text": str(pipe.plan)}
 
 
+def only_meshes(*_: Any, **__: Any) -> NoReturn:
+    """Leave plans out whose stages have one device each."""
+    raise ConfigError("only plans on meshes are compared")
+
+
 def main() -> None:
     """Do what is asked for."""
     folder, hosts, options = Path(sys.argv[1]), map(int, sys.argv[2].split(",")), sys.argv[3]
@@ -77,7 +83,10 @@ def main() -> None:
     model = MODELS[given.pop("model", "gpt")](0)
     policies = [MemoryPolicy(*own) for own in given.pop("ways", MEMORY_POLICIES)]
     task = partial(MeshTask, ways=policies)
-    with patch("penstock.automatic.parallelize.MeshTask", task):
+    with (
+        patch("penstock.planner.make_plan.MeshTask", task),
+        patch("penstock.planner.make_plan.find_plans", only_meshes),
+    ):
         pipe = penstock.parallelize(
             model, WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **given
         )

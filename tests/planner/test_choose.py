@@ -6,11 +6,12 @@ from random import Random
 
 import pytest
 
+from penstock import plan
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import LayerKind, Operator, Part, Profile, Value
 from penstock.errors import ConfigError
 from penstock.planner.candidates import Constraints, Size, families, sizes
-from penstock.planner.make_plan import choose_plan, plan
+from penstock.planner.make_plan import plan_profile
 from penstock.planner.plan import Plan
 from penstock.planner.predict import Prediction, simulate
 from penstock.planner.rank import find_plans
@@ -67,7 +68,9 @@ def test_a_model_is_not_cut_where_messages_cost_more_than_they_save() -> None:
 def test_the_unsplit_model_on_all_cores_may_win_and_is_always_compared() -> None:
     alone, together = chain([1.0] * 6), chain([0.4] * 6, threads=2)
     here = cluster(2, busy_speed=(1.0, 0.6))
-    chosen, choices = choose_plan([alone, together], here, 8)
+    choice = plan_profile([alone, together], here, 8)
+    chosen, choices = choice.plan, choice.on_devices
+    assert choices is not None
     assert (chosen.num_stages, chosen.threads_per_stage) == (1, 2)
     assert choices.unsplit_model is not None
     assert "1, 2 threads" in choices_text(choices)
@@ -139,7 +142,7 @@ def test_of_plans_that_are_as_fast_the_one_on_fewest_devices_is_chosen() -> None
 
 def test_the_plan_is_the_same_however_many_others_are_listed() -> None:
     model, here = chain([1.0, 2.0] * 3), cluster(4)
-    plans = [choose_plan(model, here, 8, num_best=n)[0] for n in (1, 2, 5)]
+    plans = [plan_profile(model, here, 8, num_best=n).plan for n in (1, 2, 5)]
     assert len({(each.partition, each.schedule, each.placement) for each in plans}) == 1
 
 

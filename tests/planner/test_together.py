@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
+from penstock import plan
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.planner.candidates import Constraints, Size
-from penstock.planner.make_plan import plan
 from penstock.planner.plan import Plan
 from penstock.planner.predict import simulate
 from penstock.planner.rank import find_plans

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import penstock
 from benchmarks.sharding.memory import PLANS, at_rest, saved
 from penstock import Mesh
-from penstock.automatic.parallelize import mesh_task
 from penstock.costs.cluster import Cluster
 from penstock.costs.count import record_graph
 from penstock.model.layer_list import as_layers
@@ -34,6 +33,7 @@ from penstock.sharding.stages import plan_sharding
 from penstock.torch_private import storage_id
 from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
+from tests.mesh_tasks import mesh_task
 from tests.sharding.cases import gpt_block
 from tests.sharding.fuzz import random_plan
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from penstock import Cluster, Mesh, Plan, measure_cluster, plan_mesh
+from penstock import Cluster, Constraints, Mesh, Plan, Transport, measure_cluster, plan_mesh
+from penstock import plan as make_plan
 from penstock.cli import say
 from penstock.errors import ConfigError
 from penstock.mesh import num_processes
@@ -76,7 +77,10 @@ def _planned(recipe: Recipe, count: int) -> Plan:
         say("measuring this machine, to plan for it")
         cluster = measure_cluster(count)
     say(f"planning for {cluster.name} ({count_text(count, 'device')})")
-    plan = target_of(recipe, build_task(recipe), "").plan_on_meshes(cluster)
+    target = target_of(recipe, build_task(recipe), "")
+    transport = Transport.TORCH_DISTRIBUTED if count > 1 else None
+    asked = Constraints(batch_size=target.batch_size, transport=transport)
+    plan = make_plan(target, cluster, constraints=asked, measure=section.measure)
     return replace(
         plan,
         seed=section.seed,

@@ -97,7 +97,6 @@ def target_of(recipe: Recipe, task: Task, name: str) -> Target:
         threads_per_stage=section.threads_per_stage,
         shardings=_shardings(recipe),
         measure=section.measure,
-        plans_itself=section.plan == "auto",
         options={} if section.plan else pipeline_options(recipe),
     )
 
