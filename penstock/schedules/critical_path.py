@@ -51,9 +51,9 @@ def critical_path(
 
     A forward or backward is due when the longest way from it to the end of its micro-batch must
     begin, each micro-batch one period after the one before; the period is what the busiest rank
-    takes for one.  The first due begins.  So a rank has as many micro-batches under way as its
-    way there and back has periods.  Weights' parts of backwards fill what is left.  Periods of
-    several lengths, and backwards in one part or two, are tried; the shortest step is taken.
+    takes for one.  The first due begins.  A rank thus has one micro-batch in flight for each
+    period of its way there and back.  Weight parts of backwards fill the gaps.  It tries periods
+    of several lengths, and backwards in one part or two, and takes the shortest step.
 
     No rank keeps more than `memory` says, which is proved before a step.  Without it, a rank keeps
     as many micro-batches of each of its stages as there are ranks, twice as many or all, whichever

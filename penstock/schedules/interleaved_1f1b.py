@@ -26,8 +26,8 @@ def interleaved_1f1b(stages_per_rank: int = 2) -> Family:
 
     It is the depth-first form of `breadth_first`, which keeps all m micro-batches.
 
-    Any m works.  Where R does not divide it, the schedule is that of the next multiple of R with
-    the micro-batches beyond m struck out: no rank waits for what it did not wait for there.
+    Any m works.  If R does not divide m, the schedule is that of the next multiple of R without
+    the micro-batches beyond m.  No rank gets an additional wait.
 
     Raises:
         ConfigError: `stages_per_rank` is no whole number of at least 1.

@@ -25,8 +25,8 @@ def wave(stages_per_rank: int = 2) -> Family:
 
     A rank keeps up to (v + 1) R micro-batches of its v stages.  From m = 2 R on the bubble is
     (R - 1) / (v m) of the work, as that of `interleaved_1f1b`; with v of 3 and more a step takes
-    up to a tenth longer for some sizes.  For none is it longer than that of 1F1B.
-    Nothing is sent at the turns: v - 1 transfers fewer for each micro-batch, both ways.
+    up to a tenth longer for some sizes.  It is never longer than 1F1B's.
+    The turns need no transfer: each micro-batch has v - 1 transfers fewer, both ways.
 
     Raises:
         ConfigError: `stages_per_rank` is no whole number of at least 1.

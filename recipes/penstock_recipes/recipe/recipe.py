@@ -65,7 +65,7 @@ def _named_cosine(value: Any) -> Any:
 
 
 class Start(Section):
-    """Where the weights come from, if not from chance: `[start]`."""
+    """The source of the first weights, if they are not random: `[start]`."""
 
     checkpoint: File = ""
     """A run folder, whose newest checkpoint is taken, or a checkpoint; empty: draw all weights."""
