@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .types import Trace as Trace
     from .types import Transport as Transport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "CheckBatches": "penstock.types",

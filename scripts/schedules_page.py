@@ -23,26 +23,30 @@ RANKS, MICROBATCHES = 4, 8
 DRAWN_RANKS, DRAWN_MICROBATCHES, COLUMNS = 3, 5, 118
 HEAD = """# Schedules
 
-`penstock.Pipeline(..., schedule=...)` takes any of these, written as in the table, from
-`penstock.schedules`: `schedule=schedules.gpipe`, `schedule=schedules.zb_h1()`. Those with
-parentheses have arguments, each with a default: `costs` (`Costs`, by which gaps are filled;
-without it a forward takes 1 and each part of a backward 1) or `stages_per_rank`.
+`penstock.Pipeline(..., schedule=...)` takes any of these families from `penstock.schedules`,
+written as in the table: `schedule=schedules.gpipe`, `schedule=schedules.zb_h1()`. Families with
+parentheses have arguments with defaults. `costs` (`Costs`) decide how gaps are filled; by
+default a forward takes 1 and each part of a backward 1. `stages_per_rank` is the number of
+stages on a rank.
 
-Each takes any number of micro-batches M, fewer than ranks too, and gives the gradients of the
-unsplit model to the bit. Where several stages run on a rank, `num_stages` counts those of all
-ranks, and is a multiple of the stages on one. Three more kinds have sections of their own at the
-end: [asynchronous schedules](#asynchronous-schedules), which update weights while they run,
-[searched](#searched) ones, made for [your own costs](searched.md), and [segmented](#segmented)
-ones, whose stages are cut further to recompute a part at a time.
+Each family takes any number of micro-batches M, also fewer than ranks. Its gradients equal the
+unsplit model's to the bit. With several stages on a rank, `num_stages` counts the stages of all
+ranks, and is a multiple of the stages on one. Three more kinds have sections at the end:
 
-This page is written by `python -m scripts.schedules_page --write`, and its numbers by the
-simulator. A forward of all that a rank has takes 1 and its backward 2, each part of it 1 where
-it is in two; communication takes nothing. The table is of {ranks} ranks and {microbatches}
-micro-batches. "Idle" is the share of the step in which a rank does nothing, on average; "kept"
-the most micro-batches that a rank keeps something of, of all its layers: on a V, half a
-micro-batch is one on one stage of two. "Step" is the length for R ranks and M micro-batches with
-v stages on each rank, from the M on that is named; the tests compare it with what the simulator
-says, for all R <= 8 and M <= 16.
+- [asynchronous schedules](#asynchronous-schedules) update weights while they run;
+- [searched](#searched) schedules are made for [your own costs](searched.md);
+- [segmented](#segmented) schedules cut stages further, to recompute a part at a time.
+
+`python -m scripts.schedules_page --write` writes this page, and the simulator computes its
+numbers. A forward of all stages of a rank takes 1 and its backward 2, or 1 for each of two
+parts. Communication takes nothing. The table is for {ranks} ranks and {microbatches}
+micro-batches.
+
+- "Idle" is the mean share of the step in which a rank does nothing.
+- "Kept" is the largest number of micro-batches in flight on a rank, over all its layers. On a
+  V, one micro-batch on one stage of two counts as a half.
+- "Step" is the length for R ranks and M micro-batches with v stages on each rank, from the
+  named M on. The tests compare it with the simulator, for all R <= 8 and M <= 16.
 
 | schedule | stages on a rank | idle | kept | step | from M |
 | --- | --- | --- | --- | --- | --- |
@@ -68,12 +72,12 @@ MINIBATCHES, DRAWN_MINIBATCHES, DRAWN_OF_MINIBATCH = 8, 3, 2
 ASYNCHRONOUS = """## Asynchronous schedules
 
 Mini-batches follow each other without a flush, and each stage updates its own weights while
-others work; gradients are those of older weights. [asynchronous.md](asynchronous.md) says what
-that computes and costs. The table is of {ranks} ranks and {minibatches} mini-batches of
-{microbatches} micro-batches; "versions" of its weights are the most that a stage has at once, and
-a window of W mini-batches takes 3 W M + 3 (R - 1) (`pipedream_2bw`: from M = R - 1 on). An
-update takes nothing, and is not in the grids; the programs below them have it as `0U`, and
-`0F3@1` is a forward with the weights that one update has left.
+others work. Gradients belong to older weights. [asynchronous.md](asynchronous.md) describes the
+result and its cost. The table is for {ranks} ranks and {minibatches} mini-batches of
+{microbatches} micro-batches. "Versions" is the largest number of versions of its weights on a
+stage. A window of W mini-batches takes 3 W M + 3 (R - 1) (`pipedream_2bw`: from M = R - 1 on).
+An update takes nothing and is not in the grids. The programs below them write it as `0U`.
+`0F3@1` is a forward with the weights after one update.
 
 | schedule | stages on a rank | idle | kept | versions |
 | --- | --- | --- | --- | --- |
@@ -130,13 +134,13 @@ def _searched() -> Iterator[str]:
     yield from ("## searched", "", inspect.getdoc(inspect.getmodule(searched)) or "", "")
     yield "\n\n".join(text for text in told if text.startswith(("Stages lie", "The schedule is")))
     yield ""
-    yield "[searched.md](searched.md) shows how to measure costs, set a limit, and when it pays."
+    yield "[searched.md](searched.md) shows how to measure costs and to set a limit."
     yield ""
     costs = SEARCHED_COSTS
     yield (
         f"On {DRAWN_RANKS} ranks, with {DRAWN_MICROBATCHES} micro-batches: forwards of the stages "
         f"take {costs.forward_s}, backwards\n{costs.backward_s}, or in two parts "
-        f"{costs.backward_input_s} and {costs.backward_weight_s}. First 1F1B, then what is found."
+        f"{costs.backward_input_s} and {costs.backward_weight_s}. First 1F1B, then the search."
     )
     for family in (one_f_one_b, searched(costs)):
         grid = render_grid(simulate(family(DRAWN_RANKS, DRAWN_MICROBATCHES), costs), COLUMNS)

@@ -19,8 +19,8 @@ def breadth_first(stages_per_rank: int = 2) -> Family:
     rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
     rank 1 | 1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2
 
-    Each stage runs all its forwards in a row, and all its backwards: its weights are needed twice
-    in a step, and its gradients done early, which helps where these are gathered and reduced.
+    Each stage runs all its forwards in a row, and all its backwards.  A step needs its weights
+    twice, and its gradients are ready early, which helps if collectives gather and reduce them.
     A rank keeps all m micro-batches on each of its stages, as in GPipe.
 
     From m = R on the bubble is (R - 1) / (v m) of the work, as that of `interleaved_1f1b`, which

@@ -49,15 +49,16 @@ def critical_path(
     rank 1 | 1F0 1F1 1F2 1I0 1W0 1B1 1F3 1I2 1W2 1I3 1W3
     rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
-    A forward or backward is due when the longest way from it to the end of its micro-batch must
-    begin, each micro-batch one period after the one before; the period is what the busiest rank
-    takes for one.  The first due begins.  So a rank has as many micro-batches under way as its
-    way there and back has periods.  Weights' parts of backwards fill what is left.  Periods of
-    several lengths, and backwards in one part or two, are tried; the shortest step is taken.
+    Each forward or backward has a due time: the latest start of the longest way from it to the
+    end of its micro-batch.  Micro-batches end one period after each other.  The period is the
+    busiest rank's time for one micro-batch.  The first due begins.  A rank thus has one
+    micro-batch in flight for each period of its way there and back.  Weight parts of backwards
+    fill the gaps.  It tries periods of several lengths, and backwards in one part or two, and
+    takes the shortest step.
 
-    No rank keeps more than `memory` says, which is proved before a step.  Without it, a rank keeps
-    as many micro-batches of each of its stages as there are ranks, twice as many or all, whichever
-    is the fewest of those that make the step shortest.
+    No rank keeps more than `memory` says, which is proved before a step.  Without it, a rank
+    keeps R, 2 R or all micro-batches of each of its stages on R ranks: the fewest that make the
+    step shortest.
 
     Making it raises ConfigError where costs are of another number of stages, limits of another
     number of ranks, or a limit is too low for even one micro-batch.

@@ -20,9 +20,9 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
     rank 1 | 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
 
-    In the middle a forward of one stage of a rank always stands next to a backward of the other,
-    one on its way there and one on its way back: what each sends travels while the other runs.
-    Only where ranks begin and end are backwards in two parts.
+    In the middle a forward of one stage of a rank always stands next to a backward of the other:
+    the message of each travels while the other runs.  Backwards are in two parts only at the
+    start and the end of a rank.
 
     A rank keeps up to 2 R + 1 micro-batches of its two stages.  If forwards and both parts of
     backwards all take the same time F, a step takes 6 m + R - 1 times F from m = 2 R on, as that

@@ -8,8 +8,8 @@ from .one_f_one_b import alternating
 def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
     """Alternate as 1F1B does, nearly twice as many forwards ahead: 2(p - s) - 1 on stage s.
 
-    In 1F1B each stage needs what its neighbours send the moment they have it; here an activation
-    has a whole turn of the stage before it to arrive, for p - s - 1 more live micro-batches.
+    In 1F1B each stage waits for its neighbours' messages.  Here an activation has a whole turn
+    of the stage before it to arrive.  Stage s keeps p - s - 1 more live micro-batches for that.
     From Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism", section 4.
 
     p = 3, m = 4:   stage 0 | F0 F1 F2 F3 B0 B1 B2 B3

@@ -13,8 +13,8 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
                     stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
                     stage 2 |       F0 F1 F2 F3 B0 B1 B2 B3
 
-    Backwards run in micro-batch order, not reversed as in the paper: gradients then add up in the
-    order in which an unsplit model adds them, bit by bit, and the length of the step is the same.
+    Backwards run in micro-batch order, not reversed as in the paper.  Gradients then add up in the
+    order of the unsplit model, bit by bit.  The length of the step is the same.
     """
 
     def program(stage: int) -> Iterator[Instruction]:

@@ -19,15 +19,15 @@ def interleaved_1f1b(stages_per_rank: int = 2) -> Family:
     rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
     rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
-    A rank takes R micro-batches through one of its stages, then the same ones through the next,
-    and starts with 2 (R - r - 1) + (v - 1) R forwards.  The bubble is (R - 1) / (v m) of the work:
-    1F1B's divided by v.  For that a micro-batch crosses about v times as many borders, and the
-    first rank keeps 1 + (R - 1) / (v R) times what 1F1B's keeps.
+    A rank takes R micro-batches through one of its stages, then the same ones through the next.
+    It starts with 2 (R - r - 1) + (v - 1) R forwards.  The bubble is (R - 1) / (v m) of the
+    work: 1F1B's divided by v.  For that a micro-batch crosses about v times as many borders, and
+    the first rank keeps 1 + (R - 1) / (v R) times what 1F1B's keeps.
 
     It is the depth-first form of `breadth_first`, which keeps all m micro-batches.
 
-    Any m works.  Where R does not divide it, the schedule is that of the next multiple of R with
-    the micro-batches beyond m struck out: no rank waits for what it did not wait for there.
+    Any m works.  If R does not divide m, the schedule is that of the next multiple of R without
+    the micro-batches beyond m.  No rank gets an additional wait.
 
     Raises:
         ConfigError: `stages_per_rank` is no whole number of at least 1.

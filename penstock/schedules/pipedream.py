@@ -1,6 +1,6 @@
 """PipeDream: no flush, an update after every micro-batch, stashed weights (Narayanan et al. 2019).
 
-Its authors call mini-batch what is a micro-batch here: each makes an update of its own.
+A mini-batch of the paper is a micro-batch here: each makes an update.
 """
 
 from collections.abc import Callable, Iterator

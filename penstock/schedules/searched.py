@@ -42,9 +42,8 @@ def searched(
     rank 1 | 1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1W1 1I3 1W2 1W3
     rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3
 
-    Stages lie on ranks as those of the family `like` do, and feed one another in a chain.  No rank
-    keeps more than `memory` says, which is proved before a step.  The stages in `recompute` are
-    those that drop their graphs.
+    Stages lie on ranks as in the family `like`, and form a chain.  No rank keeps more than
+    `memory` allows, which is proved before a step.  The stages in `recompute` drop their graphs.
 
     It is the shortest of those of all families with stages on the same ranks, as far as they keep
     to `memory`, and of list schedules by critical paths that do, with these recomputes.  The same

@@ -17,17 +17,17 @@ def segmented(sizes: tuple[int, ...], base: Family = one_f_one_b) -> Family:
         schedules.segmented((2, 2))                        # 1F1B on 2 ranks, 4 stages
         schedules.segmented((3, 1, 2), schedules.gpipe)    # GPipe on 3 ranks, 6 stages
 
-    A segment is a stage like any other.  Where a stage runs forward, its segments do in order;
-    where it runs backward, they do in reverse.
+    A segment is a stage like any other.  A forward of a stage runs its segments in order,
+    and a backward runs them in reverse.
 
     sizes = (2, 2), m = 3:
 
     rank 0 | 0F0 1F0 0F1 1F1 1B0 0B0 0F2 1F2 1B1 0B1 1B2 0B2
     rank 1 | 2F0 3F0 3B0 2B0 2F1 3F1 3B1 2B1 2F2 3F2 3B2 2B2
 
-    The step is as long as that of `base`.  What it is for is recomputing: each segment is
-    recomputed right before its own backward, so a rank holds the graph of one segment at a time,
-    and of each micro-batch under way only what enters its segments.
+    The step is as long as that of `base`.  Its purpose is recompute: each segment recomputes
+    right before its own backward.  A rank then holds the graph of one segment at a time, and for
+    each micro-batch in flight only the inputs of its segments.
 
     Making it raises ConfigError for another number of stages than there are segments.
 

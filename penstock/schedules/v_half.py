@@ -22,9 +22,9 @@ def v_half(costs: Costs | None = None) -> Family:
 
     No rank keeps more than R + 2 micro-batches of its two stages (R + 1 where R is odd), of the
     2 R that 1F1B keeps as two stages at once.  If forwards and both parts of backwards all take
-    the same time F, a step takes at most 6 m + 3 R - 3 times F from m = R on; that 1F1B 6 m +
-    6 (R - 1).  Where these times are far apart it may take longer than 1F1B:
-    the memory is what is kept to.
+    the same time F, a step takes at most 6 m + 3 R - 3 times F from m = R on.  That
+    1F1B takes 6 m + 6 (R - 1).  If these times are far apart, a step may take longer than
+    1F1B's: the schedule keeps to the memory first.
 
     Raises:
         ConfigError: when it is called, if `costs` are those of another number of stages.

@@ -1,4 +1,4 @@
-"""ZB-H1: the weights' part of a backward waits until there is time for it, in 1F1B's memory.
+"""ZB-H1: the weight part of a backward waits until its rank is idle, in 1F1B's memory.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1; filled by costs as in section 3.
 """
@@ -27,9 +27,9 @@ def zb_h1(costs: Costs | None = None) -> Family:
     rank 1 | 1F0 1F1 1F2 1I0 1W0 1B1 1F3 1I2 1W2 1I3 1W3
     rank 2 | 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
-    From m = p on a step takes 3 m + p - 1 times F, that of 1F1B 3 m + 3 (p - 1): a third of the
-    bubble, and the last stage, which starts after p - 1, never waits.  With fewer micro-batches it
-    takes 2 m + 2 p - 1.  For no costs is it longer than that of 1F1B.
+    From m = p on a step takes 3 m + p - 1 times F; 1F1B takes 3 m + 3 (p - 1).  The bubble is a
+    third of 1F1B's, and the last stage, which starts after p - 1, never waits.  With fewer
+    micro-batches a step takes 2 m + 2 p - 1.  It is never longer than 1F1B's, for any costs.
 
     Raises:
         ConfigError: when it is called, if `costs` are those of another number of stages.

@@ -1,4 +1,4 @@
-"""ZB-H2: ZB-H1 with so many forwards ahead that no rank waits once it has begun.
+"""ZB-H2: ZB-H1 with more forwards in the warm-up, so that no rank waits after its first one.
 
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2; filled by costs as in section 3.
 """
@@ -24,8 +24,8 @@ def zb_h2(costs: Costs | None = None) -> Family:
 
     If forwards and both parts of backwards all take the same time, no rank waits between its first
     instruction and its last from m = 2 p - 1 on.  The step is then no shorter than that of
-    `zb_h1`: stage s begins s forwards late in both.  What a rank gains at its end it can use for
-    its optimizer's step, or for the next step's forwards, where nothing makes ranks wait for all.
+    `zb_h1`: stage s begins s forwards late in both.  A rank ends earlier and can use the
+    time for its optimizer's step, or for the next step's forwards, if ranks need not wait for all.
 
     Raises:
         ConfigError: when it is called, if `costs` are those of another number of stages.

@@ -23,15 +23,15 @@ def zb_v(costs: Costs | None = None) -> Family:
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1 0B0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
     rank 1 | 1F0 2F0 1F1 2F1 2B0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
-    No rank keeps more than 2 R micro-batches of its two stages: as many layers' as 1F1B's first
-    rank keeps.  If forwards and both parts of backwards all take the same time F, a step takes
-    6 m + R - 1 times F from m = R on, and none can be shorter: rank R - 1 starts after R - 1, and
-    never waits.  From m = 2 R - 1 on no other rank does either, from its first instruction to its
+    No rank keeps more than 2 R micro-batches of its two stages, the activation memory of 1F1B's
+    first rank.  If forwards and both parts of backwards all take the same time F, a step takes
+    6 m + R - 1 times F from m = R on.  None can be shorter: rank R - 1 starts after R - 1, and
+    never waits.  From m = 2 R - 1 on no other rank waits between its first instruction and its
     last.  1F1B of two such stages at once takes 6 m + 6 (R - 1).
 
     If transfers cost nothing, no unequal costs are known for which it is longer than 1F1B of the
-    same two stages at once.  Where both stages of one rank are slow, 1F1B of neighbouring stages
-    can be shorter, which divides the work otherwise.
+    same two stages at once.  If both stages of one rank are slow, 1F1B of neighbouring stages can
+    be shorter, since it divides the work otherwise.
 
     Raises:
         ConfigError: when it is called, if `costs` are those of another number of stages.

@@ -1,11 +1,14 @@
 """Recipes use the library as anyone does: by its public names."""
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import penstock
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "recipes" / "penstock_recipes").rglob("*.py"))
@@ -89,3 +92,11 @@ def test_models_know_nothing_of_pipelines(path: Path) -> None:
 def test_the_library_knows_nothing_of_recipes() -> None:
     for path in (ROOT / "penstock").rglob("*.py"):
         assert "penstock_recipes" not in path.read_text(), path
+
+
+def test_both_packages_have_one_version() -> None:
+    project = tomllib.loads((ROOT / "recipes" / "pyproject.toml").read_text())["project"]
+    (library,) = (each for each in project["dependencies"] if each.startswith("penstock"))
+    assert project["version"] == penstock.__version__
+    assert library == f"penstock[report]=={penstock.__version__}"
+    assert f"## [{penstock.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -13,15 +13,15 @@ class Digits(Section):
     name: Literal["digits"]
     """digits: 1,797 handwritten digits, which ship with scikit-learn."""
     labels: Literal["digit", "parity", "half"] = "digit"
-    """What is to be told of an image: its digit; whether that is odd; whether it is 5 or more."""
+    """The question about an image: its digit; is it odd; is it 5 or more."""
     size: Annotated[int, Field(ge=8, le=64)] = 8
     """Pixels of each side; the originals have 8, and are enlarged."""
     train_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the training samples that is used, to see what few samples teach."""
+    """Share of the training samples to use, to test training with few samples."""
     test_share: Annotated[float, Field(gt=0, lt=1), Mark.HELD_OUT] = 0.2
     """Share of each digit's images that is set aside for testing."""
     max_shift: Annotated[int, Field(ge=0, le=8)] = 1
-    """Training images move by up to so many pixels, anew in every epoch."""
+    """Maximal random shift of training images, in pixels, drawn in every epoch."""
     seed: Annotated[Seed, Mark.HELD_OUT] = 0
     """Decides the split into training and test samples."""
 
@@ -34,28 +34,28 @@ class ImageFolder(Section):
     path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder that they are in."""
     size: Annotated[int, Field(ge=8)] = 224
-    """Pixels of each side, as the network sees them."""
+    """Pixels of each side of the network's input."""
     least_area: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Least share of a training image that a random crop shows; 1: all of it."""
+    """Least share of a training image in a random crop; 1: all of it."""
     flip: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """How often left and right change places."""
+    """Probability of a horizontal flip."""
     colour: From0 = 1.0
-    """How far colours are moved, as a multiple of Inception's ranges; 0: not."""
+    """Strength of colour changes, as a multiple of Inception's ranges; 0: none."""
     policy: Literal["none", "randaugment", "autoaugment"] = "none"
     """Operations beyond those: random ones, or ImageNet's found policy."""
     magnitude: Annotated[int, Field(ge=1, le=29)] = 9
-    """How strong those of randaugment are."""
+    """Strength of the operations of randaugment."""
     cutout: Share = 0.0
     """Side of a square that is covered, as a share of the image's; 0: none."""
     test_share: Annotated[float, Field(gt=0, le=1)] = 0.875
-    """Side of the middle that is looked at in evaluation, as a share of the shorter side."""
+    """Side of the centre crop in evaluation, as a share of the shorter side."""
     test_squeezed: bool = False
-    """Whether evaluation looks at that share of both sides instead, squeezed into a square: with
-    test_share = 1 at the whole image, as training does with least_area = 1."""
+    """Crop that share of both sides instead and resize it to a square: with test_share = 1 the
+    whole image, as in training with least_area = 1."""
     num_workers: Annotated[int, Field(ge=0), Mark.EXECUTION] = 2
     """Processes that decode images; 0: none beside the one that trains."""
     strict: bool = False
-    """Whether an image that cannot be decoded ends the run; otherwise it is skipped and named."""
+    """End the run at an image that cannot be decoded; otherwise skip and list it."""
 
 
 class _Translated(Section):
@@ -68,8 +68,8 @@ class _Translated(Section):
     vocabulary: File = ""
     """The vocabulary.json of another run, to start from its weights; empty: train a new one."""
     temperature: Above0 = 5.0
-    """How languages are sampled: 1 as they come, high: all alike.  5 as in the papers that follow
-    GPipe on the same data, 1.43 as multilingual BERT."""
+    """Temperature of language sampling: 1 by size, high: uniform.  5 as in later papers on GPipe's
+    data, 1.43 as multilingual BERT."""
     tokens_per_step: Count
     """Most tokens of a step, padding included."""
     tokens_per_part: Count
@@ -77,13 +77,13 @@ class _Translated(Section):
     max_length: Count = 256
     """Most tokens of a text that the model takes."""
     too_long: Literal["refuse", "drop"] = "drop"
-    """What happens to longer texts: refuse to begin, or leave them out and say how many."""
+    """For longer texts: refuse to begin, or leave them out and print their number."""
     beam: Count = 4
-    """Translations that beam search follows at a time, when the run is finished; 1 is greedy."""
+    """Width of the beam search at the end of the run; 1 is greedy."""
     length_penalty: From0 = 0.6
-    """How much longer translations are favoured: 0, not at all."""
+    """Preference for longer translations; 0: none."""
     seed: Annotated[Seed, Mark.HELD_OUT] = 0
-    """Decides what is held out, the vocabulary's sample and the order of the texts."""
+    """Seed of the held-out samples, the vocabulary's sample and the order of the texts."""
 
 
 class Names(_Translated):
@@ -95,13 +95,13 @@ class Names(_Translated):
     name: Literal["names"]
     """names: real names in 86 languages, which ship with Babel."""
     kinds: Words = ("territories", "languages", "currencies", "units")
-    """Which names."""
+    """The kinds of names."""
     low_resource: Words = ()
     """Languages that keep low_resource_pairs training pairs only."""
     low_resource_pairs: Count = 50
     """Training pairs of each of those."""
     held_out_share: Annotated[float, Field(gt=0, lt=0.25), Mark.HELD_OUT] = 0.05
-    """Share that is held out for validation, and as much for testing."""
+    """Held-out share for validation, and again for testing."""
 
 
 class ParallelText(_Translated):
@@ -112,9 +112,9 @@ class ParallelText(_Translated):
     path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
     """The folder of the files."""
     target: str = "en"
-    """The language that is translated to."""
+    """The target language."""
     held_out_share: Annotated[float, Field(gt=0, lt=0.25), Mark.HELD_OUT] = 0.01
-    """Share that is held out for validation, and as much for testing, where no files are."""
+    """Held-out share for validation, and again for testing, if there are no files."""
 
 
 class Text(Section):
@@ -135,9 +135,9 @@ class Text(Section):
     sample_length: Annotated[int, Field(ge=0)] = 200
     """Tokens that the model writes when the run is finished."""
     sample_temperature: Annotated[float, Field(ge=0.01)] = 0.8
-    """How daring it is then: low, it writes what is likely."""
+    """Sampling temperature of that text: low values prefer likely tokens."""
     prompt: str = ""
-    """What it goes on from; empty: the beginning of the validation text."""
+    """The start of that text; empty: the beginning of the validation text."""
 
 
 ImageSection = Digits | ImageFolder

@@ -17,7 +17,7 @@ class Residual(Section):
     width: Count = 32
     """Channels of the first half of the blocks; the second half has twice as many."""
     dropout: Share = 0.2
-    """Share of the features that is dropped before the head."""
+    """Dropout rate of the features before the head."""
 
 
 class AmoebaNet(Section):
@@ -26,17 +26,17 @@ class AmoebaNet(Section):
     name: Literal["amoebanet"]
     """amoebanet: cells found by evolution, of two inputs each."""
     genotype: Literal["b", "d"] = "d"
-    """Which cells: b, of the ImageNet result, or d, of the scaling study."""
+    """The cells: b, of the ImageNet result, or d, of the scaling study."""
     num_layers: Count = 18
     """L, normal cells, in three stacks with a reduction between."""
     num_filters: Count = 256
     """D, filters of the first stack of normal cells."""
     dropout: Share = 0.5
-    """Share of the features that is dropped before the head."""
+    """Dropout rate of the features before the head."""
     drop_path: Share = 0.3
-    """Share of the operations in cells that is dropped at the end; it rises from 0 in a line."""
+    """Final drop rate of operations in cells; it rises from 0 linearly."""
     auxiliary_weight: Annotated[float, Field(ge=0)] = 0.4
-    """What the loss of the auxiliary head counts; 0: there is no such head."""
+    """Weight of the auxiliary head's loss; 0: no such head."""
     stem: Literal["imagenet", "small"] = "imagenet"
     """imagenet: the first layers divide each side by 8; small: they keep the resolution."""
     norm_decay: Share = 0.9
@@ -69,11 +69,12 @@ class TranslationTransformer(_Transformer):
     head_width: Count = 64
     """The width of one attention head."""
     tied: Literal["all", "decoder", "nothing"] = "all"
-    """Which matrices are one: source words, target words and output, or the last two."""
+    """The matrices that share one weight: source words, target words and output, or the last
+    two."""
     logit_clip: Above0 | None = None
     """Clamp the logits to this magnitude while training; left out: never."""
     depth_scaled: bool = True
-    """Whether feed-forward layers begin smaller the deeper the model is (Fixup)."""
+    """Start feed-forward layers smaller in deeper models (Fixup)."""
 
 
 class Gpt(_Transformer):
@@ -88,7 +89,7 @@ class Gpt(_Transformer):
     num_heads: Count = 12
     """Attention heads; they divide the width."""
     tied: bool = True
-    """Whether input words and the output share one matrix."""
+    """Share one matrix between input words and output."""
 
 
 ModelSection = Residual | AmoebaNet | TranslationTransformer | Gpt

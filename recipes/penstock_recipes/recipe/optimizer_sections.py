@@ -20,11 +20,11 @@ class AdamW(_Optimizer):
     name: Literal["adamw"]
     """adamw."""
     weight_decay: From0 = 0.01
-    """Share of a weight that is taken off it per step, times the learning rate."""
+    """Decoupled weight decay per step, times the learning rate."""
     beta1: Share = 0.9
-    """How long the mean of the gradient remembers."""
+    """Decay of the mean of the gradient."""
     beta2: Share = 0.999
-    """How long the mean of its square remembers."""
+    """Decay of the mean of its square."""
     eps: Above0 = 1e-8
     """Added to the denominator."""
 
@@ -35,7 +35,7 @@ class SGD(_Optimizer):
     name: Literal["sgd"]
     """sgd."""
     momentum: Share = 0.9
-    """How long the mean of the gradients remembers."""
+    """Decay of the mean of the gradients."""
     nesterov: bool = False
     """Look ahead by one step of momentum."""
     weight_decay: From0 = 0.0
@@ -54,9 +54,9 @@ class RMSProp(_Optimizer):
     name: Literal["rmsprop"]
     """rmsprop."""
     decay: Share = 0.9
-    """How long the mean of the squared gradient remembers."""
+    """Decay of the mean of the squared gradient."""
     momentum: Share = 0.9
-    """How long the mean of the steps remembers."""
+    """Decay of the mean of the steps."""
     eps: Above0 = 0.1
     """Added to the squared gradient, under the root."""
     weight_decay: From0 = 4e-5
@@ -75,7 +75,7 @@ class Adafactor(Section):
     clip: Above0 = 1.0
     """Steps of one tensor are scaled down to this root mean square."""
     weight_decay: From0 = 0.0
-    """Share of a weight that is taken off it per step, times the learning rate."""
+    """Decoupled weight decay per step, times the learning rate."""
 
 
 class _InEpochs(Section):
@@ -91,7 +91,7 @@ class Cosine(_InEpochs):
     name: Literal["cosine"] = "cosine"
     """cosine: down to a share of the peak at the end of the last epoch."""
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of optimizer.lr that is left at the end."""
+    """Final share of optimizer.lr."""
 
 
 class Exponential(_InEpochs):
@@ -100,11 +100,11 @@ class Exponential(_InEpochs):
     name: Literal["exponential"]
     """exponential: times a factor after every so many epochs."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.97
-    """What it is multiplied with."""
+    """Factor of the learning rate."""
     every_epochs: Above0 = 2.0
-    """After so many epochs each time."""
+    """Epochs between two multiplications."""
     final_share: Annotated[float, Field(ge=0, le=1)] = 1e-4
-    """Share of optimizer.lr below which it does not fall."""
+    """Least share of optimizer.lr."""
 
 
 class InverseSqrt(Section):

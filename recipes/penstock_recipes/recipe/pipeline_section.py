@@ -44,16 +44,16 @@ class PipelineSection(Section):
     """How the model runs."""
 
     plan: Annotated[Literal["", "auto"], Mark.LAYOUT] = ""
-    """auto: each start plans for the processes that there are, on meshes of unlike sizes too
-    (docs/planning.md), instead of all keys that a plan decides; empty: those say how."""
+    """auto: each start plans for the available processes, also on meshes of different sizes
+    (docs/planning.md), in place of all keys that a plan decides; empty: these keys decide."""
     cluster: Annotated[File, Mark.LAYOUT] = ""
-    """What plan = "auto" plans for: a file or a preset, such as "dgx-a100", with a device for each
+    """Cluster for plan = "auto": a file or a preset, such as "dgx-a100", with a device for each
     process, in the order of ranks; empty: this machine, measured."""
     measure: Annotated[bool, Mark.LAYOUT] = False
-    """Whether plan = "auto" runs the layers first, on one such device, and takes times; otherwise
-    they are estimated."""
+    """Measure the layers on one such device for plan = "auto"; otherwise their times are
+    estimated."""
     num_stages: Annotated[Count, Mark.PROCESSES] = 1
-    """K, the parts the model is cut into; to be given, but with plan = "auto"."""
+    """K, the number of stages; required without plan = "auto"."""
     stages_per_rank: Annotated[Count, Mark.PROCESSES] = 1
     """Stages in each thread or process: 2 for zb_v, v_half, v_min, dualpipe_v; 2 or more for
     interleaved_1f1b, breadth_first, wave.  Left out: as few as the schedule has."""
@@ -62,16 +62,16 @@ class PipelineSection(Section):
     num_shards: Annotated[
         int | tuple[int, ...], BeforeValidator(_check_shards), Mark.PROCESSES
     ] = 1
-    """T, processes that share the operators of a stage; several numbers, such as [2, 2], are the
-    lengths of the axes along which they are arranged."""
+    """T, processes that share a stage; several numbers, such as [2, 2], are the lengths of the
+    axes of its mesh."""
     sharding: Annotated[str | dict[str, Any], BeforeValidator(_check_sharding), Mark.LAYOUT] = (
         "auto"
     )
-    """How they are divided: a ready plan (auto, megatron, sequence, grid, grid+sequence, data,
+    """Layouts of operators: a ready plan (auto, megatron, sequence, grid, grid+sequence, data,
     zero2, zero3, expert), also with "+zero1", or a table of weights' names and layouts."""
     num_microbatches: Count = 1
-    """M, the parts a batch is cut into; each replica takes M / D of them.  To be given, but with
-    plan = "auto", which then keeps to it."""
+    """M, the number of micro-batches; each replica takes M / D of them.  Required without plan =
+    "auto", which keeps to a given number."""
     shard_optimizer: Annotated[bool, Mark.EXECUTION] = False
     """Let each replica keep slices of weights and optimizer's state between steps (ZeRO-1), as
     "+zero1" after the name in sharding does."""
@@ -80,24 +80,24 @@ class PipelineSection(Section):
     ] = "auto"
     """Layers of each stage, such as [5, 8]; auto: balanced by measured time."""
     schedule: Annotated[str, AfterValidator(one_of(list(SCHEDULE_NAMES))), Mark.LAYOUT] = "gpipe"
-    """In which order a stage does its forwards and backwards."""
+    """The order of forwards and backwards."""
     recompute: Annotated[
         str, AfterValidator(one_of([r.value for r in Recompute])), Mark.EXECUTION
     ] = "stage"
     """stage: keep only what enters a stage, run its forward twice; never: keep everything.  Not
     looked at beside memory_limit_bytes."""
     memory_limit_bytes: Annotated[Count | None, Mark.EXECUTION] = None
-    """The most that a rank may keep for its backward passes: decides which layers or stages run
-    their forward twice; left out: recompute does."""
+    """Limit of activation memory of a rank, which decides the recomputed layers or stages; left
+    out: recompute decides."""
     offload: Annotated[bool, Mark.EXECUTION] = False
-    """Move what forward passes keep away, and back in time: to the host's memory, on CPUs to
-    temporary files.  Beside memory_limit_bytes: only where running twice is not enough."""
+    """Move activation memory to the host's memory, on CPUs to temporary files, and back in
+    time.  Beside memory_limit_bytes: only if recompute is not enough."""
     threads_per_stage: Annotated[Count, Mark.EXECUTION] = 1
     """CPU threads inside each operator of a stage; another number may round differently."""
     timeout_s: Annotated[float, Field(gt=0, le=365 * 24 * 3600), Mark.EXECUTION] = 600.0
-    """Give up when a stage has waited so many seconds for another."""
+    """Longest wait of a stage for another, in seconds."""
     seed: Seed = 0
-    """Decides what the layers draw, such as dropout masks."""
+    """Seed of the random numbers of layers, such as dropout masks."""
 
     @model_validator(mode="before")
     @classmethod

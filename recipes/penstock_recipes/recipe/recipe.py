@@ -25,36 +25,36 @@ class TrainSection(Section):
     """The loop."""
 
     epochs: Count
-    """How often every training sample is seen."""
+    """Passes over the training samples."""
     batch_size: Count | None = None
     """Samples of a step, N; the last step of an epoch takes what is left.  Parallel text counts
     tokens instead (data.tokens_per_step), and leaves this out."""
     drop_last: bool = False
     """Leave out the samples of an epoch that do not fill a last step."""
     precision: Annotated[str, AfterValidator(one_of(list(PRECISIONS)))] = "float32"
-    """What operators compute in where autocast finds it safe; float16 scales the loss."""
+    """Dtype of operators under autocast; float16 scales the loss."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Scale gradients down to this norm over the whole model; left out: never."""
     label_smoothing: Share = 0.0
     """Share of each target that is spread evenly over all classes or words."""
     average_decay: Share = 0.0
-    """Judge a running average of weights and BatchNorm's statistics, of which so much is kept in
-    each step; 0: none."""
+    """Evaluate a running average of weights and BatchNorm's statistics with this decay per step;
+    0: none."""
     seed: Seed = 0
-    """Decides the initial weights, the order of the samples and how they are changed."""
+    """Seed of the initial weights, the order of the samples and their augmentation."""
     window: Count = 1
     """Batches that an asynchronous schedule (pipedream, pipedream_2bw) runs one after the other
     without a flush; the weights lag within them."""
     checkpoint_every: Annotated[Count, Mark.EXECUTION] = 100
-    """Save after every so many steps; also saved at the end and on Ctrl-C, SIGTERM and SIGHUP."""
+    """Steps between two checkpoints; the end, Ctrl-C, SIGTERM and SIGHUP save too."""
     keep_checkpoints: Annotated[Count, Mark.EXECUTION] = 2
-    """Keep the newest so many checkpoints, delete the others."""
+    """Number of newest checkpoints to keep."""
     average_checkpoints: Count = 1
-    """At the end, make what is made of a run of the mean of so many newest checkpoints."""
+    """Number of newest checkpoints whose mean weights make the results at the end of the run."""
     log_every: Annotated[Count, Mark.EXECUTION] = 10
-    """Write a line of metrics after every so many steps."""
+    """Steps between two lines of metrics."""
     trace_every: Annotated[Count, Mark.EXECUTION] = 20
-    """Time every instruction of one step in so many; shows the bubble."""
+    """Steps between two traced steps, which show the bubble."""
     tensorboard: Annotated[bool, Mark.EXECUTION] = False
     """Write the metrics for TensorBoard, too, into the run folder; needs that package."""
 
@@ -65,12 +65,12 @@ def _named_cosine(value: Any) -> Any:
 
 
 class Start(Section):
-    """Where the weights come from, if not from chance: `[start]`."""
+    """The source of the first weights, if they are not random: `[start]`."""
 
     checkpoint: File = ""
     """A run folder, whose newest checkpoint is taken, or a checkpoint; empty: draw all weights."""
     new_layers: Words = ()
-    """Layers that begin anew, by the beginning of their parameters' names, such as ["head"]."""
+    """Layers with new weights, by the beginning of their parameters' names, such as ["head"]."""
 
 
 class Recipe(Section):
