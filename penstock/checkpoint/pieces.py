@@ -52,21 +52,22 @@ def header_of(tensors: Mapping[str, Tensor], slices: Own) -> dict[str, str]:
     return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def find_pieces(
-    path: Path, name: str, facts: Mapping[str, Any] | None = None
-) -> dict[str, Pieces]:
+def find_pieces(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Pieces]:
     """Map the tensors of what one process writes as `name` to the pieces that make each of them.
 
-    `facts` of a checkpoint name the tensors of all files; without such, the files are opened.
+    `facts` of a checkpoint name the tensors of all files; of an early one, the files are opened.
 
     Raises:
         CheckpointError: a file has to be opened, and is no safetensors file.
     """
-    noted = (facts or {}).get("files")
+    folder, slices = name.removesuffix(SUFFIX), facts.get("slices", {})
+    noted = facts.get("files")
     if noted is None:
-        noted = dict(_look_into(path, name))
-    slices = (facts or {}).get("slices", {})
-    folder = name.removesuffix(SUFFIX)
+        noted = {}
+        files = sorted((path / folder).glob(f"*{SUFFIX}")) or [path / name]
+        for file in (file.relative_to(path).as_posix() for file in files):
+            with _opened(path, file) as opened:
+                noted[file] = opened.names()
     found: dict[str, list[Piece]] = {}
     for file, names in noted.items():
         if file.startswith((f"{folder}/", name)):
@@ -74,14 +75,6 @@ def find_pieces(
                 place = map(tuple, slices.get(file, {}).get(tensor, ()))
                 found.setdefault(tensor, []).append(Piece(file, *place))
     return {tensor: tuple(pieces) for tensor, pieces in found.items()}
-
-
-def _look_into(path: Path, name: str) -> Iterator[tuple[str, list[str]]]:
-    shards = path / name.removesuffix(SUFFIX)
-    files = sorted(shards.glob(f"*{SUFFIX}")) if shards.is_dir() else [path / name]
-    for file in (file.relative_to(path).as_posix() for file in files):
-        with _opened(path, file) as opened:
-            yield file, list(opened.keys())
 
 
 def files_for(pieces: Mapping[str, Pieces], own: Own) -> set[str]:
@@ -139,7 +132,7 @@ def read_pieces(
     for file, its in by_file.items():
         with _opened(path, file) as opened:
             for name, piece in its:
-                whole = _whole(pieces[name]) or tuple(opened.get_slice(name).get_shape())
+                whole = _whole(pieces[name]) or opened.shape(name)
                 every = Slice.of_all(whole)
                 wanted = own.get(name, every)
                 wanted = wanted if wanted.whole == whole else every
@@ -157,25 +150,18 @@ def _opened(path: Path, file: str) -> Iterator[Opened]:
         raise damaged(path, file, error) from None
 
 
-def read_all(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read all of what one process writes as `name`; `facts` are the checkpoint's."""
-    return read_pieces(path, find_pieces(path, name, facts))[0]
-
-
 def _read(opened: Opened, of: tuple[str, Piece], wanted: Slice, before: Tensor | None) -> Tensor:
     """Read what a file has of what is wanted, into what was read `before` of it."""
     name, piece = of
     if wanted.is_all and piece.offsets is None:
-        return opened.get_tensor(name)
-    part = opened.get_slice(name)
-    shape = tuple(part.get_shape())
+        return opened.read(name)
+    shape = opened.shape(name)
     piece = Piece(piece.file, piece.offsets or (0,) * len(shape), shape)
     both = _overlap(piece, wanted)
     if both is None:  # its type only
-        first: Tensor = part[tuple(slice(0, 1) for _ in shape)]
-        return first.new_empty(wanted.lengths)
+        return opened.read(name, (slice(0, 1),) * len(shape)).new_empty(wanted.lengths)
     assert piece.offsets is not None
-    found: Tensor = part[_from(both, piece.offsets)]
+    found = opened.read(name, _from(both, piece.offsets))
     if found.shape == wanted.lengths:
         return found
     target = found.new_empty(wanted.lengths) if before is None else before

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.processes import agreed, refuse_foreign
-from penstock.mesh import Mesh
+from penstock.checkpoint.together import Share, agreed, refuse_foreign
 from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.materialize import may_be_absent
-from penstock.model.state import Held
 from penstock.runtime.shards.at_rest import CutWeights
 from penstock.sharding.layouts import Slice
 
@@ -64,7 +62,7 @@ class _Found:
     own: Slice
 
 
-def load(path: Path, model: Held, mesh: Mesh, shards: CutWeights) -> tuple[str, ...]:
+def load(path: Path, share: Share) -> tuple[str, ...]:
     """Load the tensors and the extra state of a process from a folder; see `load_pretrained`.
 
     Returns:
@@ -73,12 +71,13 @@ def load(path: Path, model: Held, mesh: Mesh, shards: CutWeights) -> tuple[str, 
     Raises:
         CheckpointError: the folder is none, or does not fit; nothing has changed then.
     """
-    original, owners = model.original, model.owners
+    mesh, held, shards = share
+    original, owners = held.original, held.owners
 
     def look() -> tuple[Folder, list[_Found], dict[str, tuple[str, Source]], list[str], set[str]]:
         folder = Folder.at(path)
         sources = Sources(original, folder.names)
-        found, missing = _match(sources, model.own_tensors(), shards)
+        found, missing = _match(sources, held.own_tensors(), shards)
         extra = {name: source for name in owners for source in islice(sources.of([name]), 1)}
         missing += [(name,) for name in owners if name not in extra]
         is_left_out = may_be_absent(original)
@@ -116,12 +115,10 @@ def load(path: Path, model: Held, mesh: Mesh, shards: CutWeights) -> tuple[str, 
     return unknown
 
 
-def load_and_tell(
-    path: str | os.PathLike[str] | None, model: Held, mesh: Mesh, shards: CutWeights
-) -> None:
+def load_and_tell(path: str | os.PathLike[str] | None, share: Share) -> None:
     """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
-    unknown = load(Path(path), model, mesh, shards) if path is not None else ()
-    if unknown and mesh.is_first_rank:
+    unknown = load(Path(path), share) if path is not None else ()
+    if unknown and share.mesh.is_first_rank:
         warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
 
 

@@ -14,17 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.checkpoint.complex_pairs import refuse_wide
-from penstock.checkpoint.files import (
-    check_all_seen,
-    force_to_disk,
-    make_unfinished,
-    put_in_place,
-)
+from penstock.checkpoint.files import force_to_disk
 from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
 from penstock.checkpoint.pretrained.library import as_saved
-from penstock.checkpoint.processes import begin
 from penstock.checkpoint.save import storable
-from penstock.checkpoint.together import Digests, write_together
+from penstock.checkpoint.together import Digests, begin, write_together
 from penstock.errors import CheckpointError, check_count
 from penstock.model.extra_state import read_extra
 
@@ -57,8 +51,7 @@ def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[s
         CheckpointError: the folder is none, or is damaged, or holds no safetensors file; lists
             every tensor that is missing or of another shape.  Nothing has changed then.
     """
-    mesh = begin("load_pretrained", pipe)
-    return load(Path(folder), pipe.held, mesh, pipe.shards)
+    return load(Path(folder), begin("load_pretrained", pipe))
 
 
 def save_pretrained(
@@ -86,7 +79,7 @@ def save_pretrained(
     """
     target, original = Path(folder).absolute(), pipe.held.original
     most = check_count("max_shard_bytes", max_shard_bytes)
-    mesh = begin("save_pretrained", pipe)
+    mesh = begin("save_pretrained", pipe).mesh
     with mesh.reporting():
         own, values = _to_save(pipe, original)
         refuse_wide(own)
@@ -95,9 +88,8 @@ def save_pretrained(
     layout = _Layout.of([sizes for sizes, _ in everyone], most)
     values = {name: value for _, part in everyone for name, value in part.items()}
     write = partial(_write_own, layout, mesh.rank, own)
-    finish = partial(_finish, layout, target, original, values)
-    refuse, unfinished = partial(refuse_filled, target), partial(make_unfinished, target)
-    write_together(mesh, target, refuse, unfinished, write, finish).wait()
+    finish = partial(_finish, layout, original, values)
+    write_together(mesh, target, refuse_filled, write, finish).wait()
 
 
 def refuse_filled(path: Path) -> None:
@@ -195,26 +187,16 @@ def _write_own(layout: _Layout, rank: int, own: Mapping[str, Tensor], unfinished
 
 
 def _finish(
-    layout: _Layout,
-    target: Path,
-    original: nn.Module,
-    values: Mapping[str, Any],
-    unfinished: Path,
-    written: Digests,
+    layout: _Layout, original: nn.Module, values: Mapping[str, Any], folder: Path, _: Digests
 ) -> None:
-    check_all_seen(written, [file.name for file in unfinished.iterdir()])
     if len(layout.files) > 1:
         weight_map = {tensor: file for file, tensors in layout.files.items() for tensor in tensors}
         index = {"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (unfinished / INDEX).write_text(text, encoding="utf-8")
+        (folder / INDEX).write_text(text, encoding="utf-8")
     if values:
-        (unfinished / EXTRA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    _save_configuration(original, unfinished)
-    for file in unfinished.iterdir():
-        if file.name not in written:
-            force_to_disk(file)
-    put_in_place(unfinished, target)
+        (folder / EXTRA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    _save_configuration(original, folder)
 
 
 def _save_configuration(original: nn.Module, folder: Path) -> None:
