@@ -34,15 +34,16 @@ _MISSING = "it is missing"
 _OTHER_DIGEST = "its digest is not the one noted when it was written"
 
 
-def refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path, *, allows_empty: bool = False) -> None:
     """See that nothing is overwritten.
 
     Raises:
-        CheckpointError: something is at `path`.
+        CheckpointError: something is at `path`; an empty folder, if it `allows_empty`, is nothing.
     """
-    if path.exists():
+    if path.exists() and not (allows_empty and path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists already and is never overwritten; choose another name"
+            + (", or an empty folder" if allows_empty else "")
         )
 
 

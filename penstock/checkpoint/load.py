@@ -11,19 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
-from penstock.model.extra_state import Owners, extra_faults, set_extra
+from penstock.model.extra_state import extra_faults, set_extra
+from penstock.model.state import Held
 from penstock.runtime.engine import is_pipeline
 from penstock.sharding.layouts import Slice
 
 from .files import damaged
-from .optimizer_state import (
-    check_optimizer,
-    keys_of,
-    names_of_share,
-    only_of,
-    parameter_names,
-    unpack_optimizer,
-)
+from .optimizer_state import check_optimizer, select, unpack_optimizer
 from .pieces import Pieces, Shape, files_for, read_pieces
 from .reader import CheckpointReader
 from .together import Share, agreed, begin, refuse_foreign
@@ -61,7 +55,7 @@ def load_checkpoint(
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
         of_model, of_optimizer, wholes = mesh.world.work(partial(wanted.read, mine), what)
-        faults = _model_faults(wanted.whole_of(here), owners, of_model, wholes)
+        faults = _model_faults(held, wanted.slices, of_model, wholes)
         if optimizer is not None and facts["optimizer"] is None:
             faults.append("it was saved without an optimizer; load it without one")
         elif optimizer is not None:
@@ -93,7 +87,7 @@ def load_checkpoint(
 
 
 def _check_same(contents: Sequence[str], paths: Sequence[str]) -> None:
-    """See that all processes load the same, wherever each of them has it."""
+    """Refuse other checkpoints than rank 0's, wherever each of the processes has it."""
     for rank, content in enumerate(contents):
         if content != contents[0]:
             raise CheckpointError(
@@ -139,9 +133,9 @@ class _Wanted:
         of_model = {name: saved.model[name] for name in names if name in saved.model}
         slices, of_optimizer = shards.slices(of_model), dict[str, Pieces]()
         if optimizer is not None and (facts := saved.facts["optimizer"]) is not None:
-            saved.facts["optimizer"] = only_of(facts, parameter_names(module).values())
-            own = keys_of(names_of_share(optimizer, module), saved.optimizer)
-            of_optimizer = {key: saved.optimizer[key] for key in own}
+            own, keys = select(optimizer, module, facts, saved.optimizer)
+            saved.facts["optimizer"] = own
+            of_optimizer = {key: saved.optimizer[key] for key in keys}
             slices |= shards.slices(of_optimizer, of_optimizer=True)
         needed = files_for(of_model, slices) | files_for(of_optimizer, slices)
         try:
@@ -164,26 +158,17 @@ class _Wanted:
         of_optimizer, _ = read_pieces(self.saved.path, self.of_optimizer, self.slices)
         return {**of_model, **self.saved.extra}, of_optimizer, wholes
 
-    def whole_of(self, here: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Shape]]:
-        """Return tensors of the model, each with the shape of its whole."""
-        return {
-            name: (tensor, self.slices[name].whole if name in self.slices else tuple(tensor.shape))
-            for name, tensor in here.items()
-        }
-
 
 def _model_faults(
-    here: Mapping[str, tuple[Tensor, Shape]],
-    owners: Owners,
-    there: Mapping[str, Any],
-    wholes: Mapping[str, Shape],
+    held: Held, slices: Mapping[str, Slice], there: Mapping[str, Any], wholes: Mapping[str, Shape]
 ) -> list[str]:
-    known = {**here, **owners}
-    faults = [f"{name} is missing" for name in known if name not in there]
+    here, owners = held.state(), held.owners
+    faults = [f"{name} is missing" for name in (*here, *owners) if name not in there]
     faults += extra_faults(owners, there)
     first_name: dict[tuple[int, torch.Size], str] = {}
     for name in (name for name in here if name in there):
-        (mine, shape), saved = here[name], there[name]
+        mine, saved = here[name], there[name]
+        shape = slices[name].whole if name in slices else tuple(mine.shape)
         if shape != wholes[name] or mine.dtype != saved.dtype:
             found, wanted = _kind(saved.dtype, wholes[name]), _kind(mine.dtype, shape)
             faults.append(f"{name} is {found}, the model's is {wanted}")

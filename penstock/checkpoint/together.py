@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
+from penstock.mesh.agreement import Outcome, outcome_of
 from penstock.mesh.control import Control
 from penstock.model.state import Held
 from penstock.runtime.engine import is_pipeline
@@ -103,8 +104,8 @@ class Saving:
     def __init__(self, path: Path, wait: Callable[[], None]) -> None:
         self.path = path
         """The folder, once it is there."""
-        self._wait: Callable[[], None] | None = wait
-        self._error: Exception | None = None
+        self._wait = wait
+        self._outcome: Outcome | None = None
 
     def wait(self) -> None:
         """Return when the folder is there, however long it takes.
@@ -114,15 +115,9 @@ class Saving:
             PeerError: another process failed meanwhile.
             WaitTimeout: another process does not answer within the mesh's deadline.
         """
-        if self._error is not None:
-            raise self._error
-        try:
-            if self._wait is not None:
-                self._wait()
-        except Exception as error:  # an interrupt is no outcome
-            self._error = error
-            raise
-        self._wait = None
+        if self._outcome is None:
+            self._outcome = outcome_of(self._wait)
+        self._outcome.result()
 
 
 def write_together(

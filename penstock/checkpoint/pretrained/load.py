@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.together import Share, agreed, refuse_foreign
+from penstock.checkpoint.together import Share, agreed, begin, refuse_foreign
 from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.materialize import may_be_absent
 from penstock.runtime.shards.at_rest import CutWeights
@@ -21,6 +21,9 @@ from penstock.sharding.layouts import Slice
 
 from .folder import Folder, Read, Source, as_it_is
 from .library import as_loaded
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 
 class Sources:
@@ -62,15 +65,37 @@ class _Found:
     own: Slice
 
 
-def load(path: Path, share: Share) -> tuple[str, ...]:
-    """Load the tensors and the extra state of a process from a folder; see `load_pretrained`.
+def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[str, ...]:
+    """Load a model that Hugging Face's `save_pretrained` wrote, or `penstock.save_pretrained`.
+
+    The folder holds model.safetensors, or model.safetensors.index.json and the files it names.
+    Each process opens only the files that hold tensors of its own stages, and reads only those
+    tensors, of weights in shards its slices; nothing is unpickled.  Names are the model's own.  A
+    parameter with several names may go by any of them, and names may have or lack the
+    `base_model_prefix` that the model's class gives.  Values are copied into the parameters and
+    buffers that are there, and so take their dtype.  To spare a model on the meta device the
+    drawing of values, give `Pipeline(..., weights=folder)` instead.
+
+    In a mesh of processes all of them call this alike.
 
     Returns:
-        The names of tensors in the folder that no process has a place for.
+        Names of tensors in the folder that the model has no place for; mostly none.
 
     Raises:
-        CheckpointError: the folder is none, or does not fit; nothing has changed then.
+        CheckpointError: the folder is none, or is damaged, or holds no safetensors file; lists
+            every tensor that is missing or of another shape.  Nothing has changed then.
     """
+    return _load(Path(folder), begin("load_pretrained", pipe))
+
+
+def load_and_tell(path: str | os.PathLike[str] | None, share: Share) -> None:
+    """Load like `load_pretrained`, if there is a folder; warn of tensors without a place."""
+    unknown = _load(Path(path), share) if path is not None else ()
+    if unknown and share.mesh.is_first_rank:
+        warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
+
+
+def _load(path: Path, share: Share) -> tuple[str, ...]:
     mesh, held, shards = share
     original, owners = held.original, held.owners
 
@@ -86,8 +111,11 @@ def load(path: Path, share: Share) -> tuple[str, ...]:
             for names in missing
             if not any(is_left_out(name) for name in names)
         ]
-        faults += [*_misfits(folder, found), *extra_faults(owners, extra)]
-        used = _names_of(found) | {name for _, source in extra.values() for name in source.names}
+        used = {name for one in found for _, source in one.sources for name in source.names}
+        with folder.reading(used) as (look_at, read):  # values of what is there twice only
+            faults += [fault for one in found for fault in _misfit(one, look_at, read)]
+        faults += extra_faults(owners, extra)
+        used |= {name for _, source in extra.values() for name in source.names}
         return folder, found, extra, faults, used
 
     (folder, found, extra, _, used), told = agreed(
@@ -115,13 +143,6 @@ def load(path: Path, share: Share) -> tuple[str, ...]:
     return unknown
 
 
-def load_and_tell(path: str | os.PathLike[str] | None, share: Share) -> None:
-    """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
-    unknown = load(Path(path), share) if path is not None else ()
-    if unknown and share.mesh.is_first_rank:
-        warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
-
-
 def _match(
     sources: Sources, own: Mapping[tuple[str, ...], Tensor], shards: CutWeights
 ) -> tuple[list[_Found], list[tuple[str, ...]]]:
@@ -134,18 +155,6 @@ def _match(
         else:
             missing.append(names)
     return found, missing
-
-
-def _names_of(found: Iterable[_Found]) -> set[str]:
-    return {name for one in found for _, source in one.sources for name in source.names}
-
-
-def _misfits(folder: Folder, found: Sequence[_Found]) -> list[str]:
-    """Say what cannot be copied, by what the files say of it; values are read only of tensors that
-    are there twice.
-    """
-    with folder.reading(_names_of(found)) as (look, read):
-        return [fault for one in found for fault in _misfit(one, look, read)]
 
 
 def _misfit(one: _Found, look: Read, read: Read) -> Iterator[str]:
