@@ -37,6 +37,8 @@ class CheckpointReader:
         """A digest of the whole checkpoint, which tells it from others."""
         self.state: dict[str, Any] = self.facts["state"]
         """The keyword arguments of `save_checkpoint`."""
+        self.extra: dict[str, Any] = self.facts.get(EXTRA, {})
+        """Extra state of modules that is no tensor."""
         if self.facts.get("files") is None:  # of an early version: its files say what they hold
             self.verify()
         has_optimizer = self.facts["optimizer"] is not None
@@ -52,11 +54,6 @@ class CheckpointReader:
     def optimizer_names(self) -> tuple[str, ...]:
         """The names of the optimizer's tensors: "<parameter name>.<state key>"."""
         return (*self.optimizer,)
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Extra state of modules that is no tensor."""
-        return dict(self.facts.get(EXTRA, {}))
 
     def read_model(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read parameters and buffers into CPU memory, whole; names that are absent are left out.

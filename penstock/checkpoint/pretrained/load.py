@@ -1,7 +1,6 @@
 """Each process reads the tensors that it has, and all refuse what one of them must refuse."""
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from penstock.runtime.shards.at_rest import CutWeights
 from penstock.sharding.layouts import Slice
 
 from .folder import Folder, Read, Source, as_it_is
-from .library import as_loaded
+from .library import as_loaded, fits, patterns_of
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -218,10 +217,8 @@ def _unknown(
     names = list(there)
     buffers = Sources(original, names).of(name for name, _ in original.named_buffers())
     known = {name for _, source in buffers for name in source.names}.union(*used)
-    patterns = getattr(original, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ignored = [re.compile(pattern) for pattern in patterns]
-    left = (name for name in names if name not in known)
-    return tuple(name for name in left if not any(p.search(name) for p in ignored))
+    ignored = patterns_of(original, "_keys_to_ignore_on_load_unexpected")
+    return tuple(name for name in names if name not in known and not fits(name, ignored))
 
 
 def _unplaced(unknown: tuple[str, ...]) -> str:

@@ -3,8 +3,7 @@
 import copy
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from penstock.checkpoint.complex_pairs import refuse_wide
 from penstock.checkpoint.files import force_to_disk, refuse_existing
 from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
-from penstock.checkpoint.pretrained.library import as_saved
+from penstock.checkpoint.pretrained.library import as_saved, fits, patterns_of
 from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, begin, write_together
 from penstock.errors import check_count
@@ -74,29 +73,20 @@ def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], 
     """Return what this process writes, each tensor under the name that the model's class keeps,
     and extra state that is no tensor.
     """
-    tied = _patterns(getattr(original, "all_tied_weights_keys", None))
-    tied += _patterns(getattr(original, "_tied_weights_keys", None))
-    ignored = _patterns(getattr(original, "_keys_to_ignore_on_save", None))
+    tied = patterns_of(original, "all_tied_weights_keys", "_tied_weights_keys")
+    ignored = patterns_of(original, "_keys_to_ignore_on_save")
     writes, shards, found = pipe.mesh.is_first_of_stage, pipe.shards, {}
     for names, tensor in pipe.held.own_tensors().items():
-        kept = [name for name in names if not _fits(name, tied)] or list(names)
-        if not _fits(kept[0], ignored):
+        kept = [name for name in names if not fits(name, tied)] or list(names)
+        if not fits(kept[0], ignored):
             whole = shards.whole({names[0]: tensor})
             if writes:
                 found[kept[0]] = whole[names[0]]
     if not writes:
         return {}, {}
-    owners = {n: owner for n, owner in pipe.held.owners.items() if not _fits(n, ignored)}
+    owners = {n: owner for n, owner in pipe.held.owners.items() if not fits(n, ignored)}
     extra, values = read_extra(owners)
     return storable({**as_saved(original, found), **extra}, copy=False), values
-
-
-def _patterns(keys: Iterable[str] | None) -> list[re.Pattern[str]]:
-    return [re.compile(key) for key in keys or ()]
-
-
-def _fits(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
-    return any(pattern.search(name) for pattern in patterns)
 
 
 def _deal(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> _Shards:
