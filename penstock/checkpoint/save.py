@@ -158,7 +158,7 @@ def _collect(
     files, facts["files"], facts["slices"] = _Files(), {}, {}
     for file, content in found.items():
         written, slices = _own_of(content, share, of_optimizer=file == OPTIMIZER)
-        if written:
+        if written or mesh.world_size == 1:
             if mesh.world_size > 1:
                 file = f"{file.removesuffix(SUFFIX)}/shard-{mesh.rank + 1:05d}{SUFFIX}"
             files[file] = storable(written, copy=copy), slices
