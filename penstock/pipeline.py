@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.pretrained.load import load_and_tell
+from penstock.checkpoint.together import Share
 from penstock.errors import ConfigError, RandomnessError, check_count
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
@@ -209,7 +210,7 @@ class Pipeline(AbstractMovable):
         self._none = [nn.Parameter(torch.empty(0, device=mesh.device))] if mesh.processes else []
         with self._engine.reporting():
             self._engine.shards.start_equal(self._engine.tensors())
-            load_and_tell(weights, self.held, self.mesh, self.shards)
+            load_and_tell(weights, Share(self.mesh, self.held, self.shards))
         self._balance_by(part)
 
     # -- a training step ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Read the tensors of a model and its optimizer."""
+    saved = penstock.CheckpointReader(checkpoint)
+    of_optimizer = saved.read_optimizer(saved.optimizer_names)
+    return {**saved.read_model(saved.model_names), **of_optimizer}
 
 
 State = list[tuple[str, Tensor | None]]

@@ -1,7 +1,8 @@
 """SAVE AND LOAD: a training state as a folder, keyed by the model's own parameter names."""
 
 from .load import load_checkpoint
-from .pretrained.save import load_pretrained, save_pretrained
+from .pretrained.load import load_pretrained
+from .pretrained.save import save_pretrained
 from .reader import CheckpointReader, remove_checkpoint, remove_unfinished
 from .save import async_save_checkpoint, export_model, save_checkpoint
 from .together import Saving

@@ -36,39 +36,23 @@ class Opened:
         self._file = file
         self._pairs = set(json.loads((file.metadata() or {}).get(_PAIRS, "[]")))
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         """Name the tensors."""
         return list(self._file.keys())
 
-    def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor."""
-        found: Tensor = self._file.get_tensor(name)
-        return _joined(found) if name in self._pairs else found
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        stored = tuple(self._file.get_slice(name).get_shape())
+        return stored[:-1] if name in self._pairs else stored
 
-    def get_slice(self, name: str) -> Any:
-        """Return what knows the shape of a tensor, and reads slices of it."""
-        part = self._file.get_slice(name)
-        return _Pairs(part) if name in self._pairs else part
-
-
-class _Pairs:
-    """A complex tensor that is stored as pairs, to be read in slices."""
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-
-    def get_shape(self) -> list[int]:
-        return list(self._part.get_shape()[:-1])
-
-    def __getitem__(self, places: tuple[slice, ...]) -> Tensor:
-        return _joined(self._part[(*places, slice(0, 2))])
-
-
-def _joined(pairs: Tensor) -> Tensor:
-    """Return pairs as complex numbers, in memory of their own: kernels want them aligned, and in a
-    file they lie anywhere.
-    """
-    return torch.view_as_complex(pairs.clone(memory_format=torch.contiguous_format))
+    def read(self, name: str, places: tuple[slice, ...] | None = None) -> Tensor:
+        """Read a tensor, or a slice of it."""
+        file, is_whole = self._file, places is None
+        found: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[places]
+        if name not in self._pairs:
+            return found
+        # in memory of their own: kernels want them aligned, and in a file they lie anywhere
+        return torch.view_as_complex(found.clone(memory_format=torch.contiguous_format))
 
 
 def refuse_wide(tensors: Mapping[str, Tensor]) -> None:

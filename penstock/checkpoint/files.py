@@ -13,19 +13,11 @@ folder is written under a hidden name beside its place, forced to the disk, and 
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Set
 from pathlib import Path, PurePath
 from typing import Any
 
-from safetensors import SafetensorError
-from torch import Tensor
-
 from penstock.errors import CheckpointError
-
-from .complex_pairs import save_tensors
 
 FORMAT = "penstock-checkpoint"
 VERSION = 2
@@ -42,116 +34,44 @@ _MISSING = "it is missing"
 _OTHER_DIGEST = "its digest is not the one noted when it was written"
 
 
-def write_folder(
-    path: Path, tensors: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
-) -> None:
-    """Write `tensors[file][name]` and `facts` as the folder `path`, in one step for any reader.
-
-    Raises:
-        CheckpointError: `path` exists, `facts` holds what JSON cannot, or the disk is full or
-            refuses; nothing is left behind.
-    """
-    refuse_existing(path)
-    facts = jsonable(facts)
-    try:
-        _write_and_rename(path, tensors, facts)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint {path}: {error}; nothing is left of it. "
-            "Make room, or choose another place"
-        ) from error
-
-
-def refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path, *, allows_empty: bool = False) -> None:
     """See that nothing is overwritten.
 
     Raises:
-        CheckpointError: something is at `path`.
+        CheckpointError: something is at `path`; an empty folder, if it `allows_empty`, is nothing.
     """
-    if path.exists():
+    if path.exists() and not (allows_empty and path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists already and is never overwritten; choose another name"
+            + (", or an empty folder" if allows_empty else "")
         )
 
 
-def _write_and_rename(
-    path: Path, tensors: Mapping[str, Mapping[str, Tensor]], facts: Mapping[str, Any]
-) -> None:
-    with unfinished_folder(path) as unfinished:
-        for name, content in tensors.items():
-            save_tensors(content, unfinished / name)
-        finish_folder(unfinished, path, facts, {})
-
-
-@contextmanager
-def unfinished_folder(path: Path) -> Iterator[Path]:
-    """Make a folder with a hidden name beside `path`; it is deleted if anything goes wrong."""
-    unfinished = make_unfinished(path)
-    try:
-        yield unfinished
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def make_unfinished(path: Path) -> Path:
-    """Make a folder with a hidden name beside `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent)
-    Path(made).chmod(0o755)  # mkdtemp makes it private; other processes may be other hosts'
-    return Path(made)
-
-
-def finish_folder(
-    unfinished: Path, path: Path, facts: Mapping[str, Any], digests: Mapping[str, str]
-) -> None:
-    """Add state.json to a folder that holds all tensors, and give it its name.
-
-    `digests` are those of files that their writers have forced to the disk.
-    """
+def write_state(facts: Mapping[str, Any], folder: Path, digests: Mapping[str, str]) -> None:
+    """Add state.json to a folder that holds all tensors, in files of these digests."""
     facts = jsonable(facts)  # as it will be read, for its digest
-    files = sorted(file for file in unfinished.rglob("*") if file.is_file())
-    names = [file.relative_to(unfinished).as_posix() for file in files]
-    found = {name: digests.get(name) or digest_and_force(unfinished / name) for name in names}
-    check_all_seen(digests, found)
-    digests = {**found, STATE: digest_of([facts, found])}
-    state = {"format": FORMAT, "version": VERSION, "digests": digests, "facts": facts}
-    (unfinished / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-    force_to_disk(unfinished / STATE)
-    put_in_place(unfinished, path)
+    noted = {**digests, STATE: digest_of([facts, digests])}
+    state = {"format": FORMAT, "version": VERSION, "digests": noted, "facts": facts}
+    (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
-def check_all_seen(written: Collection[str], seen: Collection[str]) -> None:
-    """See that what other processes wrote is here too.
+def put_in_place(unfinished: Path, path: Path, written: Set[str]) -> None:
+    """Give a folder its name once all of it is on the disk, as the files `written` are.
 
     Raises:
-        CheckpointError: names what is not.
+        CheckpointError: what other processes have written is not here; names it.
     """
-    if missing := set(written) - set(seen):
+    there = {place.relative_to(unfinished).as_posix(): place for place in unfinished.rglob("*")}
+    if missing := written - there.keys():
         raise CheckpointError(
             f"{', '.join(sorted(missing))} was written by another process and is not seen here; "
             "put checkpoints where all hosts see them"
         )
-
-
-def put_in_place(unfinished: Path, path: Path) -> None:
-    """Rename a folder, all of whose files are on the disk, to its name."""
-    folders = [folder for folder in unfinished.rglob("*") if folder.is_dir()]
-    for place in (*folders, unfinished):
-        force_to_disk(place)
+    for name in there.keys() - written:
+        force_to_disk(there[name])
+    force_to_disk(unfinished)
     unfinished.rename(path)
     force_to_disk(path.parent)
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """Read state.json, and prove by digest that the other files are as they were written.
-
-    Raises:
-        CheckpointError: not a checkpoint, of another version, incomplete or damaged.
-    """
-    facts, digests = read_state(path)
-    check_files(path, digests)
-    return facts
 
 
 def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -160,7 +80,19 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         CheckpointError: not a checkpoint, of another version, or state.json is damaged.
     """
-    state = _read_state(path)
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}; give the folder of a checkpoint")
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} holds no {STATE}, so it is no Penstock checkpoint; give another folder"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise damaged(path, STATE, error) from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path / STATE} was not written by Penstock; give another folder")
     if state.get("version") not in range(1, VERSION + 1):
         raise CheckpointError(
             f"{path} has format version {state.get('version')}, this Penstock reads versions up "
@@ -205,54 +137,8 @@ def check_files(path: Path, digests: Mapping[str, str]) -> None:
     for name, digest in digests.items():
         if not (path / name).is_file():
             raise damaged(path, name, _MISSING)
-        if _digest(path / name) != digest:
+        if digest_of_file(path / name) != digest:
             raise damaged(path, name, _OTHER_DIGEST)
-
-
-def size_of(path: Path, name: str) -> int:
-    """Return the bytes of a file.
-
-    Raises:
-        CheckpointError: it is missing.
-    """
-    try:
-        return (path / name).stat().st_size
-    except OSError:
-        raise damaged(path, name, _MISSING) from None
-
-
-def digest_of_checkpoint(path: Path) -> str:
-    """Tell a checkpoint from others by what state.json notes of all its files.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    return digest_of(_read_state(path).get("digests", {}))
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give the folder of a checkpoint")
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} holds no {STATE}, so it is no Penstock checkpoint; give another folder"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise damaged(path, STATE, str(error)) from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path / STATE} was not written by Penstock; give another folder")
-    return state
-
-
-def remove_folder(path: Path) -> None:
-    """Delete a checkpoint; it disappears whole, however the deletion ends."""
-    doomed = path.with_name(f".{path.name}{UNFINISHED}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def damaged(path: Path, name: str, why: Exception | str) -> CheckpointError:
@@ -280,15 +166,10 @@ def digest_of(facts: Any) -> str:
     return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(file: Path) -> str:
+def digest_of_file(file: Path) -> str:
+    """Return the digest of what a file holds."""
     with file.open("rb") as stream:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def digest_and_force(file: Path) -> str:
-    """Force a file to the disk; give its digest."""
-    force_to_disk(file)
-    return _digest(file)
 
 
 def force_to_disk(path: Path) -> None:

@@ -1,6 +1,7 @@
 """An optimizer's state by parameter name, so that it does not depend on how the model is cut."""
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -67,28 +68,24 @@ def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"kind": first["kind"], "groups": groups, "values": values}
 
 
-def only_of(facts: Json, names: Iterable[str]) -> Json:
-    """Return the part of an optimizer's facts that concerns the named parameters."""
-    own = set(names)
-    groups = [
-        {**group, "parameters": [name for name in group["parameters"] if name in own]}
-        for group in facts["groups"]
-    ]
-    values = {k: v for k, v in facts["values"].items() if k.rpartition(".")[0] in own}
-    return {**facts, "groups": groups, "values": values}
-
-
-def names_of_share(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
-    """Name the parameters whose state `optimizer` holds in this process."""
+def select(
+    optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, keys: Iterable[str]
+) -> tuple[Json, set[str]]:
+    """Select what concerns this process: facts of the module's parameters, and the keys of those
+    whose state `optimizer` holds.
+    """
     names = parameter_names(module)
-    groups = optimizer.param_groups
-    return [name for group in groups for name in _group_names(group, names)]
-
-
-def keys_of(names: Iterable[str], keys: Iterable[str]) -> set[str]:
-    """Choose the keys "<parameter name>.<state key>" of the named parameters."""
-    own = set(names)
-    return {key for key in keys if key.rpartition(".")[0] in own}
+    own, groups = {*names.values()}, optimizer.param_groups
+    held = {name for group in groups for name in _group_names(group, names)}
+    facts = {
+        **facts,
+        "groups": [
+            {**group, "parameters": [name for name in group["parameters"] if name in own]}
+            for group in facts["groups"]
+        ],
+        "values": {k: v for k, v in facts["values"].items() if k.rpartition(".")[0] in own},
+    }
+    return facts, {key for key in keys if key.rpartition(".")[0] in held}
 
 
 def check_optimizer(
@@ -124,18 +121,14 @@ def unpack_optimizer(
     for key, value in (*tensors.items(), *facts["values"].items()):
         name, _, state_key = key.rpartition(".")
         by_parameter.setdefault(name, {})[_unescaped(state_key)] = value
-    number = 0
-    state: dict[int, dict[str, Any]] = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    named = ((number, names.get(id(p))) for number, p in enumerate(parameters))
+    state = {number: by_parameter[name] for number, name in named if name in by_parameter}
+    numbers = iter(range(len(parameters)))
     groups = []
     for group, saved in zip(optimizer.param_groups, facts["groups"], strict=True):
-        numbers = []
-        for parameter in group["params"]:
-            if (name := names.get(id(parameter))) in by_parameter:
-                state[number] = by_parameter[name]
-            numbers.append(number)
-            number += 1
         options = {key: _like(value, group.get(key)) for key, value in saved["options"].items()}
-        groups.append({**options, "params": numbers})
+        groups.append({**options, "params": list(islice(numbers, len(group["params"])))})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for parameter, loaded in optimizer.state.items():
         _restore_types(loaded, by_parameter.get(names.get(id(parameter), ""), {}))

@@ -12,8 +12,9 @@ whose `HuggingFaceStorageReader` reads them too.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import add, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +30,10 @@ Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """What a file has of a tensor: a slice, or all of it, which is as long as the file says."""
+    """A tensor in a file: a slice of it, or all, whose shape the file knows."""
 
     file: str
-    offsets: Shape | None = None
-    lengths: Shape | None = None
+    part: Slice | None = None
 
 
 Pieces = tuple[Piece, ...]
@@ -52,36 +52,39 @@ def header_of(tensors: Mapping[str, Tensor], slices: Own) -> dict[str, str]:
     return {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def find_pieces(
-    path: Path, name: str, facts: Mapping[str, Any] | None = None
-) -> dict[str, Pieces]:
+def find_pieces(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Pieces]:
     """Map the tensors of what one process writes as `name` to the pieces that make each of them.
 
-    `facts` of a checkpoint name the tensors of all files; without such, the files are opened.
+    `facts` of a checkpoint name the tensors of all files; of an early one, the files are opened.
 
     Raises:
         CheckpointError: a file has to be opened, and is no safetensors file.
     """
-    noted = (facts or {}).get("files")
+    folder, slices = name.removesuffix(SUFFIX), facts.get("slices", {})
+    noted = facts.get("files")
     if noted is None:
-        noted = dict(_look_into(path, name))
-    slices = (facts or {}).get("slices", {})
-    folder = name.removesuffix(SUFFIX)
-    found: dict[str, list[Piece]] = {}
+        noted = {}
+        files = sorted((path / folder).glob(f"*{SUFFIX}")) or [path / name]
+        for file in (file.relative_to(path).as_posix() for file in files):
+            with _opened(path, file) as opened:
+                noted[file] = opened.names()
+    found: dict[str, dict[str, Any]] = {}
     for file, names in noted.items():
         if file.startswith((f"{folder}/", name)):
             for tensor in names:
-                place = map(tuple, slices.get(file, {}).get(tensor, ()))
-                found.setdefault(tensor, []).append(Piece(file, *place))
-    return {tensor: tuple(pieces) for tensor, pieces in found.items()}
+                found.setdefault(tensor, {})[file] = slices.get(file, {}).get(tensor)
+    return {tensor: _pieces_of(places) for tensor, places in found.items()}
 
 
-def _look_into(path: Path, name: str) -> Iterator[tuple[str, list[str]]]:
-    shards = path / name.removesuffix(SUFFIX)
-    files = sorted(shards.glob(f"*{SUFFIX}")) if shards.is_dir() else [path / name]
-    for file in (file.relative_to(path).as_posix() for file in files):
-        with _opened(path, file) as opened:
-            yield file, list(opened.keys())
+def _pieces_of(places: Mapping[str, Any]) -> Pieces:
+    """Return the pieces of a tensor; `places` say where slices begin, and their lengths."""
+    ends = [map(add, *place) for place in places.values() if place]
+    if not ends:
+        return tuple(map(Piece, places))
+    whole = tuple(map(max, zip(*ends, strict=True)))
+    boxes = [place or ((0,) * len(whole), whole) for place in places.values()]
+    parts = [Slice(tuple(begin), tuple(lengths), whole) for begin, lengths in boxes]
+    return tuple(map(Piece, places, parts))
 
 
 def files_for(pieces: Mapping[str, Pieces], own: Own) -> set[str]:
@@ -91,30 +94,18 @@ def files_for(pieces: Mapping[str, Pieces], own: Own) -> set[str]:
 
 def _needed(pieces: Pieces, own: Slice | None) -> Pieces:
     """Leave out the pieces of which nothing is wanted, but for one that tells the type."""
-    whole = _whole(pieces)
-    if own is None or whole is None or whole != own.whole:
+    part = pieces[0].part
+    if own is None or part is None or part.whole != own.whole:
         return pieces
-    return tuple(p for p in pieces if _overlap(p, own) is not None) or pieces[:1]
+    return tuple(p for p in pieces if p.part and _common(p.part, own)) or pieces[:1]
 
 
-def _whole(pieces: Pieces) -> Shape | None:
-    """Return the shape of a tensor that is in slices."""
-    ends = [_ends(p.offsets, p.lengths) for p in pieces if p.offsets is not None]
-    return tuple(map(max, zip(*ends, strict=True))) if ends else None
-
-
-def _ends(offsets: Shape, lengths: Shape | None) -> Shape:
-    assert lengths is not None
-    return tuple(a + n for a, n in zip(offsets, lengths, strict=True))
-
-
-def _overlap(piece: Piece, own: Slice) -> list[tuple[int, int]] | None:
-    """Return where what both have begins and ends, by dimension; None: they share nothing."""
-    assert piece.offsets is not None
-    ends = zip(_ends(piece.offsets, piece.lengths), _ends(own.offsets, own.lengths), strict=True)
-    begins = map(max, zip(piece.offsets, own.offsets, strict=True))
-    both = list(zip(begins, map(min, ends), strict=True))
-    return both if all(a < b for a, b in both) else None
+def _common(one: Slice, other: Slice) -> Slice | None:
+    """Return what two slices of a tensor share; None: nothing."""
+    begins = tuple(map(max, one.offsets, other.offsets))
+    ends = (tuple(map(add, *own[:2])) for own in (one, other))
+    lengths = tuple(map(sub, map(min, *ends), begins))
+    return Slice(begins, lengths, one.whole) if all(n > 0 for n in lengths) else None
 
 
 def read_pieces(
@@ -139,12 +130,12 @@ def read_pieces(
     for file, its in by_file.items():
         with _opened(path, file) as opened:
             for name, piece in its:
-                whole = _whole(pieces[name]) or tuple(opened.get_slice(name).get_shape())
-                every = Slice.of_all(whole)
+                part = piece.part or Slice.of_all(opened.shape(name))
+                every = Slice.of_all(part.whole)
                 wanted = own.get(name, every)
-                wanted = wanted if wanted.whole == whole else every
-                tensors[name] = _read(opened, (name, piece), wanted, tensors.get(name))
-                wholes[name] = whole
+                wanted = wanted if wanted.whole == part.whole else every
+                tensors[name] = _read(opened, (name, part), wanted, tensors.get(name))
+                wholes[name] = part.whole
     return tensors, wholes
 
 
@@ -157,31 +148,23 @@ def _opened(path: Path, file: str) -> Iterator[Opened]:
         raise damaged(path, file, error) from None
 
 
-def read_all(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read all of what one process writes as `name`; `facts` are the checkpoint's."""
-    return read_pieces(path, find_pieces(path, name, facts))[0]
-
-
-def _read(opened: Opened, of: tuple[str, Piece], wanted: Slice, before: Tensor | None) -> Tensor:
+def _read(
+    opened: Opened, stored: tuple[str, Slice], wanted: Slice, before: Tensor | None
+) -> Tensor:
     """Read what a file has of what is wanted, into what was read `before` of it."""
-    name, piece = of
-    if wanted.is_all and piece.offsets is None:
-        return opened.get_tensor(name)
-    part = opened.get_slice(name)
-    shape = tuple(part.get_shape())
-    piece = Piece(piece.file, piece.offsets or (0,) * len(shape), shape)
-    both = _overlap(piece, wanted)
+    name, part = stored
+    if wanted == part:
+        return opened.read(name)
+    both = _common(part, wanted)
     if both is None:  # its type only
-        first: Tensor = part[tuple(slice(0, 1) for _ in shape)]
-        return first.new_empty(wanted.lengths)
-    assert piece.offsets is not None
-    found: Tensor = part[_from(both, piece.offsets)]
+        return opened.read(name, (slice(0, 1),) * len(part.whole)).new_empty(wanted.lengths)
+    found = opened.read(name, _within(both, part))
     if found.shape == wanted.lengths:
         return found
     target = found.new_empty(wanted.lengths) if before is None else before
-    target[_from(both, wanted.offsets)] = found
+    target[_within(both, wanted)] = found
     return target
 
 
-def _from(both: Sequence[tuple[int, int]], offsets: Shape) -> tuple[slice, ...]:
-    return tuple(slice(a - o, b - o) for (a, b), o in zip(both, offsets, strict=True))
+def _within(part: Slice, larger: Slice) -> tuple[slice, ...]:
+    return part._replace(offsets=tuple(map(sub, part.offsets, larger.offsets))).indices

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,31 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
-from penstock.mesh import Mesh
-from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
 from penstock.runtime.engine import is_pipeline
-from penstock.runtime.shards.at_rest import CutWeights, weight_of
+from penstock.runtime.shards.at_rest import weight_of
 from penstock.sharding.layouts import Slice
 
-from .complex_pairs import refuse_wide
+from .complex_pairs import refuse_wide, save_tensors
 from .files import (
     EXTRA,
     MODEL,
     OPTIMIZER,
+    SUFFIX,
     UNFINISHED,
+    digest_of_file,
+    force_to_disk,
     jsonable,
-    read_facts,
     refuse_existing,
-    write_folder,
+    write_state,
 )
 from .optimizer_state import merge_optimizers, pack_optimizer
-from .pieces import read_all
-from .processes import agreed, begin, held_of, shards_of
-from .together import MODEL_FOLDER, OPTIMIZER_FOLDER, Content, Saving, begin_together
+from .pieces import header_of
+from .reader import CheckpointReader
+from .together import Digests, Saving, Share, agreed, begin, write_together
+
+_Files = dict[str, tuple[dict[str, Tensor], Mapping[str, Slice]]]
+"""What a process writes: tensors of each file, and of which parts some of them are."""
 
 
 def save_checkpoint(
@@ -63,12 +67,7 @@ def save_checkpoint(
         PeerError: another process failed, or is gone.
         WaitTimeout: another process does not answer.
     """
-    target = Path(path).absolute()
-    content = _collect(target, module, optimizer, state, copy=False)
-    if content.mesh.world_size > 1:
-        begin_together(target, content).wait()
-    else:
-        write_folder(target, content.tensors, content.facts)
+    _begin(path, module, optimizer, state, copy=False).wait()
 
 
 def async_save_checkpoint(
@@ -89,98 +88,114 @@ def async_save_checkpoint(
     Raises:
         CheckpointError: as `save_checkpoint`; what only shows while writing is raised by `wait()`.
     """
-    target = Path(path).absolute()  # the process may go elsewhere meanwhile
-    content = _collect(target, module, optimizer, state, copy=True)
-    if content.mesh.world_size > 1:
-        return begin_together(target, content)
-    write = partial(write_folder, target, content.tensors, content.facts)
-    return Saving(target, in_thread(write, "penstock-save", daemon=False).result)
+    return _begin(path, module, optimizer, state, copy=True)
 
 
-def _collect(
-    target: Path,
+def _begin(
+    path: str | os.PathLike[str],
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     state: dict[str, Any],
     *,
     copy: bool,
-) -> Content:
-    """Gather what is saved; in a mesh of processes, all of them raise what one of them must.
+) -> Saving:
+    """Gather what is saved, and begin to write it; in a mesh of processes, all of them raise what
+    one of them must.
 
     Raises:
         CheckpointError: something cannot be saved.
     """
-    mesh, held, shards = begin("save_checkpoint", module), held_of(module), shards_of(module)
-    of_model, of_optimizer = (
-        (MODEL_FOLDER, OPTIMIZER_FOLDER) if mesh.world_size > 1 else (MODEL, OPTIMIZER)
-    )
+    target = Path(path).absolute()  # the process may go elsewhere meanwhile
+    share = begin("save_checkpoint", module)
+    mesh = share.mesh
 
-    def own() -> Content:
+    def collect() -> tuple[_Files, dict[str, Any]]:
         if mesh.is_first_rank:
             refuse_existing(target)
-        extra, values = read_extra(held.owners)
-        found = {of_model: {**held.state(), **extra}}
-        facts = {**_facts(module, state), EXTRA: values if mesh.is_first_of_stage else {}}
-        if optimizer is not None:
-            content, packed = pack_optimizer(optimizer, module)
-            facts["optimizer"] = jsonable(packed)
-            found[of_optimizer] = content
-        tensors, slices = {}, {}
-        for place, content in found.items():
-            written, slices[place] = _own_of(content, shards, mesh, place == of_optimizer)
-            tensors[place] = storable(written, copy=copy)
-        return Content(mesh, tensors, slices, facts)
+        return _collect(share, module, optimizer, state, copy=copy)
 
-    content, told = agreed(
+    (files, facts), told = agreed(
         mesh,
-        own,
-        lambda own: (own.facts["optimizer"], *own.places, own.facts[EXTRA]),
+        collect,
+        lambda own: {key: own[1][key] for key in ("optimizer", "files", "slices", EXTRA)},
         "for the others to save the same checkpoint",
     )
-    parts = [part for part, *_ in told]
+    parts = [part.pop("optimizer") for part in told]
     without = [str(rank) for rank, part in enumerate(parts) if part is None]
     if without and len(without) < len(parts):
         raise CheckpointError(
             f"rank {', '.join(without)} saves without an optimizer, the others with one; give one "
             "on every rank, of pipe.parameters()"
         )
-    if optimizer is not None:
+    if not without:
         firsts = [rows[0][0] for rows in mesh.placement.meshes] if mesh.world_size > 1 else [0]
-        content.facts["optimizer"] = merge_optimizers([parts[rank] for rank in firsts])
-    for key, place in (("files", 1), ("slices", 2), (EXTRA, 3)):
-        content.facts[key] = {name: value for own in told for name, value in own[place].items()}
-    return content
+        facts["optimizer"] = merge_optimizers([parts[rank] for rank in firsts])
+    for key in told[0]:
+        facts[key] = {name: value for part in told for name, value in part[key].items()}
+    write, finish = partial(_write, files), partial(write_state, facts)
+    return write_together(mesh, target, refuse_existing, write, finish)
+
+
+def _collect(
+    share: Share,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: dict[str, Any],
+    *,
+    copy: bool,
+) -> tuple[_Files, dict[str, Any]]:
+    """Gather what this process writes, and facts of the checkpoint."""
+    mesh, held, _ = share
+    facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
+    if is_pipeline(module):
+        noted = ("step", "evaluations", "seed")
+        facts["pipeline"] = {name: getattr(module, name) for name in noted}
+    extra, values = read_extra(held.owners)
+    found = {MODEL: {**held.state(), **extra}}
+    if optimizer is not None:
+        found[OPTIMIZER], facts["optimizer"] = pack_optimizer(optimizer, module)
+    facts = {**jsonable(facts), EXTRA: values if mesh.is_first_of_stage else {}}
+    files, facts["files"], facts["slices"] = _Files(), {}, {}
+    for file, content in found.items():
+        written, slices = _own_of(content, share, of_optimizer=file == OPTIMIZER)
+        if written or mesh.world_size == 1:
+            if mesh.world_size > 1:
+                file = f"{file.removesuffix(SUFFIX)}/shard-{mesh.rank + 1:05d}{SUFFIX}"
+            files[file] = storable(written, copy=copy), slices
+            facts["files"][file] = list(written)
+            facts["slices"][file] = {n: own[:2] for n, own in slices.items() if n in written}
+    return files, facts
 
 
 def _own_of(
-    content: dict[str, Any], shards: CutWeights, mesh: Mesh, of_optimizer: bool
+    content: dict[str, Any], share: Share, *, of_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, Slice]]:
-    """Return what this process writes: what others have too, the first one of them; and which
-    part of a tensor it has.
+    """Select what this process writes, replicated tensors from their first holder, sharded ones
+    from each holder; and say which slices of these are here.
     """
+    mesh, _, shards = share
     axes = (*mesh.shard_axes, mesh.replicas.tensors)
     cut = shards.slices(content, of_optimizer=of_optimizer)
     slices = {name: own for name, own in cut.items() if content[name].shape == own.lengths}
-    written = {}
-    for name, value in content.items():
-        if name in slices:
-            is_own = shards.is_first(weight_of(name, of_optimizer), axes) and value.numel() > 0
-        else:
-            is_own = mesh.is_first_of_stage
-        if is_own:
-            written[name] = value
-    return written, {name: own for name, own in slices.items() if name in written}
+
+    def is_own(name: str, value: Any) -> bool:
+        if name not in slices:
+            return mesh.is_first_of_stage
+        return value.numel() > 0 and shards.is_first(weight_of(name, of_optimizer), axes)
+
+    return {name: value for name, value in content.items() if is_own(name, value)}, slices
 
 
-def _facts(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
-    if is_pipeline(module):
-        facts["pipeline"] = {
-            "step": module.step,
-            "evaluations": module.evaluations,
-            "seed": module.seed,
-        }
-    return jsonable(facts)
+def _write(files: _Files, folder: Path) -> Digests:
+    """Write files; force them to the disk, and give the digests."""
+    digests = {}
+    for name, (tensors, slices) in files.items():
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        save_tensors(tensors, file, header_of(tensors, slices))
+        force_to_disk(file)
+        digests[name] = digest_of_file(file)
+    return digests
 
 
 def storable(tensors: dict[str, Any], *, copy: bool) -> dict[str, Tensor]:
@@ -217,18 +232,14 @@ def export_model(path: str | os.PathLike[str], file: str | os.PathLike[str]) -> 
         CheckpointError: `path` is no checkpoint, or damaged; `file` exists or cannot be written.
     """
     target = Path(file)
-    if target.exists():
-        raise CheckpointError(
-            f"{target} exists already and is never overwritten; choose another name"
-        )
-    facts = read_facts(Path(path))
-    values = facts.get(EXTRA)
+    refuse_existing(target)
+    saved = CheckpointReader(path)
+    saved.verify()
+    tensors = saved.read_model(saved.model_names)
+    refuse_wide(tensors)
     unfinished = target.with_name(f".{target.name}{UNFINISHED}")
     try:
-        metadata = {EXTRA: json.dumps(values)} if values else None
-        tensors = read_all(Path(path), MODEL, facts)
-        refuse_wide(tensors)
-        save_file(tensors, unfinished, metadata)
+        save_file(tensors, unfinished, {EXTRA: json.dumps(saved.extra)} if saved.extra else None)
         unfinished.rename(target)
     except (OSError, SafetensorError) as error:
         unfinished.unlink(missing_ok=True)

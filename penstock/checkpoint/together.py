@@ -1,30 +1,101 @@
-"""Write a folder from many processes: each writes the tensors of its own stage.
+"""What the processes that hold a model do alike to save or load it: begin, refuse, write a folder.
 
-    model/*.safetensors       one shard a process that has tensors, or slices of some, for it
-    optimizer/*.safetensors   likewise
-    state.json                as ever, and the tensors and slices of each shard; rank 0 writes it
-                              when all shards are there
-
-A save runs in a thread of its own in every process, and over a process group of its own, so that
-training may go on beside it.  The folder has a hidden name until it is complete.
+A folder is written in a thread of its own in every process, and over a process group of its own,
+so that training may go on beside it.  It has a hidden name until it is complete.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import nn
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
+from penstock.mesh.agreement import Outcome, outcome_of
 from penstock.mesh.control import Control
+from penstock.model.state import Held
+from penstock.runtime.engine import is_pipeline
+from penstock.runtime.shards.at_rest import CutWeights
 
-from .complex_pairs import save_tensors
-from .files import SUFFIX, digest_and_force, finish_folder, make_unfinished, refuse_existing
-from .pieces import Own, header_of
+from .files import UNFINISHED, put_in_place
+
+Found = TypeVar("Found")
+Digests = dict[str, str]
+"""Of what a process has written, by the name in the folder; empty ones where nobody asks."""
+_MOST_FAULTS = 100
+
+
+class Share(NamedTuple):
+    """The processes that hold parts of a model, and what this one holds: of weights `shards` that
+    several processes share, its slices.
+    """
+
+    mesh: Mesh
+    held: Held
+    shards: CutWeights
+
+
+def begin(call: str, module: nn.Module) -> Share:
+    """Begin a call, one of `agreement.CALLS`, with all processes that hold parts of a model.
+
+    Raises:
+        MeshError: they begin different calls, or for different pipelines.
+    """
+    if not is_pipeline(module):
+        return Share(Mesh.of_one_process(), Held(module, module), CutWeights({}, {}))
+    module.mesh.world.begin_call(call, module.number)
+    return Share(module.mesh, module.held, module.shards)
+
+
+def agreed(
+    mesh: Mesh, job: Callable[[], Found], tell: Callable[[Found], Any], what: str
+) -> tuple[Found, list[Any]]:
+    """Run a job in every process; all refuse what one of them must refuse.
+
+    Returns:
+        What the job found here, and what each process tells of that, in the order of ranks.
+
+    Raises:
+        CheckpointError: says what went wrong, and on which ranks where not on all alike; in a
+            process that is alone, whatever the job raised.
+    """
+    try:
+        found = job()
+    except (PeerError, WaitTimeout):  # there is nobody to agree with
+        raise
+    except Exception as error:
+        if mesh.world_size == 1:
+            raise
+        raise _refusal(mesh.world.gather((str(error), None), what)) from error
+    told = mesh.world.gather((None, tell(found)), what)
+    if any(problem is not None for problem, _ in told):
+        raise _refusal(told)
+    return found, [part for _, part in told]
+
+
+def _refusal(told: list[tuple[str | None, Any]]) -> CheckpointError:
+    said = {rank: problem for rank, (problem, _) in enumerate(told) if problem is not None}
+    if len(said) == len(told) and len(set(said.values())) == 1:
+        return CheckpointError(said[0])
+    return CheckpointError("; ".join(f"rank {rank}: {problem}" for rank, problem in said.items()))
+
+
+def refuse_foreign(head: str, told: Iterable[Iterable[str]], *tail: str) -> None:
+    """Refuse what does not fit the model, if any process told of faults.
+
+    Raises:
+        CheckpointError: `head`, the faults, each once, and `tail`.
+    """
+    faults = list(dict.fromkeys(fault for said in told for fault in said))
+    if faults:
+        lines = [f"  {fault}" for fault in faults[:_MOST_FAULTS]]
+        if len(faults) > _MOST_FAULTS:
+            lines.append(f"  and {len(faults) - _MOST_FAULTS} more")
+        raise CheckpointError("\n".join([head, *lines, *filter(None, tail)]))
 
 
 class Saving:
@@ -33,8 +104,8 @@ class Saving:
     def __init__(self, path: Path, wait: Callable[[], None]) -> None:
         self.path = path
         """The folder, once it is there."""
-        self._wait: Callable[[], None] | None = wait
-        self._error: Exception | None = None
+        self._wait = wait
+        self._outcome: Outcome | None = None
 
     def wait(self) -> None:
         """Return when the folder is there, however long it takes.
@@ -44,105 +115,45 @@ class Saving:
             PeerError: another process failed meanwhile.
             WaitTimeout: another process does not answer within the mesh's deadline.
         """
-        if self._error is not None:
-            raise self._error
-        if self._wait is None:
-            return
-        try:
-            self._wait()
-        except Exception as error:  # an interrupt is no outcome
-            self._error = error
-            raise
-        self._wait = None
-
-
-MODEL_FOLDER, OPTIMIZER_FOLDER = "model", "optimizer"
-
-Tensors = Mapping[str, Tensor]
-Digests = dict[str, str]
-"""What a process has written, by the name in the folder."""
-Refuse = Callable[[], None]
-"""Raises where nothing may be written."""
-Begin = Callable[[], Path]
-"""Makes the unfinished folder."""
-WriteOwn = Callable[[Path], Digests]
-"""(unfinished folder) -> what this process has written there."""
-Finish = Callable[[Path, Digests], None]
-"""(unfinished folder, what all have written): completes the folder and gives it its name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What this process writes, `tensors[file or folder][name]`, and facts of it: those of all
-    processes, once they have told each other.
-
-    `slices[file or folder][name]` says of which part a tensor is, where that is not all.
-    """
-
-    mesh: Mesh
-    tensors: Mapping[str, Tensors]
-    slices: Mapping[str, Own]
-    facts: dict[str, Any]
-
-    @property
-    def places(self) -> tuple[dict[str, list[str]], dict[str, dict[str, Any]]]:
-        """The tensors of each file that this process writes, and where its slices begin and how
-        long they are.
-        """
-        files, slices = {}, {}
-        for place, tensors in self.tensors.items():
-            if tensors:
-                name = place if self.mesh.world_size == 1 else shard_name(self.mesh.rank, place)
-                files[name] = list(tensors)
-                slices[name] = {n: own[:2] for n, own in self.slices[place].items()}
-        return files, {name: own for name, own in slices.items() if own}
-
-
-def begin_together(path: Path, content: Content) -> Saving:
-    """Begin to write what all processes have as one folder.
-
-    The tensors must not change until it is written.
-
-    Waiting for it raises:
-        CheckpointError: `path` exists, or a disk refuses; on every process alike.
-        PeerError: a process failed meanwhile.
-    """
-
-    def begin() -> Path:
-        unfinished = make_unfinished(path)
-        for folder in content.tensors:
-            (unfinished / folder).mkdir()
-        return unfinished
-
-    def finish(unfinished: Path, digests: Digests) -> None:
-        finish_folder(unfinished, path, content.facts, digests)
-
-    write = partial(_write_shards, content)
-    return write_together(content.mesh, path, partial(refuse_existing, path), begin, write, finish)
+        if self._outcome is None:
+            self._outcome = outcome_of(self._wait)
+        self._outcome.result()
 
 
 def write_together(
-    mesh: Mesh, path: Path, refuse: Refuse, begin: Begin, write_own: WriteOwn, finish: Finish
+    mesh: Mesh,
+    path: Path,
+    refuse: Callable[[Path], None],
+    write_own: Callable[[Path], Digests],
+    finish: Callable[[Path, Digests], None],
 ) -> Saving:
-    """Begin to write the folder `path`: rank 0 begins it, all write, and rank 0 completes it.
+    """Begin to write the folder `path`, unless `refuse` raises: all write their own into it, and
+    rank 0 finishes it, knowing what all have written.  No deadline runs on what they write.
 
-    No deadline runs on what they write.
+    What they write must not change until they have.
+
+    Waiting for it raises:
+        CheckpointError: `refuse` did, or a disk refuses; on every process alike.
+        PeerError: a process failed meanwhile.
     """
     what = f"for all to write the checkpoint {path}"
 
+    def complete(unfinished: Path, digests: Digests) -> None:
+        finish(unfinished, digests)
+        put_in_place(unfinished, path, digests.keys())
+
     def write(world: Control) -> None:
-        world.from_first(refuse, what)
-        unfinished, error = world.from_first(partial(_try, world, begin), what)
-        parts: list[tuple[Digests | None, str | None]] = [({}, error)]
-        if error is None:
-            mine = world.work(partial(_try, world, partial(write_own, unfinished)), what)
+        world.from_first(partial(refuse, path), what)
+        parts = [world.from_first(partial(_try, world, _make_unfinished, path), what)]
+        unfinished = parts[0][0]
+        if unfinished is not None:
+            mine = world.work(partial(_try, world, write_own, unfinished), what)
             parts = world.gather(mine, what)
-        errors = list(dict.fromkeys(said for _, said in parts if said is not None))
-        if not errors:
-            digests = {name: digest for own, _ in parts for name, digest in (own or {}).items()}
-            complete = partial(_try, world, partial(finish, unfinished, digests))
-            _, error = world.from_first(complete, what)
-            errors = [error] if error is not None else []
+        if all(error is None for _, error in parts):
+            digests = {name: digest for own, _ in parts for name, digest in own.items()}
+            job = partial(_try, world, complete, unfinished, digests)
+            parts = [world.from_first(job, what)]
+        errors = dict.fromkeys(error for _, error in parts if error is not None)
         if errors:
             if world.rank == 0 and unfinished is not None:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -155,25 +166,17 @@ def write_together(
     return Saving(path, mesh.begin_save(write, what))
 
 
-def _try(world: Control, job: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return the result of a job, or what went wrong, to be told to the other processes."""
+def _make_unfinished(path: Path) -> Path:
+    """Make a folder with a hidden name beside `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent))
+    made.chmod(0o755)  # mkdtemp makes it private; other processes may be other hosts'
+    return made
+
+
+def _try(world: Control, job: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+    """Return the result of a job, and what went wrong, to be told to the other processes."""
     try:
-        return job(), None
+        return job(*arguments), None
     except Exception as problem:
-        return None, f"rank {world.rank}: {problem}" if world.size > 1 else str(problem)
-
-
-def shard_name(rank: int, folder: str) -> str:
-    """Name what a process writes into a folder."""
-    return f"{folder}/shard-{rank + 1:05d}{SUFFIX}"
-
-
-def _write_shards(content: Content, unfinished: Path) -> Digests:
-    """Write a checkpoint's shards; force them to the disk, and give the digests."""
-    digests = {}
-    for folder, tensors in content.tensors.items():
-        if tensors:
-            file = shard_name(content.mesh.rank, folder)
-            save_tensors(tensors, unfinished / file, header_of(tensors, content.slices[folder]))
-            digests[file] = digest_and_force(unfinished / file)
-    return digests
+        return None, f"rank {world.rank}: {problem}" if world.size > 1 else f"{problem}"

@@ -290,8 +290,8 @@ FAULTS = (
     Fault(
         "a process that reads a part of a checkpoint does not verify it",
         "penstock/checkpoint/load.py",
-        "check_files(path, digests)\n        saved",
-        "saved",
+        "self.saved.verify(files)\n        of_model",
+        "of_model",
         "tests/distributed/test_checkpoint_processes.py",
         "damage",
     ),

@@ -112,8 +112,8 @@ FAULTS = (
     Fault(
         "a slice is read from the beginning of what a file has",
         "penstock/checkpoint/pieces.py",
-        "found: Tensor = part[_from(both, piece.offsets)]",
-        "found: Tensor = part[_from([(0, b - a) for a, b in both], (0,) * len(both))]",
+        "found = opened.read(name, _within(both, part))",
+        "found = opened.read(name, _within(both, both))",
         "tests/checkpoint/test_pieces.py",
     ),
     Fault(

@@ -100,6 +100,26 @@ def test_only_files_with_something_of_a_slice_are_opened(tmp_path: Path) -> None
     assert len(files_for(pieces, other)) == 3
 
 
+def test_a_slice_is_read_of_a_tensor_that_one_file_holds_whole_and_others_in_slices(
+    tmp_path: Path,
+) -> None:
+    """As of a tied weight that one stage has in shards, and another one whole."""
+    (tmp_path / "model").mkdir()
+    whole = torch.arange(24.0).reshape(6, 4)
+    files = [f"model/{number}.safetensors" for number in range(3)]
+    own = [Slice((start, 0), (3, 4), (6, 4)) for start in (0, 3)]
+    facts: dict[str, Any] = {"files": {file: ["weight"] for file in files}, "slices": {}}
+    for file, part in zip(files, (*own, Slice.of_all((6, 4))), strict=True):
+        save_file({"weight": whole[part.indices]}, tmp_path / file)
+        if not part.is_all:
+            facts["slices"][file] = {"weight": [*part[:2]]}
+    pieces = find_pieces(tmp_path, "model.safetensors", facts)
+    found, wholes = read_pieces(tmp_path, pieces, {"weight": Slice((2, 1), (2, 2), (6, 4))})
+    assert torch.equal(found["weight"], whole[2:4, 1:3])
+    assert wholes == {"weight": (6, 4)}
+    assert torch.equal(read_pieces(tmp_path, pieces)[0]["weight"], whole)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_the_slices_too(tmp_path: Path) -> None:
     tensors = {"a": torch.rand(5, 4), "b": torch.rand(7)}

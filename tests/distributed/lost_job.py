@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import penstock
-from penstock.checkpoint.files import finish_folder, make_unfinished
+from penstock.checkpoint.files import write_state
 from penstock.checkpoint.together import write_together
 from penstock.errors import PenstockError
 
@@ -42,14 +43,7 @@ def save(mesh: penstock.Mesh, folder: Path) -> None:
             threading.Event().wait()
         return {}
 
-    write_together(
-        mesh,
-        folder,
-        lambda: None,
-        lambda: make_unfinished(folder),
-        write,
-        lambda unfinished, written: finish_folder(unfinished, folder, {}, written),
-    ).wait()
+    write_together(mesh, folder, lambda _: None, write, partial(write_state, {})).wait()
 
 
 def main() -> None:

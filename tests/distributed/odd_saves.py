@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.checkpoint.files import make_unfinished, put_in_place
 from penstock.checkpoint.together import Saving, write_together
 from penstock.mesh import background
 from tests.model_parts import Masters, Noted, noted_pipeline
@@ -129,12 +128,10 @@ def slow_writers(mesh: penstock.Mesh, folder_for_saves: str) -> bool:
     def finish(path: Path, unfinished: Path, written: Mapping[str, str]) -> None:
         threading.Event().wait(4.0 if path == second else 0.0)
         (unfinished / "written").write_text(" ".join(sorted(written)))
-        put_in_place(unfinished, path)
 
     def save(path: Path) -> Saving:
-        begin = partial(make_unfinished, path)
         return write_together(
-            mesh, path, lambda: None, begin, partial(write, path), partial(finish, path)
+            mesh, path, lambda _: None, partial(write, path), partial(finish, path)
         )
 
     saves = [save(path) for path in (first, second)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import schedules
-from penstock.checkpoint.files import read_facts
+from penstock.checkpoint.files import read_state
 from penstock.errors import CheckpointError
 from tests.distributed import odd_saves
 from tests.distributed.call import call
@@ -152,7 +152,7 @@ def test_two_processes_save_and_one_process_goes_on_bit_by_bit(tmp_path: Path) -
 
 def check_files_are_noted(folder: Path, num_files: int) -> None:
     """See that a checkpoint is few files, and tells which tensors each of them holds."""
-    noted = read_facts(folder)["files"]
+    noted = read_state(folder)[0]["files"]
     there = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
     assert there == {*noted, "state.json"} and len(there) == num_files
     assert all(load_file(folder / file).keys() == set(names) for file, names in noted.items())

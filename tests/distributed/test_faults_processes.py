@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import penstock
-from penstock.checkpoint.files import read_facts
-from penstock.checkpoint.pieces import read_all
 from tests.distributed.fault_job import FAULTY_STEP, STEPS, newest, train
 from tests.distributed.launch import Ended, run, start
+from tests.side_by_side import saved_tensors
 
 Fault = tuple[int, str, str]
 """The rank, the instruction at which it goes wrong, and how."""
@@ -134,11 +133,7 @@ def check_ends(ended: list[Ended], fault: Fault, called: list[str]) -> None:
 
 def weights(checkpoint: Path | None) -> Weights:
     assert checkpoint is not None and checkpoint.name == f"step-{STEPS}"
-    return {
-        name: tensor
-        for file in ("model.safetensors", "optimizer.safetensors")
-        for name, tensor in read_all(checkpoint, file, read_facts(checkpoint)).items()
-    }
+    return saved_tensors(checkpoint)
 
 
 def go_on_here(num_stages: int) -> Callable[[Path], None]:

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock import Plan
-from penstock.checkpoint.files import read_facts
-from penstock.checkpoint.pieces import read_all
+from penstock import CheckpointReader, Plan
 from penstock.cli.main import run as command
 from penstock_recipes.recipe.read import read_recipe
 from penstock_recipes.train.build import build_model
@@ -92,7 +90,8 @@ def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
     assert newest.name == "step-000002"
     run = read_recipe(here / "keys.toml")
     model = build_model(run, build_task(run)).double()
-    saved = read_all(newest, "model.safetensors", read_facts(newest))
+    reader = CheckpointReader(newest)
+    saved = reader.read_model(reader.model_names)
     model.load_state_dict(saved)
     assert all(torch.equal(saved[name], t) for name, t in model.state_dict().items())
     ended = start(3, job(0, "--resume", str(folder))).wait(100)

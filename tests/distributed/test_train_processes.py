@@ -17,8 +17,6 @@ import pytest
 import torch
 
 from penstock import Plan
-from penstock.checkpoint.files import read_facts
-from penstock.checkpoint.pieces import read_all
 from penstock.cli.main import run as command
 from penstock_recipes.train.command import Request, start_run
 from penstock_recipes.train.interrupt import Interrupt
@@ -27,6 +25,7 @@ from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.distributed.launch import ROOT, Ended, start
 from tests.profiles import cluster
 from tests.quiet import quiet
+from tests.side_by_side import saved_tensors
 
 SMALL = (*TWO_EPOCHS, "train.average_decay=0.5")
 TRAIN = ("-m", "penstock")
@@ -88,11 +87,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     """Read the model and optimizer tensors of the newest checkpoint."""
     newest = RunFolder(folder).checkpoints()[-1]
     assert newest.name == f"step-{NUM_STEPS:06d}"
-    return {
-        name: tensor
-        for file in ("model.safetensors", "optimizer.safetensors")
-        for name, tensor in read_all(newest, file, read_facts(newest)).items()
-    }
+    return saved_tensors(newest)
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.checkpoint.files import read_facts
-from penstock.checkpoint.pieces import read_all
 from penstock_recipes.train.run_folder import RunFolder
 from tests.distributed.launch import ROOT, start
 from tests.distributed.test_train_processes import (
@@ -21,6 +19,7 @@ from tests.distributed.test_train_processes import (
     run,
 )
 from tests.recipes.text_recipes import NAMES, TEXT
+from tests.side_by_side import saved_tensors
 
 MADE = "translations.tsv"
 
@@ -41,14 +40,7 @@ def uninterrupted(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def assert_same_run(folder: Path, expected: Path) -> None:
     assert curve(folder) == curve(expected)
-    ours, theirs = (
-        {
-            name: tensor
-            for file in ("model.safetensors", "optimizer.safetensors")
-            for name, tensor in read_all(newest, file, read_facts(newest)).items()
-        }
-        for newest in (RunFolder(folder).checkpoints()[-1], RunFolder(expected).checkpoints()[-1])
-    )
+    ours, theirs = (saved_tensors(RunFolder(f).checkpoints()[-1]) for f in (folder, expected))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert (folder / MADE).read_text() == (expected / MADE).read_text()

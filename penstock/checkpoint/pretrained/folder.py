@@ -45,8 +45,6 @@ def as_it_is(name: str, known_as: str) -> Source:
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
 EXTRA = "extra_state.json"
-
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -1,8 +1,9 @@
 """What transformers knows of the names in files: of older files, and of those that others read."""
 
 import copy
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,16 @@ def is_of_transformers(original: nn.Module) -> bool:
     """Tell whether a model is one of transformers, which is not imported for it."""
     library: Any = sys.modules.get("transformers")
     return library is not None and isinstance(original, library.PreTrainedModel)
+
+
+def patterns_of(original: nn.Module, *attributes: str) -> list[str]:
+    """Return the patterns of names that a model's class gives for some purpose."""
+    return [pattern for name in attributes for pattern in getattr(original, name, None) or ()]
+
+
+def fits(name: str, patterns: Iterable[str]) -> bool:
+    """Tell whether a name fits any of the patterns."""
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def as_saved(original: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

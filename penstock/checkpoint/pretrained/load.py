@@ -1,28 +1,28 @@
 """Each process reads the tensors that it has, and all refuse what one of them must refuse."""
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.processes import agreed, refuse_foreign
-from penstock.mesh import Mesh
+from penstock.checkpoint.together import Share, agreed, begin, refuse_foreign
 from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.materialize import may_be_absent
-from penstock.model.state import Held
 from penstock.runtime.shards.at_rest import CutWeights
 from penstock.sharding.layouts import Slice
 
 from .folder import Folder, Read, Source, as_it_is
-from .library import as_loaded
+from .library import as_loaded, fits, patterns_of
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 
 class Sources:
@@ -64,21 +64,44 @@ class _Found:
     own: Slice
 
 
-def load(path: Path, model: Held, mesh: Mesh, shards: CutWeights) -> tuple[str, ...]:
-    """Load the tensors and the extra state of a process from a folder; see `load_pretrained`.
+def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[str, ...]:
+    """Load a model that Hugging Face's `save_pretrained` wrote, or `penstock.save_pretrained`.
+
+    The folder holds model.safetensors, or model.safetensors.index.json and the files it names.
+    Each process opens only the files that hold tensors of its own stages, and reads only those
+    tensors, of weights in shards its slices; nothing is unpickled.  Names are the model's own.  A
+    parameter with several names may go by any of them, and names may have or lack the
+    `base_model_prefix` that the model's class gives.  Values are copied into the parameters and
+    buffers that are there, and so take their dtype.  To spare a model on the meta device the
+    drawing of values, give `Pipeline(..., weights=folder)` instead.
+
+    In a mesh of processes all of them call this alike.
 
     Returns:
-        The names of tensors in the folder that no process has a place for.
+        Names of tensors in the folder that the model has no place for; mostly none.
 
     Raises:
-        CheckpointError: the folder is none, or does not fit; nothing has changed then.
+        CheckpointError: the folder is none, or is damaged, or holds no safetensors file; lists
+            every tensor that is missing or of another shape.  Nothing has changed then.
     """
-    original, owners = model.original, model.owners
+    return _load(Path(folder), begin("load_pretrained", pipe))
+
+
+def load_and_tell(path: str | os.PathLike[str] | None, share: Share) -> None:
+    """Load like `load_pretrained`, if there is a folder; warn of tensors without a place."""
+    unknown = _load(Path(path), share) if path is not None else ()
+    if unknown and share.mesh.is_first_rank:
+        warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
+
+
+def _load(path: Path, share: Share) -> tuple[str, ...]:
+    mesh, held, shards = share
+    original, owners = held.original, held.owners
 
     def look() -> tuple[Folder, list[_Found], dict[str, tuple[str, Source]], list[str], set[str]]:
         folder = Folder.at(path)
         sources = Sources(original, folder.names)
-        found, missing = _match(sources, model.own_tensors(), shards)
+        found, missing = _match(sources, held.own_tensors(), shards)
         extra = {name: source for name in owners for source in islice(sources.of([name]), 1)}
         missing += [(name,) for name in owners if name not in extra]
         is_left_out = may_be_absent(original)
@@ -87,8 +110,11 @@ def load(path: Path, model: Held, mesh: Mesh, shards: CutWeights) -> tuple[str, 
             for names in missing
             if not any(is_left_out(name) for name in names)
         ]
-        faults += [*_misfits(folder, found), *extra_faults(owners, extra)]
-        used = _names_of(found) | {name for _, source in extra.values() for name in source.names}
+        used = {name for one in found for _, source in one.sources for name in source.names}
+        with folder.reading(used) as (look_at, read):  # values of what is there twice only
+            faults += [fault for one in found for fault in _misfit(one, look_at, read)]
+        faults += extra_faults(owners, extra)
+        used |= {name for _, source in extra.values() for name in source.names}
         return folder, found, extra, faults, used
 
     (folder, found, extra, _, used), told = agreed(
@@ -116,15 +142,6 @@ def load(path: Path, model: Held, mesh: Mesh, shards: CutWeights) -> tuple[str, 
     return unknown
 
 
-def load_and_tell(
-    path: str | os.PathLike[str] | None, model: Held, mesh: Mesh, shards: CutWeights
-) -> None:
-    """Load like `load`, if there is a folder; warn on rank 0 of tensors without a place."""
-    unknown = load(Path(path), model, mesh, shards) if path is not None else ()
-    if unknown and mesh.is_first_rank:
-        warnings.warn(f"{path}: {_unplaced(unknown)}", stacklevel=3)
-
-
 def _match(
     sources: Sources, own: Mapping[tuple[str, ...], Tensor], shards: CutWeights
 ) -> tuple[list[_Found], list[tuple[str, ...]]]:
@@ -137,18 +154,6 @@ def _match(
         else:
             missing.append(names)
     return found, missing
-
-
-def _names_of(found: Iterable[_Found]) -> set[str]:
-    return {name for one in found for _, source in one.sources for name in source.names}
-
-
-def _misfits(folder: Folder, found: Sequence[_Found]) -> list[str]:
-    """Say what cannot be copied, by what the files say of it; values are read only of tensors that
-    are there twice.
-    """
-    with folder.reading(_names_of(found)) as (look, read):
-        return [fault for one in found for fault in _misfit(one, look, read)]
 
 
 def _misfit(one: _Found, look: Read, read: Read) -> Iterator[str]:
@@ -212,10 +217,8 @@ def _unknown(
     names = list(there)
     buffers = Sources(original, names).of(name for name, _ in original.named_buffers())
     known = {name for _, source in buffers for name in source.names}.union(*used)
-    patterns = getattr(original, "_keys_to_ignore_on_load_unexpected", None) or ()
-    ignored = [re.compile(pattern) for pattern in patterns]
-    left = (name for name in names if name not in known)
-    return tuple(name for name in left if not any(p.search(name) for p in ignored))
+    ignored = patterns_of(original, "_keys_to_ignore_on_load_unexpected")
+    return tuple(name for name in names if name not in known and not fits(name, ignored))
 
 
 def _unplaced(unknown: tuple[str, ...]) -> str:

@@ -1,11 +1,9 @@
-"""Load and save a model in the layout of Hugging Face's libraries, from all processes at once."""
+"""Save a model in the layout of Hugging Face's libraries, from all processes at once."""
 
 import copy
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,51 +12,21 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.checkpoint.complex_pairs import refuse_wide
-from penstock.checkpoint.files import (
-    check_all_seen,
-    force_to_disk,
-    make_unfinished,
-    put_in_place,
-)
+from penstock.checkpoint.files import force_to_disk, refuse_existing
 from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
-from penstock.checkpoint.pretrained.library import as_saved
-from penstock.checkpoint.processes import begin
+from penstock.checkpoint.pretrained.library import as_saved, fits, patterns_of
 from penstock.checkpoint.save import storable
-from penstock.checkpoint.together import Digests, write_together
-from penstock.errors import CheckpointError, check_count
+from penstock.checkpoint.together import Digests, begin, write_together
+from penstock.errors import check_count
 from penstock.model.extra_state import read_extra
-
-from .load import load
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
+_Shards = Mapping[str, tuple[int, Sequence[str]]]
+"""Of each file, the rank that writes it and the names of its tensors."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Of a file that a process writes, if nothing else is asked for."""
-
-
-def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[str, ...]:
-    """Load a model that Hugging Face's `save_pretrained` wrote, or `penstock.save_pretrained`.
-
-    The folder holds model.safetensors, or model.safetensors.index.json and the files it names.
-    Each process opens only the files that hold tensors of its own stages, and reads only those
-    tensors, of weights in shards its slices; nothing is unpickled.  Names are the model's own.  A
-    parameter with several names may go by any of them, and names may have or lack the
-    `base_model_prefix` that the model's class gives.  Values are copied into the parameters and
-    buffers that are there, and so take their dtype.  To spare a model on the meta device the
-    drawing of values, give `Pipeline(..., weights=folder)` instead.
-
-    In a mesh of processes all of them call this alike.
-
-    Returns:
-        Names of tensors in the folder that the model has no place for; mostly none.
-
-    Raises:
-        CheckpointError: the folder is none, or is damaged, or holds no safetensors file; lists
-            every tensor that is missing or of another shape.  Nothing has changed then.
-    """
-    mesh = begin("load_pretrained", pipe)
-    return load(Path(folder), pipe.held, mesh, pipe.shards)
 
 
 def save_pretrained(
@@ -86,135 +54,87 @@ def save_pretrained(
     """
     target, original = Path(folder).absolute(), pipe.held.original
     most = check_count("max_shard_bytes", max_shard_bytes)
-    mesh = begin("save_pretrained", pipe)
+    mesh = begin("save_pretrained", pipe).mesh
     with mesh.reporting():
         own, values = _to_save(pipe, original)
         refuse_wide(own)
     sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
     everyone = mesh.world.gather((sizes, values), "for the others to save the same model")
-    layout = _Layout.of([sizes for sizes, _ in everyone], most)
+    shards = _deal([sizes for sizes, _ in everyone], most)
+    num_bytes = sum({name: size for sizes, _ in everyone for name, size in sizes}.values())
     values = {name: value for _, part in everyone for name, value in part.items()}
-    write = partial(_write_own, layout, mesh.rank, own)
-    finish = partial(_finish, layout, target, original, values)
-    refuse, unfinished = partial(refuse_filled, target), partial(make_unfinished, target)
-    write_together(mesh, target, refuse, unfinished, write, finish).wait()
-
-
-def refuse_filled(path: Path) -> None:
-    """See that nothing is overwritten.
-
-    Raises:
-        CheckpointError: something is at `path` that is no empty folder.
-    """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(
-            f"{path} exists already and is never overwritten; choose another name, or an empty "
-            "folder"
-        )
+    write = partial(_write_own, shards, mesh.rank, own)
+    finish = partial(_finish, shards, num_bytes, original, values)
+    refuse = partial(refuse_existing, allows_empty=True)
+    write_together(mesh, target, refuse, write, finish).wait()
 
 
 def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what this process writes, each tensor under the name that the model's class keeps,
     and extra state that is no tensor.
     """
-    tied = _patterns(getattr(original, "all_tied_weights_keys", None))
-    tied += _patterns(getattr(original, "_tied_weights_keys", None))
-    ignored = _patterns(getattr(original, "_keys_to_ignore_on_save", None))
+    tied = patterns_of(original, "all_tied_weights_keys", "_tied_weights_keys")
+    ignored = patterns_of(original, "_keys_to_ignore_on_save")
     writes, shards, found = pipe.mesh.is_first_of_stage, pipe.shards, {}
     for names, tensor in pipe.held.own_tensors().items():
-        kept = [name for name in names if not _fits(name, tied)] or list(names)
-        if not _fits(kept[0], ignored):
+        kept = [name for name in names if not fits(name, tied)] or list(names)
+        if not fits(kept[0], ignored):
             whole = shards.whole({names[0]: tensor})
             if writes:
                 found[kept[0]] = whole[names[0]]
     if not writes:
         return {}, {}
-    owners = {n: owner for n, owner in pipe.held.owners.items() if not _fits(n, ignored)}
+    owners = {n: owner for n, owner in pipe.held.owners.items() if not fits(n, ignored)}
     extra, values = read_extra(owners)
     return storable({**as_saved(original, found), **extra}, copy=False), values
 
 
-def _patterns(keys: Iterable[str] | None) -> list[re.Pattern[str]]:
-    return [re.compile(key) for key in keys or ()]
-
-
-def _fits(name: str, patterns: Iterable[re.Pattern[str]]) -> bool:
-    return any(pattern.search(name) for pattern in patterns)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Which process writes which tensors into which files; the same one in all processes."""
-
-    files: Mapping[str, tuple[str, ...]]
-    writers: Mapping[str, int]
-    num_bytes: int
-
-    @classmethod
-    def of(cls, everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> "_Layout":
-        """Deal out tensors: one that several have, to the first of them."""
-        known: set[str] = set()
-        total = 0
-        shards: list[tuple[int, list[str]]] = []
-        for rank, sizes in enumerate(everyone):
-            filled = most + 1  # the first one begins a file
-            for name, num_bytes in sizes:
-                if name in known:
-                    continue
-                known.add(name)
-                total += num_bytes
-                filled += num_bytes
-                if filled > most:
-                    shards.append((rank, []))
-                    filled = num_bytes
-                shards[-1][1].append(name)
-        names = [_file_name(number, len(shards)) for number in range(len(shards))]
-        return cls(
-            {name: tuple(tensors) for name, (_, tensors) in zip(names, shards, strict=True)},
-            {name: rank for name, (rank, _) in zip(names, shards, strict=True)},
-            total,
-        )
-
-
-def _file_name(number: int, count: int) -> str:
-    if count == 1:
-        return MODEL
+def _deal(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> _Shards:
+    """Deal out tensors of so many bytes to files: one that several processes have, to the first of
+    them.
+    """
+    known: set[str] = set()
+    shards: list[tuple[int, list[str]]] = []
+    for rank, sizes in enumerate(everyone):
+        filled = most + 1  # the first one begins a file
+        for name, num_bytes in ((n, size) for n, size in sizes if n not in known):
+            known.add(name)
+            filled += num_bytes
+            if filled > most:
+                shards.append((rank, []))
+                filled = num_bytes
+            shards[-1][1].append(name)
+    if len(shards) == 1:
+        return {MODEL: shards[0]}
     stem, _, suffix = MODEL.rpartition(".")
-    return f"{stem}-{number + 1:05d}-of-{count:05d}.{suffix}"
+    count = len(shards)
+    return {f"{stem}-{n + 1:05d}-of-{count:05d}.{suffix}": shards[n] for n in range(count)}
 
 
-def _write_own(layout: _Layout, rank: int, own: Mapping[str, Tensor], unfinished: Path) -> Digests:
-    written = {}
-    for name, tensors in layout.files.items():
-        if layout.writers[name] == rank:
-            file = unfinished / name
-            save_file({tensor: own[tensor] for tensor in tensors}, file, {"format": "pt"})
-            force_to_disk(file)
-            written[name] = ""  # nobody asks for digests here
-    return written
+def _write_own(shards: _Shards, rank: int, own: Mapping[str, Tensor], folder: Path) -> Digests:
+    mine = {file: tensors for file, (writer, tensors) in shards.items() if writer == rank}
+    for file, tensors in mine.items():
+        save_file({tensor: own[tensor] for tensor in tensors}, folder / file, {"format": "pt"})
+        force_to_disk(folder / file)
+    return dict.fromkeys(mine, "")
 
 
 def _finish(
-    layout: _Layout,
-    target: Path,
+    shards: _Shards,
+    num_bytes: int,
     original: nn.Module,
     values: Mapping[str, Any],
-    unfinished: Path,
-    written: Digests,
+    folder: Path,
+    _: Digests,
 ) -> None:
-    check_all_seen(written, [file.name for file in unfinished.iterdir()])
-    if len(layout.files) > 1:
-        weight_map = {tensor: file for file, tensors in layout.files.items() for tensor in tensors}
-        index = {"metadata": {"total_size": layout.num_bytes}, "weight_map": weight_map}
+    if len(shards) > 1:
+        weight_map = {tensor: file for file, (_, own) in shards.items() for tensor in own}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (unfinished / INDEX).write_text(text, encoding="utf-8")
+        (folder / INDEX).write_text(text, encoding="utf-8")
     if values:
-        (unfinished / EXTRA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    _save_configuration(original, unfinished)
-    for file in unfinished.iterdir():
-        if file.name not in written:
-            force_to_disk(file)
-    put_in_place(unfinished, target)
+        (folder / EXTRA).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    _save_configuration(original, folder)
 
 
 def _save_configuration(original: nn.Module, folder: Path) -> None:
