@@ -10,9 +10,9 @@ from torch import nn
 
 from penstock import Cluster
 from penstock.automatic.choose import MeshTask
-from penstock.costs.count import record_graph
-from penstock.costs.graph import Graph
-from penstock.costs.profile import Part
+from penstock.costs.counting.count import record_graph
+from penstock.costs.counting.graph import Graph
+from penstock.costs.records import Part
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
 from penstock.runtime.microbatches import first_microbatch

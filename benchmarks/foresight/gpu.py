@@ -27,9 +27,8 @@ from benchmarks.foresight.main import calibrated
 from benchmarks.foresight.subjects import next_words
 from benchmarks.report import Column, Load, Report, parser, progress, publish
 from penstock import Cluster, Plan, Profile, Recompute
-from penstock.costs.device import Device
-from penstock.costs.device_presets import device_preset, device_preset_names
-from penstock.costs.hosts import Host
+from penstock.costs.cluster import Device, Host
+from penstock.costs.cluster.device_presets import device_preset, device_preset_names
 from penstock.planner.placement import Placement
 from penstock.planner.predict import Prediction
 from penstock.schedules import gpipe

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.errors import PlanError
 from penstock.planner.arguments import Model
 from penstock.planner.placement import Placement

@@ -10,8 +10,8 @@ values between layers.  Which layers are a cluster is decided in `penstock.plann
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from penstock.costs.device import Device
-from penstock.costs.graph import Graph
+from penstock.costs.cluster import Device
+from penstock.costs.counting.graph import Graph
 from penstock.costs.roofline import operator_seconds
 from penstock.errors import ConfigError
 from penstock.planner.clustering import cluster_operators, received_bytes

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.measure import measure_layers
+from penstock.costs.measuring.measure import measure_layers
 from penstock.errors import ConfigError
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate, cycle, pairwise, repeat
 
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import plan_section, plan_subtitle
 from penstock.planner.stage_rows import (

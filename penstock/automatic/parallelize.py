@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.errors import ConfigError, check_count
 from penstock.launcher import end_with_launcher
 from penstock.mesh.mesh import DEFAULT_TIMEOUT_S

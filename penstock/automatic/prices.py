@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.planner.packing import Hosts, Stage, Submesh
 from penstock.planner.stage_table import Price
 from penstock.sharding.choose import Numbers

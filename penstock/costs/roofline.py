@@ -11,8 +11,8 @@ from math import ceil
 
 from penstock.errors import ConfigError
 
-from .device import Device
-from .profile import PRODUCTS, Operator, Part
+from .cluster import Device
+from .records import PRODUCTS, Operator, Part
 
 USUAL = {
     "gemm": 0.88,

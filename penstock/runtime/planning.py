@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.costs.layer_facts import LayerFacts
-from penstock.costs.measure import measure_layers
-from penstock.costs.measure_bytes import measure_bytes
+from penstock.costs.measuring.measure import measure_layers
+from penstock.costs.measuring.measure_bytes import measure_bytes
 from penstock.errors import ConfigError, PlanError, check_kind, shown
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers

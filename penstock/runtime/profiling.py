@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.count import count_layers
-from penstock.costs.layer_weights import MakeOptimizer, layer_weights
-from penstock.costs.measured_profile import How, Objective, measured
-from penstock.costs.profile import AtSize, Profile
+from penstock.costs.counting.count import count_layers
+from penstock.costs.counting.layer_weights import MakeOptimizer, layer_weights
+from penstock.costs.measuring.measured_profile import How, Objective, measured
+from penstock.costs.profile import Profile
+from penstock.costs.records import AtSize
 from penstock.errors import BatchError, ConfigError, check_count, shown
 from penstock.model.batch import batch_size, of_size
 from penstock.model.capture.capture import resolve_layers

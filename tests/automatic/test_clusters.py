@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.automatic.clusters import MOST_CLUSTERS, clustered
 from penstock.automatic.parallelize import mesh_task, plan_for
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from tests.few_devices import cluster

@@ -13,8 +13,7 @@ import penstock
 from benchmarks.alpa_paper.baselines import RestrictedPrices
 from penstock.automatic.choose import MeshTask, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task
-from penstock.costs.device import Device
-from penstock.costs.hosts import Host, Link
+from penstock.costs.cluster import Device, Host, Link
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 

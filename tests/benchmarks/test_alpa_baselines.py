@@ -21,7 +21,7 @@ from penstock.automatic.choose import MeshTask, plan_on_meshes
 from penstock.automatic.parallelize import mesh_task
 from penstock.automatic.prices import WAYS, MeshPrices
 from penstock.costs.cluster import Cluster
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.model.capture.capture import resolve_layers

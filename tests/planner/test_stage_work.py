@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.automatic.choose import most_kept
-from penstock.costs.profile import LayerSeconds
+from penstock.costs.records import LayerSeconds
 from penstock.errors import ConfigError
 from penstock.planner.stage_work import StageWork, Tables, steady, work_of
 from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b, zb_h1

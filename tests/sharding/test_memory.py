@@ -18,7 +18,7 @@ from penstock import Mesh
 from penstock.automatic.parallelize import mesh_task
 from penstock.automatic.prices import MeshPrices
 from penstock.costs.cluster import Cluster
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.model.layer_list import as_layers
 from penstock.planner.packing import Submesh
 from penstock.planner.placement import Placement
