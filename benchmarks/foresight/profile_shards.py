@@ -26,8 +26,8 @@ from penstock.costs.cluster.collectives import (
 from penstock.costs.counting.count import count_layers, record_graph
 from penstock.costs.counting.layer_weights import MakeOptimizer, layer_weights
 from penstock.costs.measuring.layer_run import LayerRun, run_alone, untouched, untouched_gradients
+from penstock.costs.measuring.measure import THOROUGH, How, Objective, with_seconds
 from penstock.costs.measuring.measure_bytes import measure_bytes
-from penstock.costs.measuring.measured_profile import How, Objective, measured
 from penstock.costs.profile import Profile
 from penstock.costs.records import AtSize, LayerKind
 from penstock.errors import ConfigError
@@ -108,9 +108,9 @@ def profile_shards(  # noqa: PLR0913 - the front door: each a keyword with a def
     found = _sized(counted, measure_bytes(own, inputs, left_bytes, call=calls))
     moved_s = calls.moved_s(own, inputs)
     threads = plan.threads_per_stage
-    how = How(threads=threads, call=lambda _: calls, divide=divided_backward)
+    how = How(threads=threads, call=lambda _: calls, divide=divided_backward, repeats=THOROUGH)
     objective = None if loss is None else Objective(loss, target)
-    found = measured(own, inputs, found, how, objective)
+    found = with_seconds(found, own, inputs, how, objective)
     kinds = tuple(map(_with_moves, found.kinds, moved_s))
     return Profile(
         name=type(layers).__name__,

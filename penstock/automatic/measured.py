@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.measuring.measure import measure_layers
+from penstock.costs.measuring.measure import How, measure
 from penstock.errors import ConfigError
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
@@ -56,9 +56,10 @@ def _factors(
     """
     part, graph = first_microbatch(inputs, num_microbatches), task.graph_of(num_microbatches)
     with saying(f"measuring {count_text(len(layers), 'layer')}"):
-        found = measure_layers(layers, part, num_threads, call=StageCalls(layers))
+        found = measure(layers, part, How(threads=num_threads, call=StageCalls))
     costs, of_kind, factors = Costs((1,), task.cluster), dict[str, float](), list[float]()
-    for n, own in enumerate(found):
+    for n in range(len(layers)):
+        own = found.seconds(n)
         known_s = of_kind.setdefault(graph.signature(n), whole_s(graph, n, costs))
         factors.append((own.forward_s + own.backward_s) / known_s if known_s else 1.0)
     return tuple(own or 1.0 for own in factors)

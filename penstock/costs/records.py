@@ -109,6 +109,10 @@ class Value:
     has_gradient: bool = True
     is_weight: bool = False
 
+    def touches(self, layer: int) -> bool:
+        """Tell whether a layer gives the value or is given it."""
+        return self.producer == layer or layer in self.consumers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtSize:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.costs.counting.count import count_layers
 from penstock.costs.counting.layer_weights import MakeOptimizer, layer_weights
-from penstock.costs.measuring.measured_profile import How, Objective, measured
+from penstock.costs.measuring.measure import THOROUGH, How, Objective, with_seconds
 from penstock.costs.profile import Profile
 from penstock.costs.records import AtSize
 from penstock.errors import BatchError, ConfigError, check_count, shown
@@ -88,6 +88,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         call=StageCalls,
         divide=divided_backward,
         busy=max(0, num_cores() // own_threads - 1) if busy else 0,
+        repeats=THOROUGH,
     )
     norms = batch_norms([step.module for step in resolved])
     found: list[AtSize] = []
@@ -110,7 +111,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             with saying(
                 f"measuring {count_text(len(resolved), 'layer')}, micro-batches of {size}"
             ):
-                counted = measured(resolved, inputs, counted, how, objective)
+                counted = with_seconds(counted, resolved, inputs, how, objective)
         found.append(counted)
     return Profile(
         name=name or _name(layers),

@@ -8,103 +8,30 @@ The forward and the backward are torch's own; the model is as it was afterwards.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.records import AtSize, LayerKind, Operator, Value
+from penstock.costs.records import AtSize, LayerKind, Operator
 from penstock.errors import BatchError, ConfigError, shown
 from penstock.model.batch import batch_size
 from penstock.model.kept import run_unnoticed, unnoticed
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Crossing, Step
-from penstock.model.state import ABSENT, attributes, put_state, read_state
-from penstock.torch_private import parameters_of, storage_id
+from penstock.torch_private import storage_id
 
 from .backward_graph import BackwardGraph
+from .boundaries import divided_bytes, values_of
 from .graph import Graph
 from .layer_calls import kind_of
+from .meta import inputs_on_meta, on_meta
 from .opaque_calls import as_functions, reader_of
 from .recorder import NeedsValues, Recorder
-
-
-@contextmanager
-def on_meta(modules: Iterable[nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """Have the modules' parameters, buffers and tensor attributes on the meta device.
-
-    Tensors that are one stay one.  All are the modules' own again afterwards, with what they held.
-
-    Yields:
-        What stands for each tensor, by the id of that one.
-    """
-    parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
-    own = [
-        (part, name, parameter)
-        for part in parts
-        for name, parameter in parameters_of(part).items()
-        if parameter is not None
-    ]
-    state = read_state(parts, attributes(parts))
-    lent: dict[int, Tensor] = {}
-    try:
-        for part, name, parameter in own:
-            _put_parameter(part, name, _lent(parameter, lent))
-        put_state({at: None if t is None else _lent(t, lent) for at, t in state.items()})
-        yield lent
-    finally:
-        after = read_state(parts, attributes(parts))
-        put_state({place: state.get(place, ABSENT) for place in after.keys() | state.keys()})
-        for part, name, parameter in own:
-            _put_parameter(part, name, parameter)
-
-
-def inputs_on_meta(inputs: Any) -> Any:
-    """Return a value with meta tensors for its tensors of real or complex numbers.
-
-    Others keep their values: what a model decides by a mask, or by words, it decides as on these.
-    """
-    return tree_map(_input, inputs)
-
-
-def _input(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
-        return _bare(tensor).requires_grad_(tensor.requires_grad)
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _put_parameter(module: nn.Module, name: str, parameter: Any) -> None:
-    if isinstance(module, nn.RNNBase):  # keeps a list of them beside
-        setattr(module, name, parameter)
-    else:
-        parameters_of(module)[name] = parameter
-
-
-def _lent(tensor: Tensor, lent: dict[int, Tensor]) -> Tensor:
-    if id(tensor) not in lent:
-        lent[id(tensor)] = _stand_in(tensor)
-    return lent[id(tensor)]
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(_bare(tensor), requires_grad=tensor.requires_grad)
-    if not tensor.dim() and tensor.dtype is torch.long:  # a count, as BatchNorm reads one
-        return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.clone()
-    return _bare(tensor).requires_grad_(tensor.requires_grad)
-
-
-def _bare(tensor: Tensor) -> Tensor:
-    bare = torch.empty_like(tensor.detach(), device="meta")
-    if tensor.layout is not torch.strided or bare.stride() == tensor.stride():
-        return bare
-    return torch.empty_strided(bare.shape, tensor.stride(), dtype=bare.dtype, device="meta")
-
 
 Left = Callable[[nn.Module, list[Tensor]], int]
 """Counts what half a backward leaves of a layer, from the graph of what it gave."""
@@ -276,17 +203,19 @@ class _Count:
         kind_numbers: list[int] = []
         saved: list[tuple[int, ...]] = []
         for n in range(len(self._layers) + 1):
-            calls, own = graph.of_layer(n), of_layers.get(n, {})
-            touched = [p for p, v in enumerate(values) if touches(n, v, len(self._layers))]
-            at_boundary = {storages[place] for place in touched}
+            calls = graph.of_layer(n)
+            own = {s: size for s, size in of_layers.get(n, {}).items() if s not in lasting}
+            is_loss = n == len(self._layers)
+            at_boundary = [not v.consumers if is_loss else v.touches(n) for v in values]
+            inner_bytes, places = divided_bytes(at_boundary, storages, own)
             kind = LayerKind(
                 operators=_merged(operator for call in calls for operator in call.operators),
-                inner_bytes=sum(own[s] for s in own.keys() - lasting - at_boundary),
+                inner_bytes=inner_bytes,
                 left_bytes=self._left.get(n, 0),
                 draws=any(call.draws for call in calls),
             )
             kind_numbers.append(kinds.setdefault(kind, len(kinds)))
-            saved.append(tuple(p for p in touched if storages[p] in own.keys() - lasting))
+            saved.append(places)
         *kinds_of_layers, of_loss = kind_numbers
         every = list(kinds)
         return AtSize(
@@ -344,39 +273,6 @@ def _spec(value: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def values_of(
-    crossings: Sequence[Crossing], same: Mapping[int, int] = MappingProxyType({})
-) -> tuple[tuple[Value, ...], list[int]]:
-    """Return the tensors between layers as values, and the storage of each; `same` are storages
-    that are copies of others.
-    """
-    numbers: dict[int, int] = {}
-    values, storages = [], []
-    for crossing in crossings:
-        for tensor in crossing.tensors:
-            storage = storage_id(tensor)
-            storage = same.get(storage, storage)
-            storages.append(storage)
-            values.append(
-                Value(
-                    crossing.producer,
-                    crossing.consumers,
-                    tensor.numel() * tensor.element_size(),
-                    numbers.setdefault(storage, len(numbers)),
-                    has_gradient=tensor.requires_grad,
-                    is_weight=crossing.is_weight,
-                )
-            )
-    return tuple(values), storages
-
-
-def touches(n: int, value: Value, num_layers: int) -> bool:
-    """Tell whether a layer gives a value or is given it; the loss, what no layer is given."""
-    if n == num_layers:
-        return not value.consumers
-    return value.producer == n or n in value.consumers
 
 
 def _merged(operators: Iterable[Operator]) -> tuple[Operator, ...]:

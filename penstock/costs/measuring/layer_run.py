@@ -34,12 +34,19 @@ class LayerRun(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
-        tensors = chain(_tensors_of(self.step.module), flatten(self.arguments)[0])
+        """The device of the layer's first tensor, or of its first argument."""
+        tensors = chain(tensors_of(self.step.module), flatten(self.arguments)[0])
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 Perform = Callable[[LayerRun], Any]
+CallLayer = Callable[[Step, Callable[[], Any]], Any]
+"""Runs a layer as a stage does: what that does around it takes time as well."""
+
+
+def call_alone(step: Step, run: Callable[[], Any]) -> Any:
+    """Run a layer with nothing around it."""
+    return run()
 
 
 def run_alone(
@@ -50,54 +57,66 @@ def run_alone(
     With a `loss`, which takes the model's output, that is run as one more layer.
     """
 
-    def performed(step: Step, run: Any) -> Any:
+    def performed(step: Step, function: Any) -> Any:
         if step.index >= len(layers):  # a random operation between the layers of a model
-            return run()
-        device = _device_of(step.module) if layers.model is None else None
-        first = next_node_number()
-        given, entries = _entered((run.args, run.keywords), device)
-        again = partial(run.func, *given[0], **given[1])
-        return tree_map(_leaving, perform(LayerRun(step, again, given, entries, first)))
+            return function()
+        device = device_of(step.module) if layers.model is None else None
+        layer = _on_copies(step, function.func, (function.args, function.keywords), device)
+        return tree_map(_leaving, perform(layer))
 
     output = layers.run(tree_map(Tensor.detach, inputs), performed)
     if loss is not None:
-        first = next_node_number()
-        given, entries = _entered(output, None)
         step = Step(len(layers), "loss", "loss", loss, (), ())
-        perform(LayerRun(step, partial(loss, given), given, entries, first))
+        perform(_on_copies(step, loss, ((output,), {}), None))
 
 
-def _entered(value: Any, device: torch.device | None) -> tuple[Any, list[Entry]]:
-    """Copy what a layer is given; return the leaves, too, that stand for what wants gradients."""
+def _on_copies(
+    step: Step, function: Any, given: tuple[Any, Any], device: torch.device | None
+) -> LayerRun:
+    """Prepare a layer on copies of its arguments, with the leaves that stand for them."""
+    first_node = next_node_number()
     entries: list[Entry] = []
-    return tree_map(partial(_entering, device, entries), value), entries
 
+    def entering(tensor: Tensor) -> Tensor:
+        """Copy a tensor for the layer, which may change it in place."""
+        if not wants_gradient(tensor) or not torch.is_grad_enabled():
+            return tensor.detach().to(device, copy=True)
+        entries.append(make_entry(tensor.detach().to(device), wants_grad=True))
+        return entries[-1].tensor.clone()
 
-def _entering(device: torch.device | None, entries: list[Entry], tensor: Tensor) -> Tensor:
-    """Copy a tensor for a layer, which may change it in place."""
-    if not _wants_gradient(tensor) or not torch.is_grad_enabled():
-        return tensor.detach().to(device, copy=True)
-    entries.append(make_entry(tensor.detach().to(device), wants_grad=True))
-    return entries[-1].tensor.clone()
+    args, keywords = arguments = tree_map(entering, given)
+    return LayerRun(step, partial(function, *args, **keywords), arguments, entries, first_node)
 
 
 def _leaving(tensor: Tensor) -> Tensor:
-    """Copy what a layer gave: it wants a gradient where the model's own does."""
+    """Copy a layer's result: it wants a gradient where the model's own does."""
     copy = tensor.detach().clone()
-    return copy.requires_grad_().clone() if _wants_gradient(tensor) else copy
+    return copy.requires_grad_().clone() if wants_gradient(tensor) else copy
 
 
-def _wants_gradient(tensor: Tensor) -> bool:
+def wants_gradient(tensor: Tensor) -> bool:
+    """Tell whether a tensor gets a gradient from later layers."""
     return tensor.requires_grad and tensor.layout is torch.strided
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
+def device_of(module: nn.Module) -> torch.device | None:
     """Return the device a layer is on; None if it has nothing that would say so."""
-    return next((tensor.device for tensor in _tensors_of(module)), None)
+    return next((tensor.device for tensor in tensors_of(module)), None)
 
 
-def _tensors_of(module: nn.Module) -> chain[Tensor]:
+def tensors_of(module: nn.Module) -> chain[Tensor]:
+    """Iterate over parameters and buffers."""
     return chain(module.parameters(), module.buffers())
+
+
+@contextmanager
+def named(step: Step) -> Iterator[None]:
+    """Note on an error which layer raised it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised in layer {step.label}, micro-batch 0, while its cost was measured")
+        raise
 
 
 @contextmanager

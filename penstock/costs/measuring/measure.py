@@ -1,4 +1,4 @@
-"""Measure what each layer costs, on the device it is on, without leaving a trace in the model.
+"""Measure layers where they are, without leaving a trace in the model: seconds and bytes.
 
 The model runs a few times, as a step does:
 
@@ -8,20 +8,26 @@ The model runs a few times, as a step does:
 so that what a layer has saved has left the caches when its backward comes, as in a step.
 """
 
+import copy
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from penstock.costs.records import LayerSeconds
+from penstock.costs.counting.count import Left
+from penstock.costs.records import AtSize, LayerKind, LayerSeconds
+from penstock.errors import ConfigError
 from penstock.model.kept import run_unnoticed
 from penstock.model.layers import Layers
 
-from .layer_run import untouched
-from .step_timer import CallLayer, Look, StepTimer
+from .layer_run import CallLayer, call_alone, untouched
+from .measure_bytes import measure_bytes
+from .step_timer import Divide, Look, StepTimer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,73 +47,154 @@ class Repeats:
 
 TO_BALANCE = Repeats(warming=2, counting=5, enough_s=0.5, long_s=10.0)
 """Quick, for it is done whenever a pipeline is made."""
+THOROUGH = Repeats(warming=2, counting=50, enough_s=5.0, long_s=60.0)
+"""At each micro-batch size of a profile."""
 
 
-def measure_layers(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How layers run while they are measured."""
+
+    threads: int = 1
+    """Intra-op threads."""
+    call: Callable[[Layers], CallLayer] = lambda layers: call_alone
+    """Makes what calls the layers, as stages do."""
+    divide: Divide | None = None
+    """Divides backwards; where given, recomputes and backwards in two parts are measured too."""
+    busy: int = 0
+    """Cores that do the same meanwhile, when a profile is measured a second time."""
+    repeats: Repeats = TO_BALANCE
+
+
+class Objective(nn.Module):
+    """A loss function with its targets: a layer that takes the model's output."""
+
+    def __init__(self, loss: Callable[[Any, Any], Tensor], targets: Any) -> None:
+        super().__init__()
+        self.loss, self.targets = loss, targets
+
+    def forward(self, output: Any) -> Tensor:
+        return self.loss(output, self.targets)
+
+
+class Measurement(NamedTuple):
+    """Seconds of layers, and bytes that they keep, if these were asked for."""
+
+    timer: StepTimer
+    kept: AtSize | None
+
+    def seconds(self, *numbers: int) -> LayerSeconds:
+        """Return the seconds of a layer, or of several that are alike."""
+        return self.timer.seconds(*numbers)
+
+
+def measure(
     layers: Layers,
     inputs: Any,
-    num_threads: int,
+    how: How,
     *,
-    call: CallLayer | None = None,
+    loss: nn.Module | None = None,
     look: Look | None = None,
-) -> tuple[LayerSeconds, ...]:
-    """Time forward and backward of each layer on `inputs` (one micro-batch).
+    left: Left | None = None,
+) -> Measurement:
+    """Measure each layer on `inputs` (one micro-batch), and the `loss` as a layer after the last.
 
     The model runs a few times, fewer if it takes long; medians count, over layers that are alike
-    as well: in each run another one of them runs backward, and the rest forward only.  Gradients,
-    what is beside them on parameters, buffers, attributes and random number generators are as
-    before afterwards, and hooks do not run (see `unnoticed`).  Forwards run by `call`; `look` sees
-    each layer once.
-    """
-    make = partial(StepTimer, layers, call=call, look=look)
-    timer = timed(layers, inputs, num_threads, make, TO_BALANCE)
-    return tuple(timer.seconds(step.index) for step in layers)
-
-
-def timed(
-    layers: Layers,
-    inputs: Any,
-    num_threads: int,
-    make: Callable[[], StepTimer],
-    repeats: Repeats,
-) -> StepTimer:
-    """Return the timer that `make` makes, once the layers have run with so many intra-op threads;
-    they are left as they were.
+    as well.  Gradients, other attributes of parameters, buffers, attributes and random number
+    generators are as before afterwards, and hooks do not run (see `unnoticed`).  `look` sees each
+    layer once.  With `left`, a forward more counts the bytes that layers keep.
     """
 
     def run() -> StepTimer:
-        timer = make()
+        timer = StepTimer(layers, call=call, look=look, divide=how.divide, loss=loss)
         with untouched([step.module for step in layers]):
-            repeat(timer, inputs, repeats)
+            _repeat(timer, inputs, how.repeats)
         return timer
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    call, threads = how.call(layers), torch.get_num_threads()
+    torch.set_num_threads(how.threads)
     try:
-        return run_unnoticed(layers.modules, run)
+        timer = run_unnoticed(layers.modules, run)
     finally:
         torch.set_num_threads(threads)
+    return Measurement(timer, None if left is None else measure_bytes(layers, inputs, left))
 
 
-def repeat(timer: StepTimer, inputs: Any, repeats: Repeats) -> None:
-    """Run the model again and again, until that is enough."""
-    is_long = _run(timer, inputs) > repeats.long_s
-    timer.samples.end_run(counts=is_long)
-    if is_long:
-        return
-    for _ in range(repeats.warming - 1):
-        _run(timer, inputs)
-        timer.samples.end_run(counts=False)
+def _repeat(timer: StepTimer, inputs: Any, repeats: Repeats) -> None:
+    """Run the model until that is enough."""
     taken_s = 0.0
-    for _ in range(repeats.counting):
-        taken_s += _run(timer, inputs)
-        timer.samples.end_run(counts=True)
-        if taken_s > repeats.enough_s:
-            break
+    for number in range(repeats.warming + repeats.counting):
+        start_s = time.perf_counter()
+        timer.run(inputs)
+        run_s = time.perf_counter() - start_s
+        is_long = number == 0 and run_s > repeats.long_s
+        is_warm = number >= repeats.warming
+        timer.samples.end_run(counts=is_long or is_warm)
+        taken_s += run_s if is_warm else 0.0
+        if is_long or taken_s > repeats.enough_s:
+            return
 
 
-def _run(timer: StepTimer, inputs: Any) -> float:
-    """Run the model once; return the seconds that takes."""
-    start_s = time.perf_counter()
-    timer.run(inputs)
-    return time.perf_counter() - start_s
+def with_seconds(
+    counted: AtSize, layers: Layers, inputs: Any, how: How, loss: nn.Module | None = None
+) -> AtSize:
+    """Add measured seconds to what was counted of `inputs` (one micro-batch), by kind of layer.
+
+    Layers whose kind is one have the medians of all of them.
+
+    Raises:
+        ConfigError: the layers cannot be copied, to keep other cores busy.
+    """
+    members: list[list[int]] = [[] for _ in counted.kinds]
+    for number, kind in enumerate(counted.kind_of):
+        members[kind].append(number)
+
+    def add(found: AtSize, name: str) -> AtSize:
+        measured = measure(layers, inputs, how, loss=loss)
+
+        def timed(kind: LayerKind, numbers: list[int]) -> LayerKind:
+            seconds: dict[str, Any] = {name: measured.seconds(*numbers)}
+            return replace(kind, **seconds)
+
+        return replace(
+            found,
+            kinds=tuple(map(timed, found.kinds, members)),
+            loss=None if found.loss is None else timed(found.loss, [len(layers)]),
+        )
+
+    found = add(counted, "seconds")
+    if not how.busy:
+        return found
+    with torch.random.fork_rng(devices=[]), _working(layers, inputs, how, loss):
+        return add(found, "busy_seconds")
+
+
+@contextmanager
+def _working(layers: Layers, inputs: Any, how: How, loss: nn.Module | None) -> Iterator[None]:
+    """Let other threads run copies of the layers meanwhile, one for each busy core."""
+    try:
+        twins = [copy.deepcopy(layers) for _ in range(how.busy)]
+    except Exception as error:
+        raise ConfigError(
+            f"the layers cannot be copied, which busy=True needs ({error}); leave busy out"
+        ) from error
+    stop = threading.Event()
+    lower = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+
+    def work(twin: Layers) -> None:
+        torch.set_num_threads(how.threads)
+        timer = StepTimer(twin, call=how.call(twin), divide=how.divide, loss=loss)
+        with torch.autocast("cpu", lower[0], enabled=lower[1]):
+            while not stop.is_set():
+                timer.run(inputs)
+                timer.samples.end_run(counts=False)
+
+    threads = [threading.Thread(target=work, args=(twin,), daemon=True) for twin in twins]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

@@ -21,7 +21,14 @@ from penstock.model.pytree import flatten
 from penstock.model.stage_plan import Step
 from penstock.torch_private import node_number
 
-from .layer_run import LayerRun, run_alone, untouched_gradients
+from .layer_run import (
+    CallLayer,
+    LayerRun,
+    call_alone,
+    named,
+    run_alone,
+    untouched_gradients,
+)
 
 Mark = float | torch.cuda.Event
 """A point in time, on the host or on an accelerator."""
@@ -48,63 +55,48 @@ def seconds_between(start: Mark, end: Mark) -> float:
 
 PARTS = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
 """Of a step, as in `LayerSeconds`."""
-
-
-class _Taken(NamedTuple):
-    """What a layer took once: which part of a step, from when to when."""
-
-    layer: int
-    kind: Hashable
-    part: str
-    start: Mark
-    end: Mark
+_BOTH = "forward and backward"
 
 
 class Samples:
     """Seconds by kind of layer and part of a step, such as "forward_s"."""
 
     def __init__(self) -> None:
-        self._taken: list[_Taken] = []
+        self._now: list[tuple[int, Hashable, str, Mark, Mark]] = []
         self._found: defaultdict[tuple[Hashable, str], list[float]] = defaultdict(list)
-        self._sums: defaultdict[Hashable, list[float]] = defaultdict(list)
 
     def add(self, layer: int, kind: Hashable, part: str, start: Mark, end: Mark) -> None:
-        """Note what a layer took."""
-        self._taken.append(_Taken(layer, kind, part, start, end))
+        """Note when a layer began and ended a part of a step."""
+        self._now.append((layer, kind, part, start, end))
 
     def end_run(self, *, counts: bool) -> None:
         """Take in what was noted in a run of the model, if it `counts`."""
-        taken, self._taken = self._taken, []
-        if not counts:
-            return
-        sums: dict[int, dict[str, float]] = {}
-        kinds: dict[int, Hashable] = {}
-        for layer, kind, part, start, end in taken:
-            seconds = seconds_between(start, end)
-            self._found[kind, part].append(seconds)
-            kinds[layer] = kind
-            sums.setdefault(layer, {})[part] = seconds
-        for layer, parts in sums.items():
+        noted, self._now = self._now, []
+        layers: defaultdict[tuple[int, Hashable], dict[str, float]] = defaultdict(dict)
+        for layer, kind, part, start, end in noted if counts else ():
+            layers[layer, kind][part] = seconds_between(start, end)
+            self._found[kind, part].append(layers[layer, kind][part])
+        for (_, kind), parts in layers.items():
             if "forward_s" in parts and "backward_s" in parts:
-                self._sums[kinds[layer]].append(parts["forward_s"] + parts["backward_s"])
+                self._found[kind, _BOTH].append(parts["forward_s"] + parts["backward_s"])
 
     def median(self, kinds: Collection[Hashable], part: str) -> float | None:
-        """Return the middle of what layers of these kinds took; None if it was not measured."""
-        found = [seconds for kind in kinds for seconds in self._found.get((kind, part), ())]
+        """Return the median over layers of these kinds; None if it was not measured."""
+        found = self._of(kinds, part)
         return median(found) if found else None
 
     def spread(self, kinds: Collection[Hashable]) -> float:
         """Return half the distance between the quartiles of forward plus backward, as a share of
         their median.
         """
-        return _spread([seconds for kind in kinds for seconds in self._sums.get(kind, ())])
+        found = self._of(kinds, _BOTH)
+        if len(found) < 2:
+            return 0.0
+        low, middle, high = quantiles(found, n=4, method="inclusive")
+        return (high - low) / 2 / middle if middle else 0.0
 
-
-def _spread(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return (high - low) / 2 / middle if middle else 0.0
+    def _of(self, kinds: Collection[Hashable], part: str) -> list[float]:
+        return [seconds for kind in kinds for seconds in self._found.get((kind, part), ())]
 
 
 BACKWARD_PER_FORWARD = 2
@@ -112,8 +104,6 @@ BACKWARD_PER_FORWARD = 2
 _UNMEASURABLE = ("use_reentrant", "donated buffers", "second time")
 """Words of torch's errors where a reentrant checkpoint, a compiled layer whose graph is to be
 kept, or a graph that is gone is asked for gradients."""
-
-
 _CAST = "ToCopyBackward0"
 
 
@@ -129,37 +119,25 @@ class Parts(Protocol):
 
 Divide = Callable[[Sequence[Tensor], Sequence[Entry]], Parts | None]
 """Divides the backward of a graph, from its roots to its entries; None where it stays whole."""
-
-
-CallLayer = Callable[[Step, Callable[[], Any]], Any]
-"""Runs a layer as a stage does: what that does around it takes time as well."""
-
-
 Look = Callable[[Step, list[Tensor]], None]
-"""Is shown each layer, and what it gave, with its graph."""
+"""Is shown each layer and its results, with their graph."""
 
 
 class _Ran(NamedTuple):
     """A layer between its forward and its backward."""
 
-    number: int
-    label: str
+    step: Step
     kind: Hashable
     device: torch.device
-    module: nn.Module
     entries: list[Entry]
     roots: list[Tensor]
 
     @property
     def weights(self) -> list[Tensor]:
-        return [p for p in self.module.parameters() if p.requires_grad]
+        return [p for p in self.step.module.parameters() if p.requires_grad]
 
     def seeds(self) -> list[Tensor]:
         return [torch.ones_like(root) for root in self.roots]
-
-
-def _where(label: str) -> str:
-    return f"raised in layer {label}, micro-batch 0, while its cost was measured"
 
 
 class StepTimer:
@@ -175,14 +153,13 @@ class StepTimer:
         self,
         layers: Layers,
         *,
-        call: CallLayer | None = None,
+        call: CallLayer = call_alone,
         look: Look | None = None,
         divide: Divide | None = None,
         loss: nn.Module | None = None,
     ) -> None:
-        self._layers, self._look, self._divide = layers, look, divide
-        self._loss = loss
-        self._call: CallLayer = call or (lambda step, run: run())
+        self._layers, self._call, self._look = layers, call, look
+        self._divide, self._loss = divide, loss
         self.samples = Samples()
         self._kinds: dict[int, Hashable] = {}
         self._alike: dict[Hashable, list[int]] = {}
@@ -209,7 +186,19 @@ class StepTimer:
 
     def run(self, inputs: Any) -> None:
         """Run the model once, and take times."""
-        self._run(inputs)
+        ran = self._forward(inputs, "forward_s")
+        while ran:
+            with named(ran[-1].step):
+                self._time_backward(ran.pop(), "backward_s")
+        if self._divide is not None:
+            self._forward(inputs, None)
+            ran = self._forward(inputs, "recompute_s")
+            divided = []
+            while ran:
+                layer = ran.pop()
+                divided.append((layer, self._time_input(layer, self._divide)))
+            for layer, parts in divided:
+                self._time_weights(layer, parts)
         self._number += 1
 
     @property
@@ -219,52 +208,28 @@ class StepTimer:
         """
         return self._shares_graphs or self._number == 0
 
-    def _run(self, inputs: Any) -> None:
-        ran = self._forward(inputs, "forward_s")
-        while ran:
-            layer = ran.pop()
-            try:
-                self._time_backward(layer, "backward_s")
-            except Exception as error:
-                error.add_note(_where(layer.label))
-                raise
-        if self._divide is None:
-            return
-        self._forward(inputs, None)
-        ran = self._forward(inputs, "recompute_s")
-        divided = []
-        while ran:
-            layer = ran.pop()
-            divided.append((layer, self._time_input(layer)))
-        for layer, parts in divided:
-            self._time_weights(layer, parts)
-
     def _forward(self, inputs: Any, part: str | None) -> list[_Ran]:
         """Run all layers; return those that are to run backward: none, if the part has no name."""
         ran: list[_Ran] = []
 
         def perform(layer: LayerRun) -> Any:
-            index, device = layer.step.index, layer.device
-            kind = self._kind(layer)
-            try:
+            step, device, kind = layer.step, layer.device, self._kind(layer)
+            with named(step):
                 start = mark(device)
-                result = self._call(layer.step, layer.run)
+                result = self._call(step, layer.run)
                 end = mark(device)
                 tensors = flatten(result)[0]
                 if self._number <= 1:
                     self._shares_graphs |= _has_older(tensors, layer.first_node)
                 if self._look is not None:
-                    self._look(layer.step, tensors)
-            except Exception as error:
-                error.add_note(_where(layer.step.label))
-                raise
+                    self._look(step, tensors)
             if part is not None:
-                self.samples.add(index, kind, part, start, end)
-                if self._is_chosen(index, kind):
+                self.samples.add(step.index, kind, part, start, end)
+                alike = self._alike[kind]
+                turn = alike[self._number % len(alike)]
+                if self._divide is not None or turn == step.index:
                     roots = [tensor for tensor in tensors if tensor.requires_grad]
-                    module = layer.step.module
-                    label = layer.step.label
-                    ran.append(_Ran(index, label, kind, device, module, layer.entries, roots))
+                    ran.append(_Ran(step, kind, device, layer.entries, roots))
             return result
 
         run_alone(self._layers, inputs, perform, self._loss)
@@ -278,12 +243,11 @@ class StepTimer:
             self._alike.setdefault(kind, []).append(index)
         return self._kinds[index]
 
-    def _is_chosen(self, index: int, kind: Hashable) -> bool:
-        """Tell whether a layer runs backward in this run."""
-        alike = self._alike[kind]
-        return self._divide is not None or alike[self._number % len(alike)] == index
-
     # -- backward -----------------------------------------------------------------------------
+
+    def _add(self, layer: _Ran, part: str, start: Mark) -> None:
+        """Note that a part of a layer's backward, which began at `start`, ends now."""
+        self.samples.add(layer.step.index, layer.kind, part, start, mark(layer.device))
 
     def _time_backward(self, layer: _Ran, part: str) -> None:
         """Run a backward in one part."""
@@ -291,56 +255,48 @@ class StepTimer:
         wanted = [*(entry.tensor for entry in layer.entries), *weights]
         if not layer.roots or not wanted:
             now = mark(layer.device)
-            self.samples.add(layer.number, layer.kind, part, now, now)
+            self.samples.add(layer.step.index, layer.kind, part, now, now)
             return
         sums = [torch.zeros_like(weight) for weight in weights]
+        keeps = self._keeps_graphs
         try:
-            with untouched_gradients(layer.module.parameters()):
+            with untouched_gradients(layer.step.module.parameters()):
                 start = mark(layer.device)
                 found = torch.autograd.grad(
-                    layer.roots,
-                    wanted,
-                    seeds,
-                    allow_unused=True,
-                    retain_graph=self._keeps_graphs,
+                    layer.roots, wanted, seeds, allow_unused=True, retain_graph=keeps
                 )
-                _add(sums, found[len(layer.entries) :])
-                end = mark(layer.device)
+                _add_up(sums, found[len(layer.entries) :])
+                self._add(layer, part, start)
         except RuntimeError as error:
             if not any(words in str(error) for words in _UNMEASURABLE):
                 raise
-            return
-        self.samples.add(layer.number, layer.kind, part, start, end)
 
-    def _time_input(self, layer: _Ran) -> Parts | None:
+    def _time_input(self, layer: _Ran, divide: Divide) -> Parts | None:
         """Run the first part of a backward, or all of it where it stays whole."""
-        if self._keeps_graphs or not layer.roots:
-            self._time_backward(layer, "input_s")
-            return None
-        assert self._divide is not None
-        seeds = layer.seeds()
-        with untouched_gradients(layer.module.parameters()):
-            start = mark(layer.device)
-            parts = self._divide(layer.roots, layer.entries)
-            if parts is not None:
-                parts.run_input(layer.roots, seeds)
-                end = mark(layer.device)
-                self.samples.add(layer.number, layer.kind, "input_s", start, end)
-                return parts
+        if not self._keeps_graphs and layer.roots:
+            seeds = layer.seeds()
+            with untouched_gradients(layer.step.module.parameters()):
+                start = mark(layer.device)
+                parts = divide(layer.roots, layer.entries)
+                if parts is not None:
+                    parts.run_input(layer.roots, seeds)
+                    self._add(layer, "input_s", start)
+                    return parts
         self._time_backward(layer, "input_s")
         return None
 
     def _time_weights(self, layer: _Ran, parts: Parts | None) -> None:
         """Run the second part of a backward, if there is one."""
-        start = end = mark(layer.device)
-        if parts is not None:
-            with untouched_gradients(layer.module.parameters()):
-                for weight in layer.weights:
-                    weight.grad = torch.zeros_like(weight)
-                start = mark(layer.device)
-                parts.run_weights()
-                end = mark(layer.device)
-        self.samples.add(layer.number, layer.kind, "weight_s", start, end)
+        if parts is None:
+            now = mark(layer.device)
+            self.samples.add(layer.step.index, layer.kind, "weight_s", now, now)
+            return
+        with untouched_gradients(layer.step.module.parameters()):
+            for weight in layer.weights:
+                weight.grad = torch.zeros_like(weight)
+            start = mark(layer.device)
+            parts.run_weights()
+            self._add(layer, "weight_s", start)
 
 
 def _has_older(tensors: Sequence[Tensor], number: int) -> bool:
@@ -360,7 +316,7 @@ def _has_older(tensors: Sequence[Tensor], number: int) -> bool:
 
 
 @torch.no_grad()
-def _add(sums: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+def _add_up(sums: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
     for total, gradient in zip(sums, found, strict=True):
         if gradient is not None:
             total.add_(gradient)

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Layers, capture
-from penstock.costs.measuring.measure import TO_BALANCE, measure_layers
+from penstock.costs.measuring.measure import TO_BALANCE, How, measure
+from penstock.costs.records import LayerSeconds
 from penstock.model.layer_list import as_layers
 from penstock.runtime.planning import StageCalls
+
+
+def measured(layers: Layers, inputs: Tensor, how: How | None = None) -> list[LayerSeconds]:
+    """Measure layers on one thread; return the seconds of each."""
+    found = measure(layers, inputs, how or How())
+    return [found.seconds(n) for n in range(len(layers))]
 
 
 class _Slow(torch.autograd.Function):
@@ -71,7 +78,7 @@ def captured() -> Layers:
 
 @pytest.mark.parametrize("make", (chained, captured))
 def test_a_slow_backward_counts_for_its_own_layer(make: Any) -> None:
-    in_backward, in_forward, rest = measure_layers(make(), torch.randn(2, 4), 1)
+    in_backward, in_forward, rest = measured(make(), torch.randn(2, 4))
     both_s = [each.forward_s + each.backward_s for each in (in_backward, in_forward, rest)]
     assert both_s == sorted(both_s, reverse=True)
     assert in_backward.backward_s > in_backward.forward_s
@@ -119,7 +126,7 @@ def test_of_layers_that_are_alike_one_runs_backward_at_a_time(
     counted = (Counted(index, **some) for index, some in enumerate(options, start=1))
     layers = as_layers(nn.Sequential(nn.Linear(4, 4), *counted))
     Counting.num_backwards = 0
-    times = measure_layers(layers, torch.randn(2, 4), 1)
+    times = measured(layers, torch.randn(2, 4))
     assert Counting.num_backwards == kinds * (TO_BALANCE.warming + TO_BALANCE.counting)
     assert len(set(times[1:])) == kinds
 
@@ -137,7 +144,7 @@ class ColdAtFirst(Slow):
 
 def test_what_a_process_does_once_is_no_cost_of_a_layer() -> None:
     layers = as_layers(nn.Sequential(ColdAtFirst(0.0, 0.0), nn.Linear(4, 4)))
-    assert measure_layers(layers, torch.randn(2, 4), 1)[0].forward_s < 0.5
+    assert measured(layers, torch.randn(2, 4))[0].forward_s < 0.5
 
 
 class Remembers(nn.Module):
@@ -159,7 +166,7 @@ def test_what_a_layer_remembers_can_still_run_backward(is_there_before: bool) ->
     layer = Remembers()
     if is_there_before:
         layer.found.append(layer.weight.exp().exp())
-    measure_layers(as_layers(nn.Sequential(layer, layer, nn.Linear(4, 4))), torch.randn(2, 4), 1)
+    measured(as_layers(nn.Sequential(layer, layer, nn.Linear(4, 4))), torch.randn(2, 4))
     assert len(layer.found) == is_there_before  # what a layer finds while it is measured goes
     layer(torch.randn(2, 4)).sum().backward()
     assert layer.weight.grad is not None
@@ -169,7 +176,7 @@ def test_gradients_are_left_as_they_were() -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     before = {name: value.clone() for name, value in layers.state_dict().items()}
     found = as_layers(layers)
-    measure_layers(found, torch.randn(3, 4), 1, call=StageCalls(found))
+    measured(found, torch.randn(3, 4), How(call=StageCalls))
     assert all(parameter.grad is None for parameter in layers.parameters())
     after = layers.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -202,7 +209,7 @@ class Tells(nn.Module):
 def test_layers_run_in_the_order_of_a_step() -> None:
     calls: list[str] = []
     layers = as_layers(nn.Sequential(*(Tells(name, calls) for name in "abc")))
-    measure_layers(layers, torch.randn(2, 4), 1)
+    measured(layers, torch.randn(2, 4))
     runs = TO_BALANCE.warming + TO_BALANCE.counting
     assert " ".join(calls) == " ".join(["Fa Fb Fc Bc Bb Ba"] * runs)
 
@@ -223,5 +230,5 @@ class ColdInTheSecondRunToo(nn.Module):
 
 def test_what_the_first_two_runs_do_once_is_no_layers_time() -> None:
     layers = as_layers(nn.Sequential(nn.Linear(4, 4), ColdInTheSecondRunToo()))
-    times = measure_layers(layers, torch.randn(2, 4), 1)
+    times = measured(layers, torch.randn(2, 4))
     assert times[1].forward_s < TO_BALANCE.enough_s
