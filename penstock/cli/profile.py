@@ -76,7 +76,7 @@ def profile(  # noqa: PLR0913 - one for each option
 
 def _device(name: str) -> "Device":
     """Find a device by its name, or in a file."""
-    from penstock.costs.cluster.device_presets import load_device
+    from penstock.costs.cluster.cluster import load_device
 
     return load_device(name)
 

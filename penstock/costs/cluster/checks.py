@@ -29,12 +29,8 @@ def wrong_in_cluster(
 
 
 def _wrong_link(where: str, link: Link) -> Iterator[str]:
-    yield from _wrong_number(f"{where}.bytes_per_s", link.bytes_per_s, more_than_zero=True)
-    if link.copy_bytes_per_s is not None:
-        where_copied = f"{where}.copy_bytes_per_s"
-        yield from _wrong_number(where_copied, link.copy_bytes_per_s, more_than_zero=True)
-    for name in ("latency_s", "overhead_s", "collective_s"):
-        yield from _wrong_number(f"{where}.{name}", getattr(link, name))
+    yield from _wrong_numbers(where, link, ("bytes_per_s", "copy_bytes_per_s"), above_zero=True)
+    yield from _wrong_numbers(where, link, ("latency_s", "overhead_s", "collective_s"))
 
 
 def _wrong_names(
@@ -55,8 +51,7 @@ def _wrong_figures(where: str, host: Host) -> Iterator[str]:
     for name in ("count", "cards"):
         if getattr(host, name) < 1:
             yield f"{where}.{name} is {getattr(host, name)}; give a whole number from 1"
-    if host.memory_bytes is not None:
-        yield from _wrong_number(f"{where}.memory_bytes", host.memory_bytes, more_than_zero=True)
+    yield from _wrong_numbers(where, host, ("memory_bytes",), above_zero=True)
     for n, share in enumerate(host.busy_speed):
         if not 0 < share <= 1:
             yield (
@@ -129,13 +124,19 @@ def _wrong_together(hosts: tuple[Host, ...]) -> Iterator[str]:
         yield f"hosts have {num_devices:,} devices in all; a cluster has at most {MOST_DEVICES:,}"
 
 
-def _wrong_number(where: str, value: float, more_than_zero: bool = False) -> Iterator[str]:
-    if not math.isfinite(value):
-        yield f"{where} is {value}; give a finite number"
-    elif more_than_zero and value <= 0:
-        yield f"{where} is {value}; give a number above 0"
-    elif value < 0:
-        yield f"{where} is {value}; give a number from 0"
+def _wrong_numbers(
+    where: str, owner: Link | Host, names: Iterable[str], *, above_zero: bool = False
+) -> Iterator[str]:
+    """Yield which fields are not finite, or below what they may be; None is no number."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            yield f"{where}.{name} is {value}; give a finite number"
+        elif value < 0 or (above_zero and value == 0):
+            least = "above" if above_zero else "from"
+            yield f"{where}.{name} is {value}; give a number {least} 0"
 
 
 def _unknown(where: str, name: str, what: str, known: Iterable[str]) -> str:

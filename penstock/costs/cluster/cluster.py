@@ -21,8 +21,9 @@ from penstock.plain_values import from_plain
 
 from .checks import wrong_in_cluster
 from .device import Device
-from .files import read_file, read_text, write_text
+from .files import cluster_text, file_text, naming, parsed, read_text, write_text
 from .hosts import Host, Link
+from .presets import device_preset, preset_names
 from .routes import Lane, Place, Route, route_between
 from .table import cluster_lines
 
@@ -63,7 +64,8 @@ class Cluster:
         several = _SEVERAL.fullmatch(str(path_or_preset))
         if several:
             return cls.load(several["name"]).times(int(several["times"]))
-        return read_file(path_or_preset, cls.from_toml)
+        with naming(path_or_preset):
+            return cls.from_toml(cluster_text(path_or_preset))
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
@@ -159,3 +161,30 @@ class Cluster:
                 f"{len(self.places) - 1}"
             )
         return self.places[place]
+
+
+def load_device(name_or_path: str | Path) -> Device:
+    """Return a device by its name, or else from a TOML file: its fields, or a cluster that has
+    one kind of device.
+
+    Raises:
+        UnreadableError, ConfigError: there is neither, or the file does not hold a device; names
+            it, and the place in it.
+    """
+    names = preset_names("devices")
+    if name_or_path in names:
+        return device_preset(str(name_or_path))
+    with naming(name_or_path):
+        known = f"no device of this name; described are {', '.join(names)}"
+        text = file_text(name_or_path, known)
+        data = parsed(text)
+        if "devices" not in data:
+            device: Device = from_plain(Device, data)
+            return device
+        devices = Cluster.from_toml(text).devices
+        if len(devices) > 1:
+            raise ConfigError(
+                f"devices has {', '.join(devices)}, and one is wanted; give a file with the "
+                "fields of that one"
+            )
+        return next(iter(devices.values()))

@@ -20,41 +20,24 @@ all-gather.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.errors import ConfigError
 
 from .cluster import Cluster
 
-_Pair = tuple[int, int]
-
 
 def all_reduce_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
     """Return the seconds until each device of a group has the sum of what all have."""
     group = _checked(cluster, group)
-    ring_s = 2 * _passed_on_s(cluster, [group], num_bytes)
-    begun_s = _begun_s(cluster, group)
-    parts = _alike_on_hosts(cluster, group)
-    if parts is None:
-        return begun_s + ring_s
-    within_s = _passed_on_s(cluster, parts, num_bytes)
-    across = [list(ranks) for ranks in zip(*parts, strict=True)]
-    across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]))
-    return begun_s + min(ring_s, 2 * within_s + 2 * across_s)
+    return _begun_s(cluster, group) + 2 * _gathered_s(cluster, group, num_bytes)
 
 
 def all_gather_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
     """Return the seconds until each device has all parts of a value, `num_bytes` together."""
     group = _checked(cluster, group)
-    ring_s = _passed_on_s(cluster, [group], num_bytes)
-    begun_s = _begun_s(cluster, group)
-    parts = _alike_on_hosts(cluster, group)
-    if parts is None:
-        return begun_s + ring_s
-    across = [list(ranks) for ranks in zip(*parts, strict=True)]
-    across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]))
-    return begun_s + min(ring_s, across_s + _passed_on_s(cluster, parts, num_bytes))
+    return _begun_s(cluster, group) + _gathered_s(cluster, group, num_bytes)
 
 
 def reduce_scatter_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
@@ -77,6 +60,17 @@ def _begun_s(cluster: Cluster, group: Sequence[int]) -> float:
     return max((route.collective_s for route in routes), default=0.0)
 
 
+def _gathered_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
+    """Return the seconds of the messages of an all-gather: in one ring, or in two levels."""
+    ring_s = _passed_on_s(cluster, [group], num_bytes)
+    parts = _alike_on_hosts(cluster, group)
+    if parts is None:
+        return ring_s
+    across = [list(ranks) for ranks in zip(*parts, strict=True)]
+    across_s = _passed_on_s(cluster, across, num_bytes / len(parts[0]))
+    return min(ring_s, across_s + _passed_on_s(cluster, parts, num_bytes))
+
+
 def _passed_on_s(cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: float) -> float:
     """Return the seconds until each device of each ring has had what all others have.
 
@@ -87,14 +81,10 @@ def _passed_on_s(cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: fl
     return (n - 1) * _at_once_s(cluster, pairs, num_bytes / n) if n > 1 else 0.0
 
 
-def _at_once_s(cluster: Cluster, pairs: Sequence[_Pair], num_bytes: float) -> float:
-    """Return the seconds until the last of several transfers, begun together, is there."""
-    latency_s, bytes_per_s = _slowest(cluster, pairs)
-    return latency_s + num_bytes / bytes_per_s
-
-
-def _slowest(cluster: Cluster, pairs: Iterable[_Pair]) -> tuple[float, float]:
-    """Return the longest latency of transfers, and the least bytes a second that one gets."""
+def _at_once_s(cluster: Cluster, pairs: Sequence[tuple[int, int]], num_bytes: float) -> float:
+    """Return the seconds until the last of several transfers, begun together, is there: the
+    longest latency, and the bytes at the least rate that one gets of a lane.
+    """
     routes = [cluster.route(a, b) for a, b in pairs]
     users = Counter(lane for route in routes for lane in route.lanes)
     latency_s = max(route.latency_s + 2 * route.overhead_s for route in routes)
@@ -103,7 +93,7 @@ def _slowest(cluster: Cluster, pairs: Iterable[_Pair]) -> tuple[float, float]:
         for route in routes
         for lane, bytes_per_s in zip(route.lanes, route.lane_bytes_per_s, strict=True)
     )
-    return latency_s, min(shares, default=math.inf)
+    return latency_s + num_bytes / min(shares, default=math.inf)
 
 
 def _checked(cluster: Cluster, group: Sequence[int]) -> list[int]:

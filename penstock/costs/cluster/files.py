@@ -9,11 +9,12 @@ devices = { v100 = 8 }               for a list of eight times "v100"
 """
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.errors import ConfigError, UnreadableError
 from penstock.plain_values import from_plain
@@ -22,20 +23,64 @@ from .checks import MOST_DEVICES
 from .device import Device
 from .presets import preset_names, preset_text
 
-_T = TypeVar("_T")
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Name the file in errors about what it holds."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
-def read_file(path_or_preset: str | Path, read: Callable[[str], _T]) -> _T:
-    """Read a file, or else the preset of this name; that of a device is a host of one.
+def cluster_text(path_or_preset: str | Path) -> str:
+    """Return the TOML of a file or a preset; the preset of a device gives a host of one.
 
     Raises:
-        UnreadableError: there is neither, or what is there cannot be read; names the file.
-        ConfigError: values do not fit together; names the file.
+        UnreadableError: there is neither, or the file cannot be read.
+    """
+    presets, devices = preset_names("clusters"), preset_names("devices")
+    if path_or_preset in presets:
+        return preset_text("clusters", str(path_or_preset))
+    if path_or_preset in devices:  # its preset does not say how several would be linked
+        name = path_or_preset
+        return (
+            f'name = "a host of one {name}"\n[devices.{name}]\npreset = "{name}"\n'
+            f'[[hosts]]\nname = "host"\ndevices = {{ {name} = 1 }}\n'
+        )
+    return file_text(
+        path_or_preset,
+        f"no such preset; presets are {', '.join(presets)}; devices, each a host of one, are "
+        f"{', '.join(devices)}",
+    )
+
+
+def file_text(path: str | Path, nor: str) -> str:
+    """Return the text of a file; where there is none, the error says too what else there is not.
+
+    Raises:
+        UnreadableError: there is no such file, or it cannot be read.
     """
     try:
-        return read(_text(path_or_preset))
-    except ConfigError as error:
-        raise type(error)(f"{path_or_preset}: {error}") from None
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UnreadableError(f"no such file, and {nor}") from None
+    except OSError as error:
+        raise UnreadableError(f"it cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UnreadableError("it is damaged, or no TOML: it is not UTF-8 text") from None
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Return the table of a TOML text.
+
+    Raises:
+        UnreadableError: it is no TOML.
+    """
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"it is damaged, or no TOML: {error}") from None
 
 
 def read_text(text: str) -> dict[str, Any]:
@@ -45,10 +90,7 @@ def read_text(text: str) -> dict[str, Any]:
         UnreadableError: it is no TOML, or names a preset that is not there.
         ConfigError: a device has figures that none has.
     """
-    try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"it is damaged, or no TOML: {error}") from None
+    data = parsed(text)
     if isinstance(data.get("devices"), dict):
         data["devices"] = {key: _device(key, x) for key, x in data["devices"].items()}
     if isinstance(data.get("hosts"), list):
@@ -72,32 +114,6 @@ def write_text(cluster: Any, comment: str) -> str:
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     tables = {name: data.pop(name) for name in ("devices", "links", "hosts") if name in data}
     return "\n".join([*lines, tomli_w.dumps({**data, **tables})])
-
-
-def _text(path_or_preset: str | Path) -> str:
-    presets = preset_names("clusters")
-    if path_or_preset in presets:
-        return preset_text("clusters", str(path_or_preset))
-    devices = preset_names("devices")
-    if path_or_preset in devices:
-        return _one_device(str(path_or_preset))
-    try:
-        return Path(path_or_preset).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        known = f"{', '.join(presets)}; devices, each a host of one, are {', '.join(devices)}"
-        raise UnreadableError(f"no such file, and no such preset; presets are {known}") from None
-    except OSError as error:
-        raise UnreadableError(f"it cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UnreadableError("it is damaged, or no TOML: it is not UTF-8 text") from None
-
-
-def _one_device(name: str) -> str:
-    """Return a host of one device: how several would be linked, its preset does not say."""
-    return (
-        f'name = "a host of one {name}"\n[devices.{name}]\npreset = "{name}"\n'
-        f'[[hosts]]\nname = "host"\ndevices = {{ {name} = 1 }}\n'
-    )
 
 
 def _device(key: str, data: Any) -> Any:

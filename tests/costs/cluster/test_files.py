@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.costs.cluster import Cluster, Device, Host, Link
-from penstock.costs.cluster.device_presets import device_preset
-from penstock.costs.cluster.presets import preset_names, preset_text
+from penstock.costs.cluster.presets import device_preset, preset_names, preset_text
 from penstock.errors import ConfigError, UnreadableError
 
 GOOD = """
