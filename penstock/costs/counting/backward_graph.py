@@ -6,7 +6,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +84,9 @@ class BackwardGraph:
         self._numbers = dict[Node, int]()
         self.edges: list[list[Edge | None]] = []
         self._walk([node for node, _ in self._starts])
-        self.calls = [_call_of(node, marks) for node in self._numbers]
+        starts = [start for start, _ in marks]
+        places = (bisect_right(starts, node_number(node) or 0) - 1 for node in self._numbers)
+        self.calls = [marks[max(place, 0)][1] for place in places]
         nodes = zip(self._numbers, self.calls, strict=True)
         self.custom = {call for node, call in nodes if isinstance(node, BackwardCFunction)}
         """Calls with a node of a custom autograd function."""
@@ -193,11 +194,6 @@ class BackwardGraph:
 def _edge_of(tensor: Tensor) -> tuple[Node, int]:
     edge = get_gradient_edge(tensor)
     return edge.node, edge.output_nr
-
-
-def _call_of(node: Node, marks: Sequence[tuple[int, int]]) -> int:
-    place = bisect_right(marks, node_number(node) or 0, key=itemgetter(0)) - 1
-    return marks[max(place, 0)][1]
 
 
 def _sum(gradient: Tensor) -> Operator:

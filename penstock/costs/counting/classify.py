@@ -22,7 +22,9 @@ def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator,
         return ()
     if name == "convolution_backward":
         return tuple(_convolution_backward(args, result))
-    read, written = _read(name, args, kwargs), list(tensors_in(result))
+    only_writes = name.startswith(_ONLY_WRITE)
+    read = list(tensors_in((args[1:] if only_writes else args, kwargs)))
+    written = list(tensors_in(result))
     num_bytes, dtype = _total(read) + _total(written), _dtype([*written, *read])
     product = _product(func, name, args, kwargs, result)
     if product is not None:
@@ -30,7 +32,8 @@ def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator,
         return (_operator(kind, flops, num_bytes, dims, batch, dtype),)
     kind = _class_of(name, func)
     if kind == "embedding":
-        num_bytes = _rows_only(read, written)
+        given = _total(written)  # of a larger table, as much is read as is given
+        num_bytes = given + sum(min(_total([tensor]), given) for tensor in read)
     num_bytes += _more_passes(func, name, args, kwargs)
     return (_operator(kind, 0, num_bytes, (), 1, dtype),)
 
@@ -79,12 +82,6 @@ def _is_dense(tensor: Tensor) -> bool:
 _ONLY_WRITE = ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "random_")
 
 
-def _read(name: str, args: Any, kwargs: Any) -> list[Tensor]:
-    if name.startswith(_ONLY_WRITE):
-        args = args[1:]
-    return list(tensors_in((args, kwargs)))
-
-
 def _total(tensors: Iterable[Tensor]) -> int:
     """Add up bytes, of each storage once."""
     found: dict[int, dict[Any, int]] = {}
@@ -99,12 +96,6 @@ def _total(tensors: Iterable[Tensor]) -> int:
     return sum(min(whole[storage], sum(of.values())) for storage, of in found.items())
 
 
-def _rows_only(read: list[Tensor], written: list[Tensor]) -> int:
-    """Count a look-up: of a table that is larger than the result, as much is read as is given."""
-    given = _total(written)
-    return given + sum(min(_total([tensor]), given) for tensor in read)
-
-
 _TWO_PASSES = ("batch_norm", "group_norm")
 
 
@@ -115,17 +106,18 @@ def _more_passes(func: Any, name: str, args: Any, kwargs: Any) -> int:
     """
     if not any(kind in name for kind in _TWO_PASSES):
         return 0
-    trains = [_argument(func, args, kwargs, key) for key in ("training", "train")]
+    trains = [argument_of(func, args, kwargs, key) for key in ("training", "train")]
     if False in trains:
         return 0
     largest = max((_total([t]) for t in tensors_in((args, kwargs))), default=0)
     return 2 * largest if "backward" in name else largest
 
 
-def _argument(func: Any, args: Any, kwargs: Any, wanted: str) -> Any:
+def argument_of(func: Any, args: Any, kwargs: Any, wanted: str) -> Any:
+    """Return an argument of an operator by name, or its default; None where it takes none."""
     for place, argument in enumerate(arguments_of(func)):
         if argument.name == wanted:
-            return args[place] if place < len(args) else kwargs.get(wanted)
+            return args[place] if place < len(args) else kwargs.get(wanted, argument.default_value)
     return None
 
 
@@ -199,21 +191,16 @@ def _of_two(first: int) -> Callable[[Any, Any, Any], _Product]:
 
 
 def _convolution(args: Any, kwargs: Any, result: Any) -> _Product:
-    x, weight, settings = args[0], args[1], _settings(args)
-    flops, groups = _flops(x, weight, result, settings[2]), settings[3]
-    kind, dims = _kind_of_convolution(weight, *settings), _dims(flops, result, groups)
-    return kind, flops, dims, groups
+    x, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
+    flops = _flops(x, weight, result, transposed)
+    kind = _kind_of_convolution(weight, stride, dilation, transposed, groups)
+    return kind, flops, _dims(flops, result, groups), groups
 
 
 def _dims(flops: int, result: Tensor, groups: int) -> tuple[int, int, int]:
     """Return the sizes of the product that gives a tensor of images."""
     rows, columns = result.shape[0] * prod(result.shape[2:]), result.shape[1] // groups
     return rows, columns, max(1, flops // max(1, 2 * rows * columns * groups))
-
-
-def _settings(args: Any) -> Any:
-    """Return stride, dilation, whether it is transposed, and groups."""
-    return args[3], args[5], args[6], args[8]
 
 
 def _flops(x: Tensor, weight: Tensor, result: Tensor, transposed: bool) -> int:

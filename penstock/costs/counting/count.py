@@ -27,6 +27,7 @@ from penstock.torch_private import storage_id
 
 from .backward_graph import BackwardGraph
 from .boundaries import divided_bytes, values_of
+from .classify import dtype_name
 from .graph import Graph
 from .layer_calls import kind_of
 from .meta import inputs_on_meta, on_meta
@@ -68,7 +69,7 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
         ConfigError: a layer needs values, which meta tensors do not have; names it.
         BatchError: a layer, or the loss, does not take the shapes that reach it; names it.
     """
-    size = _samples(example_inputs) if microbatch_size is None else microbatch_size
+    size = samples_in(example_inputs) if microbatch_size is None else microbatch_size
     separate = {id(tensor) for tensor in own}
 
     def run() -> AtSize:
@@ -101,7 +102,8 @@ def record_graph(
     return found
 
 
-def _samples(inputs: Any) -> int:
+def samples_in(inputs: Any) -> int:
+    """Count the samples of an example; its first dimension tells where it is no batch."""
     with suppress(BatchError):
         return batch_size(inputs, "example inputs")
     return next((t.shape[0] for t in flatten(inputs)[0] if t.dim()), 1)
@@ -204,12 +206,13 @@ class _Count:
         saved: list[tuple[int, ...]] = []
         for n in range(len(self._layers) + 1):
             calls = graph.of_layer(n)
+            counts = Counter(operator for call in calls for operator in call.operators)
             own = {s: size for s, size in of_layers.get(n, {}).items() if s not in lasting}
             is_loss = n == len(self._layers)
             at_boundary = [not v.consumers if is_loss else v.touches(n) for v in values]
             inner_bytes, places = divided_bytes(at_boundary, storages, own)
             kind = LayerKind(
-                operators=_merged(operator for call in calls for operator in call.operators),
+                operators=tuple(replace(x, count=count) for x, count in counts.items()),
                 inner_bytes=inner_bytes,
                 left_bytes=self._left.get(n, 0),
                 draws=any(call.draws for call in calls),
@@ -247,7 +250,12 @@ class _Count:
                     "be measured on a device instead"
                 ) from error
             if type(error) is RuntimeError and "meta" not in str(error):
-                given = ", ".join(_spec(t) for t in flatten(inputs)[0])
+                given = ", ".join(
+                    f"{dtype_name(t.dtype)} of shape {tuple(t.shape)}"
+                    if isinstance(t, Tensor)
+                    else shown(t)
+                    for t in flatten(inputs)[0]
+                )
                 raise BatchError(
                     f"{self._where()} does not take what reaches it ({_first_line(error)}). "
                     f"The example inputs are {given}; give a batch that the model and the loss "
@@ -265,20 +273,8 @@ class _Count:
         return f"layer {steps[layer].label}" if layer < len(steps) else "the loss"
 
 
-def _spec(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return shown(value)
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _merged(operators: Iterable[Operator]) -> tuple[Operator, ...]:
-    """Return each operator once, with how often it is there."""
-    counts = Counter(operators)
-    return tuple(replace(operator, count=count) for operator, count in counts.items())
 
 
 def _names(layers: Layers) -> dict[int, str]:

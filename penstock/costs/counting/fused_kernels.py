@@ -60,7 +60,11 @@ def _attention(  # noqa: PLR0913 - as torch's own
     enable_gqa: bool = False,
 ) -> Any:
     """Run one kernel; None where there is none for such arguments."""
-    if enable_gqa or not _are_alike(query, key, value):
+    usual = all(  # (B, H, T, C), of one width and dtype
+        t.dim() == 4 and t.dtype is query.dtype and t.shape[-1] == query.shape[-1]
+        for t in (query, key, value)
+    )
+    if enable_gqa or not usual:
         return None
     kernel = _kernel_on(torch_type, query, attn_mask, dropout_p)
     operator = getattr(torch.ops.aten, kernel, None) if kernel else None
@@ -82,14 +86,6 @@ def _kernel_on(torch_type: str, query: Tensor, mask: Tensor | None, dropout_p: f
         return _FLASH if query.dtype in _HALF and mask is None else _EFFICIENT
     learned = mask is not None and mask.requires_grad
     return _OF_CPU if torch_type == "cpu" and not dropout_p and not learned else ""
-
-
-def _are_alike(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tell whether these are of the usual form: (B, H, T, C), of one width and dtype."""
-    tensors = (query, key, value)
-    return all(
-        t.dim() == 4 and t.dtype is query.dtype and t.shape[-1] == query.shape[-1] for t in tensors
-    )
 
 
 def _as_numbers(mask: Tensor | None, like: Tensor) -> Tensor | None:

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.model.capture.watch import original_class
 from penstock.model.stage_plan import Step
@@ -21,14 +21,14 @@ def kind_of(step: Step, arguments: Any) -> Hashable:
     """
     places = frozenset(int(part) for part in step.name.split(".") if part.isdigit())
     parts = tuple(
-        (path, original_class(part), _settings(part, places))
+        (
+            path,
+            original_class(part),
+            tuple((name, _setting(name, value, places)) for name, value in vars(part).items()),
+        )
         for path, part in step.module.named_modules()
     )
     return parts, _fact(arguments)
-
-
-def _settings(module: nn.Module, places: frozenset[int]) -> Hashable:
-    return tuple((name, _setting(name, value, places)) for name, value in vars(module).items())
 
 
 def _setting(name: str, value: Any, places: frozenset[int]) -> Hashable:

@@ -30,10 +30,16 @@ def on_meta(modules: Iterable[nn.Module]) -> Iterator[dict[int, Tensor]]:
     ]
     state = read_state(parts, attributes(parts))
     lent: dict[int, Tensor] = {}
+
+    def lend(tensor: Tensor) -> Tensor:
+        if id(tensor) not in lent:
+            lent[id(tensor)] = _stand_in(tensor)
+        return lent[id(tensor)]
+
     try:
         for part, name, parameter in own:
-            _put_parameter(part, name, _lent(parameter, lent))
-        put_state({at: None if t is None else _lent(t, lent) for at, t in state.items()})
+            _put_parameter(part, name, lend(parameter))
+        put_state({at: None if t is None else lend(t) for at, t in state.items()})
         yield lent
     finally:
         after = read_state(parts, attributes(parts))
@@ -47,13 +53,13 @@ def inputs_on_meta(inputs: Any) -> Any:
 
     Others keep their values: what a model decides by a mask, or by words, it decides as on these.
     """
-    return tree_map(_input, inputs)
 
+    def on_meta(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+            return _bare(tensor).requires_grad_(tensor.requires_grad)
+        return tensor.detach().to("cpu", copy=True)
 
-def _input(tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
-        return _bare(tensor).requires_grad_(tensor.requires_grad)
-    return tensor.detach().to("cpu", copy=True)
+    return tree_map(on_meta, inputs)
 
 
 def _put_parameter(module: nn.Module, name: str, parameter: Any) -> None:
@@ -61,12 +67,6 @@ def _put_parameter(module: nn.Module, name: str, parameter: Any) -> None:
         setattr(module, name, parameter)
     else:
         parameters_of(module)[name] = parameter
-
-
-def _lent(tensor: Tensor, lent: dict[int, Tensor]) -> Tensor:
-    if id(tensor) not in lent:
-        lent[id(tensor)] = _stand_in(tensor)
-    return lent[id(tensor)]
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

@@ -29,13 +29,12 @@ from penstock.costs.records import Operator
 from penstock.model.capture.ghost import Ghost, is_question
 from penstock.torch_private import (
     TorchDispatchMode,
-    arguments_of,
     next_node_number,
     storage_id,
     version_counter,
 )
 
-from .classify import described, dtype_name, tensors_in
+from .classify import argument_of, described, dtype_name, tensors_in
 from .fused_kernels import LOOKED_INTO, run_as_on
 from .graph import Call, Graph, Ref, TensorSpec
 from .layer_calls import as_it_is
@@ -68,10 +67,6 @@ class _Draft:
     saved: dict[int, int] = field(default_factory=dict)
     """By storage, the numbers of those that it was given or gave."""
     draws: bool = False
-
-    def another(self) -> "_Draft":
-        """Return a call of the same layer, and as this one inside its own call or after it."""
-        return _Draft(self.layer, self.is_between)
 
 
 class Recorder:
@@ -184,7 +179,8 @@ class Recorder:
         """Run a function of torch, and note it if it has to do with tensors."""
         if self._is_paused or is_question(function, args, kwargs):
             return run()
-        number, draft = len(self._drafts), self._drafts[self._now].another()
+        number, now = len(self._drafts), self._drafts[self._now]
+        draft = _Draft(now.layer, now.is_between)
         draft.arguments, draft.options = self._told(tuple(args)), self._told(kwargs)
         given = [(tensor, version_counter(tensor)) for tensor in tensors_in((args, kwargs))]
         self._drafts.append(draft)
@@ -278,7 +274,8 @@ class Recorder:
             return
         draft = self._drafts[self._now]
         draft.operators.extend(operators)
-        draft.draws |= _draws(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:  # attention without dropout, too
+            draft.draws |= argument_of(func, args, kwargs, "dropout_p") != 0
 
     def _pack(self, tensor: Tensor) -> Tensor:
         kept = tensor.detach()
@@ -338,8 +335,10 @@ class _Operators(TorchDispatchMode):
             args, kwargs = _as_meta(args), _as_meta(kwargs)
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("meta")
-            if torch.Tag.dynamic_output_shape in func.tags and not _is_by_number(func, args):
-                raise NeedsValues(str(func))
+            if torch.Tag.dynamic_output_shape in func.tags:
+                is_index = func is torch.ops.aten.index.Tensor
+                if not is_index or any(t.dtype in _TRUTH for t in tensors_in(args[1])):
+                    raise NeedsValues(str(func))  # by numbers, their shape says how many
         elif kwargs.get("device") not in (None, torch.device("cpu")):
             kwargs["device"] = torch.device("meta")
         ran = self._results.run(func, args, kwargs)
@@ -347,11 +346,8 @@ class _Operators(TorchDispatchMode):
         return ran.result
 
 
-def _is_by_number(func: Any, args: Any) -> bool:
-    """Tell whether an operator picks by numbers: how many it picks is known from their shape."""
-    by_truth = (torch.bool, torch.uint8)
-    is_index = func is torch.ops.aten.index.Tensor
-    return is_index and all(t.dtype not in by_truth for t in tensors_in(args[1]))
+_TRUTH = (torch.bool, torch.uint8)
+"""Dtypes of an index that picks as many as it has true values."""
 
 
 def _as_meta(value: Any) -> Any:
@@ -362,13 +358,3 @@ def _as_meta(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _as_meta(part) for name, part in value.items()}
     return value
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Tell whether an operator draws; torch marks attention without dropout, which does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for place, argument in enumerate(arguments_of(func)):
-        if argument.name == "dropout_p":
-            return bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
-    return True
