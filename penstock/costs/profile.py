@@ -14,7 +14,7 @@ from .records import AtSize, LayerKind, LayerWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What the layers of a model cost, for micro-batches of some sizes.
+    """Costs of a model's layers, for micro-batches of some sizes.
 
     `spans` are (start, end) of layers that are to be on one stage.  `measured_on` names the device
     that `LayerKind.seconds` are of, with `threads` for each stage; None where all was counted.

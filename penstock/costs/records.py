@@ -65,7 +65,7 @@ class LayerSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What a layer does with one micro-batch, and what it keeps for its backward.
+    """Operators of a layer for one micro-batch, and the bytes that it keeps for its backward.
 
     `inner_bytes` is what it saves beside the values that come in and go out, each storage once;
     `left_bytes` what the input part of a divided backward leaves to the other one, at most.
@@ -75,11 +75,11 @@ class LayerKind:
     inner_bytes: int
     left_bytes: int
     draws: bool = False
-    """Whether it draws random numbers."""
+    """True where it draws random numbers."""
     seconds: LayerSeconds | None = None
     """Measured, or by the roofline of a device; None where it was only counted."""
     busy_seconds: LayerSeconds | None = None
-    """The same with all cores of the host busy with such work."""
+    """Measured while all cores of the host are busy with such work."""
 
     @property
     def num_forward(self) -> int:
@@ -94,7 +94,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a layer gives to later ones: a tensor, or several together.
+    """A value between layers: a tensor, or several together.
 
     `producer` is the layer's number, -1 for the model's input; `consumers` are in order.  The last
     layer's value has none: it goes to the loss.  `storage` is equal for values that share memory.
@@ -153,7 +153,7 @@ class LayerWeights:
     gradient_bytes: int
     """Of those that want gradients."""
     optimizer_bytes: int
-    """What the optimizer keeps for them."""
+    """State of the optimizer."""
     buffer_bytes: int = 0
     num_norms: int = 0
     """BatchNorms, whose running statistics move once in a step."""
@@ -162,6 +162,6 @@ class LayerWeights:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Bytes of weights, gradients and state together."""
         weights = self.parameter_bytes + self.buffer_bytes
         return weights + self.gradient_bytes + self.optimizer_bytes

@@ -1,4 +1,4 @@
-"""What cannot be in a cluster, each named as it stands in a file: `hosts[0].port`."""
+"""Faults of a cluster, each named as its field stands in a file: `hosts[0].port`."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping

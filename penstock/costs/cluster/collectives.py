@@ -1,4 +1,4 @@
-"""What it takes a group of devices to combine or exchange values: alpha-beta forms over routes.
+"""Seconds of collectives within a group of devices: alpha-beta forms over routes.
 
 One way is a ring over the group; n devices, b bytes, alpha the longest latency (with the overheads
 of sender and receiver) and beta the bytes a second of the slowest part of the ring, where

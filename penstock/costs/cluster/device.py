@@ -35,7 +35,7 @@ class Device:
     elementwise_fusion: float = 1.0
     """Share of elementwise bytes that are left where a compiler fuses operators."""
     host_bytes_per_s: float | None = None
-    """How fast it copies to its host's memory, or a core to a file; None: nothing moves there."""
+    """Rate of copies to its host's memory, or of a core to a file; None: nothing moves there."""
     source: str = ""
 
     def __post_init__(self) -> None:

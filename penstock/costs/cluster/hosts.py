@@ -1,4 +1,4 @@
-"""What a cluster is made of beside its devices: kinds of hosts, and kinds of links."""
+"""Kinds of hosts, and kinds of links."""
 
 from dataclasses import dataclass
 

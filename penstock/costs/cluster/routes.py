@@ -1,4 +1,4 @@
-"""How a value gets from one device of a cluster to another, and what it shares on the way."""
+"""Routes between devices of a cluster: links, and the lanes that transfers share."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ class Lane(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a value gets from one device to another.
+    """The path of a value from one device to another.
 
     It passes all `lanes` at once, at the speed of the slowest, `bytes_per_s`; `lane_bytes_per_s`
     is what each carries.  `latency_s` is that of each kind of lane added up, of both ends the
@@ -56,7 +56,7 @@ AT_ONCE = Route((), 0.0, math.inf)
 
 
 class _End(NamedTuple):
-    """What one end of a route passes of one kind: a link, and where it is."""
+    """A link at one end of a route, and its place."""
 
     what: str
     where: tuple[int, int]

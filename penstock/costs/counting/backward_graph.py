@@ -40,7 +40,7 @@ class BackwardLog:
     """
 
     edges: Sequence[Sequence[Edge | None]]
-    """Where the gradients of each node go."""
+    """By node, the edges that its gradients take."""
     logged: dict[int, list[Logged]] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)
     arrived: Counter[Edge] = field(default_factory=Counter)

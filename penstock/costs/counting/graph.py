@@ -70,15 +70,15 @@ class Call:
     changes: tuple[int, ...] = ()
     """Numbers of those tensors that it was given and has changed in place."""
     operators: tuple[Operator, ...] = ()
-    """What torch ran for it, forward and backward."""
+    """Operators that torch ran for it, forward and backward."""
     saved: tuple[int, ...] = ()
     """Numbers of the tensors that it saves for its backward."""
     inner_bytes: int = 0
     """Bytes of what else it saves."""
     draws: bool = False
-    """Whether it draws random numbers."""
+    """True where it draws random numbers."""
     is_between: bool = False
-    """Whether it is made before or after the layer's own call: by the code between blocks."""
+    """True for calls before or after the layer's own call: of the code between blocks."""
 
     @cached_property
     def takes(self) -> tuple[int, ...]:
@@ -114,12 +114,12 @@ class Graph:
 
     @cached_property
     def num_uses(self) -> Counter[int]:
-        """How many calls take each tensor, by number."""
+        """Numbers of calls that take each tensor, by its number."""
         return Counter(n for call in self.calls for n in call.takes)
 
     @cached_property
     def values(self) -> tuple[Value, ...]:
-        """What calls are given that is no weight, in order of first sight."""
+        """Arguments of calls that are no weights, in order of first sight."""
         users: dict[int, dict[int, None]] = {}
         for call in self.calls:
             for n in call.takes:

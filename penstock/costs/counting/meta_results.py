@@ -4,8 +4,8 @@ On the meta device many operators are computed by torch in Python, to find a sha
 is remembered, which says all, so that layers that are alike run quickly.
 """
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,54 +13,34 @@ from torch import Tensor
 from penstock.costs.records import Operator
 from penstock.torch_private import arguments_of, storage_id
 
+from .classify import described
+
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a result with memory of its own."""
 
 
-class Ran(NamedTuple):
-    """What an operator gave, and what it was."""
-
-    result: Any
-    operators: tuple[Operator, ...]
-
-
-class _Known(NamedTuple):
-    """`specs` are those of the results; None where these are not new tensors only."""
-
-    operators: tuple[Operator, ...]
-    specs: Any
-
-
 class MetaResults:
-    """Runs operators; of two with equal arguments the second one only gets results of its own.
+    """Runs operators; of two with equal arguments the second one only gets results of its own."""
 
-    `describe` is asked once what an operator is.
-    """
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[tuple[Operator, ...], Any]] = {}
+        """The operators of a call, and the specs of its results; None where some are not new."""
 
-    def __init__(self, describe: Callable[[Any, Any, Any, Any], tuple[Operator, ...]]) -> None:
-        self._describe = describe
-        self._known: dict[Hashable, _Known] = {}
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Ran:
-        """Run an operator on tensors that are all on the meta device, or have values."""
-        key = _key(func, args, kwargs)
-        known = None if key is None else self._known.get(key)
-        if known is not None:
-            if known.specs is None:
-                return Ran(func(*args, **kwargs), known.operators)
-            return Ran(_made(known.specs), known.operators)
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Operator, ...]]:
+        """Run an operator on tensors that are all on the meta device, or have values; return its
+        result, and what it is.
+        """
+        storages: dict[int, int] = {}
+        facts = _fact(args, storages), _fact(tuple(kwargs.items()), storages)
+        is_known = bool(storages) and None not in facts
+        if is_known and (func, facts) in self._known:
+            operators, specs = self._known[func, facts]
+            return func(*args, **kwargs) if specs is None else _made(specs), operators
         result = func(*args, **kwargs)
-        operators = self._describe(func, args, kwargs, result)
-        if key is not None:
-            self._known[key] = _Known(operators, _specs(func, args, kwargs, result))
-        return Ran(result, operators)
-
-
-def _key(func: Any, args: Any, kwargs: Any) -> Hashable:
-    """Return what tells calls apart; None where that is not known."""
-    storages: dict[int, int] = {}
-    facts = _fact(args, storages), _fact(tuple(kwargs.items()), storages)
-    return (func, facts) if storages and None not in facts else None
+        operators = described(func, args, kwargs, result)
+        if is_known:
+            self._known[func, facts] = operators, _specs(func, storages, result)
+        return result, operators
 
 
 def _fact(value: Any, storages: dict[int, int]) -> Hashable:
@@ -81,12 +61,13 @@ def _fact(value: Any, storages: dict[int, int]) -> Hashable:
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _specs(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    """Describe new tensors, so that others like them can be made; None where some are not new."""
+def _specs(func: Any, given: Mapping[int, int], result: Any) -> Any:
+    """Describe new tensors, so that others like them can be made; None where some are not new.
+
+    `given` are the storages of the arguments.
+    """
     if any(argument.is_write for argument in arguments_of(func)):
         return None
-    given: dict[int, int] = {}
-    _fact((args, tuple(kwargs.items())), given)
     parts = result if isinstance(result, tuple | list) else [result]
     specs = [None if part is None else _spec(part, given) for part in parts]
     if not specs or any(s is None and p is not None for s, p in zip(specs, parts, strict=True)):
@@ -94,7 +75,7 @@ def _specs(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
     return tuple(specs) if isinstance(result, tuple | list) else specs[0]
 
 
-def _spec(part: Any, given: dict[int, int]) -> _Spec | None:
+def _spec(part: Any, given: Mapping[int, int]) -> _Spec | None:
     if not isinstance(part, Tensor) or not part.is_meta or part.layout is not torch.strided:
         return None
     spec = part.shape, part.stride(), part.dtype

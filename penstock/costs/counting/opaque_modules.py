@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpaqueModule:
-    """How calls of modules of a class are recorded, and run in shards.
+    """A class of modules whose calls are recorded, and run in shards, as one function.
 
     Attributes:
         name: the class, with where it lives.

@@ -34,7 +34,7 @@ from penstock.torch_private import (
     version_counter,
 )
 
-from .classify import argument_of, described, dtype_name, tensors_in
+from .classify import argument_of, dtype_name, tensors_in
 from .fused_kernels import LOOKED_INTO, run_as_on
 from .graph import Call, Graph, Ref, TensorSpec
 from .layer_calls import as_it_is
@@ -284,9 +284,8 @@ class Recorder:
 
 
 _SAID = (torch.dtype, torch.layout, torch.memory_format, slice, type(...))
-"""What is told by its text; objects of other classes by their class, devices too: each process has
-another, and all do the same there.
-"""
+"""Classes of objects that are recorded by their text.  Others are recorded by their class alone,
+as devices are: each process has another, and all do the same there."""
 _DEVICE = re.compile(r"(cpu|meta|cuda|xpu|mps)(:\d+)?")
 
 
@@ -323,7 +322,7 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._recorder, self._results = recorder, MetaResults(described)
+        self._recorder, self._results = recorder, MetaResults()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -341,9 +340,9 @@ class _Operators(TorchDispatchMode):
                     raise NeedsValues(str(func))  # by numbers, their shape says how many
         elif kwargs.get("device") not in (None, torch.device("cpu")):
             kwargs["device"] = torch.device("meta")
-        ran = self._results.run(func, args, kwargs)
-        self._recorder.note(func, args, kwargs, ran.operators)
-        return ran.result
+        result, operators = self._results.run(func, args, kwargs)
+        self._recorder.note(func, args, kwargs, operators)
+        return result
 
 
 _TRUTH = (torch.bool, torch.uint8)

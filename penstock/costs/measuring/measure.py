@@ -32,7 +32,7 @@ from .step_timer import Divide, Look, StepTimer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """How often a model runs to be measured.
+    """Numbers of runs of a model that is measured.
 
     The first `warming` runs do not count: in these a process does what it does once, and memory
     grows; how a layer draws random numbers is looked at in the second.  At most `counting` follow,
@@ -53,7 +53,7 @@ THOROUGH = Repeats(warming=2, counting=50, enough_s=5.0, long_s=60.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
-    """How layers run while they are measured."""
+    """Settings of the runs that measure layers."""
 
     threads: int = 1
     """Intra-op threads."""

@@ -203,8 +203,8 @@ class StepTimer:
 
     @property
     def _keeps_graphs(self) -> bool:
-        """Whether a backward does not free what was saved, which takes longer: something may need
-        it that a layer remembers.  That is known when the second run has come to its backward.
+        """True where a backward frees nothing that was saved, which takes longer: a layer that
+        remembers results may need it.  That is known when the second run has come to its backward.
         """
         return self._shares_graphs or self._number == 0
 
