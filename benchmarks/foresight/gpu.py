@@ -139,7 +139,7 @@ def preset_of(name: str, num_bytes: int) -> Device | None:
     about as much memory; None if there is none.
     """
     words = name.lower().replace("-", " ").split()
-    every = map(device_preset, preset_names())
+    every = map(device_preset, preset_names("devices"))
     alike = [own for own in every if own.name.partition("-")[0] in words]
     return min(alike, key=lambda own: abs(own.memory_bytes - num_bytes), default=None)
 
