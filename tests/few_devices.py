@@ -3,8 +3,7 @@
 from typing import Any
 
 import penstock
-from penstock.costs.device import Device
-from penstock.costs.hosts import Host, Link
+from penstock.costs.cluster import Device, Host, Link
 
 
 def cluster(*hosts: int, near: float = 1e11, far: float = 1e8, **device: Any) -> penstock.Cluster:

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 from penstock import Cluster
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.model.batch import batch_size
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from penstock.costs.cluster import Cluster, Device, Host, Link
 from penstock.costs.layer_facts import LayerFacts
-from penstock.costs.profile import (
+from penstock.costs.profile import Profile
+from penstock.costs.records import (
     AtSize,
     LayerKind,
     LayerSeconds,
     LayerWeights,
     Operator,
     Part,
-    Profile,
     Value,
 )
 

@@ -74,7 +74,7 @@ AT_THE_TOP = {
     *("plain_values", "torch_private", "types"),
 }
 """Modules that stand in no folder: the front door, errors, types, and what every room may need."""
-WITHOUT_TORCH = ("schedules", "simulator", "trace", "sharding", "planner")
+WITHOUT_TORCH = ("schedules", "simulator", "trace", "costs.cluster", "sharding", "planner")
 MOST_LINES, MOST_LINES_OF_THE_FRONT_DOOR = 400, 620
 TORCH_PRIVATE = "penstock.torch_private"
 PYTHONS_PRIVATE = {"_replace", "_exit", "_getframe"}
@@ -232,7 +232,6 @@ def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 PRINTED = [
-    ["costs.profile", "costs.profile_table"],
     ["schedules.ir", "schedules.text"],
     ["schedules.names", "schedules.searched"],
     ["trace.breakdown", "trace.looks", "trace.timeline"],
@@ -247,14 +246,48 @@ def test_no_files_import_each_other() -> None:
     assert found == PRINTED
 
 
-def test_a_stage_its_memory_and_the_run_import_each_other_not_even_for_types() -> None:
+def test_some_rooms_have_no_circle_of_imports_not_even_for_types() -> None:
     paths = {module_name(path): path for path in MODULES}
     found = {
         name: imported_files(path, paths.keys(), for_types=True) for name, path in paths.items()
     }
     circle = {name for group in circles(found) for name in group}
-    rooms = ("penstock.runtime.stage.", "penstock.runtime.memory.", "penstock.runtime.run")
+    rooms = (
+        *("penstock.runtime.stage.", "penstock.runtime.memory.", "penstock.runtime.run"),
+        "penstock.costs.",
+    )
     assert sorted(name for name in circle if name.startswith(rooms)) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "may"),
+    [
+        ("cluster", {"cluster"}),
+        ("", {"", "cluster"}),
+        ("counting", {"", "counting"}),
+        ("measuring", {"", "counting", "measuring"}),
+    ],
+)
+def test_costs_are_recorded_below_what_counts_and_what_measures_them(
+    room: str, may: set[str]
+) -> None:
+    folders = {module_name(p): p.parent.name for p in MODULES if "costs" in p.parts[-3:-1]}
+    own = {name: "" if folder == "costs" else folder for name, folder in folders.items()}
+    for path in MODULES:
+        if own.get(module_name(path)) == room:
+            imported = imported_files(path, own.keys(), for_types=True)
+            assert {own[name] for name in imported} <= may, path
+
+
+def test_records_of_costs_need_no_torch() -> None:
+    run_python(
+        "import importlib, pkgutil, sys\n"
+        "sys.modules['torch'] = None\n"
+        "package = importlib.import_module('penstock.costs')\n"
+        "for module in pkgutil.iter_modules(package.__path__):\n"
+        "    if not module.ispkg:\n"
+        "        importlib.import_module(f'penstock.costs.{module.name}')\n"
+    )
 
 
 def test_a_circle_of_imports_is_found_however_long() -> None:

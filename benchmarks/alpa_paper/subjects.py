@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from penstock import Cluster
-from penstock.costs.count import record_graph
-from penstock.costs.graph import Graph
-from penstock.costs.profile import Part
+from penstock.costs.counting.count import record_graph
+from penstock.costs.counting.graph import Graph
+from penstock.costs.records import Part
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
 from penstock.planner.mesh_plans import MeshTask

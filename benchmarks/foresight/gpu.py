@@ -27,9 +27,8 @@ from benchmarks.foresight.main import calibrated
 from benchmarks.foresight.subjects import next_words
 from benchmarks.report import Column, Load, Report, parser, progress, publish
 from penstock import Cluster, Plan, Profile, Recompute
-from penstock.costs.device import Device
-from penstock.costs.device_presets import device_preset, device_preset_names
-from penstock.costs.hosts import Host
+from penstock.costs.cluster import Device, Host
+from penstock.costs.cluster.presets import device_preset, preset_names
 from penstock.planner.placement import Placement
 from penstock.planner.predict import Prediction
 from penstock.schedules import gpipe
@@ -140,7 +139,7 @@ def preset_of(name: str, num_bytes: int) -> Device | None:
     about as much memory; None if there is none.
     """
     words = name.lower().replace("-", " ").split()
-    every = map(device_preset, device_preset_names())
+    every = map(device_preset, preset_names("devices"))
     alike = [own for own in every if own.name.partition("-")[0] in words]
     return min(alike, key=lambda own: abs(own.memory_bytes - num_bytes), default=None)
 

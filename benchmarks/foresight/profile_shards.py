@@ -17,18 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.collectives import (
+from penstock.costs.cluster.collectives import (
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
     reduce_scatter_s,
 )
-from penstock.costs.count import count_layers, record_graph
-from penstock.costs.layer_run import LayerRun, run_alone, untouched, untouched_gradients
-from penstock.costs.layer_weights import MakeOptimizer, layer_weights
-from penstock.costs.measure_bytes import measure_bytes
-from penstock.costs.measured_profile import How, Objective, measured
-from penstock.costs.profile import AtSize, LayerKind, Profile
+from penstock.costs.counting.count import count_layers, record_graph
+from penstock.costs.counting.layer_weights import MakeOptimizer, layer_weights
+from penstock.costs.measuring.layer_run import LayerRun, run_alone, untouched, untouched_gradients
+from penstock.costs.measuring.measure import THOROUGH, How, Objective, with_seconds
+from penstock.costs.measuring.measure_bytes import measure_bytes
+from penstock.costs.profile import Profile
+from penstock.costs.records import AtSize, LayerKind
 from penstock.errors import ConfigError
 from penstock.mesh.collectives import Collectives, Shape
 from penstock.model.capture.capture import resolve_layers
@@ -107,9 +108,9 @@ def profile_shards(  # noqa: PLR0913 - the front door: each a keyword with a def
     found = _sized(counted, measure_bytes(own, inputs, left_bytes, call=calls))
     moved_s = calls.moved_s(own, inputs)
     threads = plan.threads_per_stage
-    how = How(threads=threads, call=lambda _: calls, divide=divided_backward)
+    how = How(threads=threads, call=lambda _: calls, divide=divided_backward, repeats=THOROUGH)
     objective = None if loss is None else Objective(loss, target)
-    found = measured(own, inputs, found, how, objective)
+    found = with_seconds(found, own, inputs, how, objective)
     kinds = tuple(map(_with_moves, found.kinds, moved_s))
     return Profile(
         name=type(layers).__name__,

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import penstock
 from penstock import Profile
-from penstock.costs.profile import AtSize, Part
+from penstock.costs.records import AtSize, Part
 from penstock_recipes.zoo.amoebanet import amoebanet_d
 from penstock_recipes.zoo.gpt_family import transformer_lm
 

@@ -16,7 +16,7 @@ from benchmarks.report import Column, Load, Report, interleaved, parser, progres
 from benchmarks.sharding.contestants import NUM_SHARDS, Size, prepare
 from benchmarks.throughput.processes import Processes
 from penstock import capture
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.mesh.collectives import Collectives
 from penstock.model.layer_list import as_layers
 from penstock.runtime.shards.divided import DividedLayer

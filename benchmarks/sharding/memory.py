@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Mesh
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.model.layer_list import as_layers
 from penstock.runtime.shards.at_rest import keep_slices
 from penstock.runtime.shards.divided import DividedLayer

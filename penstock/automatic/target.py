@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.cluster import Cluster
-from penstock.costs.device import Device
-from penstock.costs.layer_weights import MakeOptimizer, layer_weights
+from penstock.costs.cluster import Cluster, Device
+from penstock.costs.counting.layer_weights import MakeOptimizer, layer_weights
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.model.batch import batch_size

@@ -10,7 +10,7 @@ from penstock.trace.progress import say
 from .options import require_torch, set_option
 
 if TYPE_CHECKING:
-    from penstock.costs.device import Device
+    from penstock.costs.cluster import Device
     from penstock.costs.profile import Profile
 
 
@@ -76,16 +76,16 @@ def profile(  # noqa: PLR0913 - one for each option
 
 def _device(name: str) -> "Device":
     """Find a device by its name, or in a file."""
-    from penstock.costs.device_presets import load_device
+    from penstock.costs.cluster.cluster import load_device
 
     return load_device(name)
 
 
 def _shown(found: "Profile", device: "Device | None") -> list[str]:
-    from penstock.costs.prices import prices
-    from penstock.costs.profile_table import profile_lines
+    from penstock.costs.layer_costs import layer_costs
+    from penstock.costs.profile import profile_lines
 
     if device is None:
         return list(profile_lines(found))
-    priced = [prices(found, device, each.microbatch_size) for each in found.sizes]
+    priced = [layer_costs(found, device, each.microbatch_size) for each in found.sizes]
     return [f"priced for {device.name}", *profile_lines(found, priced)]

@@ -1,4 +1,4 @@
-"""What plans and profiles know of a layer, so that they are used for no other model."""
+"""Identity of a layer, by which plans and profiles refuse another model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What tells a layer from those of other models.
+    """Facts that tell a layer from those of other models.
 
     A parameter that layers share is counted in the first of them.  `shapes` is a digest of the
     names and shapes of the layer's parameters.

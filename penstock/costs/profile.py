@@ -1,181 +1,21 @@
-"""What the layers of a model cost: measured on this machine, or counted on meta tensors.
+"""Profile of a model: the costs of its layers for some micro-batch sizes, measured or counted."""
 
-Layers that are alike are there once, as a `LayerKind`; `AtSize` says which layer is of which kind.
-Everything is for one micro-batch of so many samples; `Profile.sizes` has one entry for each size
-that was looked at.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, UnreadableError
 from penstock.plain_values import from_json, path_of, to_json
+from penstock.trace.units import bytes_text, columns, count_text, percent_text, time_text
 
 from .layer_facts import LayerFacts, first_difference
-
-
-class Part(Enum):
-    """The part of a step that an operator belongs to."""
-
-    FORWARD = "forward"
-    INPUT = "input"
-    """Of a backward, what gives gradients of the layer's inputs."""
-    WEIGHT = "weight"
-    """Of a backward, what only gives gradients of its weights."""
-
-
-PRODUCTS = ("gemm", "attention", "conv1x1", "conv3x3", "conv")
-"""Classes that are priced by FLOPs and bytes, the slower of the two."""
-MOVES = ("norm", "pool", "reduce", "elementwise", "embedding", "copy")
-"""Classes that are priced by bytes."""
-CLASSES = (*PRODUCTS, *MOVES)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
-    """`count` operators of one class and one size, in one part of a layer's work.
-
-    `num_bytes` are read and written ones of each.  `dims` are rows, columns and depth of a matrix
-    product, or of the one that a convolution amounts to; `batch` how many of these are done at
-    once.  Of other classes they are empty.
-    """
-
-    name: str
-    """Of `CLASSES`."""
-    part: Part
-    flops: int
-    num_bytes: int
-    dims: tuple[int, ...] = ()
-    batch: int = 1
-    dtype: str = "float32"
-    count: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSeconds:
-    """Seconds of one layer for one micro-batch, measured (medians over repeats) or by a roofline.
-
-    `backward_s` is a whole backward; `input_s` and `weight_s` are one in two parts, which cost
-    a little more together.  In measured ones gradients of weights are added to others.
-    `spread` is half the distance between the quartiles of forward plus backward, as a share of
-    their median.
-    """
-
-    forward_s: float
-    recompute_s: float
-    backward_s: float
-    input_s: float
-    weight_s: float
-    spread: float = 0.0
-    is_measured: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKind:
-    """What a layer does with one micro-batch, and what it keeps for its backward.
-
-    `inner_bytes` is what it saves beside the values that come in and go out, each storage once;
-    `left_bytes` what the input part of a divided backward leaves to the other one, at most.
-    """
-
-    operators: tuple[Operator, ...]
-    inner_bytes: int
-    left_bytes: int
-    draws: bool = False
-    """Whether it draws random numbers."""
-    seconds: LayerSeconds | None = None
-    """What was measured, or what a device's prices are; None where it was only counted."""
-    busy_seconds: LayerSeconds | None = None
-    """The same with all cores of the host busy with such work."""
-
-    @property
-    def num_forward(self) -> int:
-        """Operators of its forward."""
-        return sum(x.count for x in self.operators if x.part is Part.FORWARD)
-
-    @property
-    def num_backward(self) -> int:
-        """Operators of a whole backward."""
-        return sum(x.count for x in self.operators) - self.num_forward
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """What a layer gives to later ones: a tensor, or several together.
-
-    `producer` is the layer's number, -1 for the model's input; `consumers` are in order.  The last
-    layer's value has none: it goes to the loss.  `storage` is equal for values that share memory.
-    With `has_gradient` a gradient of as many bytes comes back.  With `is_weight` it is a
-    parameter that later layers use too; the first of its layers has it.
-    """
-
-    producer: int
-    consumers: tuple[int, ...]
-    num_bytes: int
-    storage: int
-    has_gradient: bool = True
-    is_weight: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtSize:
-    """A model's layers for micro-batches of one size.
-
-    `kind_of[n]` is the place of layer n's kind in `kinds`, `saved[n]` are the places in `values`
-    of what it saves for its backward of what comes in and goes out.  `loss` is what the loss
-    function costs, where it was given, `loss_saved` what it saves of the model's output, and
-    `target_bytes` are those of its targets: the stage that computes it keeps them from the forward
-    on, as the first stage keeps the model's input.
-    """
-
-    microbatch_size: int
-    kinds: tuple[LayerKind, ...]
-    kind_of: tuple[int, ...]
-    values: tuple[Value, ...]
-    saved: tuple[tuple[int, ...], ...]
-    loss: LayerKind | None = None
-    loss_saved: tuple[int, ...] = ()
-    target_bytes: int = 0
-
-    def layer(self, number: int) -> LayerKind:
-        """Return what is known of a layer."""
-        return self.kinds[self.kind_of[number]]
-
-    def seconds(self, number: int) -> LayerSeconds:
-        """Return the seconds of a layer, where they are known."""
-        found = self.layer(number).seconds
-        assert found is not None, "it was measured, or is priced for a device"
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """Bytes of a layer's parameters; one that layers share is counted in the first of them."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-    """Of those that want gradients."""
-    optimizer_bytes: int
-    """What the optimizer keeps for them."""
-    buffer_bytes: int = 0
-    num_norms: int = 0
-    """BatchNorms, whose running statistics move once in a step."""
-    partial_bytes: int = 0
-    """Of gradients of which each shard has a part: they are summed once in a step."""
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        weights = self.parameter_bytes + self.buffer_bytes
-        return weights + self.gradient_bytes + self.optimizer_bytes
+from .records import AtSize, LayerKind, LayerWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What the layers of a model cost, for micro-batches of some sizes.
+    """Costs of a model's layers, for micro-batches of some sizes.
 
     `spans` are (start, end) of layers that are to be on one stage.  `measured_on` names the device
     that `LayerKind.seconds` are of, with `threads` for each stage; None where all was counted.
@@ -194,7 +34,7 @@ class Profile:
     environment: tuple[tuple[str, str], ...] = field(default=())
     """Names and values: versions, machine, when it was made."""
     operators: Any = field(default=None, compare=False, repr=False)
-    """`costs.graph.Operators` of the model, by which stages may be divided; no file holds them."""
+    """`costs.counting.graph.Operators` of the model, by which stages may be divided; no file holds them."""
 
     def __post_init__(self) -> None:
         num_layers = len(self.layers)
@@ -291,8 +131,6 @@ class Profile:
         return profile
 
     def __str__(self) -> str:
-        from .profile_table import profile_lines
-
         return "\n".join(profile_lines(self))
 
 
@@ -309,3 +147,80 @@ def _below_zero(value: object, where: str) -> str:
         return ""
     found = (_below_zero(part, where + place) for place, part in parts)
     return next(filter(None, found), "")
+
+
+_HEAD = ("layer", "kind", "draws")
+_COUNTED = ("GFLOPs", "kept", "boundary", "parameters")
+_TIMES = ("F", "B", "W", "recompute")
+
+
+def profile_lines(profile: Profile, priced: Sequence[AtSize] = ()) -> Iterator[str]:
+    """Yield a table for each micro-batch size: with seconds of each layer where these were
+    measured, or `priced` for the sizes.
+
+    F is a forward, B a whole backward and W its weight part; "kept" is what a layer saves for
+    its backward, "boundary" what lives between it and the next one.
+    """
+    measured = f", measured on {profile.measured_on}" if profile.measured_on else ", counted"
+    threads = f" with {count_text(profile.threads, 'thread')}" if profile.measured_on else ""
+    yield f"{profile.name}: {count_text(len(profile.layers), 'layer')}{measured}{threads}"
+    for size in priced or profile.sizes:
+        yield ""
+        yield f"a micro-batch of {count_text(size.microbatch_size, 'sample')}:"
+        yield from columns(list(_rows(profile, size, is_priced=bool(priced))), num_left=len(_HEAD))
+
+
+def _rows(profile: Profile, size: AtSize, *, is_priced: bool) -> Iterator[tuple[str, ...]]:
+    has_times = is_priced or profile.measured_on is not None
+    spread = ("spread",) if has_times and not is_priced else ()
+    yield (*_HEAD, *(_TIMES if has_times else ()), *spread, *_COUNTED)
+    kept, boundaries = kept_bytes(size), boundary_bytes(size)
+    for n, facts in enumerate(profile.layers):
+        kind = size.layer(n)
+        yield (
+            facts.name,
+            facts.kind,
+            "yes" if kind.draws else "",
+            *(_times(kind, has_spread=bool(spread)) if has_times else ()),
+            *_counted(kind, kept[n], boundaries[n], profile.weights[n]),
+        )
+    if size.loss is not None and size.loss.operators:
+        times = _times(size.loss, has_spread=bool(spread)) if has_times else ()
+        none = LayerWeights(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0)
+        yield ("loss", "", "", *times, *_counted(size.loss, size.loss.inner_bytes, 0, none))
+
+
+def _times(kind: LayerKind, *, has_spread: bool) -> tuple[str, ...]:
+    found = kind.seconds
+    if found is None:
+        return ("-",) * (len(_TIMES) + has_spread)
+    seconds = (found.forward_s, found.backward_s, found.weight_s, found.recompute_s)
+    return (*map(time_text, seconds), *([percent_text(found.spread)] if has_spread else []))
+
+
+def _counted(kind: LayerKind, kept: int, boundary: int, weights: LayerWeights) -> tuple[str, ...]:
+    flops = sum(x.flops * x.count for x in kind.operators)
+    sizes = (kept, boundary, weights.parameter_bytes)
+    return (f"{flops / 1e9:.3g}", *(bytes_text(size) if size else "0" for size in sizes))
+
+
+def kept_bytes(size: AtSize) -> list[int]:
+    """Return what each layer alone saves for its backward, each storage once."""
+    found = []
+    for n, places in enumerate(size.saved):
+        storages = {size.values[p].storage: size.values[p].num_bytes for p in places}
+        found.append(size.layer(n).inner_bytes + sum(storages.values()))
+    return found
+
+
+def boundary_bytes(size: AtSize) -> list[int]:
+    """Return what lives between each layer and the next one, each storage once."""
+    found = []
+    for n in range(len(size.kind_of)):
+        across = {
+            value.storage: value.num_bytes
+            for value in size.values
+            if value.producer <= n < max(value.consumers, default=-1) and not value.is_weight
+        }
+        found.append(sum(across.values()))
+    return found

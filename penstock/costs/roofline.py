@@ -11,8 +11,8 @@ from math import ceil
 
 from penstock.errors import ConfigError
 
-from .device import Device
-from .profile import PRODUCTS, Operator, Part
+from .cluster import Device
+from .records import PRODUCTS, Operator, Part
 
 USUAL = {
     "gemm": 0.88,
@@ -35,7 +35,7 @@ reach 50 to 73 % of an A100's peak (FlashAttention-2, Dao 2023, arXiv 2307.08691
 is 1.0 streams its memory once, as a copy does.
 """
 USUAL_OF_PART = {Part.INPUT: 0.95, Part.WEIGHT: 0.80}
-"""What the backward of a convolution reaches, as a share of its forward (assumed likewise)."""
+"""Efficiency of a convolution's backward, as a share of its forward's (assumed likewise)."""
 
 
 def operator_seconds(operator: Operator, device: Device) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.costs.profile import AtSize, LayerKind, LayerSeconds
+from penstock.costs.records import AtSize, LayerKind, LayerSeconds
 from penstock.errors import ConfigError
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.memory import num_versions

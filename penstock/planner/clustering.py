@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.device import Device
-from penstock.costs.graph import Graph
+from penstock.costs.cluster.device import Device
+from penstock.costs.counting.graph import Graph
 from penstock.costs.roofline import operator_seconds
 from penstock.errors import ConfigError, check_count
 from penstock.trace.progress import saying

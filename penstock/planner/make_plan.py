@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import cast
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError, PlanError
 from penstock.sharding.costs import Costs

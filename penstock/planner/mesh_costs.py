@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.sharding.choose import Numbers
 from penstock.sharding.costs import Costs
 from penstock.sharding.named import ready_plan

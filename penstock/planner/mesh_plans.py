@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.errors import PlanError
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.costs import Costs

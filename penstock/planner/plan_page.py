@@ -14,7 +14,7 @@ from html import escape
 from itertools import accumulate, cycle, pairwise, repeat
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.sharding.layouts import I, Layout, R, S, State, layout_text
 from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.trace.looks import KEPT, WAIT

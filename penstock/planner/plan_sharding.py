@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.sharding.costs import Costs
 from penstock.sharding.plan import Sharding
 from penstock.sharding.request import ShardingRequest

@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.profile import LayerSeconds, Profile
+from penstock.costs.profile import Profile
+from penstock.costs.records import LayerSeconds
 from penstock.errors import ConfigError, PlanError, check_kind
 from penstock.schedules.costs import Costs
 from penstock.schedules.ir import Schedule

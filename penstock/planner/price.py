@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.costs.cluster import Route
-from penstock.costs.profile import LayerSeconds
+from penstock.costs.records import LayerSeconds
 from penstock.schedules.family import Family
 from penstock.schedules.memory import num_versions
 from penstock.types import Recompute, RecomputePolicy

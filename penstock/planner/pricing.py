@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
-from penstock.costs.cluster import Cluster
-from penstock.costs.collectives import all_reduce_s
-from penstock.costs.device import Device
-from penstock.costs.prices import prices
-from penstock.costs.profile import AtSize, LayerKind, LayerSeconds, LayerWeights, Profile
+from penstock.costs.cluster import Cluster, Device
+from penstock.costs.cluster.collectives import all_reduce_s
+from penstock.costs.layer_costs import layer_costs
+from penstock.costs.profile import Profile
+from penstock.costs.records import AtSize, LayerKind, LayerSeconds, LayerWeights
 
 from .stage_bytes import StageBytes
 
@@ -44,7 +44,7 @@ class Pricing:
     def _prices(self, kind: str, microbatch_size: int) -> AtSize:
         devices, measured_on = self.cluster.devices, self.profile.measured_on
         like = next((each for each in devices.values() if each.name == measured_on), None)
-        return prices(self.profile, devices[kind], microbatch_size, like=like)
+        return layer_costs(self.profile, devices[kind], microbatch_size, like=like)
 
     def _busy_speed(self, microbatch_size: int) -> float | None:
         """Return how fast the layers run while all cores of a host are busy with them, as a share
@@ -61,7 +61,8 @@ class Pricing:
                 for n in range(len(found.kind_of))
             )
             for found in (
-                prices(self.profile, None, microbatch_size, busy=busy) for busy in (False, True)
+                layer_costs(self.profile, None, microbatch_size, busy=busy)
+                for busy in (False, True)
             )
         )
         return min(1.0, alone_s / busy_s) if busy_s else None

@@ -14,7 +14,8 @@ from statistics import median
 import numpy as np
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.profile import LayerSeconds, Profile
+from penstock.costs.profile import Profile
+from penstock.costs.records import LayerSeconds
 from penstock.schedules.family import Family
 from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.types import Recompute, Transport

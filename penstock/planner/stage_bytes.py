@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.costs.profile import AtSize, Value
+from penstock.costs.records import AtSize, Value
 from penstock.schedules.memory import Kept, Sizes
 from penstock.schedules.transfers import Transfer
 from penstock.types import RecomputeLayers, RecomputePolicy

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.costs.profile import LayerSeconds
+from penstock.costs.records import LayerSeconds
 from penstock.schedules import ir
 from penstock.schedules.family import Family
 from penstock.schedules.ir import Program, Schedule

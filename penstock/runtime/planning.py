@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.costs.layer_facts import LayerFacts
-from penstock.costs.measure import measure_layers
-from penstock.costs.measure_bytes import measure_bytes
+from penstock.costs.measuring.measure import How, measure
 from penstock.errors import ConfigError, PlanError, check_kind, shown
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
@@ -142,14 +141,14 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
             roots = [result for result in results if result.requires_grad]
             unsplit.extend(why_unsplit([(step.index, step.module)], divide(roots, set())))
 
-        times = measure_layers(
-            layers, part, plan.threads_per_stage, call=StageCalls(layers), look=look
-        )
+        how = How(threads=plan.threads_per_stage, call=StageCalls)
+        left = None if plan.memory_limit_bytes is None else left_bytes
+        found = measure(layers, part, how, look=look, left=left)
     plan = replace(plan, unsplit=tuple(unsplit))
-    if plan.memory_limit_bytes is None:
+    times = tuple(found.seconds(step.index) for step in layers)
+    if found.kept is None:
         return balanced(plan, Measured(times), layers.spans)
-    kept = measure_bytes(layers, part, left_bytes)
-    return balanced(plan, Measured(times, kept, _trainable_bytes(layers)), layers.spans)
+    return balanced(plan, Measured(times, found.kept, _trainable_bytes(layers)), layers.spans)
 
 
 def _trainable_bytes(layers: Layers) -> list[int]:

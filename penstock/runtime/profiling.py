@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.count import count_layers, record_graph
-from penstock.costs.graph import Operators
-from penstock.costs.layer_weights import MakeOptimizer, layer_weights
-from penstock.costs.measured_profile import How, Objective, measured
-from penstock.costs.profile import AtSize, Profile
+from penstock.costs.counting.count import count_layers, record_graph, samples_in
+from penstock.costs.counting.graph import Operators
+from penstock.costs.counting.layer_weights import MakeOptimizer, layer_weights
+from penstock.costs.measuring.measure import THOROUGH, How, Objective, with_seconds
+from penstock.costs.profile import Profile
+from penstock.costs.records import AtSize
 from penstock.errors import BatchError, ConfigError, check_count, shown
-from penstock.model.batch import batch_size, of_size
+from penstock.model.batch import of_size
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.entries import Entry
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
-from penstock.model.pytree import flatten
 from penstock.planner.shared_cores import num_cores
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
@@ -89,10 +89,11 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         call=StageCalls,
         divide=divided_backward,
         busy=max(0, num_cores() // own_threads - 1) if busy else 0,
+        repeats=THOROUGH,
     )
     norms = batch_norms([step.module for step in resolved])
     found: list[AtSize] = []
-    for size in sorted(set(microbatch_sizes or [_samples(example_inputs)])):
+    for size in sorted(set(microbatch_sizes or [samples_in(example_inputs)])):
         inputs, target = of_samples(example_inputs, size), of_samples(targets, size)
         counted = count_layers(
             resolved,
@@ -111,10 +112,12 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             with saying(
                 f"measuring {count_text(len(resolved), 'layer')}, micro-batches of {size}"
             ):
-                counted = measured(resolved, inputs, counted, how, objective)
+                counted = with_seconds(counted, resolved, inputs, how, objective)
         found.append(counted)
+    model = layers.model if isinstance(layers, Layers) else layers
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_CORE
     return Profile(
-        name=name or _name(layers),
+        name=name or (type(model).__name__ if isinstance(model, nn.Module) else "model"),
         layers=facts_of(resolved),
         spans=resolved.spans,
         weights=tuple(
@@ -122,9 +125,15 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             for step, own in zip(resolved, layer_weights(resolved, optimizer), strict=True)
         ),
         sizes=tuple(found),
-        measured_on=_device_name(device) if measure else None,
+        measured_on=device_name if measure else None,
         threads=own_threads,
-        environment=_environment(),
+        environment=(
+            ("date", str(date.today())),
+            ("machine", platform.node()),
+            ("processor", platform.machine()),
+            ("python", platform.python_version()),
+            ("torch", str(torch.__version__)),
+        ),
         operators=Operators(
             tuple(step.path for step in resolved),
             cache(lambda size: record_graph(resolved, of_samples(example_inputs, size))),
@@ -165,36 +174,8 @@ def _tensors(layers: Any) -> list[Tensor]:
     return [t for module in found for t in (*module.parameters(), *module.buffers())]
 
 
-def _samples(inputs: Any) -> int:
-    """Count the samples of the example, whose first dimension tells where it is no batch."""
-    try:
-        return batch_size(inputs, "example inputs")
-    except BatchError:
-        return next((len(t) for t in flatten(inputs)[0] if t.dim()), 1)
-
-
 def of_samples(value: Any, size: int) -> Any:
     """Return so many samples of a batch."""
-    if value is None or _samples(value) == size:
+    if value is None or samples_in(value) == size:
         return value
     return of_size(value, size, "example inputs")
-
-
-def _name(layers: Any) -> str:
-    model = layers.model if isinstance(layers, Layers) else layers
-    return type(model).__name__ if isinstance(model, nn.Module) else "model"
-
-
-def _device_name(device: torch.device) -> str:
-    """Return what the device is called where it is calibrated."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_CORE
-
-
-def _environment() -> tuple[tuple[str, str], ...]:
-    return (
-        ("date", str(date.today())),
-        ("machine", platform.node()),
-        ("processor", platform.machine()),
-        ("python", platform.python_version()),
-        ("torch", str(torch.__version__)),
-    )

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.count import record_graph
-from penstock.costs.graph import Graph
+from penstock.costs.counting.count import record_graph
+from penstock.costs.counting.graph import Graph
 from penstock.errors import ConfigError, check_count
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers

@@ -15,10 +15,9 @@ from typing import Any, Self
 
 import numpy
 
-from penstock.costs import collectives
-from penstock.costs.cluster import Cluster
-from penstock.costs.graph import Call, Graph, TensorSpec
-from penstock.costs.profile import Operator, Part
+from penstock.costs.cluster import Cluster, collectives
+from penstock.costs.counting.graph import Call, Graph, TensorSpec
+from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 
 from .layouts import I, Layout, Move, R, S, State, moves, shrunk, steps

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from penstock.costs.graph import TensorSpec
+from penstock.costs.counting.graph import TensorSpec
 from penstock.errors import ConfigError
 
 from .layouts import I, Layout, R, S, State

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy
 
-from penstock.costs.graph import Call, Graph, TensorSpec
+from penstock.costs.counting.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
 from .choose import Numbers, Problem, Side, States

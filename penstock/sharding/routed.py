@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from penstock.costs.graph import Call, Graph
+from penstock.costs.counting.graph import Call, Graph
 
 from .rules import base_name
 

@@ -18,8 +18,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from penstock.costs.graph import Call, Graph, Ref
-from penstock.costs.opaque_modules import OPAQUE
+from penstock.costs.counting.graph import Call, Graph, Ref
+from penstock.costs.counting.opaque_modules import OPAQUE
 
 from .layouts import I, Layout, P, R, S, Shape, State
 

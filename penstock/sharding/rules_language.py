@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from penstock.costs.graph import Ref
+from penstock.costs.counting.graph import Ref
 
 from .layouts import Shape
 from .rules import LETTERS, WHOLE, Rule, Seen, base_name, elementwise, rule

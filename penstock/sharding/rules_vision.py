@@ -10,7 +10,7 @@
 
 from collections.abc import Sequence
 
-from penstock.costs.graph import Ref
+from penstock.costs.counting.graph import Ref
 
 from .rules import LETTERS, WHOLE, Rule, Seen, base_name, elementwise, rule
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from penstock.costs.graph import Graph
+from penstock.costs.counting.graph import Graph
 from penstock.errors import PlanError
 from penstock.trace.units import bytes_text
 

@@ -5,7 +5,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import chain, product
 
-from penstock.costs.graph import Graph, TensorSpec
+from penstock.costs.counting.graph import Graph, TensorSpec
 from penstock.errors import ConfigError
 
 from .costs import Costs

@@ -110,10 +110,10 @@ FAULTS = (
     ),
     Fault(
         "a collective takes nothing to begin",
-        "penstock/costs/collectives.py",
+        "penstock/costs/cluster/collectives.py",
         "    return max((route.collective_s for route in routes), default=0.0)",
         "    return 0.0",
-        "tests/costs/test_collectives.py",
+        "tests/costs/cluster/test_collectives.py",
         "takes_once",
     ),
     Fault(

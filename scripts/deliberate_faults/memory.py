@@ -21,7 +21,7 @@ FAULTS = (
     ),
     Fault(
         "layers are counted on views of leaves",
-        "penstock/costs/measure_bytes.py",
+        "penstock/costs/measuring/measure_bytes.py",
         "copy = no_leaf(copy.requires_grad_())",
         "copy = copy.requires_grad_().view_as(copy)",
         "tests/laws/test_drawn_limits.py",

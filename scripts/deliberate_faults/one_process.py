@@ -455,10 +455,10 @@ FAULTS = (
     ),
     Fault(
         "a captured block is taken to be twice as slow backward as forward",
-        "penstock/costs/step_timer.py",
+        "penstock/costs/measuring/step_timer.py",
         "if backward_s is None:",
         "if True:",
-        "tests/costs/test_measure.py",
+        "tests/costs/measuring/test_measure.py",
         "",
     ),
     Fault(

@@ -125,7 +125,7 @@ FAULTS = (
     ),
     Fault(
         "code before the first block of a model counts as its first layer's",
-        "penstock/costs/count.py",
+        "penstock/costs/counting/count.py",
         "recorder.begin(0, is_between=True)",
         "recorder.begin(0)",
         "tests/sharding/test_zoo.py::test_the_zoo_on_unlike_meshes_is_the_unsplit_model[2 + 2]",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.clustering import MOST_CLUSTERS, clustered

@@ -11,8 +11,8 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.baselines import RestrictedPrices
-from penstock.costs.device import Device
-from penstock.costs.hosts import Host, Link
+from penstock.costs.cluster.device import Device
+from penstock.costs.cluster.hosts import Host, Link
 from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
 from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan

@@ -18,7 +18,7 @@ from benchmarks.alpa_paper.baselines import (
     plan_baseline,
 )
 from penstock.costs.cluster import Cluster
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.model.capture.capture import resolve_layers

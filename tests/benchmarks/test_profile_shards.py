@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.foresight.profile_shards import profile_shards
 from penstock import Cluster, Mesh, Pipeline, Plan, Recompute, Trace, Transport
-from penstock.costs.device import Device
-from penstock.costs.hosts import Host, Link
+from penstock.costs.cluster import Device, Host, Link
 from penstock.errors import ConfigError
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.placement import Placement

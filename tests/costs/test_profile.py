@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock.costs.layer_facts import LayerFacts
-from penstock.costs.profile_table import boundary_bytes, kept_bytes
+from penstock.costs.profile import boundary_bytes, kept_bytes
 from penstock.errors import ConfigError, UnreadableError
 from tests.profiles import at_size, profile
 

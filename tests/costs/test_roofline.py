@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.costs.device import Device
-from penstock.costs.profile import CLASSES, Operator, Part
+from penstock.costs.cluster import Device
+from penstock.costs.records import CLASSES, Operator, Part
 from penstock.costs.roofline import USUAL, operator_seconds, operators_seconds
 from penstock.errors import ConfigError
 

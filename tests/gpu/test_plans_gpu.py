@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.doctor.calibration.calibrate import calibrate
 from penstock.doctor.calibration.figures import comment_of
 from penstock.doctor.calibration.work import TINY

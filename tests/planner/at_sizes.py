@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.costs.profile import AtSize, LayerKind, Value
+from penstock.costs.records import AtSize, LayerKind, Value
 from penstock.planner.stage_bytes import MODEL_INPUT
 
 

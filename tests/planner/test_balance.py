@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs.profile import AtSize, LayerKind, LayerSeconds, Value
+from penstock.costs.records import AtSize, LayerKind, LayerSeconds, Value
 from penstock.errors import ConfigError
 from penstock.planner.balance import Measured, balanced
 from penstock.planner.cuts import each_layer

@@ -8,7 +8,8 @@ import pytest
 
 from penstock import plan
 from penstock.costs.cluster import Cluster
-from penstock.costs.profile import LayerKind, Operator, Part, Profile, Value
+from penstock.costs.profile import Profile
+from penstock.costs.records import LayerKind, Operator, Part, Value
 from penstock.errors import ConfigError
 from penstock.planner.candidates import Constraints, Size, families, sizes
 from penstock.planner.make_plan import plan_profile

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.costs.profile import LayerSeconds
+from penstock.costs.records import LayerSeconds
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan

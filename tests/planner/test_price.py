@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from penstock.costs.cluster import Route
-from penstock.costs.profile import AtSize, LayerSeconds, LayerWeights
+from penstock.costs.records import AtSize, LayerSeconds, LayerWeights
 from penstock.planner.cuts import Setting, cut_over_devices, each_layer
 from penstock.planner.fit import Fitted, fit
 from penstock.planner.price import Neighbours, OnDevice, StagePrices

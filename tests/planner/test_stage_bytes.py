@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from penstock.costs.profile import AtSize, Value
+from penstock.costs.records import AtSize, Value
 from penstock.planner.stage_bytes import MODEL_INPUT, StageBytes
 from penstock.types import Recompute
 from tests.planner.at_sizes import chain, drawn

@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from penstock.costs.profile import LayerSeconds
+from penstock.costs.records import LayerSeconds
 from penstock.errors import ConfigError
 from penstock.planner.mesh_plans import most_kept
 from penstock.planner.stage_work import StageWork, Tables, steady, work_of

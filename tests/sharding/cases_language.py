@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.alpa_paper.gshard import gshard_moe
-from penstock.costs.opaque_modules import OPAQUE, opaque_module
+from penstock.costs.counting.opaque_modules import OPAQUE, opaque_module
 from tests.sharding.fuzz import Case
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Mesh
-from penstock.costs.count import record_graph
-from penstock.costs.graph import Graph
+from penstock.costs.counting.count import record_graph
+from penstock.costs.counting.graph import Graph
 from penstock.model.layer_list import as_layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.runtime.shards.at_rest import keep_slices

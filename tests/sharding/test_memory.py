@@ -16,7 +16,7 @@ import penstock
 from benchmarks.sharding.memory import PLANS, at_rest, saved
 from penstock import Mesh
 from penstock.costs.cluster import Cluster
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.model.layer_list import as_layers
 from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.packing import Submesh

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.costs.collectives import all_gather_s, all_reduce_s
-from penstock.costs.count import record_graph
-from penstock.costs.graph import Graph, TensorSpec
+from penstock.costs.cluster.collectives import all_gather_s, all_reduce_s
+from penstock.costs.counting.count import record_graph
+from penstock.costs.counting.graph import Graph, TensorSpec
 from penstock.errors import ConfigError, PlanError
 from penstock.mesh.collectives import Collectives
 from penstock.model.layer_list import as_layers
@@ -29,7 +29,7 @@ from penstock.sharding.rules import Choice, Seen, base_name, choices, divisions,
 from penstock.sharding.search import Part, Search
 from penstock.sharding.stages import plan_sharding
 from penstock_recipes.zoo import transformer_lm
-from tests.costs.counting import layers_of
+from tests.costs.counting.counted import layers_of
 
 
 def graph_of(*modules: nn.Module, shape: tuple[int, ...] = (2, 3, 8)) -> Graph:

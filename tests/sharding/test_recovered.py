@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.model.layer_list import as_layers
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import Layout, R, S

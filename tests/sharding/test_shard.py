@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.costs.count import record_graph
+from penstock.costs.counting.count import record_graph
 from penstock.errors import ConfigError, PlanError
 from penstock.model.layer_list import as_layers
 from penstock.sharding.costs import Costs

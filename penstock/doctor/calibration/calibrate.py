@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.costs.cluster import Cluster, Host
-from penstock.costs.device import Device
+from penstock.costs.cluster import Cluster, Device, Host
 from penstock.doctor.facts import memory_bytes, quota_cores
 from penstock.planner.shared_cores import num_cores
 

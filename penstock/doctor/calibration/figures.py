@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.costs.cluster_table import rate_text
+from penstock.costs.cluster.table import rate_text
 from penstock.plain_values import to_json
 from penstock.trace.units import columns, percent_text, time_text
 

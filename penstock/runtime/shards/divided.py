@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.opaque_calls import as_functions, opaque_of
+from penstock.costs.counting.opaque_calls import as_functions, opaque_of
 from penstock.errors import ConfigError
 from penstock.model.entries import layout_on, mark_layout
 from penstock.model.materialize import has_memory

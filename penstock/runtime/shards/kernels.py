@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.costs.opaque_modules import OPAQUE
+from penstock.costs.counting.opaque_modules import OPAQUE
 from penstock.sharding.layouts import S, Shape
 from penstock.sharding.rules import base_name
 

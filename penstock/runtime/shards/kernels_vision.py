@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.costs.classify import tensors_in
+from penstock.costs.counting.classify import tensors_in
 from penstock.sharding.layouts import I, Layout, P, R, S, State, Whole
 
 from .convert import convert

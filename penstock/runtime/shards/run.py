@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import multi_head_attention_forward
 from torch.overrides import resolve_name
 
-from penstock.costs.fused_kernels import LOOKED_INTO
+from penstock.costs.counting.fused_kernels import LOOKED_INTO
 from penstock.errors import PlanError
 from penstock.model.capture.ghost import OF_A_PART, bare, is_question
 from penstock.model.entries import mark_layout, whole_size

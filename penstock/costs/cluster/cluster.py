@@ -1,0 +1,190 @@
+"""Hosts, their devices and links: what a plan may use, and what transfers share.
+
+A value from one device to another passes resources, each with a bandwidth:
+
+    one host      port of A ─ [uplink of A's group ─ uplink of B's group] ─ port of B
+    two hosts     port of A ─ network card of A's host ─ network card of B's host ─ port of B
+
+Each has two lanes, out and in, where its link is duplex, and one where it is not.  Transfers that
+pass the same lane at a time wait for one another.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from penstock.errors import ConfigError
+from penstock.plain_values import from_plain
+
+from .checks import wrong_in_cluster
+from .device import Device
+from .files import cluster_text, file_text, naming, parsed, read_text, write_text
+from .hosts import Host, Link
+from .presets import device_preset, preset_names
+from .routes import Lane, Place, Route, route_between
+from .table import cluster_lines
+
+__all__ = ["Cluster", "Device", "Host", "Lane", "Link", "Place", "Route"]
+
+_SEVERAL = re.compile(r"(?P<times>\d{1,9}) x (?P<name>.+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hosts and what they are made of; devices are numbered host by host, in order.
+
+    Raises:
+        ConfigError: a name is not there, or a figure is one that nothing has; names the field.
+    """
+
+    name: str
+    devices: Mapping[str, Device]
+    hosts: tuple[Host, ...]
+    links: Mapping[str, Link]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for wrong in wrong_in_cluster(self.devices, self.hosts, self.links):
+            raise ConfigError(wrong)
+
+    @classmethod
+    def load(cls, path_or_preset: str | Path) -> Self:
+        """Read a TOML file, or a preset of Penstock by its name, such as "p3.16xlarge".
+
+        "4 x dgx-h100" is four times as many hosts; "h100", a device's preset, is a host of one.
+
+        Raises:
+            UnreadableError: there is no such file or preset, or a value is missing, unknown or of
+                another type; names the file and the field.
+            ConfigError: values do not fit together; names the file and the field.
+        """
+        several = _SEVERAL.fullmatch(str(path_or_preset))
+        if several:
+            return cls.load(several["name"]).times(int(several["times"]))
+        with naming(path_or_preset):
+            return cls.from_toml(cluster_text(path_or_preset))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """Read a cluster as a TOML file holds it; see docs/clusters.md for the keys.
+
+        Raises:
+            UnreadableError: it is no TOML, or a value is missing, unknown or of another type.
+            ConfigError: values do not fit together.
+        """
+        found: Self = from_plain(cls, read_text(text))
+        return found
+
+    def to_toml(self, comment: str = "") -> str:
+        """Write a TOML file that gives this cluster again, after lines of comment."""
+        return write_text(self, comment)
+
+    def save(self, path: str | Path, comment: str = "") -> None:
+        """Write it as a TOML file that a person may edit."""
+        Path(path).write_text(self.to_toml(comment), encoding="utf-8")
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Every device, by its number."""
+        return tuple(
+            Place(number, name, n, kind)
+            for number, (name, host) in enumerate(self._each_host)
+            for n, kind in enumerate(host.devices)
+        )
+
+    def device_of(self, place: int) -> Device:
+        """Return what kind of device has a number.
+
+        Raises:
+            ConfigError: there is none with this number.
+        """
+        return self.devices[self._at(place).kind]
+
+    def host_of(self, place: int) -> Host:
+        """Return the host of the device with a number.
+
+        Raises:
+            ConfigError: there is none with this number.
+        """
+        return self._each_host[self._at(place).host][1]
+
+    def route(self, source: int, target: int) -> Route:
+        """Return how a value gets from one device to another, both by their numbers.
+
+        Raises:
+            ConfigError: there is no device with this number.
+        """
+        if (source, target) not in self._routes:
+            a, b = ((self._at(place), self.host_of(place)) for place in (source, target))
+            self._routes[source, target] = route_between(a, b, self.links)
+        return self._routes[source, target]
+
+    def times(self, number: int) -> Self:
+        """Return a cluster of so many times the hosts.
+
+        Raises:
+            ConfigError: it would have no hosts, or they have no network.
+        """
+        hosts = tuple(replace(host, count=host.count * number) for host in self.hosts)
+        return replace(self, name=f"{number} x {self.name}", hosts=hosts)
+
+    def between_processes(self) -> Self:
+        """Return the cluster as ranks see it that are processes of their own.
+
+        Where a host has another link for these, it is in the place of `port`.
+        """
+        hosts = (replace(h, port=h.processes or h.port, processes=None) for h in self.hosts)
+        return replace(self, hosts=tuple(hosts))
+
+    def __str__(self) -> str:
+        return "\n".join(cluster_lines(self.name, self.devices, self.hosts, self.links))
+
+    @cached_property
+    def _each_host(self) -> tuple[tuple[str, Host], ...]:
+        return tuple(
+            (host.name if host.count == 1 else f"{host.name}-{n}", host)
+            for host in self.hosts
+            for n in range(host.count)
+        )
+
+    @cached_property
+    def _routes(self) -> dict[tuple[int, int], Route]:
+        return {}
+
+    def _at(self, place: int) -> Place:
+        if not 0 <= place < len(self.places):
+            raise ConfigError(
+                f"the cluster {self.name} has no device {place}; they are numbered from 0 to "
+                f"{len(self.places) - 1}"
+            )
+        return self.places[place]
+
+
+def load_device(name_or_path: str | Path) -> Device:
+    """Return a device by its name, or else from a TOML file: its fields, or a cluster that has
+    one kind of device.
+
+    Raises:
+        UnreadableError, ConfigError: there is neither, or the file does not hold a device; names
+            it, and the place in it.
+    """
+    names = preset_names("devices")
+    if name_or_path in names:
+        return device_preset(str(name_or_path))
+    with naming(name_or_path):
+        known = f"no device of this name; described are {', '.join(names)}"
+        text = file_text(name_or_path, known)
+        data = parsed(text)
+        if "devices" not in data:
+            device: Device = from_plain(Device, data)
+            return device
+        devices = Cluster.from_toml(text).devices
+        if len(devices) > 1:
+            raise ConfigError(
+                f"devices has {', '.join(devices)}, and one is wanted; give a file with the "
+                "fields of that one"
+            )
+        return next(iter(devices.values()))

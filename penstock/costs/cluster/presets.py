@@ -1,0 +1,40 @@
+"""Devices and clusters that Penstock describes: TOML files in `presets`, found by their names."""
+
+import tomllib
+from importlib.resources import files
+
+from penstock.errors import ConfigError
+from penstock.plain_values import from_plain
+
+from .device import Device
+
+_FOLDER = files("penstock.costs") / "presets"
+_ENDING = ".toml"
+
+
+def preset_names(folder: str) -> tuple[str, ...]:
+    """Return the names in "devices" or "clusters"."""
+    there = _FOLDER / folder
+    names = [entry.name for entry in there.iterdir()] if there.is_dir() else []
+    return tuple(sorted(x.removesuffix(_ENDING) for x in names if x.endswith(_ENDING)))
+
+
+def preset_text(folder: str, name: str) -> str:
+    """Return the file of a name that `preset_names` has."""
+    return (_FOLDER / folder / f"{name}{_ENDING}").read_text(encoding="utf-8")
+
+
+def device_preset(name: str) -> Device:
+    """Return the device of a name; its file says where each figure comes from.
+
+    Raises:
+        ConfigError: there is none of this name; lists those that there are.
+    """
+    known = preset_names("devices")
+    if name not in known:
+        raise ConfigError(
+            f"no device is called {name!r}; described are {', '.join(known)}. Choose one of "
+            "these, or give a Device with the figures of yours"
+        )
+    device: Device = from_plain(Device, tomllib.loads(preset_text("devices", name)))
+    return device

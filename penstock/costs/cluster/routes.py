@@ -1,0 +1,112 @@
+"""Routes between devices of a cluster: links, and the lanes that transfers share."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from .hosts import Host, Link
+
+
+class Place(NamedTuple):
+    """A device of a cluster: its host's number and name, its number there, and its kind."""
+
+    host: int
+    host_name: str
+    number: int
+    kind: str
+
+
+class Lane(NamedTuple):
+    """One direction of a resource that transfers share.
+
+    `what` is "port", "uplink" or "network"; `where` the number of the host and that of the device,
+    group or card; `direction` "out" or "in", and "both" where the link is not duplex.
+    """
+
+    what: str
+    where: tuple[int, ...]
+    direction: str
+
+
+class Route(NamedTuple):
+    """The path of a value from one device to another.
+
+    It passes all `lanes` at once, at the speed of the slowest, `bytes_per_s`; `lane_bytes_per_s`
+    is what each carries.  `latency_s` is that of each kind of lane added up, of both ends the
+    longer one.  `overhead_s`, `blocks`, `copy_bytes_per_s` and `collective_s` are as in `Link`, of
+    the slowest link.  From a device to itself there are no lanes, and nothing takes time.
+    """
+
+    lanes: tuple[Lane, ...]
+    latency_s: float
+    bytes_per_s: float
+    overhead_s: float = 0.0
+    blocks: bool = False
+    lane_bytes_per_s: tuple[float, ...] = ()
+    copy_bytes_per_s: float = math.inf
+    collective_s: float = 0.0
+
+    def busy_s(self, num_bytes: float) -> float:
+        """Return for how long the sender computes nothing for a message, and the receiver too."""
+        return self.overhead_s + num_bytes / self.copy_bytes_per_s
+
+
+AT_ONCE = Route((), 0.0, math.inf)
+"""The way from a device to itself."""
+
+
+class _End(NamedTuple):
+    """A link at one end of a route, and its place."""
+
+    what: str
+    where: tuple[int, int]
+    link: Link
+
+    def lane(self, direction: str) -> Lane:
+        return Lane(self.what, self.where, direction if self.link.duplex else "both")
+
+
+def route_between(
+    source: tuple[Place, Host], target: tuple[Place, Host], links: Mapping[str, Link]
+) -> Route:
+    """Return the way from one device to another."""
+    if source[0] == target[0]:
+        return AT_ONCE
+    pairs = list(_segments(source, target, links))
+    passed = [(a, "out") for a, _ in pairs] + [(b, "in") for _, b in reversed(pairs)]
+    lanes = {end.lane(direction): end.link.bytes_per_s for end, direction in passed}
+    slowest = min((end.link for pair in pairs for end in pair), key=lambda x: x.bytes_per_s)
+    copying = slowest.copy_bytes_per_s
+    return Route(
+        lanes=tuple(lanes),
+        latency_s=sum(max(end.link.latency_s for end in pair) for pair in pairs),
+        bytes_per_s=slowest.bytes_per_s,
+        overhead_s=slowest.overhead_s,
+        blocks=slowest.blocks,
+        lane_bytes_per_s=tuple(lanes.values()),
+        copy_bytes_per_s=math.inf if copying is None else copying,
+        collective_s=slowest.collective_s,
+    )
+
+
+def _segments(
+    source: tuple[Place, Host], target: tuple[Place, Host], links: Mapping[str, Link]
+) -> Iterator[tuple[_End, _End]]:
+    """Yield what both ends pass, from the devices outwards."""
+    (a, at), (b, to) = source, target
+    if at.port is not None and to.port is not None:
+        yield (
+            _End("port", (a.host, a.number), links[at.port]),
+            _End("port", (b.host, b.number), links[to.port]),
+        )
+    if a.host != b.host:
+        assert at.network is not None and to.network is not None, "checked by Cluster"
+        yield (
+            _End("network", (a.host, at.card_of(a.number)), links[at.network]),
+            _End("network", (b.host, to.card_of(b.number)), links[to.network]),
+        )
+        return
+    out_of, into = at.group_of(a.number), to.group_of(b.number)
+    if at.uplink is not None and out_of is not None and into is not None and out_of != into:
+        uplink = links[at.uplink]
+        yield _End("uplink", (a.host, out_of), uplink), _End("uplink", (b.host, into), uplink)

@@ -1,0 +1,207 @@
+"""Run the backward of a logged forward: all of it, and what only gives gradients of inputs."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, get_gradient_edge
+
+from penstock.costs.records import Operator, Part
+from penstock.torch_private import node_number
+
+from .classify import dtype_name
+from .recorder import Recorder
+
+_LEAF = "torch::autograd::AccumulateGrad"
+Edge = tuple[int, int]
+"""(number of a node of the graph, place among the gradients that it is given)."""
+
+
+class Logged(NamedTuple):
+    """An operator of a backward: `key` is the same where it runs again in another backward."""
+
+    key: Hashable
+    operator: Operator
+
+
+@dataclass(slots=True)
+class BackwardLog:
+    """Notes the operators of one backward, by the node of the graph that runs them.
+
+    Where several gradients of one value meet, the engine adds them up; these sums are noted at the
+    node that is given the sum.
+    """
+
+    edges: Sequence[Sequence[Edge | None]]
+    """By node, the edges that its gradients take."""
+    logged: dict[int, list[Logged]] = field(default_factory=dict)
+    ran: set[int] = field(default_factory=set)
+    arrived: Counter[Edge] = field(default_factory=Counter)
+    current: int | None = None
+
+    def note(self, func: Any, operators: Sequence[Operator]) -> None:
+        """Note operators of the node that runs now; none runs while the engine adds up."""
+        if self.current is None:
+            return
+        name = str(func.overloadpacket)
+        for operator in operators:
+            # a norm's backward is one operator, whatever of its gradients is asked for
+            key = (name, None if operator.name == "norm" else operator)
+            self.logged.setdefault(self.current, []).append(Logged(key, operator))
+
+    def enter(self, node: int, gradients: Any) -> None:
+        """Note that a node begins."""
+        self.current = node
+        self.ran.add(node)
+
+    def leave(self, node: int, gradients: Any, given: Any) -> None:
+        """Note that a node has ended, and count where its gradients go."""
+        self.current = None
+        for edge, gradient in zip(self.edges[node], gradients, strict=False):
+            if edge is None or gradient is None:
+                continue
+            self.arrived[edge] += 1
+            if self.arrived[edge] > 1:
+                self.logged.setdefault(edge[0], []).append(Logged(("sum", edge), _sum(gradient)))
+
+
+class BackwardGraph:
+    """The nodes behind some tensors, each of the call that made it.
+
+    `marks` are numbers of nodes and calls: from each number on nodes are of the call.
+    """
+
+    def __init__(self, roots: Sequence[Tensor], marks: Sequence[tuple[int, int]]) -> None:
+        self._roots = roots
+        self._starts = [_edge_of(root) for root in roots]
+        self._numbers = dict[Node, int]()
+        self.edges: list[list[Edge | None]] = []
+        self._walk([node for node, _ in self._starts])
+        starts = [start for start, _ in marks]
+        places = (bisect_right(starts, node_number(node) or 0) - 1 for node in self._numbers)
+        self.calls = [marks[max(place, 0)][1] for place in places]
+        nodes = zip(self._numbers, self.calls, strict=True)
+        self.custom = {call for node, call in nodes if isinstance(node, BackwardCFunction)}
+        """Calls with a node of a custom autograd function."""
+        self._place_leaves()
+
+    def free(self) -> None:
+        """Let go of the nodes, each before those behind it; nothing else may hold the tensors.
+
+        torch frees the nodes that Python has looked at one inside the other, unless Python still
+        holds the next: a deep graph would exceed the stack.
+        """
+        self._roots, self._starts = (), []
+        nodes = sorted(self._numbers, key=lambda node: node_number(node) or 0)
+        self._numbers = {}
+        while nodes:
+            nodes.pop()
+
+    def _walk(self, waiting: list[Node]) -> None:
+        """Number all nodes, and list where their gradients go."""
+        self._numbers = {node: n for n, node in enumerate(dict.fromkeys(waiting))}
+        waiting = list(self._numbers)
+        found: dict[int, list[Edge | None]] = {}
+        while waiting:
+            node = waiting.pop()
+            edges = found[self._numbers[node]] = list[Edge | None]()
+            for after, place in node.next_functions:
+                if after is None:
+                    edges.append(None)
+                    continue
+                if after not in self._numbers:
+                    self._numbers[after] = len(self._numbers)
+                    waiting.append(after)
+                edges.append((self._numbers[after], place))
+        self.edges = [found[n] for n in range(len(found))]
+
+    def _place_leaves(self) -> None:
+        """Let a parameter be of the first call that uses it."""
+        leaves = {n for node, n in self._numbers.items() if node.name() == _LEAF}
+        users: dict[int, int] = {}
+        for n, edges in enumerate(self.edges):
+            for edge in edges:
+                if edge is not None and edge[0] in leaves:
+                    users[edge[0]] = min(users.get(edge[0], self.calls[n]), self.calls[n])
+        for leaf in leaves:
+            self.calls[leaf] = users.get(leaf, 0)
+
+    def run(
+        self, recorder: Recorder, boundaries: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> dict[int, list[Operator]]:
+        """Return the operators of each call's backward, with the part that each belongs to.
+
+        Those of the input part run also where only gradients of `boundaries` are asked for.
+        """
+        inputs = self._logged(recorder, boundaries, keeps=True)
+        every = self._logged(recorder, [*boundaries, *weights], keeps=False)
+        found: dict[int, list[Operator]] = {}
+        for node, logged in sorted(every.logged.items(), reverse=True):
+            known = Counter(each.key for each in inputs.logged.get(node, ()))
+            for key, operator in logged:
+                known[key] -= 1
+                part = Part.INPUT if known[key] >= 0 else Part.WEIGHT
+                found.setdefault(self.calls[node], []).append(replace(operator, part=part))
+        return found
+
+    def _logged(self, recorder: Recorder, wanted: Sequence[Tensor], *, keeps: bool) -> BackwardLog:
+        """Run one backward; keep the graph for another one or not."""
+        backward = BackwardLog(self.edges)
+        ends = [(tensor, _edge_of(tensor)[0]) for tensor in wanted]
+        known = [(tensor, self._numbers[end]) for tensor, end in ends if end in self._numbers]
+        if not known:
+            return backward
+        backward.arrived.update((self._numbers[node], place) for node, place in self._starts)
+        seeds = [torch.empty_like(root) for root in self._roots]
+        with self._hooked(backward), recorder.backward(backward.note):
+            try:
+                torch.autograd.grad(
+                    self._roots,
+                    [tensor for tensor, _ in known],
+                    seeds,
+                    allow_unused=True,
+                    retain_graph=keeps,
+                )
+            except Exception:
+                if backward.current is not None:
+                    recorder.blame(self.calls[backward.current])
+                raise
+        needed = backward.ran | {number for _, number in known}
+        for node in backward.logged.keys() - needed:  # sums that the engine leaves out
+            del backward.logged[node]
+        return backward
+
+    @contextmanager
+    def _hooked(self, backward: BackwardLog) -> Iterator[None]:
+        handles = []
+        for node, number in self._numbers.items():
+            handles.append(node.register_prehook(partial(backward.enter, number)))
+            handles.append(node.register_hook(partial(backward.leave, number)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _edge_of(tensor: Tensor) -> tuple[Node, int]:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _sum(gradient: Tensor) -> Operator:
+    """Describe the sum of two gradients."""
+    return Operator(
+        name="elementwise",
+        part=Part.INPUT,
+        flops=0,
+        num_bytes=3 * gradient.numel() * gradient.element_size(),
+        dtype=dtype_name(gradient.dtype),
+    )

@@ -1,0 +1,201 @@
+"""The forward of a model as a graph: calls of torch's functions, and the tensors between them.
+
+    x ──► linear ──► gelu ──► linear ──► add ──► layer_norm     each call has the operators that
+          w, b                w, b       ▲       w, b           torch ran for it, forward and
+    x ───────────────────────────────────┘                      backward, and what it saves
+
+A profile is sums over it; whoever divides operators among devices needs its edges.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from penstock.costs.records import Operator
+
+
+class Value(NamedTuple):
+    """A value by its tensor's number: the layer that makes it, -1 for an input; those that take
+    it; its bytes.
+    """
+
+    number: int
+    maker: int
+    users: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The place of tensor number `tensor` among the arguments of a call."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor of the graph.
+
+    `maker` is the call that gave it; None for inputs of the model, parameters and buffers, of
+    which the last two have the model's own `name`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    wants_gradient: bool
+    maker: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a function of torch, made by a layer.
+
+    `function` is its full name, such as "torch.nn.functional.linear"; "" stands for what a layer
+    ran that no function showed: code in C++ or in a custom autograd function.
+    """
+
+    layer: int
+    function: str = ""
+    arguments: tuple[Any, ...] = ()
+    """Positional arguments, with a `Ref` for each tensor."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """The others, by name."""
+    gives: tuple[int, ...] = ()
+    """Numbers of the tensors of its result; one that it was given gets a new number."""
+    changes: tuple[int, ...] = ()
+    """Numbers of those tensors that it was given and has changed in place."""
+    operators: tuple[Operator, ...] = ()
+    """Operators that torch ran for it, forward and backward."""
+    saved: tuple[int, ...] = ()
+    """Numbers of the tensors that it saves for its backward."""
+    inner_bytes: int = 0
+    """Bytes of what else it saves."""
+    draws: bool = False
+    """True where it draws random numbers."""
+    is_between: bool = False
+    """True for calls before or after the layer's own call: of the code between blocks."""
+
+    @cached_property
+    def takes(self) -> tuple[int, ...]:
+        """Numbers of the tensors that it is given, in order of first sight."""
+        return tuple(dict.fromkeys(self.uses))
+
+    @cached_property
+    def uses(self) -> tuple[int, ...]:
+        """Numbers of the tensors that it is given, each as often as it is."""
+        return tuple(_refs((self.arguments, self.options)))
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument that may be given by its place or by its name."""
+        if place < len(self.arguments):
+            return self.arguments[place]
+        return dict(self.options).get(name, default)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All calls of one forward, in order, and all tensors by number; `outputs` are the model's,
+    `entering` what each layer is given, where that was seen.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[int, ...] = ()
+    entering: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    def of_layer(self, layer: int) -> list[Call]:
+        """Return the calls of one layer, in order."""
+        return self._by_layer.get(layer, [])
+
+    @cached_property
+    def num_uses(self) -> Counter[int]:
+        """Numbers of calls that take each tensor, by its number."""
+        return Counter(n for call in self.calls for n in call.takes)
+
+    @cached_property
+    def values(self) -> tuple[Value, ...]:
+        """Arguments of calls that are no weights, in order of first sight."""
+        users: dict[int, dict[int, None]] = {}
+        for call in self.calls:
+            for n in call.takes:
+                users.setdefault(n, {})[call.layer] = None
+        found = []
+        for n, used in users.items():
+            spec = self.tensors[n]
+            if not spec.name:
+                maker = -1 if spec.maker is None else self.calls[spec.maker].layer
+                found.append(Value(n, maker, tuple(used), spec.num_bytes))
+        return tuple(found)
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[Call]]:
+        found: dict[int, list[Call]] = {}
+        for call in self.calls:
+            found.setdefault(call.layer, []).append(call)
+        return found
+
+    def signature(self, layer: int) -> str:
+        """Return a text that is equal for layers that do the same to tensors of the same sizes.
+
+        Names of parameters and the numbers of tensors do not count.
+        """
+        if layer not in self._signatures:
+            self._signatures[layer] = self._signature(layer)
+        return self._signatures[layer]
+
+    @cached_property
+    def _signatures(self) -> dict[int, str]:
+        return {}
+
+    def _signature(self, layer: int) -> str:
+        numbers: dict[int, int] = {}
+        facts = []
+        for call in self.of_layer(layer):
+            seen = (*call.takes, *call.gives)
+            for tensor in seen:
+                numbers.setdefault(tensor, len(numbers))
+            own = [
+                (
+                    numbers[t],
+                    replace(
+                        self.tensors[t], maker=None, name="named" * bool(self.tensors[t].name)
+                    ),
+                )
+                for t in seen
+            ]
+            given = _renumbered((call.arguments, call.options), numbers)
+            facts.append((call.function, given, own))
+        return sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _refs(value: Any) -> Iterator[int]:
+    if isinstance(value, Ref):
+        yield value.tensor
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _refs(part)
+
+
+def _renumbered(value: Any, numbers: dict[int, int]) -> Any:
+    if isinstance(value, Ref):
+        return Ref(numbers[value.tensor])
+    if isinstance(value, tuple):
+        return tuple(_renumbered(part, numbers) for part in value)
+    return value
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operators:
+    """The operators of a model, for micro-batches of any size.
+
+    `names` are those of layers in the graphs; `graph_of(B)` is the graph of a micro-batch of B
+    samples, recorded when it is asked for.
+    """
+
+    names: tuple[str, ...]
+    graph_of: Callable[[int], Graph]

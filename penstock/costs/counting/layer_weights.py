@@ -1,0 +1,75 @@
+"""Count the bytes of what each layer holds from step to step: weights and what belongs to them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.costs.records import LayerWeights
+from penstock.errors import ConfigError
+from penstock.model.layers import Layers
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+"""Makes an optimizer of a list of parameters, such as torch.optim.AdamW."""
+
+
+def layer_weights(layers: Layers, optimizer: MakeOptimizer) -> tuple[LayerWeights, ...]:
+    """Count parameters, their gradients and the state of an optimizer; one that layers share, in
+    the first of them.
+
+    Raises:
+        ConfigError: the optimizer takes no step with parameters without values.
+    """
+    seen: set[int] = set()
+    known: dict[Any, int] = {}
+    found = []
+    for step in layers:
+        parameters = _new(step.module.parameters(), seen)
+        trained = [p for p in parameters if p.requires_grad]
+        found.append(
+            LayerWeights(
+                parameter_bytes=_bytes(parameters),
+                gradient_bytes=_bytes(trained),
+                optimizer_bytes=sum(_state_bytes(p, optimizer, known) for p in trained),
+                buffer_bytes=_bytes(_new(step.module.buffers(), seen)),
+            )
+        )
+    return tuple(found)
+
+
+def _new(tensors: Any, seen: set[int]) -> list[Tensor]:
+    new = [tensor for tensor in tensors if id(tensor) not in seen]
+    seen.update(map(id, new))
+    return new
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _state_bytes(parameter: Tensor, make: MakeOptimizer, known: dict[Any, int]) -> int:
+    """Let an optimizer move a parameter of this shape, without values; count what it keeps."""
+    key = tuple(parameter.shape), parameter.dtype
+    if key not in known:
+        twin = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        twin.grad = torch.empty_like(twin)
+        optimizer = make([twin])
+        error = _step(optimizer)
+        state = [x for x in optimizer.state[twin].values() if isinstance(x, Tensor)]
+        if error is not None and not state:
+            raise ConfigError(
+                f"optimizer={type(optimizer).__name__} does not tell what it keeps of a parameter "
+                f"without values ({error}). Give another one that keeps as much"
+            )
+        known[key] = _bytes(state)
+    return known[key]
+
+
+def _step(optimizer: torch.optim.Optimizer) -> str | None:
+    """Make a step; say why that does not end, where it asks for values once its state is there."""
+    try:
+        optimizer.step()
+    except (NotImplementedError, RuntimeError) as error:
+        return (str(error).splitlines() or [""])[0]
+    return None

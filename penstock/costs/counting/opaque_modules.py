@@ -1,0 +1,108 @@
+"""Opaque modules: classes whose forward reads values, or loops over them, seen as one function.
+
+    experts(x, which, shares)  ──►  function(x, which, shares, up, down)    one call of a graph
+                                        │
+            on tensors without values   │   on values
+            the stand-in: as much work  ▼   what is said to run on shards
+
+Dimensions have letters, as in the rules of sharding: one that has a letter may be cut.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpaqueModule:
+    """A class of modules whose calls are recorded, and run in shards, as one function.
+
+    Attributes:
+        name: the class, with where it lives.
+        takes: letters of the dimensions of each tensor that the forward takes, in order.
+        weights: those of each parameter that it uses, by name.
+        gives: those of its result.
+        stand_in: called with the module, what it takes and its weights, on tensors without values;
+            does as many operations as the forward, and gives what has its result's shape.
+        run: called likewise, on shards, and with `starts`, a mapping that says by letter where the
+            own slice begins; gives the own part of the result.
+    """
+
+    name: str
+    takes: tuple[str, ...]
+    weights: Mapping[str, str]
+    gives: str
+    stand_in: "Callable[..., Tensor]"
+    run: "Callable[..., Tensor]"
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """The letters of all that its function takes."""
+        return (*self.takes, *self.weights.values())
+
+
+OPAQUE: dict[str, OpaqueModule] = {}
+"""By the name of the class, which is the name of the function, too."""
+
+
+def opaque_module(own: OpaqueModule) -> None:
+    """Register how modules of a class are recorded, and run in shards."""
+    OPAQUE[own.name] = own
+
+
+# -- those of transformers ------------------------------------------------------------------------
+
+# t tokens, e experts: x (t, D), which expert and its share (t, K), up (e, 2H, D), down (e, D, H)
+
+
+def _like_experts(
+    module: Any, x: "Tensor", which: "Tensor", shares: "Tensor", up: "Tensor", down: "Tensor"
+) -> "Tensor":
+    """Give each token to the first expert, as often as it has experts."""
+    rows = x.repeat_interleave(which.shape[1], 0)
+    found = _expert(module, rows, up[0], down[0]) * shares.reshape(-1, 1)
+    summed: Tensor = found.view(*which.shape, -1).sum(1).to(x.dtype)
+    return summed
+
+
+def _run_experts(  # noqa: PLR0913 - all that experts take
+    module: Any,
+    x: "Tensor",
+    which: "Tensor",
+    shares: "Tensor",
+    up: "Tensor",
+    down: "Tensor",
+    *,
+    starts: Mapping[str, int],
+) -> "Tensor":
+    """Add up what the experts that are here find for their tokens."""
+    import torch  # the letters are known without it
+
+    result = torch.zeros_like(x)
+    for number, (wide, narrow) in enumerate(zip(up, down, strict=True), starts.get("e", 0)):
+        token, place = torch.where(which == number)
+        found = _expert(module, x[token], wide, narrow) * shares[token, place, None]
+        result = result.index_add(0, token, found.to(result.dtype))
+    return result
+
+
+def _expert(module: Any, rows: "Tensor", up: "Tensor", down: "Tensor") -> "Tensor":
+    from torch.nn.functional import linear  # the letters are known without it
+
+    gate, wide = linear(rows, up).chunk(2, dim=-1)
+    return linear(module.act_fn(gate) * wide, down)
+
+
+opaque_module(
+    OpaqueModule(
+        name="transformers.models.mixtral.modeling_mixtral.MixtralExperts",
+        takes=("t.", "t.", "t."),
+        weights={"gate_up_proj": "e..", "down_proj": "e.."},
+        gives="t.",
+        stand_in=_like_experts,
+        run=_run_experts,
+    )
+)

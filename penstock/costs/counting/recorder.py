@@ -1,0 +1,359 @@
+"""Record a forward on meta tensors as a graph, and what torch runs in its backward.
+
+    layer ──► function mode   one `Call` for each function of torch, with its tensors
+                  │
+                  ▼
+              dispatch mode   the operators that torch runs for it
+                  │
+                  ▼
+              saving hooks    the tensors that it keeps for its backward
+
+Nodes of autograd are numbered as they are made, so that a mark at each call tells which nodes are
+its own, and so which operators of the backward are.
+"""
+
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from penstock.costs.records import Operator
+from penstock.model.capture.ghost import Ghost, is_question
+from penstock.torch_private import (
+    TorchDispatchMode,
+    next_node_number,
+    storage_id,
+    version_counter,
+)
+
+from .classify import argument_of, dtype_name, tensors_in
+from .fused_kernels import LOOKED_INTO, run_as_on
+from .graph import Call, Graph, Ref, TensorSpec
+from .layer_calls import as_it_is
+from .meta_results import MetaResults
+
+_USUAL = (Tensor, torch.nn.Parameter)
+NoteBackward = Callable[[Any, Sequence[Operator]], None]
+"""Notes an operator of a backward, and what it is."""
+
+
+class NeedsValues(Exception):
+    """An operator asks for the values of a tensor that has none."""
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A call that is being recorded; `packed` are the tensors that it has saved."""
+
+    layer: int
+    is_between: bool = False
+    function: str = ""
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    gives: tuple[int, ...] = ()
+    changes: tuple[int, ...] = ()
+    operators: list[Operator] = field(default_factory=list)
+    packed: list["weakref.ref[Tensor]"] = field(default_factory=list)
+    kept: dict[int, int] = field(default_factory=dict)
+    """By storage, bytes of what is saved once the forward has run."""
+    saved: dict[int, int] = field(default_factory=dict)
+    """By storage, the numbers of those that it was given or gave."""
+    draws: bool = False
+
+
+class Recorder:
+    """Records calls; `names` are those of parameters and buffers, by the id of the tensor.
+
+    Attention and dropout run as on devices of `torch_type`.  Tensors with values that meet meta
+    tensors are taken for such.
+    """
+
+    def __init__(self, names: Mapping[int, str], torch_type: str) -> None:
+        self._names = names
+        self._functions = _Functions(self, torch_type)
+        self._operators = _Operators(self)
+        self._drafts: list[_Draft] = []
+        self._of_layer = self._now = -1
+        self._is_paused = False
+        self._specs: list[TensorSpec] = []
+        self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._outputs: tuple[int, ...] = ()
+        self._note_backward: NoteBackward | None = None
+        self._entering: dict[int, frozenset[int]] = {}
+        self.marks: list[tuple[int, int]] = []
+        """Pairs of a node's number and a call: nodes from that number on are of the call."""
+
+    @property
+    def layer(self) -> int:
+        """The layer that runs."""
+        return self._drafts[self._now].layer
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Record what runs inside, and what of it is saved at its end."""
+        with saved_tensors_hooks(self._pack, as_it_is), self._functions, self._operators:
+            yield
+        for draft in self._drafts:  # what was saved for results that nobody uses is gone by now
+            draft.kept = _alive(draft)
+
+    @contextmanager
+    def backward(self, note: NoteBackward) -> Iterator[None]:
+        """Have operators noted as those of a backward."""
+        self._note_backward = note
+        try:
+            with self._operators:
+                yield
+        finally:
+            self._note_backward = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing inside; tensors with values are taken for meta tensors still."""
+        self._is_paused = True
+        try:
+            with saved_tensors_hooks(as_it_is, as_it_is):
+                yield
+        finally:
+            self._is_paused = False
+
+    def begin(self, layer: int, *, is_between: bool = False) -> None:
+        """Note that all that follows is of a layer: its own call, or the code around it."""
+        self._of_layer = len(self._drafts)
+        self._drafts.append(_Draft(layer, is_between))
+        self._go_to(self._of_layer)
+
+    def enter(self, tensors: Sequence[Tensor]) -> None:
+        """Note what the layer that begins is given."""
+        self._entering[self.layer] = frozenset(map(self._number_of, tensors))
+
+    def end(self, output: Any) -> None:
+        """Note what the model gives."""
+        self._outputs = tuple(self._number_of(tensor) for tensor in tensors_in(output))
+
+    def blame(self, call: int) -> None:
+        """Note that an error comes from the backward of a call."""
+        self._now = call
+
+    def graph(
+        self,
+        backward: Mapping[int, Sequence[Operator]],
+        lasting: Collection[int],
+        custom: Collection[int] = (),
+    ) -> Graph:
+        """Return what was recorded, with the operators of the backward of each call.
+
+        `lasting` are storages of parameters and buffers, which are there in any case; `custom` are
+        calls with a custom autograd function.
+        """
+        every = [
+            self._finished(draft, backward.get(number, ()), lasting)
+            for number, draft in enumerate(self._drafts)
+        ]
+        kept = [n for n, c in enumerate(every) if c.function or c.operators or n in custom]
+        place = {number: place for place, number in enumerate(kept)}
+        tensors = [
+            spec if spec.maker is None else replace(spec, maker=place[spec.maker])
+            for spec in self._specs
+        ]
+        calls = tuple(every[number] for number in kept)
+        return Graph(tuple(tensors), calls, self._outputs, self._entering)
+
+    def saved_of_layers(self) -> dict[int, dict[int, int]]:
+        """Return bytes of what each layer saves, by storage."""
+        found: dict[int, dict[int, int]] = {}
+        for draft in self._drafts:
+            found.setdefault(draft.layer, {}).update(draft.kept)
+        return found
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def call(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Run a function of torch, and note it if it has to do with tensors."""
+        if self._is_paused or is_question(function, args, kwargs):
+            return run()
+        number, now = len(self._drafts), self._drafts[self._now]
+        draft = _Draft(now.layer, now.is_between)
+        draft.arguments, draft.options = self._told(tuple(args)), self._told(kwargs)
+        given = [(tensor, version_counter(tensor)) for tensor in tensors_in((args, kwargs))]
+        self._drafts.append(draft)
+        self._go_to(number)
+        result = run()
+        gives = list(tensors_in(result))
+        changed = (tensor for tensor, before in given if version_counter(tensor) != before)
+        draft.changes = tuple(self._number_of(tensor) for tensor in changed)
+        self._go_to(self._of_layer)
+        if not gives and not draft.operators and not draft.packed:
+            self._drafts.pop()
+            return result
+        draft.function = resolve_name(function) or getattr(function, "__name__", "")
+        known = self._storages_of((args, kwargs))
+        draft.gives = tuple(self._numbered(tensor, number) for tensor in gives)
+        known.update(self._storages_of(gives))
+        packed = _alive(draft)
+        draft.saved = {storage: known[storage] for storage in packed.keys() & known.keys()}
+        return result
+
+    def _go_to(self, call: int) -> None:
+        self._now = call
+        self.marks.append((next_node_number(), call))
+
+    def _finished(
+        self, draft: _Draft, backward: Sequence[Operator], lasting: Collection[int]
+    ) -> Call:
+        kept = draft.kept
+        return Call(
+            layer=draft.layer,
+            function=draft.function,
+            arguments=draft.arguments,
+            options=draft.options,
+            gives=draft.gives,
+            changes=draft.changes,
+            operators=(*draft.operators, *backward),
+            saved=tuple(dict.fromkeys(draft.saved[s] for s in kept if s in draft.saved)),
+            inner_bytes=sum(kept[s] for s in kept.keys() - draft.saved.keys() - set(lasting)),
+            draws=draft.draws,
+            is_between=draft.is_between,
+        )
+
+    def _told(self, value: Any) -> Any:
+        """Return an argument as plain data, with a `Ref` for each tensor."""
+        if isinstance(value, Tensor):
+            return Ref(self._number_of(value))
+        if isinstance(value, tuple | list):
+            return tuple(map(self._told, value))
+        if isinstance(value, dict):
+            return tuple((name, self._told(part)) for name, part in value.items())
+        if isinstance(value, str) and _DEVICE.fullmatch(value):
+            return torch.device.__name__
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return str(value) if isinstance(value, _SAID) else type(value).__name__
+
+    def _storages_of(self, value: Any) -> dict[int, int]:
+        """Return the numbers of tensors by storage."""
+        found = (t for t in tensors_in(value) if t.layout is torch.strided)
+        return {storage_id(tensor): self._number_of(tensor) for tensor in found}
+
+    def _number_of(self, tensor: Tensor) -> int:
+        found = self._numbers.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        return self._numbered(tensor, None)
+
+    def _numbered(self, tensor: Tensor, maker: int | None) -> int:
+        number = len(self._specs)
+        self._numbers[id(tensor)] = weakref.ref(tensor), number
+        self._specs.append(
+            TensorSpec(
+                shape=tuple(tensor.shape),
+                dtype=dtype_name(tensor.dtype),
+                num_bytes=tensor.numel() * tensor.element_size(),
+                wants_gradient=tensor.requires_grad,
+                maker=maker,
+                name=self._names.get(id(tensor), ""),
+            )
+        )
+        return number
+
+    # -- what torch runs for them -----------------------------------------------------------------
+
+    def note(self, func: Any, args: Any, kwargs: Any, operators: Sequence[Operator]) -> None:
+        """Note an operator that torch has run."""
+        if self._is_paused:
+            return
+        if self._note_backward is not None:
+            self._note_backward(func, operators)
+            return
+        draft = self._drafts[self._now]
+        draft.operators.extend(operators)
+        if torch.Tag.nondeterministic_seeded in func.tags:  # attention without dropout, too
+            draft.draws |= argument_of(func, args, kwargs, "dropout_p") != 0
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        kept = tensor.detach()
+        self._drafts[self._now].packed.append(weakref.ref(kept))
+        return kept
+
+
+_SAID = (torch.dtype, torch.layout, torch.memory_format, slice, type(...))
+"""Classes of objects that are recorded by their text.  Others are recorded by their class alone,
+as devices are: each process has another, and all do the same there."""
+_DEVICE = re.compile(r"(cpu|meta|cuda|xpu|mps)(:\d+)?")
+
+
+def _alive(draft: _Draft) -> dict[int, int]:
+    """Return bytes of what the graph keeps for a call, by storage."""
+    kept = (packed() for packed in draft.packed)
+    return {storage_id(t): t.untyped_storage().nbytes() for t in kept if t is not None}
+
+
+class _Functions(TorchFunctionMode):
+    """Shows a recorder the functions that are called, and runs some as on another device."""
+
+    def __init__(self, recorder: Recorder, torch_type: str) -> None:
+        super().__init__()
+        self._recorder, self._torch_type = recorder, torch_type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if Ghost in types:  # between blocks of a captured model: shows what it is run as
+            with self:
+                return Ghost.__torch_function__(func, types, args, kwargs)
+        if any(kind not in _USUAL for kind in types):
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return LOOKED_INTO(*args, **kwargs)
+        return self._recorder.call(
+            func, args, kwargs, lambda: run_as_on(self._torch_type, func, args, kwargs)
+        )
+
+
+class _Operators(TorchDispatchMode):
+    """Shows a recorder the operators that torch runs, on meta tensors."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._recorder, self._results = recorder, MetaResults()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in _USUAL for kind in types):
+            return func(*args, **kwargs)
+        if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            if torch.Tag.data_dependent_output in func.tags:
+                raise NeedsValues(str(func))
+            args, kwargs = _as_meta(args), _as_meta(kwargs)
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("meta")
+            if torch.Tag.dynamic_output_shape in func.tags:
+                is_index = func is torch.ops.aten.index.Tensor
+                if not is_index or any(t.dtype in _TRUTH for t in tensors_in(args[1])):
+                    raise NeedsValues(str(func))  # by numbers, their shape says how many
+        elif kwargs.get("device") not in (None, torch.device("cpu")):
+            kwargs["device"] = torch.device("meta")
+        result, operators = self._results.run(func, args, kwargs)
+        self._recorder.note(func, args, kwargs, operators)
+        return result
+
+
+_TRUTH = (torch.bool, torch.uint8)
+"""Dtypes of an index that picks as many as it has true values."""
+
+
+def _as_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value if value.is_meta else torch.empty_like(value, device="meta")
+    if isinstance(value, tuple | list):
+        return type(value)(map(_as_meta, value))
+    if isinstance(value, dict):
+        return {name: _as_meta(part) for name, part in value.items()}
+    return value

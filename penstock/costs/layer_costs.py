@@ -1,0 +1,204 @@
+"""Costs of each layer on a device, for micro-batches of any size.
+
+Seconds are measured ones where the profile was measured on the device, and a roofline's elsewhere.
+Sizes that the profile lacks lie on the line through the two nearest ones that it has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from penstock.errors import ConfigError, check_count
+
+from .cluster import Device
+from .profile import Profile
+from .records import AtSize, LayerKind, LayerSeconds, Part
+from .roofline import operators_seconds
+
+_SECONDS = tuple(field.name for field in fields(LayerSeconds) if field.name.endswith("_s"))
+
+
+class _Line(NamedTuple):
+    """Place of a size on the line through two others.
+
+    `share` is how far it is from the lower one to the higher; `ratio` is its number of samples
+    over that of the nearest of the two.
+    """
+
+    share: float
+    ratio: float
+
+    def at(self, low: float, high: float) -> float:
+        """Return the value there, from those of the two sizes; never below 0.
+
+        Beyond the ends, a line that falls would lead below 0, and one that begins below 0 says
+        that small sizes cost less than their share: there the nearest size decides.
+        """
+        on_line = low + (high - low) * self.share
+        if self.share < 0:
+            return max(on_line, low * self.ratio)
+        return max(on_line, high) if self.share > 1 else on_line
+
+
+def layer_costs(
+    profile: Profile,
+    device: Device | None,
+    microbatch_size: int,
+    *,
+    busy: bool = False,
+    like: Device | None = None,
+) -> AtSize:
+    """Return the costs of each layer on a device for one micro-batch of so many samples.
+
+    Measured seconds count where the profile was measured on a device of this name, or no device
+    is given: with `busy` those of a host whose cores all work, if they are there.  With `like`,
+    the device that was measured, another one takes as much longer as its roofline says.
+
+    Raises:
+        ConfigError: the size is not at least 1; the profile was only counted, and there is no
+            device; it was measured on another device, and has no operators; or its sizes have
+            other values between layers.
+    """
+    check_count("microbatch_size", microbatch_size)
+    low, high = _nearest(profile.sizes, microbatch_size)
+
+    def known(size: AtSize) -> AtSize:
+        is_measured = _is_measured(profile, size, device)
+
+        def on_device(kind: LayerKind) -> LayerKind:
+            seconds = (kind.busy_seconds if busy else None) or kind.seconds
+            if not is_measured:
+                seconds = _scaled(seconds, kind, device, like)
+            return replace(kind, seconds=seconds or _by_roofline(kind, device))
+
+        return replace(
+            size,
+            kinds=tuple(map(on_device, size.kinds)),
+            loss=None if size.loss is None else on_device(size.loss),
+        )
+
+    if low.microbatch_size == microbatch_size:
+        return known(low)
+    if low is high:
+        return _between(_of_nothing(known(low)), known(low), microbatch_size)
+    return _between(known(low), known(high), microbatch_size)
+
+
+def _nearest(sizes: Sequence[AtSize], wanted: int) -> tuple[AtSize, AtSize]:
+    """Return the two sizes whose line leads to the one that is wanted; that one twice if it is
+    there, and the only one.
+    """
+    same = next((each for each in sizes if each.microbatch_size == wanted), None)
+    if same is not None or len(sizes) == 1:
+        return same or sizes[0], same or sizes[0]
+    pairs = list(pairwise(sizes))
+    return next((pair for pair in pairs if wanted < pair[1].microbatch_size), pairs[-1])
+
+
+def _is_measured(profile: Profile, size: AtSize, device: Device | None) -> bool:
+    """Tell whether the profile was measured on a device; refuse one of which nothing is known."""
+    if device is None and profile.measured_on is None:
+        raise ConfigError(
+            f"the operators of {profile.name} were counted, and not measured; say for which "
+            "device their seconds are wanted"
+        )
+    is_measured = device is None or device.name == profile.measured_on
+    kinds = [*size.kinds, *([] if size.loss is None else [size.loss])]
+    if not is_measured and not any(kind.operators for kind in kinds):
+        raise ConfigError(
+            f"the profile of {profile.name} was measured on {profile.measured_on}, and its "
+            f"operators were not counted, so nothing is known of another device; measure it there"
+        )
+    return is_measured
+
+
+def _scaled(
+    measured: LayerSeconds | None, kind: LayerKind, device: Device | None, like: Device | None
+) -> LayerSeconds | None:
+    """Scale seconds measured on `like` to a device by their roofline times; None if unknown."""
+    if measured is None or like is None or not kind.operators:
+        return None
+    here, there = _by_roofline(kind, device), _by_roofline(kind, like)
+
+    def scaled(name: str) -> float:
+        seconds: float = getattr(measured, name)
+        known: float = getattr(there, name)
+        return seconds * getattr(here, name) / known if known else seconds
+
+    return replace(measured, **{name: scaled(name) for name in _SECONDS})  # type: ignore[arg-type]
+
+
+def _by_roofline(kind: LayerKind, device: Device | None) -> LayerSeconds:
+    """Return the roofline times of a layer; all 0 without a device, for one that has never run."""
+    forward_s, input_s, weight_s = (
+        0.0 if device is None else operators_seconds(kind.operators, device, part)
+        for part in (Part.FORWARD, Part.INPUT, Part.WEIGHT)
+    )
+    return LayerSeconds(
+        forward_s=forward_s,
+        recompute_s=forward_s,
+        backward_s=input_s + weight_s,
+        input_s=input_s,
+        weight_s=weight_s,
+        is_measured=False,
+    )
+
+
+def _of_nothing(found: AtSize) -> AtSize:
+    """Return the costs of a micro-batch of 0 samples: only weights have bytes."""
+    none = dict.fromkeys(_SECONDS, 0.0)
+
+    def empty(kind: LayerKind) -> LayerKind:
+        assert kind.seconds is not None, "they are known on the device"
+        seconds = replace(kind.seconds, **none)  # type: ignore[arg-type]  # by name
+        return replace(kind, inner_bytes=0, left_bytes=0, seconds=seconds)
+
+    return replace(
+        found,
+        microbatch_size=0,
+        kinds=tuple(map(empty, found.kinds)),
+        values=tuple(v if v.is_weight else replace(v, num_bytes=0) for v in found.values),
+        loss=None if found.loss is None else empty(found.loss),
+        target_bytes=0,
+    )
+
+
+def _between(low: AtSize, high: AtSize, wanted: int) -> AtSize:
+    """Return the costs on the line through two sizes."""
+    edges = [[(value.producer, value.consumers) for value in each.values] for each in (low, high)]
+    if edges[0] != edges[1]:
+        raise ConfigError(
+            f"a profile has other values between layers for micro-batches of "
+            f"{low.microbatch_size} samples than for those of {high.microbatch_size}, so nothing "
+            f"is known of {wanted}; profile that size too"
+        )
+    distance = high.microbatch_size - low.microbatch_size
+    nearest = low if wanted < low.microbatch_size else high
+    line = _Line((wanted - low.microbatch_size) / distance, wanted / nearest.microbatch_size)
+    pairs = list(zip(low.kind_of, high.kind_of, strict=True))
+    kinds = {pair: n for n, pair in enumerate(dict.fromkeys(pairs))}
+    return replace(
+        high,
+        microbatch_size=wanted,
+        kinds=tuple(_kind_between(low.kinds[a], high.kinds[b], line) for a, b in kinds),
+        kind_of=tuple(kinds[pair] for pair in pairs),
+        values=tuple(
+            replace(a, num_bytes=round(line.at(a.num_bytes, b.num_bytes)))
+            for a, b in zip(low.values, high.values, strict=True)
+        ),
+        loss=None if not low.loss or not high.loss else _kind_between(low.loss, high.loss, line),
+        target_bytes=round(line.at(low.target_bytes, high.target_bytes)),
+    )
+
+
+def _kind_between(low: LayerKind, high: LayerKind, line: _Line) -> LayerKind:
+    one, other = low.seconds, high.seconds
+    assert one is not None and other is not None, "they are known on the device"
+    seconds = {name: line.at(getattr(one, name), getattr(other, name)) for name in _SECONDS}
+    return replace(
+        high,
+        inner_bytes=round(line.at(low.inner_bytes, high.inner_bytes)),
+        left_bytes=round(line.at(low.left_bytes, high.left_bytes)),
+        seconds=replace(other, **seconds),  # type: ignore[arg-type]  # by name
+    )

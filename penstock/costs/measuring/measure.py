@@ -1,0 +1,200 @@
+"""Measure layers where they are, without leaving a trace in the model: seconds and bytes.
+
+The model runs a few times, as a step does:
+
+    forward     layer 0 ──► layer 1 ──► ... ──► layer n
+    backward    layer 0 ◄── layer 1 ◄── ... ◄── layer n
+
+so that what a layer has saved has left the caches when its backward comes, as in a step.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.costs.counting.count import Left
+from penstock.costs.records import AtSize, LayerKind, LayerSeconds
+from penstock.errors import ConfigError
+from penstock.model.kept import run_unnoticed
+from penstock.model.layers import Layers
+
+from .layer_run import CallLayer, call_alone, untouched
+from .measure_bytes import measure_bytes
+from .step_timer import Divide, Look, StepTimer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """Numbers of runs of a model that is measured.
+
+    The first `warming` runs do not count: in these a process does what it does once, and memory
+    grows; how a layer draws random numbers is looked at in the second.  At most `counting` follow,
+    and none after `enough_s`.  A first run of `long_s` is the only one, and counts.
+    """
+
+    warming: int
+    counting: int
+    enough_s: float
+    long_s: float
+
+
+TO_BALANCE = Repeats(warming=2, counting=5, enough_s=0.5, long_s=10.0)
+"""Quick, for it is done whenever a pipeline is made."""
+THOROUGH = Repeats(warming=2, counting=50, enough_s=5.0, long_s=60.0)
+"""At each micro-batch size of a profile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """Settings of the runs that measure layers."""
+
+    threads: int = 1
+    """Intra-op threads."""
+    call: Callable[[Layers], CallLayer] = lambda layers: call_alone
+    """Makes what calls the layers, as stages do."""
+    divide: Divide | None = None
+    """Divides backwards; where given, recomputes and backwards in two parts are measured too."""
+    busy: int = 0
+    """Cores that do the same meanwhile, when a profile is measured a second time."""
+    repeats: Repeats = TO_BALANCE
+
+
+class Objective(nn.Module):
+    """A loss function with its targets: a layer that takes the model's output."""
+
+    def __init__(self, loss: Callable[[Any, Any], Tensor], targets: Any) -> None:
+        super().__init__()
+        self.loss, self.targets = loss, targets
+
+    def forward(self, output: Any) -> Tensor:
+        return self.loss(output, self.targets)
+
+
+class Measurement(NamedTuple):
+    """Seconds of layers, and bytes that they keep, if these were asked for."""
+
+    timer: StepTimer
+    kept: AtSize | None
+
+    def seconds(self, *numbers: int) -> LayerSeconds:
+        """Return the seconds of a layer, or of several that are alike."""
+        return self.timer.seconds(*numbers)
+
+
+def measure(
+    layers: Layers,
+    inputs: Any,
+    how: How,
+    *,
+    loss: nn.Module | None = None,
+    look: Look | None = None,
+    left: Left | None = None,
+) -> Measurement:
+    """Measure each layer on `inputs` (one micro-batch), and the `loss` as a layer after the last.
+
+    The model runs a few times, fewer if it takes long; medians count, over layers that are alike
+    as well.  Gradients, other attributes of parameters, buffers, attributes and random number
+    generators are as before afterwards, and hooks do not run (see `unnoticed`).  `look` sees each
+    layer once.  With `left`, a forward more counts the bytes that layers keep.
+    """
+
+    def run() -> StepTimer:
+        timer = StepTimer(layers, call=call, look=look, divide=how.divide, loss=loss)
+        with untouched([step.module for step in layers]):
+            _repeat(timer, inputs, how.repeats)
+        return timer
+
+    call, threads = how.call(layers), torch.get_num_threads()
+    torch.set_num_threads(how.threads)
+    try:
+        timer = run_unnoticed(layers.modules, run)
+    finally:
+        torch.set_num_threads(threads)
+    return Measurement(timer, None if left is None else measure_bytes(layers, inputs, left))
+
+
+def _repeat(timer: StepTimer, inputs: Any, repeats: Repeats) -> None:
+    """Run the model until that is enough."""
+    taken_s = 0.0
+    for number in range(repeats.warming + repeats.counting):
+        start_s = time.perf_counter()
+        timer.run(inputs)
+        run_s = time.perf_counter() - start_s
+        is_long = number == 0 and run_s > repeats.long_s
+        is_warm = number >= repeats.warming
+        timer.samples.end_run(counts=is_long or is_warm)
+        taken_s += run_s if is_warm else 0.0
+        if is_long or taken_s > repeats.enough_s:
+            return
+
+
+def with_seconds(
+    counted: AtSize, layers: Layers, inputs: Any, how: How, loss: nn.Module | None = None
+) -> AtSize:
+    """Add measured seconds to what was counted of `inputs` (one micro-batch), by kind of layer.
+
+    Layers whose kind is one have the medians of all of them.
+
+    Raises:
+        ConfigError: the layers cannot be copied, to keep other cores busy.
+    """
+    members: list[list[int]] = [[] for _ in counted.kinds]
+    for number, kind in enumerate(counted.kind_of):
+        members[kind].append(number)
+
+    def add(found: AtSize, name: str) -> AtSize:
+        measured = measure(layers, inputs, how, loss=loss)
+
+        def timed(kind: LayerKind, numbers: list[int]) -> LayerKind:
+            seconds: dict[str, Any] = {name: measured.seconds(*numbers)}
+            return replace(kind, **seconds)
+
+        return replace(
+            found,
+            kinds=tuple(map(timed, found.kinds, members)),
+            loss=None if found.loss is None else timed(found.loss, [len(layers)]),
+        )
+
+    found = add(counted, "seconds")
+    if not how.busy:
+        return found
+    with torch.random.fork_rng(devices=[]), _working(layers, inputs, how, loss):
+        return add(found, "busy_seconds")
+
+
+@contextmanager
+def _working(layers: Layers, inputs: Any, how: How, loss: nn.Module | None) -> Iterator[None]:
+    """Let other threads run copies of the layers meanwhile, one for each busy core."""
+    try:
+        twins = [copy.deepcopy(layers) for _ in range(how.busy)]
+    except Exception as error:
+        raise ConfigError(
+            f"the layers cannot be copied, which busy=True needs ({error}); leave busy out"
+        ) from error
+    stop = threading.Event()
+    lower = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+
+    def work(twin: Layers) -> None:
+        torch.set_num_threads(how.threads)
+        timer = StepTimer(twin, call=how.call(twin), divide=how.divide, loss=loss)
+        with torch.autocast("cpu", lower[0], enabled=lower[1]):
+            while not stop.is_set():
+                timer.run(inputs)
+                timer.samples.end_run(counts=False)
+
+    threads = [threading.Thread(target=work, args=(twin,), daemon=True) for twin in twins]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

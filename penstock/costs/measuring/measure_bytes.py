@@ -1,0 +1,115 @@
+"""Count what each layer keeps of a micro-batch for its backward, by running it."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.costs.counting.boundaries import divided_bytes, values_of
+from penstock.costs.counting.count import Left
+from penstock.costs.counting.layer_calls import as_it_is
+from penstock.costs.records import AtSize, LayerKind
+from penstock.model.copies import no_leaf
+from penstock.model.kept import run_unnoticed
+from penstock.model.layers import Layers
+from penstock.model.pytree import flatten, tree_map
+from penstock.model.stage_plan import Step
+from penstock.torch_private import storage_id
+
+from .layer_run import (
+    CallLayer,
+    call_alone,
+    device_of,
+    named,
+    tensors_of,
+    untouched,
+    wants_gradient,
+)
+
+
+def measure_bytes(
+    layers: Layers, inputs: Any, left: Left, *, call: CallLayer = call_alone
+) -> AtSize:
+    """Count what each layer keeps of `inputs` (one micro-batch) for its backward, by storage.
+
+    The model runs once, forward, each layer with a graph of its own; all is as before afterwards,
+    as in `measure`.  Forwards run by `call`.  A loss is taken to save as much as the model gives.
+    """
+
+    def run() -> AtSize:
+        with untouched([step.module for step in layers]):
+            return _Kept(layers, left, call).at_size(tree_map(Tensor.detach, inputs))
+
+    return run_unnoticed(layers.modules, run)
+
+
+class _Kept:
+    """Bytes that layers save while they run, by layer and by storage."""
+
+    def __init__(self, layers: Layers, left: Left, call: CallLayer) -> None:
+        self._layers, self._left_of, self._call = layers, left, call
+        self._saved: dict[int, dict[int, int]] = {}
+        self._left: dict[int, int] = {}
+        self._same: dict[int, int] = {}
+        """Storages of results that are those of arguments, and these."""
+
+    def at_size(self, inputs: Any) -> AtSize:
+        """Run the model, and return the bytes of each layer."""
+        _, crossings = self._layers.source.run_noting(inputs, self._perform)
+        values, storages = values_of(crossings, self._same)
+        numbers = range(len(self._layers))
+        kept = [
+            divided_bytes([v.touches(n) for v in values], storages, self._saved.get(n, {}))
+            for n in numbers
+        ]
+        given = {v.storage: v.num_bytes for v in values if not v.consumers}
+        return AtSize(
+            microbatch_size=1,
+            kinds=tuple(
+                LayerKind(operators=(), inner_bytes=inner, left_bytes=self._left.get(n, 0))
+                for n, (inner, _) in enumerate(kept)
+            ),
+            kind_of=tuple(numbers),
+            values=values,
+            saved=tuple(places for _, places in kept),
+            loss=LayerKind(operators=(), inner_bytes=sum(given.values()), left_bytes=0),
+        )
+
+    def _perform(self, step: Step, function: Any) -> Any:
+        """Run a layer on copies of its arguments, which it may change in place; its results lead
+        to no graph.
+        """
+        if step.index >= len(self._layers):  # a random operation between layers
+            return function()
+        device = device_of(step.module) if self._layers.model is None else None
+        lent: dict[int, int] = {}  # storages of copies, and of what they are copies of
+        found: dict[int, int] = {}
+
+        def enter(tensor: Tensor) -> Tensor:
+            copy = tensor.detach().to(device, copy=True)
+            if wants_gradient(tensor):
+                copy = no_leaf(copy.requires_grad_())  # which may be changed in place
+            own = storage_id(tensor)
+            lent[storage_id(copy)] = self._same.get(own, own)
+            return copy
+
+        def pack(tensor: Tensor) -> Tensor:
+            found[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor.detach()
+
+        args, keywords = tree_map(enter, (function.args, function.keywords))
+        with named(step), saved_tensors_hooks(pack, as_it_is):
+            result = self._call(step, partial(function.func, *args, **keywords))
+        for tensor in tensors_of(step.module):
+            found.pop(storage_id(tensor), None)
+        self._saved[step.index] = {lent.get(s, s): size for s, size in found.items()}
+        results = flatten(result)[0]
+        self._left[step.index] = self._left_of(step.module, results)
+        own_storages = {storage_id(tensor) for tensor in results}
+        self._same.update({s: lent[s] for s in own_storages & lent.keys()})
+        return tree_map(_leave, result)
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    return no_leaf(tensor.detach().requires_grad_(tensor.requires_grad))
