@@ -27,7 +27,7 @@ from penstock.runtime.asynchronous import (
     losses,
     run_window,
 )
-from penstock.runtime.engine import Engine
+from penstock.runtime.construction import described, make_engine
 from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
     Batch,
@@ -195,7 +195,7 @@ class Pipeline(AbstractMovable):
             alike = {"check_batches": check_batches}
             plan, number, balances = agree(plan, resolved, mesh, part, alike, balances=balances)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
-            engine = Engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
+            engine = make_engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))
@@ -248,7 +248,7 @@ class Pipeline(AbstractMovable):
                 "synchronous schedule"
             )
         check_targets(targets)
-        with self._engine.one_at_a_time(), self._engine.reporting():
+        with self._engine.lasting.turn.taken(), self._engine.reporting():
             scale = check_loss_scale(loss_scale)
             call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
             batch = self._engine.splitter.cut(inputs, targets, call)
@@ -304,7 +304,7 @@ class Pipeline(AbstractMovable):
         self._check_can_train("train_steps")
         for _, targets in pairs:
             check_targets(targets)
-        with self._engine.one_at_a_time(), self._engine.reporting():
+        with self._engine.lasting.turn.taken(), self._engine.reporting():
             call = replace(self._wanted, trains=True, trace=self._trace)
             cut = cut_all(self._engine, pairs, call)
             self._balance_by(cut[0].inputs[0])
@@ -356,7 +356,7 @@ class Pipeline(AbstractMovable):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.one_at_a_time():  # before the modes change: a step may be running
+        with self._engine.lasting.turn.taken():  # before the modes change: a step may be running
             everyone = [*self.modules(), *self.original.modules()]
             with in_evaluation(everyone):
                 return self._outputs(inputs, keywords)
@@ -383,7 +383,7 @@ class Pipeline(AbstractMovable):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.one_at_a_time():
+        with self._engine.lasting.turn.taken():
             if torch.is_grad_enabled():
                 return self._outputs_with_gradients(inputs, keywords)
             return self._outputs(inputs, keywords)
@@ -565,7 +565,7 @@ class Pipeline(AbstractMovable):
         head += f"{count_text(plan.num_microbatches, 'micro-batch')}, "
         until = "until the first batch is measured" if self._will_balance else ""
         cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
-        return "\n".join([head + plan.choices, cut, *self._engine.described(), ")"])
+        return "\n".join([head + plan.choices, cut, *described(self._engine), ")"])
 
     # -- another plan, another place ----------------------------------------------------------
 
@@ -580,7 +580,7 @@ class Pipeline(AbstractMovable):
 
     def _run_as(self, plan: Plan) -> None:
         before = self._engine
-        self._engine = Engine(self._layers, before.loss, plan, before.mesh, before=before)
+        self._engine = make_engine(self._layers, before.loss, plan, before.mesh, before=before)
 
     def after_move(self, function: Callable[..., Any]) -> None:
         """Let each stage run where its parameters are now (after `to`, `half`)."""

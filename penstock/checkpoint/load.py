@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.model.extra_state import Owners, extra_faults, set_extra
-from penstock.runtime.engine import is_pipeline
+from penstock.runtime.construction import is_pipeline
 from penstock.sharding.layouts import Slice
 
 from .files import (

@@ -8,7 +8,7 @@ from torch import nn
 from penstock.errors import CheckpointError, PeerError, WaitTimeout
 from penstock.mesh import Mesh
 from penstock.model.state import Held
-from penstock.runtime.engine import is_pipeline
+from penstock.runtime.construction import is_pipeline
 from penstock.runtime.shards.at_rest import CutWeights
 
 ALONE = Mesh.of_one_process()

@@ -15,7 +15,7 @@ from penstock.errors import CheckpointError
 from penstock.mesh import Mesh
 from penstock.mesh.threads import in_thread
 from penstock.model.extra_state import read_extra
-from penstock.runtime.engine import is_pipeline
+from penstock.runtime.construction import is_pipeline
 from penstock.runtime.shards.at_rest import CutWeights, weight_of
 from penstock.sharding.layouts import Slice
 

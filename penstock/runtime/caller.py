@@ -142,7 +142,7 @@ class CallerContext:
                 "with the same results. Leave it for speed, or set "
                 "transport=Transport.LOOPBACK for silence",
                 ExecutionWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         return bool(self.bound)
 

@@ -15,6 +15,7 @@ from penstock.errors import PenstockError
 from penstock.model.pytree import flatten, flatten_by, unflatten
 from penstock.schedules.lower import Mode
 
+from .caller import CallerContext
 from .engine import Engine
 from .microbatches import Batch
 from .outputs import gather, is_unjoined
@@ -152,8 +153,9 @@ class _Pending:
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
         # a GPU's autograd thread runs this; workers would wait for that thread while it waits for
         # them
-        with self.engine.one_at_a_time(backward=True):
-            self.engine.drive(run, Mode.BACKWARDS, in_caller=on_gpu)
+        with self.engine.lasting.turn.taken(backward=True):
+            here = CallerContext.capture(run.caller.with_grad, self.engine.devices)
+            self.engine.drive(run, Mode.BACKWARDS, caller=here, in_caller=on_gpu)
         return input_gradients(run)
 
     def _pieces(self, gradient: Tensor) -> Sequence[Tensor | None]:

@@ -43,7 +43,7 @@ FAULTS = (
     ),
     Fault(
         "a call in a forked child waits for threads that are not there",
-        "penstock/runtime/turn.py",
+        "penstock/runtime/engine.py",
         "        if here != self._process:\n",
         "        if False:\n",
         "tests/laws/test_calls.py",
@@ -51,7 +51,7 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint around a pipeline is told of another thread",
-        "penstock/runtime/turn.py",
+        "penstock/runtime/engine.py",
         "        self._in_backward = backward\n",
         "",
         "tests/laws/test_calls.py",
@@ -432,8 +432,8 @@ FAULTS = (
     Fault(
         "a failed rank leaves the others waiting",
         "penstock/runtime/workers.py",
-        "            self._work.run.fail(error)\n            self._channels.abort()\n",
-        "            self._work.run.fail(error)\n",
+        "            work.run.fail(error)\n            self.channels.abort()\n",
+        "            work.run.fail(error)\n",
         "tests/laws/test_faults.py",
         "forward",
     ),
@@ -518,7 +518,7 @@ FAULTS = (
     Fault(
         "modes of the calling thread are lost in the workers",
         "penstock/runtime/engine.py",
-        "isinstance(self.driver, ThreadDriver) and caller.stays()",
+        "isinstance(driver, ThreadDriver) and caller.stays()",
         "False",
         "tests/laws/test_caller_modes.py",
     ),
