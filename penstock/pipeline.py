@@ -27,6 +27,7 @@ from penstock.runtime.asynchronous import (
     losses,
     run_window,
 )
+from penstock.runtime.caller import others_may_draw
 from penstock.runtime.construction import described, make_engine
 from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
@@ -41,7 +42,7 @@ from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
 from penstock.runtime.outputs import gather, share
 from penstock.runtime.own_loss import warn_of_other_reduction
 from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
-from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
+from penstock.runtime.random.generators import rewound_default_generators
 from penstock.runtime.record import Record, as_trace
 from penstock.runtime.run import Run
 from penstock.runtime.shard import check_sharding, make_sharding

@@ -23,11 +23,10 @@ from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.types import TiedGradients, Trace
 
 from .aside import Aside
-from .caller import CallerContext, fresh_casts
+from .caller import CallerContext, fresh_casts, guarded_default_generators
 from .drivers import AbstractDriver, Work
 from .gradient_hooks import summed_hooks
 from .microbatches import Batch, Splitter
-from .random.generators import guarded_default_generators
 from .record import Record, gather_noted
 from .replicas import Replicas
 from .run import Run, Streams

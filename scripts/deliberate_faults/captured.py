@@ -192,7 +192,7 @@ FAULTS = (
     ),
     Fault(
         "Python's and NumPy's random numbers outside a stream are not seen",
-        "penstock/runtime/random/generators.py",
+        "penstock/runtime/caller.py",
         "elif moved or moved_outside:",
         "elif moved:",
         "tests/laws/test_random_streams.py",

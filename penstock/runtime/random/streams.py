@@ -17,18 +17,17 @@ import torch
 from torch import Generator, Tensor, nn
 
 from penstock.errors import RandomnessError
-from penstock.runtime.devices import with_index
-from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of, saving_hooks
-
-from .generators import (
+from penstock.runtime.caller import (
     default_generator,
     default_generators_lock,
     generators_for,
     have_moved,
-    kept_outside,
     outside_states,
-    seed_outside,
 )
+from penstock.runtime.devices import with_index
+from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of, saving_hooks
+
+from .generators import kept_outside, seed_outside
 
 AutogradMode = tuple[bool, Any]
 
