@@ -1,6 +1,7 @@
 """Make an engine: cut layers into stages on devices, and choose what drives them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -162,6 +163,21 @@ def described(engine: Engine) -> Iterator[str]:
             f"  stage {index} on {where}: layers {span} ({', '.join(kinds)}), "
             f"{plan.num_parameters:,} parameters"
         )
+
+
+def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
+    """Return the engine's plan with each stage where its parameters are now.
+
+    Without any, it is where `function` moves a tensor.
+    """
+    placement = engine.plan.placement
+    names = list(placement.devices)
+    for stage in engine.stages:
+        modules = [step.module for step in stage.plan.steps]
+        tensors = (t for m in modules for t in chain(m.parameters(), m.buffers()))
+        nowhere = torch.empty(0, device=stage.device.device)
+        names[stage.index] = str(next((t.device for t in tensors), function(nowhere).device))
+    return replace(engine.plan, placement=replace(placement, devices=tuple(names)))
 
 
 def is_pipeline(module: object) -> "TypeGuard[Pipeline]":
