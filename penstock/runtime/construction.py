@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
@@ -15,14 +15,12 @@ from penstock.model.owned import modules_of_loss
 from penstock.model.reach import parties_of
 from penstock.model.stage_plan import StagePlan
 from penstock.model.stages import stage_of_layers
+from penstock.model.state import Held
 from penstock.planner.plan import Plan
 from penstock.schedules.lower import Lowering
 from penstock.sharding.plan import Sharding
 from penstock.torch_private import cache_weights_per_thread
 from penstock.types import Transport
-
-if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
 
 from .aside import Aside
 from .batch_norm import batch_norms, warn_of_unpooled
@@ -32,6 +30,7 @@ from .memory.stores import store_on
 from .microbatches import Splitter
 from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
+from .shards.at_rest import CutWeights
 from .shards.divided import Shards
 from .stage.stage import Keeping, Stage
 from .workers import ThreadDriver
@@ -180,8 +179,28 @@ def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
     return replace(engine.plan, placement=replace(placement, devices=tuple(names)))
 
 
-def is_pipeline(module: object) -> "TypeGuard[Pipeline]":
-    """Tell whether something is a `penstock.Pipeline`, whose class stands above: it has a plan."""
+class PipelineLike(Protocol):
+    """What saving, loading and clipping use of a `penstock.Pipeline`, whose class stands above."""
+
+    step: int
+    evaluations: int
+    seed: int
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def held(self) -> Held: ...
+
+    @property
+    def shards(self) -> CutWeights: ...
+
+
+def is_pipeline(module: object) -> TypeGuard[PipelineLike]:
+    """Tell whether something is a `penstock.Pipeline`: it has a plan."""
     return isinstance(getattr(module, "plan", None), Plan)
 
 

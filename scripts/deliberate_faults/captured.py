@@ -185,8 +185,8 @@ FAULTS = (
     Fault(
         "Python's and NumPy's random numbers are not keyed",
         "penstock/runtime/random/drawing.py",
-        "runs_and_draws_anywhere(call.key, run, self._device)",
-        "(*runs_and_draws(call.key, run, self._device), False)",
+        "self._device, outside=outside)",
+        "self._device)",
         "tests/laws/test_random_streams.py",
         "every_way and numpy",
     ),
