@@ -291,7 +291,7 @@ class Stage:
         return leaving
 
     def _perform(
-        self, run: Run, tape: Tape, step: Step, function: Callable[[], Any], again: bool = False
+        self, run: Run, tape: Tape, step: Step, function: Any, again: bool = False
     ) -> Any:
         """Run one layer, with random numbers of its own if it draws any.
 
