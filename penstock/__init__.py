@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .errors import PenstockError as PenstockError
     from .mesh import Mesh as Mesh
     from .mesh import init_mesh as init_mesh
-    from .model.batch import PerSample as PerSample
-    from .model.batch import Whole as Whole
+    from .model.batch_entries import PerSample as PerSample
+    from .model.batch_entries import Whole as Whole
     from .model.capture.capture import capture as capture
     from .model.layer_list import Layer as Layer
     from .model.layers import Layers as Layers
@@ -65,7 +65,7 @@ _HOME = {
     "Layers": "penstock.model.layers",
     "Mesh": "penstock.mesh",
     "PenstockError": "penstock.errors",
-    "PerSample": "penstock.model.batch",
+    "PerSample": "penstock.model.batch_entries",
     "Pipeline": "penstock.pipeline",
     "Placement": "penstock.planner.placement",
     "Plan": "penstock.planner.plan",
@@ -78,7 +78,7 @@ _HOME = {
     "Timeline": "penstock.trace.timeline",
     "Trace": "penstock.types",
     "Transport": "penstock.types",
-    "Whole": "penstock.model.batch",
+    "Whole": "penstock.model.batch_entries",
     "async_save_checkpoint": "penstock.checkpoint",
     "capture": "penstock.model.capture.capture",
     "check": "penstock.equality",

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.pretrained.load import load_and_tell
 from penstock.checkpoint.together import Share
-from penstock.errors import ConfigError, RandomnessError, check_count
+from penstock.errors import ConfigError, check_count
 from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
@@ -22,27 +21,29 @@ from penstock.planner.plan import Plan
 from penstock.runtime.asynchronous import (
     Updating,
     as_pairs,
-    check_steps_alone,
     check_updating,
     cut_all,
     losses,
     run_window,
+    train_one_by_one,
 )
-from penstock.runtime.engine import Engine
+from penstock.runtime.construction import described, make_engine, plan_after_move
 from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
-    Batch,
     Call,
     LossFunction,
     check_loss_scale,
     check_targets,
     first_microbatch,
 )
-from penstock.runtime.module_form import accumulate_into_inputs, run_as_module
-from penstock.runtime.outputs import gather, share
+from penstock.runtime.module_form import (
+    accumulate_into_inputs,
+    check_all_here,
+    evaluate,
+    run_as_module,
+)
 from penstock.runtime.own_loss import warn_of_other_reduction
 from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
-from penstock.runtime.random.generators import others_may_draw, rewound_default_generators
 from penstock.runtime.record import Record, as_trace
 from penstock.runtime.run import Run
 from penstock.runtime.shard import check_sharding, make_sharding
@@ -196,7 +197,7 @@ class Pipeline(AbstractMovable):
             alike = {"check_batches": check_batches}
             plan, number, balances = agree(plan, resolved, mesh, part, alike, balances=balances)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
-            engine = Engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
+            engine = make_engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))
@@ -249,17 +250,14 @@ class Pipeline(AbstractMovable):
                 "synchronous schedule"
             )
         check_targets(targets)
-        with self._engine.one_at_a_time(), self._engine.reporting():
+        with self._engine.lasting.turn.taken(), self._engine.reporting():
             scale = check_loss_scale(loss_scale)
             call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
-            batch = self._engine.splitter.cut(inputs, targets, call)
-            self._balance_by(batch.inputs[0])
+            run = self._begin_step(inputs, targets, call)
             engine = self._engine
-            run = engine.new_run(batch, "train", self.step, with_grad=True)
             run.loss, run.loss_scale = engine.loss, scale
-            self.step += 1
             engine.drive(run, Mode.TRAIN)
-            self._note(run, Mode.TRAIN)
+            self._record, self._timeline = engine.record(run, Mode.TRAIN), None
             loss = engine.splitter.loss(run.losses)
         if run.input_gradients:
             accumulate_into_inputs(inputs, run)
@@ -301,30 +299,27 @@ class Pipeline(AbstractMovable):
         check_updating(updating, dict(self.named_parameters()).values())
         pairs = as_pairs(batches)
         if not self._engine.is_asynchronous:
-            return self._train_one_by_one(pairs, updating)
+            return train_one_by_one(self.train_step, pairs, updating)
         self._check_can_train("train_steps")
         for _, targets in pairs:
             check_targets(targets)
-        with self._engine.one_at_a_time(), self._engine.reporting():
+        with self._engine.lasting.turn.taken(), self._engine.reporting():
             call = replace(self._wanted, trains=True, trace=self._trace)
             cut = cut_all(self._engine, pairs, call)
             self._balance_by(cut[0].inputs[0])
             engine, step = self._engine, self.step
             self.step += len(cut)
             run = run_window(engine, cut, step, updating)
-            self._note(run, Mode.TRAIN)
+            self._record, self._timeline = engine.record(run, Mode.TRAIN), None
             return losses(engine, cut, run)
 
-    def _train_one_by_one(self, batches: Sequence[tuple[Any, Any]], updating: Updating) -> Tensor:
-        check_steps_alone(updating, len(batches))
-        found = []
-        for inputs, targets in batches:
-            found.append(self.train_step(inputs, targets))
-            updating.optimizer.step()
-            updating.optimizer.zero_grad()
-            if updating.lr_scheduler is not None:
-                updating.lr_scheduler.step()
-        return torch.stack(found)
+    def _begin_step(self, inputs: Any, targets: Any, call: Call) -> Run:
+        """Cut a mini-batch, and count the step that will run it."""
+        batch = self._engine.splitter.cut(inputs, targets, call)
+        self._balance_by(batch.inputs[0])
+        run = self._engine.new_run(batch, "train", self.step, with_grad=True)
+        self.step += 1
+        return run
 
     def _check_can_train(self, call: str) -> None:
         if self._engine.loss is None:
@@ -335,9 +330,6 @@ class Pipeline(AbstractMovable):
             raise ConfigError(
                 f"{call} was called under torch.no_grad(); use eval_step, or leave that block"
             )
-
-    def _note(self, run: Run, mode: Mode) -> None:
-        self._record, self._timeline = self._engine.record(run, mode), None
 
     # -- outputs --------------------------------------------------------------------------------
 
@@ -357,7 +349,7 @@ class Pipeline(AbstractMovable):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.one_at_a_time():  # before the modes change: a step may be running
+        with self._engine.lasting.turn.taken():  # before the modes change: a step may be running
             everyone = [*self.modules(), *self.original.modules()]
             with in_evaluation(everyone):
                 return self._outputs(inputs, keywords)
@@ -384,60 +376,23 @@ class Pipeline(AbstractMovable):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.one_at_a_time():
-            if torch.is_grad_enabled():
-                return self._outputs_with_gradients(inputs, keywords)
-            return self._outputs(inputs, keywords)
-
-    def _outputs_with_gradients(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Run the forwards of a step whose backwards come when the outputs' gradients do."""
-        if self.mesh.world_size > 1:
-            raise ConfigError(
-                "pipe(inputs) with gradients needs all stages in this process, and they are in "
-                "several; use train_step with loss=, or eval_step for outputs"
-            )
-        value = self._layers.as_one_value(inputs, keywords)
-        call = replace(self._wanted, trace=self._trace)
-        batch = self._engine.splitter.cut(value, None, call)
-        self._balance_by(batch.inputs[0])
-        run = self._engine.new_run(batch, "train", self.step, with_grad=True)
-        self.step += 1
-        outputs = run_as_module(self._engine, run, value, batch)
-        self._note(run, Mode.FORWARDS)
-        return outputs
+        with self._engine.lasting.turn.taken():
+            if not torch.is_grad_enabled():
+                return self._outputs(inputs, keywords)
+            check_all_here(self.mesh)
+            value = self._layers.as_one_value(inputs, keywords)
+            run = self._begin_step(value, None, replace(self._wanted, trace=self._trace))
+            outputs = run_as_module(self._engine, run, value)
+            self._record, self._timeline = self._engine.record(run, Mode.FORWARDS), None
+            return outputs
 
     def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Run forwards only; put the outputs together, the same in every process."""
-        engine = self._engine
-        with engine.reporting():
+        with self._engine.reporting():
             value = self._layers.as_one_value(inputs, keywords)
-            batch = engine.splitter.cut(value, None, self._wanted)
-            run = self._forwards_only(batch)
-            last = self.mesh.speaker_of(engine.processes.places[-1])
-            with torch.no_grad():
-                parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
-                whole = gather(parts, batch.sizes, batch.output_weights) if parts else None
-                outputs = share(self.mesh.stages, last, whole, self.mesh.device)
+            outputs = evaluate(self._engine, value, self._wanted, self.evaluations)
             self.evaluations += 1
             return outputs
-
-    def _forwards_only(self, batch: Batch) -> Run:
-        """Run the forwards; where a layer draws in them, once more, with a look at each layer."""
-
-        def forwards(*, trusting: bool) -> Run:
-            run = self._engine.new_run(batch, "eval", self.evaluations, with_grad=False)
-            run.trusts_evaluation = trusting
-            self._engine.drive(run, Mode.EVAL)
-            return run
-
-        is_several = self.mesh.world_size > 1
-        try:
-            with rewound_default_generators(self.devices):
-                return forwards(trusting=not (is_several or others_may_draw()))
-        except RandomnessError:
-            if is_several:
-                raise
-            return forwards(trusting=False)
 
     # -- what it is ---------------------------------------------------------------------------
 
@@ -566,7 +521,7 @@ class Pipeline(AbstractMovable):
         head += f"{count_text(plan.num_microbatches, 'micro-batch')}, "
         until = "until the first batch is measured" if self._will_balance else ""
         cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
-        return "\n".join([head + plan.choices, cut, *self._engine.described(), ")"])
+        return "\n".join([head + plan.choices, cut, *described(self._engine), ")"])
 
     # -- another plan, another place ----------------------------------------------------------
 
@@ -581,17 +536,11 @@ class Pipeline(AbstractMovable):
 
     def _run_as(self, plan: Plan) -> None:
         before = self._engine
-        self._engine = Engine(self._layers, before.loss, plan, before.mesh, before=before)
+        self._engine = make_engine(self._layers, before.loss, plan, before.mesh, before=before)
 
     def after_move(self, function: Callable[..., Any]) -> None:
         """Let each stage run where its parameters are now (after `to`, `half`)."""
-        plan, names = self.plan, list(self.plan.placement.devices)
-        for stage in self._engine.stages:
-            modules = [step.module for step in stage.plan.steps]
-            tensors = (t for m in modules for t in chain(m.parameters(), m.buffers()))
-            nowhere = torch.empty(0, device=stage.device.device)
-            names[stage.index] = str(next((t.device for t in tensors), function(nowhere).device))
-        self._run_as(replace(plan, placement=replace(plan.placement, devices=tuple(names))))
+        self._run_as(plan_after_move(self._engine, function))
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all layers, as of any module."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from benchmarks.split_backward.ways import WAYS, Taken, bytes_between
-from penstock.runtime.engine import keep_freed_memory
+from penstock.runtime.construction import keep_freed_memory
 from penstock_recipes.zoo import gpt
 
 TARGET_PERCENT = 5.0

@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 from benchmarks.throughput.contestants import NUM_STAGES, Work
 from benchmarks.throughput.processes import Key, Part
-from penstock.runtime.engine import keep_freed_memory
+from penstock.runtime.construction import keep_freed_memory
 
 NAME = "no messages (limit)"
 NAMES = (NAME,)

@@ -18,7 +18,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.agreement import Outcome, outcome_of
 from penstock.mesh.control import Control
 from penstock.model.state import Held
-from penstock.runtime.engine import is_pipeline
+from penstock.runtime.construction import is_pipeline
 from penstock.runtime.shards.at_rest import CutWeights
 
 from .files import UNFINISHED, put_in_place

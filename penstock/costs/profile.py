@@ -34,7 +34,7 @@ class Profile:
     environment: tuple[tuple[str, str], ...] = field(default=())
     """Names and values: versions, machine, when it was made."""
     operators: Any = field(default=None, compare=False, repr=False)
-    """`costs.counting.graph.Operators` of the model, by which stages may be divided; no file holds them."""
+    """The model's `Operators` (counting/graph.py), by which stages may be divided; in no file."""
 
     def __post_init__(self) -> None:
         num_layers = len(self.layers)

@@ -34,6 +34,10 @@ Pair = tuple[FlatBatch | None, FlatBatch | None]
 """Inputs and targets; None for what is not there."""
 
 
+Ranks = Sequence[Sequence[int]]
+"""Those of one replica, stage by stage."""
+
+
 class Texts(NamedTuple):
     """What inputs and targets are, a line for each tensor; empty for what is not compared.
 
@@ -130,6 +134,58 @@ def check_same_call(headers: Sequence[CallHeader]) -> None:
                 f"{header.loss_scale:g}; gradients of both would be mixed. Give every process the "
                 "same loss_scale: penstock.GradScaler decides it jointly, if every process makes "
                 "one, and loads the same state"
+            )
+
+
+def num_samples(
+    headers: Sequence[CallHeader], replicas: Sequence[Ranks], readers: Sequence[int]
+) -> list[int]:
+    """Return N of each replica.  The stages `readers` read the inputs.
+
+    Raises:
+        BatchError: its processes were given different batches, or none where one is needed.
+    """
+    return [_num_samples(headers, replicas, replica, readers) for replica in range(len(replicas))]
+
+
+def _num_samples(
+    headers: Sequence[CallHeader],
+    replicas: Sequence[Ranks],
+    replica: int,
+    readers: Sequence[int],
+) -> int:
+    stages, of_replica = replicas[replica], f" of replica {replica}" if len(replicas) > 1 else ""
+    for reader, rank in ((r, rank) for r in readers for rank in stages[r]):
+        if headers[rank].num_inputs is None:
+            raise BatchError(
+                f"rank {rank} runs stage {reader}{of_replica} and was given no inputs; "
+                "give them on every rank, or at least where they are read"
+            )
+    first, every = stages[readers[0]][0], sorted({*chain.from_iterable(stages)})
+    count = headers[first].num_inputs
+    assert count is not None
+    for rank in every:
+        _check_as_many(first, count, rank, headers[rank])
+    missing = [rank for rank in stages[-1] if headers[rank].num_targets is None]
+    if missing and any(headers[rank].num_targets is not None for rank in every):
+        raise BatchError(
+            f"rank {missing[0]} runs the last stage{of_replica} and was given no "
+            "targets; give them on every rank, or at least there"
+        )
+    return count
+
+
+def _check_as_many(first: int, count: int, rank: int, header: CallHeader) -> None:
+    if rank == first and header.num_targets not in (None, count):
+        raise BatchError(
+            f"inputs hold {count} samples, targets {header.num_targets}; dimension 0 of "
+            "tensors is the batch, and lists have one entry per sample"
+        )
+    for what, number in (("inputs", header.num_inputs), ("targets", header.num_targets)):
+        if number not in (None, count):
+            raise BatchError(
+                f"rank {first} was given {count} inputs, rank {rank} {number} {what}; all "
+                "ranks of a replica must be given the same mini-batch"
             )
 
 

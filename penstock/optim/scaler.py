@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.runtime.engine import check_pipeline
+from penstock.runtime.construction import check_pipeline
 from penstock.torch_private import AbstractSharedScaler
 
 if TYPE_CHECKING:

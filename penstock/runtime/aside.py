@@ -111,10 +111,10 @@ class Aside:
 
     def begin(self, run: Run) -> "Aside | None":
         """Take part in a run, if it is to be watched: there is something, and it may differ."""
-        can_differ = run.num_microbatches > 1 or self._across
-        if not (can_differ and self._left[run.with_grad]):
+        can_differ = len(run.batch.sizes) > 1 or self._across
+        if not (can_differ and self._left[run.caller.with_grad]):
             return None
-        self._left[run.with_grad] -= 1
+        self._left[run.caller.with_grad] -= 1
         if not self._across:
             self._changed.clear()
         self._marks = dict(self._look())

@@ -1,6 +1,6 @@
 """Train on several mini-batches as one run in which the schedule updates the weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -83,7 +83,22 @@ def check_updating(updating: Updating, parameters: Iterable[Tensor]) -> None:
         )
 
 
-def check_steps_alone(updating: Updating, num_batches: int) -> None:
+def train_one_by_one(
+    train_step: Callable[..., Tensor], batches: Sequence[Pair], updating: Updating
+) -> Tensor:
+    """Take a synchronous step and an update for each batch."""
+    _check_steps_alone(updating, len(batches))
+    found = []
+    for inputs, targets in batches:
+        found.append(train_step(inputs, targets))
+        updating.optimizer.step()
+        updating.optimizer.zero_grad()
+        if updating.lr_scheduler is not None:
+            updating.lr_scheduler.step()
+    return torch.stack(found)
+
+
+def _check_steps_alone(updating: Updating, num_batches: int) -> None:
     """See that batches can be trained on one after the other by `step()` without arguments.
 
     Raises:

@@ -1,16 +1,27 @@
-"""The modes of a call that threads do not inherit: captured there, entered again by workers."""
+"""What a step shares with the thread that calls it: modes, and random number generators.
 
+Workers enter the caller's modes, which threads do not inherit.  Torch's default generators and
+those of Python's `random` and `numpy.random`, the outside ones, are the same for all threads: a
+step leaves them alone, and `guarded_default_generators` sees to it.
+"""
+
+import ctypes
+import random
 import sys
+import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import torch
+from torch import Generator, Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from penstock.errors import ConfigError, ExecutionWarning
+from penstock.errors import ConfigError, ExecutionWarning, RandomnessError, RecomputeError
 from penstock.torch_private import (
     cached_weights,
     disabled_hooks,
@@ -21,6 +32,8 @@ from penstock.torch_private import (
     saving_hooks,
     without_cached_weights,
 )
+
+from .devices import with_index
 
 _around: ContextVar[tuple[str, ...] | None] = ContextVar("modes_around", default=None)
 """The modes that keep the pipeline around this layer in its calling thread; None without one."""
@@ -142,7 +155,7 @@ class CallerContext:
                 "with the same results. Leave it for speed, or set "
                 "transport=Transport.LOOPBACK for silence",
                 ExecutionWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
         return bool(self.bound)
 
@@ -200,3 +213,107 @@ def keeping_casts() -> Iterator[None]:
         yield
     finally:
         torch.autocast_decrement_nesting()
+
+
+# -- generators ------------------------------------------------------------------------------
+
+default_generators_lock: ContextVar[threading.Lock] = ContextVar(
+    "default_generators_lock",
+    default=threading.Lock(),  # noqa: B039 - one lock for all is what is wanted
+)
+"""Held by whoever has put a state of its own into the generators that all threads share.
+
+What runs inside a layer that holds it (another pipeline) finds a fresh one in its context.
+"""
+
+NUMPYS: Any = numpy.random
+"""Its stub leaves functions out."""
+
+_MT19937_BYTES = 4 * 625
+"""Its 624 words, and its place in them."""
+
+_UNCLEAR = (
+    "Python's or NumPy's global generator drew random numbers in a step, outside the streams of "
+    "the layers. If another thread of this process drew them (one that prepares data, say), all "
+    "is well; random.Random() or numpy.random.default_rng() in that thread ends this warning. If "
+    "it was a layer that did not draw when it first ran in this mode, the gradients of this step "
+    "are wrong; layers are looked at again in the next one"
+)
+
+
+def default_generator(device: torch.device) -> Generator:
+    """Return torch's default generator of a device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[with_index(device).index]
+    return torch.default_generator
+
+
+def generators_for(devices: Iterable[torch.device]) -> list[Generator]:
+    """Return the default generators that layers on these devices may draw from."""
+    return list(dict.fromkeys(map(default_generator, (torch.device("cpu"), *devices))))
+
+
+def have_moved(generators: Iterable[Generator], before: Iterable[Tensor]) -> bool:
+    """Tell whether a generator is not in the state that it was in before."""
+    pairs = zip(generators, before, strict=True)
+    return any(not torch.equal(g.get_state(), state) for g, state in pairs)
+
+
+def outside_states() -> tuple[Any, bytes | str]:
+    """Return what changes when Python's or NumPy's global generator draws, to compare."""
+    bits = NUMPYS.get_bit_generator()
+    if isinstance(bits, numpy.random.MT19937):  # its words and its place in them: 60 times faster
+        return random.getstate(), ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+    return random.getstate(), str(bits.state)
+
+
+def generator_states(
+    generators: Iterable[Generator],
+) -> tuple[list[Tensor], tuple[Any, bytes | str]]:
+    """Return the states of default generators and of the outside ones, to compare."""
+    with default_generators_lock.get():
+        return [generator.get_state() for generator in generators], outside_states()
+
+
+def others_may_draw() -> bool:
+    """Tell whether threads run that are not Penstock's, and may draw while a run does."""
+    current = threading.current_thread()
+    others = [t for t in threading.enumerate() if t is not current]
+    return any(not t.name.startswith("penstock-rank-") for t in others)
+
+
+@contextmanager
+def guarded_default_generators(
+    devices: Iterable[torch.device], look_again: Callable[[BaseException], None]
+) -> Iterator[None]:
+    """Check that nothing drew from a default generator inside.
+
+    Where it was an outside one, and other threads run that may have drawn, this is a warning, and
+    `look_again` is called: if it was a layer, it draws from its stream in the next step.
+
+    Raises:
+        RandomnessError: something did; the step's masks would depend on the number of stages.
+    """
+    generators = generators_for(devices)
+    before, outside = generator_states(generators)
+    differing: RecomputeError | None = None
+    try:
+        yield
+    except RecomputeError as error:  # most likely because of a draw, which is what to tell
+        differing = error
+    with default_generators_lock.get():
+        moved = have_moved(generators, before)
+        moved_outside = outside_states() != outside
+    if moved_outside and not moved and differing is None and others_may_draw():
+        look_again(RandomnessError(_UNCLEAR))
+        warnings.warn(_UNCLEAR, stacklevel=2)
+    elif moved or moved_outside:
+        raise RandomnessError(
+            "a layer drew random numbers outside its own stream: it did not draw, or not there, "
+            "when it first ran in this mode, or it draws in its backward. The gradients of this "
+            "step must not be used: zero them. Layers are looked at again in the next step. If it "
+            "was another thread of this process (one that prepares data, say), give that thread a "
+            "generator of its own (torch.Generator, random.Random, numpy.random.default_rng)"
+        ) from differing
+    if differing is not None:
+        raise differing

@@ -19,6 +19,7 @@ from penstock.mesh.same_batch import (
     CallHeader,
     check_same,
     check_same_call,
+    num_samples,
 )
 from penstock.model.batch import FlatBatch, check_values, flat_batch
 from penstock.model.output_loss import COUNTS, counted_in
@@ -88,6 +89,7 @@ class Batch:
 class Splitter:
     """Cuts the mini-batches of one pipeline; every process sees the cuts of its own replica.
 
+    What a process knows of a batch `counts` if it is the first of its shards, which know the same.
     `readers` are the stages that read the inputs, `number` the pipeline's among those of the
     mesh, `agreed_s` when this process had last heard from all others.
     """
@@ -95,7 +97,8 @@ class Splitter:
     def __init__(self, mesh: Mesh, placement: Placement) -> None:
         self._world, self._replica = mesh.world, mesh.replica
         stages, replicas = range(placement.num_stages), range(mesh.num_replicas)
-        self._shards = mesh.shards
+        self._rank, self._counts = mesh.rank, mesh.shards.rank == 0
+        self._alone, self._num_shards = mesh.world.size == 1, mesh.shards.size
         self._ranks = [[placement.ranks[stage][r] for stage in stages] for r in replicas]
         own = placement.stages_of(mesh.rank)
         self._is_whole = len(own) == placement.num_stages
@@ -114,7 +117,7 @@ class Splitter:
 
     def check_batches(self, when: CheckBatches) -> None:
         """Say when the values are compared that the ranks of a replica are given."""
-        self._check = BatchCheck(when, num_shards=self._shards.size)
+        self._check = BatchCheck(when, num_shards=self._num_shards)
 
     def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
         """Cut a batch into micro-batches, all processes alike.
@@ -127,7 +130,7 @@ class Splitter:
         self._calls += 1
         # 1. Flatten once what this process was given, and weigh it where the loss is computed.
         stages = self._ranks[self._replica]
-        reads = any(self._world.rank in stages[reader] for reader in self.readers)
+        reads = any(self._rank in stages[reader] for reader in self.readers)
         is_given = inputs is not None or self._is_whole
         given = flat_batch(inputs, "inputs") if is_given else None
         if given is not None and reads:
@@ -138,9 +141,8 @@ class Splitter:
 
         # 2. Announce the call to all processes, and see that all make the same one.
         kind = "train_step" if call.trains else "eval_step"
-        alone = self._world.size == 1
         read = given if reads else None, asked if self._ends_here else None
-        texts = NOTHING_SAID if alone else self._check.texts(kind, (given, asked), read)
+        texts = NOTHING_SAID if self._alone else self._check.texts(kind, (given, asked), read)
         counted = counted_in(inputs) if call.computes_loss or not call.trains else -1.0
         header = CallHeader(
             number=self._calls,
@@ -154,13 +156,16 @@ class Splitter:
             counted=counted if counted >= 0 else None,
         )
         headers = [header]
-        if not alone:
+        if not self._alone:
             rows = self._world.exchange(kind, self.number, header.pack())
             headers = list(map(CallHeader.unpack, rows))
             check_same_call(headers)
         self.agreed_s = time.perf_counter()
-        counts = [self._num_samples(headers, replica) for replica in range(len(self._ranks))]
-        if not alone:
+        if self._alone and header.num_targets in (None, num_inputs):
+            counts = [num_inputs or 0]
+        else:
+            counts = num_samples(headers, self._ranks, self.readers)
+        if not self._alone:
             together = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
             digests = [(header.inputs_digest, header.targets_digest) for header in headers]
             check_same(self._world, together, digests, texts)
@@ -185,40 +190,13 @@ class Splitter:
             reduction,
         )
 
-    def _num_samples(self, headers: Sequence[CallHeader], replica: int) -> int:
-        """Return N of a replica.
-
-        Raises:
-            BatchError: its processes were given different batches, or none where one is needed.
-        """
-        stages = self._ranks[replica]
-        of_replica = f" of replica {replica}" if len(self._ranks) > 1 else ""
-        for reader, rank in ((r, rank) for r in self.readers for rank in stages[r]):
-            if headers[rank].num_inputs is None:
-                raise BatchError(
-                    f"rank {rank} runs stage {reader}{of_replica} and was given no inputs; "
-                    "give them on every rank, or at least where they are read"
-                )
-        first, every = stages[self.readers[0]][0], sorted({*chain.from_iterable(stages)})
-        count = headers[first].num_inputs
-        assert count is not None
-        for rank in every:
-            _check_as_many(first, count, rank, headers[rank])
-        missing = [rank for rank in stages[-1] if headers[rank].num_targets is None]
-        if missing and any(headers[rank].num_targets is not None for rank in every):
-            raise BatchError(
-                f"rank {missing[0]} runs the last stage{of_replica} and was given no "
-                "targets; give them on every rank, or at least there"
-            )
-        return count
-
     def _raw_weights(self, weighed: FlatBatch | None, call: Call) -> list[float]:
         """Weigh the micro-batches by a function of the user's, where the loss is computed."""
         if not call.trains or isinstance(call.reduction, Reduction) or not self._ends_here:
             return []
         if weighed is None:
             raise BatchError(
-                f"rank {self._world.rank} computes the loss, which the reduction function weighs "
+                f"rank {self._rank} computes the loss, which the reduction function weighs "
                 "by the batch, and was given none of it; give targets or inputs there too"
             )
         sizes = microbatch_sizes(weighed.num_samples, call.num_microbatches)
@@ -229,14 +207,11 @@ class Splitter:
         mine: Tensor | None = None
         for i in range(len(losses)):
             mine = losses[i] if mine is None else mine + losses[i]
-        return self._world.sum_scalars(
-            mine if self._counts else None, "for the loss of the mini-batch"
-        )
-
-    @property
-    def _counts(self) -> bool:
-        """Whether what this process knows of a batch counts: its other shards know the same."""
-        return self._shards.rank == 0
+        if self._alone:
+            assert mine is not None
+            return mine
+        part = mine if self._counts else None
+        return self._world.sum_scalars(part, "for the loss of the mini-batch")
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
@@ -343,17 +318,3 @@ def check_loss_scale(loss_scale: Any) -> float:
             "GradScaler.get_scale() gives"
         )
     return float(loss_scale)
-
-
-def _check_as_many(first: int, count: int, rank: int, header: CallHeader) -> None:
-    if rank == first and header.num_targets not in (None, count):
-        raise BatchError(
-            f"inputs hold {count} samples, targets {header.num_targets}; dimension 0 of "
-            "tensors is the batch, and lists have one entry per sample"
-        )
-    for what, number in (("inputs", header.num_inputs), ("targets", header.num_targets)):
-        if number not in (None, count):
-            raise BatchError(
-                f"rank {first} was given {count} inputs, rank {rank} {number} {what}; all "
-                "ranks of a replica must be given the same mini-batch"
-            )

@@ -1,5 +1,6 @@
-"""The drop-in module form: outputs of the whole batch, and a backward that runs the schedule's
-second half.
+"""The outputs of a whole batch: in evaluation, or as those of a drop-in module.
+
+The backward of such outputs runs the second half of the schedule.
 
 pipe(x):           forwards of all micro-batches ──► outputs, gathered
 loss.backward():   ... ──► gradient of the outputs, cut ──► backwards of all micro-batches
@@ -11,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError, RandomnessError
+from penstock.mesh import Mesh
 from penstock.model.pytree import flatten, flatten_by, unflatten
 from penstock.schedules.lower import Mode
 
+from .caller import CallerContext, others_may_draw
 from .engine import Engine
-from .microbatches import Batch
-from .outputs import gather, is_unjoined
+from .microbatches import Call
+from .outputs import gather, is_unjoined, share
+from .random.generators import rewound_default_generators
 from .run import Run
 
 
@@ -72,14 +76,55 @@ def _join(
     return whole.to(device)
 
 
-def run_as_module(engine: Engine, run: Run, inputs: Any, batch: Batch) -> Any:
+def evaluate(engine: Engine, value: Any, call: Call, evaluation: int) -> Any:
+    """Run forwards only; put the outputs together, the same in every process.
+
+    `evaluation` counts the calls, for the random streams of layers that draw in evaluation.
+    """
+    batch = engine.splitter.cut(value, None, call)
+
+    def forwards(*, trusting: bool) -> Run:
+        run = engine.new_run(batch, "eval", evaluation, with_grad=False)
+        run.trusts_evaluation = trusting
+        engine.drive(run, Mode.EVAL)
+        return run
+
+    is_several = engine.mesh.world_size > 1
+    try:
+        with rewound_default_generators(engine.devices):
+            run = forwards(trusting=not (is_several or others_may_draw()))
+    except RandomnessError:  # a layer draws in evaluation: once more, with a look at each
+        if is_several:
+            raise
+        run = forwards(trusting=False)
+    last = engine.mesh.speaker_of(engine.processes.places[-1])
+    with torch.no_grad():
+        parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]
+        whole = gather(parts, batch.sizes, batch.output_weights) if parts else None
+        return share(engine.mesh.stages, last, whole, engine.mesh.device)
+
+
+def check_all_here(mesh: Mesh) -> None:
+    """Refuse outputs with gradients where stages are in several processes.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if mesh.world_size > 1:
+        raise ConfigError(
+            "pipe(inputs) with gradients needs all stages in this process, and they are in "
+            "several; use train_step with loss=, or eval_step for outputs"
+        )
+
+
+def run_as_module(engine: Engine, run: Run, inputs: Any) -> Any:
     """Run the forwards of `run`; give the gathered outputs, tied to the pipeline's backward.
 
     Raises:
         BoundaryError: the outputs of the micro-batches cannot be put together.
     """
     engine.drive(run, Mode.FORWARDS)
-    sizes = batch.sizes
+    batch, sizes = run.batch, run.batch.sizes
     outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes, batch.output_weights)
     leaves, structure = flatten_by(outputs, is_unjoined)
     last = run.stages[len(engine.stages) - 1].tapes.values()
@@ -152,8 +197,9 @@ class _Pending:
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
         # a GPU's autograd thread runs this; workers would wait for that thread while it waits for
         # them
-        with self.engine.one_at_a_time(backward=True):
-            self.engine.drive(run, Mode.BACKWARDS, in_caller=on_gpu)
+        with self.engine.lasting.turn.taken(backward=True):
+            here = CallerContext.capture(run.caller.with_grad, self.engine.devices)
+            self.engine.drive(run, Mode.BACKWARDS, caller=here, in_caller=on_gpu)
         return input_gradients(run)
 
     def _pieces(self, gradient: Tensor) -> Sequence[Tensor | None]:

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,16 +78,14 @@ def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any
 def _tellable(outputs: Any) -> Any:
     """Return outputs with something in the place of each object that cannot be told."""
     parts, structure = flatten_by(outputs, is_object)
-    return unflatten(structure, [*map(_told, parts)])
-
-
-def _told(part: Any) -> Any:
-    if not isinstance(part, Tensor):
+    for n, part in enumerate(parts):
+        if isinstance(part, Tensor):
+            continue
         try:
             encode(part)
         except BoundaryError:
-            return _Elsewhere(type(part).__name__)
-    return part
+            parts[n] = _Absent(type(part).__name__, _ELSEWHERE)
+    return unflatten(structure, parts)
 
 
 def _is_scalar(leaf: Any) -> bool:
@@ -102,7 +100,7 @@ def _joined(row: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
         return row[0]
     if not isinstance(row[0], Tensor):
         same = all(leaf is row[0] for leaf in row)
-        return row[0] if same else _Several(type(row[0]).__name__)
+        return row[0] if same else _Absent(type(row[0]).__name__, _SEVERAL)
     shapes = [tuple(leaf.shape) for leaf in row]
     for i, shape in enumerate(shapes):
         if shape[:1] != (sizes[i],):
@@ -144,33 +142,25 @@ def is_unjoined(value: Any) -> bool:
 
 
 class _Absent(StandIn):
-    """Stands in an output for an object of a `kind` that cannot be given; a subclass says why."""
+    """Stands in an output for an object of a `kind` that cannot be given, and says `why`."""
 
-    _why: ClassVar[str]
-
-    def __init__(self, kind: str) -> None:
-        self.__dict__.update(kind=kind)
+    def __init__(self, kind: str, why: str) -> None:
+        self.__dict__.update(kind=kind, why=why)
 
     def _error(self) -> BoundaryError:
-        return BoundaryError(f"the model's output holds a {self.kind}, {self._why}")
+        return BoundaryError(f"the model's output holds a {self.kind}, {self.why}")
 
 
-class _Several(_Absent):
-    """Stands for an object of which each micro-batch has one of its own."""
-
-    _why = (
-        "and each micro-batch gave one of its own, which cannot be put together. Return tensors "
-        "with one row per sample, or switch it off (use_cache=False, say)"
-    )
-
-
-class _Elsewhere(_Absent):
-    """Stands for an object that the process of the last stage has."""
-
-    _why = (
-        "which only the process of the last stage has. Return tensors, numbers, strings, and "
-        "tuples, lists, dicts and dataclasses of them"
-    )
+_SEVERAL = (
+    "and each micro-batch gave one of its own, which cannot be put together. Return tensors "
+    "with one row per sample, or switch it off (use_cache=False, say)"
+)
+"""Of an object of which each micro-batch has one of its own."""
+_ELSEWHERE = (
+    "which only the process of the last stage has. Return tensors, numbers, strings, and "
+    "tuples, lists, dicts and dataclasses of them"
+)
+"""Of an object that the process of the last stage has."""
 
 
 def _check_alike(parts: Sequence[Any], sizes: Sequence[int]) -> None:

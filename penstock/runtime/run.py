@@ -10,7 +10,6 @@ from penstock.planner.unsplit import Unsplit
 from penstock.torch_private import AnyBatchNorm
 from penstock.trace.timeline import MemorySample
 from penstock.transport.channels import Activation, Gradient
-from penstock.types import Trace
 
 from .caller import CallerContext
 from .memory.stores import AbstractStore
@@ -89,13 +88,14 @@ class Run:
     its backward starts from, once that is known.  `loss_scale` multiplies what backwards start
     from, and so all gradients, but not `losses`.
 
-    `caller` is what the forwards run under.  With `trusts_evaluation`, layers in evaluation mode
-    are taken to draw no random numbers until one is seen to.  With `sums_tied`, a stage sends its
+    `caller` is what the forwards run under: with gradients, if backwards will follow.  Once there
+    are `output_gradients` the run has left it, and recomputes enter it again.
+
+    With `trusts_evaluation`, layers in evaluation mode are taken to draw no random numbers until
+    one is seen to.  With `sums_tied`, a stage sends its
     gradients of another one's weights once.  With `window` it is several mini-batches, whose
     micro-batches are numbered on, and the weights are updated meanwhile.  With `looks`, stages
     note which backwards in two parts are not.  `aside` watches what stages share.
-
-    `with_grad`: backward passes will follow.  `traces_memory`: the bytes kept are noted.
 
     Shared by the stages: `has_seeded` tells that a layer was run with torch's default generators
     seeded, so that a checkpoint in it will bring them there again: backward passes then have them
@@ -115,8 +115,6 @@ class Run:
     looks: bool = False
     aside: LooksAside | None = None
 
-    with_grad: bool = field(init=False)
-    traces_memory: bool = field(init=False)
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False
     claimed: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
@@ -126,20 +124,6 @@ class Run:
     outputs: dict[int, Any] = field(default_factory=dict)
     input_gradients: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     recorded: Recorded = field(default_factory=Recorded)
-
-    def __post_init__(self) -> None:
-        self.with_grad = self.caller.with_grad
-        self.traces_memory = self.batch.trace is Trace.MEMORY
-
-    @property
-    def num_microbatches(self) -> int:
-        """M of this step; of all mini-batches together."""
-        return len(self.batch.sizes)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether the run has left its caller since the forwards: recomputes enter it again."""
-        return self.output_gradients is not None
 
     def fail(self, error: BaseException) -> None:
         """Remember the first exception; every rank stops at its next instruction."""

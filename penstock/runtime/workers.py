@@ -1,21 +1,84 @@
-"""Worker threads that run the programs of one process: one persistent thread per rank."""
+"""Worker threads that run the programs of one process, and the queues between them.
+
+One persistent thread per rank runs `_serve`, which runs one job per step.  Values are handed over
+in memory, without a copy.
+"""
 
 import threading
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import torch
 
+from penstock.errors import WaitTimeout
 from penstock.mesh.threads import leave_behind
 from penstock.planner.shared_cores import num_cores
-from penstock.transport.channels import Stopped
-from penstock.transport.threads import QueueChannels
+from penstock.schedules.ir import Instruction, Message
+from penstock.schedules.transfers import Transfers
+from penstock.transport.channels import AbstractChannels, Stopped
 
 from .caller import keeping_casts
 from .drivers import AbstractDriver, Work
 from .executor import Executor
+
+_ABORT = object()
+
+
+class QueueChannels(AbstractChannels):
+    """One queue per direction of an edge; messages leave it in the order they were sent.
+
+    `turns` are held by ranks that run, and given back while they wait: no more ranks run at once
+    than the cores can carry, for Python's lock makes many that do slower than a few.
+    """
+
+    def __init__(
+        self, transfers: Transfers, timeout_s: float, turns: AbstractContextManager[Any]
+    ) -> None:
+        self._timeout_s = timeout_s
+        self.turns = turns
+        self._queues: dict[tuple[bool, int, int], SimpleQueue[Any]] = {}
+        for transfer in transfers:
+            self._queues[False, transfer.producer, transfer.consumer] = SimpleQueue()
+            self._queues[True, transfer.consumer, transfer.producer] = SimpleQueue()
+
+    def send(self, message: Message, payload: Any) -> None:
+        self._queues[message[:3]].put((message[3], payload))
+
+    def receive(self, message: Message, instruction: Instruction) -> Any:
+        queue = self._queues[message[:3]]
+        try:
+            item = queue.get_nowait()
+        except Empty:
+            item = self._wait(queue, message, instruction)
+        if item is _ABORT:
+            raise Stopped
+        microbatch, payload = item
+        assert microbatch == message[3], "verified: both ends of an edge keep the same order"
+        return payload
+
+    def _wait(self, queue: "SimpleQueue[Any]", message: Message, instruction: Instruction) -> Any:
+        self.turns.__exit__(None, None, None)
+        try:
+            return queue.get(timeout=self._timeout_s)
+        except Empty:
+            is_gradient, source, target, microbatch = message
+            what = "gradient" if is_gradient else "activation"
+            raise WaitTimeout(
+                f"stage {target} waited {self._timeout_s:g} s at "
+                f"{instruction} for the {what} of micro-batch {microbatch} "
+                f"from stage {source}, which did not send it. If one layer may take that long, "
+                "raise timeout_s"
+            ) from None
+        finally:
+            self.turns.__enter__()
+
+    def abort(self) -> None:
+        """Wake every rank that waits."""
+        for queue in self._queues.values():
+            queue.put(_ABORT)
 
 
 class ThreadDriver(AbstractDriver):
@@ -73,7 +136,7 @@ class ThreadDriver(AbstractDriver):
             crew.leave()
 
     def _crew_for(self, num_ranks: int) -> "_Crew":
-        if self._crew is None or self._crew.size < num_ranks:
+        if self._crew is None or len(self._crew.inboxes) < num_ranks:
             self.close()
             crew = _Crew(num_ranks, self._num_threads)
             crew.finalizer = weakref.finalize(self, crew.stop)
@@ -84,7 +147,9 @@ class ThreadDriver(AbstractDriver):
         self, crew: "_Crew", jobs: "list[_Job]", work: Work, done: "SimpleQueue[None]"
     ) -> None:
         """Hand out the jobs that have not ended, and wait for all; a job runs once at most."""
-        crew.hand_out(jobs)
+        for inbox, job in zip(crew.inboxes, jobs, strict=False):
+            if not job.has_ended:
+                inbox.put(job)
         try:
             while not all(job.has_ended for job in jobs):
                 done.get(timeout=None if work.run.failure is None else self._timeout_s)
@@ -105,7 +170,7 @@ class _Crew:
     finalizer: "weakref.finalize[..., Any]"
 
     def __init__(self, num_ranks: int, num_threads: int) -> None:
-        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_ranks)]
+        self.inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(num_ranks)]
         ready: SimpleQueue[None] = SimpleQueue()
         self._threads = [
             threading.Thread(
@@ -114,7 +179,7 @@ class _Crew:
                 name=f"penstock-rank-{rank}",
                 daemon=True,
             )
-            for rank, inbox in enumerate(self._inboxes)
+            for rank, inbox in enumerate(self.inboxes)
         ]
         try:
             for thread in self._threads:
@@ -127,17 +192,6 @@ class _Crew:
         except BaseException:
             self._dismiss()
             raise
-
-    @property
-    def size(self) -> int:
-        """How many threads there are."""
-        return len(self._inboxes)
-
-    def hand_out(self, jobs: "list[_Job]") -> None:
-        """Give each thread its job, if that has not ended."""
-        for inbox, job in zip(self._inboxes, jobs, strict=False):
-            if not job.has_ended:
-                inbox.put(job)
 
     def stop(self) -> None:
         """End the threads, and wait for them."""
@@ -152,7 +206,7 @@ class _Crew:
         leave_behind(self._threads)
 
     def _dismiss(self) -> None:
-        for inbox in self._inboxes:
+        for inbox in self.inboxes:
             inbox.put(None)
 
 
@@ -166,35 +220,34 @@ def _raise_failure(work: Work) -> NoReturn:
         del failure, work
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
-    """One program for one worker."""
+    """One program for one worker; it runs once, however often it is handed out."""
 
-    def __init__(
-        self, work: Work, executor: Executor, channels: QueueChannels, done: "SimpleQueue[None]"
-    ) -> None:
-        self._work, self._executor, self._channels, self._done = work, executor, channels, done
-        self.has_ended = False
+    work: Work
+    executor: Executor
+    channels: QueueChannels
+    done: "SimpleQueue[None]"
+    has_ended: bool = False
 
     def __call__(self) -> None:
-        if self.has_ended:  # it was handed out twice
+        work = self.work
+        if self.has_ended:
             return
         try:
-            self._work.caller.variables.copy().run(self._run)
+            keeping = keeping_casts() if work.casts else nullcontext()
+            with keeping, work.caller.entered(), self.channels.turns:
+                self.executor.execute_all()
+            self.executor.finish()
         except Stopped:
             pass
         except BaseException as error:
             _note_missing(error)
-            self._work.run.fail(error)
-            self._channels.abort()
+            work.run.fail(error)
+            self.channels.abort()
         finally:
             self.has_ended = True
-            self._done.put(None)
-
-    def _run(self) -> None:
-        keeping = keeping_casts() if self._work.casts else nullcontext()
-        with keeping, self._work.caller.entered(), self._channels.turns:
-            self._executor.execute_all()
-        self._executor.finish()
+            self.done.put(None)
 
 
 def _serve(inbox: "SimpleQueue[Any]", num_threads: int, ready: "SimpleQueue[None]") -> None:
@@ -202,7 +255,7 @@ def _serve(inbox: "SimpleQueue[Any]", num_threads: int, ready: "SimpleQueue[None
     torch.set_num_threads(num_threads)
     ready.put(None)
     while (job := inbox.get()) is not None:
-        job()
+        job.work.caller.variables.copy().run(job)
         del job  # or the last step's tensors would live until the next one
 
 

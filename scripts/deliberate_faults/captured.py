@@ -185,14 +185,14 @@ FAULTS = (
     Fault(
         "Python's and NumPy's random numbers are not keyed",
         "penstock/runtime/random/drawing.py",
-        "runs_and_draws_anywhere(call.key, run, self._device)",
-        "(*runs_and_draws(call.key, run, self._device), False)",
+        "self._device, outside=outside)",
+        "self._device)",
         "tests/laws/test_random_streams.py",
         "every_way and numpy",
     ),
     Fault(
         "Python's and NumPy's random numbers outside a stream are not seen",
-        "penstock/runtime/random/generators.py",
+        "penstock/runtime/caller.py",
         "elif moved or moved_outside:",
         "elif moved:",
         "tests/laws/test_random_streams.py",

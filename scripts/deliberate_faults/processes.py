@@ -418,8 +418,8 @@ FAULTS = (
     Fault(
         "the loss counts once for each shard",
         "penstock/runtime/microbatches.py",
-        "return self._shards.rank == 0",
-        "return True",
+        "self._counts = mesh.rank, mesh.shards.rank == 0",
+        "self._counts = mesh.rank, True",
         "tests/sharding/test_pipeline.py",
         "test_shards_train and not stages and not replicas",
     ),

@@ -80,7 +80,7 @@ FAULTS = (
     Fault(
         "shards with other batches wait for each other",
         "penstock/runtime/microbatches.py",
-        "        if not alone:\n            together",
+        "        if not self._alone:\n            together",
         "        if False:\n            together",
         "tests/sharding/test_pipeline.py",
         "do_not_share",

@@ -315,7 +315,7 @@ def test_watching_ends_after_the_first_steps() -> None:
         watched = []
         for _ in range(5):
             pipe.train_step(X, Y)
-            watched.append(pipe._engine._aside._left[True])
+            watched.append(pipe._engine.aside._left[True])
     assert watched == [2, 1, 0, 0, 0]
 
 

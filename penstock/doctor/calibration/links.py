@@ -27,11 +27,11 @@ import torch
 from penstock.costs.cluster import Link
 from penstock.errors import MeshError
 from penstock.mesh import Mesh, init_mesh
+from penstock.runtime.workers import QueueChannels
 from penstock.schedules.ir import Forward, Message
 from penstock.schedules.transfers import chain_transfers
 from penstock.transport.channels import Gradient
 from penstock.transport.headers import Payload
-from penstock.transport.threads import QueueChannels
 from penstock.transport.torch_distributed import Incoming, Outgoing
 
 from .figures import LEAST_TIMES, Figure, Spread, rounded, seconds_of

@@ -31,7 +31,7 @@ class KeptBytes(LayersGuard):
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Count what autograd saves, if it does, and then the values that came to the stage."""
-        return self._counting_inputs(run, tape) if run.with_grad else None
+        return self._counting_inputs(run, tape) if run.caller.with_grad else None
 
     @contextmanager
     def _counting_inputs(self, run: Run, tape: Tape) -> Iterator[None]:

@@ -55,7 +55,7 @@ class Slotting(LayersGuard):
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Save into slots, where anything is saved."""
-        if not run.with_grad or tape.graph_dropped:
+        if not run.caller.with_grad or tape.graph_dropped:
             return None
         tape.slots = Slots(self._lasting.of(run, tape))
         return tape.slots.hooks()

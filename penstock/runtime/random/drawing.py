@@ -22,14 +22,13 @@ from penstock.torch_private import COMPILED_CALLS, AnyDropout
 
 from .streams import (
     KeyedRandomness,
+    RefuseDraws,
     WatchDraws,
     alone_with_generators,
     checked_draws,
     holds_generator,
-    refuse_draws,
     refuse_outside_draws,
     runs_and_draws,
-    runs_and_draws_anywhere,
     stream_key,
 )
 
@@ -155,11 +154,21 @@ class Drawing(RerunGuard):
         known = self._known.get(key)
         if known is Draws.NEVER or (known is None and not training and call.run.trusts_evaluation):
             return function()
-        if known is Draws.IN_OPERATORS or layer in self._own_generators:
-            return self._run_keyed(key, call, function)
-        if known is Draws.IN_DROPOUTS:
-            return self._run_dropouts(key, call, function)
-        return self._run_seeded(key, call, function)
+        in_operators = known is Draws.IN_OPERATORS or layer in self._own_generators
+        if not in_operators and known is not Draws.IN_DROPOUTS:
+            return self._run_seeded(key, call, function)
+        tape = call.tape
+        repeatable = tape.graph_dropped or layer in tape.dropped_layers
+        stream = KeyedRandomness(call.key, repeatable=repeatable)
+        if in_operators:
+            with stream:
+                result = function()
+        else:
+            result = with_keyed_dropouts(self._dropouts[layer], stream, function)
+        if stream.drew_in_checkpoint:  # one that was switched on since
+            self._known[key] = Draws.SEEDED
+            tape.reruns_in_backward = tape.must_not_draw = True
+        return result
 
     def _run_seeded(
         self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
@@ -176,33 +185,19 @@ class Drawing(RerunGuard):
             case Draws.IN_COMPILED:
                 run = partial(compiled.look, function)
         call.run.has_seeded |= known is not Draws.ALONE
-        result, drew = self._run_alone(key, call, run)
-        if known is None and not drew:
-            self._known[key] = Draws.NEVER
-            self._note_silent(call)
-        elif drew and known is None:
-            self._known[key] = Draws.IN_COMPILED if compiled.seen else Draws.SOMEHOW
-        elif drew and known is Draws.SOMEHOW:
-            self._known[key] = self._seen(key, watch)
-        elif drew and known is Draws.IN_COMPILED:
-            self._known[key] = Draws.SEEDED if compiled.reruns else Draws.ALONE
-        call.tape.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN
-        return result
-
-    def _run_alone(
-        self, key: tuple[float, ...], call: LayerCall, run: Callable[[], Any]
-    ) -> tuple[Any, bool]:
-        lasts = self._known.get(key) in _LASTING
-        if lasts and not (self._elsewhere_too or key in self._outside):
-            return runs_and_draws(call.key, run, self._device)
-        result, drew, drew_outside = runs_and_draws_anywhere(call.key, run, self._device)
+        outside = self._elsewhere_too or key in self._outside or known not in _LASTING
+        result, drew, drew_outside = runs_and_draws(call.key, run, self._device, outside=outside)
         if drew_outside:
             self._outside.add(key)
-        return result, drew or drew_outside
-
-    def _note_silent(self, call: LayerCall) -> None:
-        if not self._dropouts.get(call.layer):
-            self.silent.add((call.layer, call.training))
+        drew = drew or drew_outside
+        if known is None and not drew:
+            self._known[key] = Draws.NEVER
+            if not self._dropouts.get(call.layer):
+                self.silent.add((call.layer, call.training))
+        elif drew:
+            self._known[key] = self._seen(key, compiled, watch)
+        call.tape.draws_again |= drew and self._known[key] in _MAY_DRAW_AGAIN
+        return result
 
     @contextmanager
     def around_rerun(self, run: Run, tape: Tape) -> Iterator[None]:
@@ -214,10 +209,19 @@ class Drawing(RerunGuard):
                 context.enter_context(refuse_outside_draws())
             if tape.may_rerun:
                 repeats = tape.draws_again and not tape.must_not_draw
-                context.enter_context(checked_draws(self._device) if repeats else refuse_draws())
+                refusing: Any = RefuseDraws  # torch leaves it untyped
+                context.enter_context(checked_draws(self._device) if repeats else refusing())
             yield
 
-    def _seen(self, key: tuple[float, ...], watch: WatchDraws) -> Draws:
+    def _seen(self, key: tuple[float, ...], compiled: CompiledCalls, watch: WatchDraws) -> Draws:
+        """Return what is known of a layer once another call of it, which drew, was looked at."""
+        known = self._known.get(key)
+        if known is None:
+            return Draws.IN_COMPILED if compiled.seen else Draws.SOMEHOW
+        if known is Draws.IN_COMPILED:
+            return Draws.SEEDED if compiled.reruns else Draws.ALONE
+        if known is not Draws.SOMEHOW:
+            return known
         if key in self._outside:
             return Draws.SEEDED if watch.has_checkpoint or watch.unseen else Draws.ALONE
         if watch.in_checkpoint or watch.unseen:
@@ -225,31 +229,6 @@ class Drawing(RerunGuard):
         if watch.outside or self._elsewhere_too:
             return Draws.IN_OPERATORS
         return Draws.IN_DROPOUTS
-
-    def _run_keyed(
-        self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
-    ) -> Any:
-        tape = call.tape
-        repeatable = tape.graph_dropped or call.layer in tape.dropped_layers
-        with KeyedRandomness(call.key, repeatable=repeatable) as stream:
-            result = function()
-        self._note_checkpoint(key, call, stream)
-        return result
-
-    def _run_dropouts(
-        self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
-    ) -> Any:
-        stream = KeyedRandomness(call.key)
-        result = with_keyed_dropouts(self._dropouts[call.layer], stream, function)
-        self._note_checkpoint(key, call, stream)
-        return result
-
-    def _note_checkpoint(
-        self, key: tuple[float, ...], call: LayerCall, stream: KeyedRandomness
-    ) -> None:
-        if stream.drew_in_checkpoint:  # one that was switched on since
-            self._known[key] = Draws.SEEDED
-            call.tape.reruns_in_backward = call.tape.must_not_draw = True
 
 
 _LASTING = (Draws.SEEDED, Draws.ALONE)
@@ -334,5 +313,5 @@ def _is_torchs(dtype: torch.dtype) -> bool:
     with torch.no_grad():
         x = torch.linspace(-2, 2, 57).to(dtype)
         cpu = torch.device("cpu")
-        torchs, _ = runs_and_draws(3, partial(F.dropout, x, 0.3), cpu)
+        torchs, *_ = runs_and_draws(3, partial(F.dropout, x, 0.3), cpu)
         return torch.equal(torchs, dropout(x, 0.3, Generator().manual_seed(3)))

@@ -10,25 +10,24 @@ rerouted to a generator of the worker's own.
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
 
 from penstock.errors import RandomnessError
-from penstock.runtime.devices import with_index
-from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of, saving_hooks
-
-from .generators import (
+from penstock.runtime.caller import (
     default_generator,
     default_generators_lock,
     generators_for,
     have_moved,
-    kept_outside,
     outside_states,
-    seed_outside,
 )
+from penstock.runtime.devices import with_index
+from penstock.torch_private import OpOverload, TorchDispatchMode, arguments_of, saving_hooks
+
+from .generators import kept_outside, seed_outside
 
 AutogradMode = tuple[bool, Any]
 
@@ -103,21 +102,17 @@ class KeyedRandomness(TorchDispatchMode):
         return self._generators[device]
 
 
-class _RefuseRandomness(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _may_draw(func) and _draws_now(func, args, kwargs or {}):
-            raise drew_in_backward(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def refuse_draws() -> AbstractContextManager[Any]:
-    """Let every random operator inside raise: what it drew before is not known.
+class RefuseDraws(TorchDispatchMode):
+    """Lets every random operator inside raise: what it drew before is not known.
 
     Raises:
         RandomnessError: one draws.
     """
-    mode: AbstractContextManager[Any] = _RefuseRandomness()  # type: ignore[no-untyped-call]  # torch
-    return mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _may_draw(func) and _draws_now(func, args, kwargs or {}):
+            raise drew_in_backward(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class WatchDraws(TorchDispatchMode):
@@ -248,27 +243,26 @@ def holds_generator(module: nn.Module) -> bool:
 
 
 def runs_and_draws(
-    key: int, function: Callable[[], Any], device: torch.device
-) -> tuple[Any, bool]:
+    key: int, function: Callable[[], Any], device: torch.device, *, outside: bool = False
+) -> tuple[Any, bool, bool]:
     """Run `function` with torch's default generators seeded with `key`; tell whether it drew.
 
     Gives the same numbers as under `KeyedRandomness`, and leaves every kernel its own choice of
     path; but only one thread at a time may do so.  A checkpoint of the user's own keeps the state
     of these generators, and so draws the same numbers in the backward pass.
+
+    With `outside`, Python's and NumPy's global generators are seeded likewise; the last answer is
+    whether these drew.
     """
-    with alone_with_generators(device) as generators:
+    kept = kept_outside() if outside else nullcontext()
+    with alone_with_generators(device) as generators, kept:
+        if outside:
+            seed_outside(key)
         seeded = [g.manual_seed(key).get_state() for g in generators]
-        return function(), have_moved(generators, seeded)
-
-
-def runs_and_draws_anywhere(
-    key: int, function: Callable[[], Any], device: torch.device
-) -> tuple[Any, bool, bool]:
-    """Do likewise with Python's and NumPy's global generators; tell also whether these drew."""
-    with alone_with_generators(device) as generators, kept_outside():
-        seed_outside(key)
-        seeded, outside = [g.manual_seed(key).get_state() for g in generators], outside_states()
-        return function(), have_moved(generators, seeded), outside_states() != outside
+        before = outside_states() if outside else None
+        result = function()
+        drew_outside = outside and outside_states() != before
+        return result, have_moved(generators, seeded), drew_outside
 
 
 @contextmanager
@@ -279,13 +273,15 @@ def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
     the state of its forward meanwhile.
     """
     generators = generators_for([device])
-    with default_generators_lock.get(), _lock_of_its_own():
+    with default_generators_lock.get():
         before = [(generator, generator.get_state()) for generator in generators]
+        token = default_generators_lock.set(threading.Lock())  # for another pipeline inside
         try:
             yield generators
         finally:
             for generator, state in before:
                 generator.set_state(state)
+            default_generators_lock.reset(token)
 
 
 @contextmanager
@@ -313,15 +309,6 @@ def refuse_outside_draws() -> Iterator[None]:
     yield
     if outside_states() != before:
         raise drew_in_backward("a layer that draws from Python's or NumPy's global generator")
-
-
-@contextmanager
-def _lock_of_its_own() -> Iterator[None]:
-    token = default_generators_lock.set(threading.Lock())
-    try:
-        yield
-    finally:
-        default_generators_lock.reset(token)
 
 
 def drew_in_backward(who: str) -> RandomnessError:

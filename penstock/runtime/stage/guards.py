@@ -89,7 +89,7 @@ class Changes(InputGuard):
             BoundaryError: a value was changed that another one shares memory with, or by its
                 sender.
         """
-        with_grad = run.with_grad
+        with_grad = run.caller.with_grad
         for value in given:
             peer, place = value.key
             if value.copied and with_grad and peer != FROM_CALLER:

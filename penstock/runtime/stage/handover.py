@@ -145,7 +145,7 @@ class Handover:
         if self._plan.reads_input:
             batch, structure = flatten((run.batch.inputs[microbatch],))
             leaves = batch
-            if not run.with_grad:  # layers may change them; each has a version of its own then
+            if not run.caller.with_grad:  # layers may change them: a version for each micro-batch
                 shared = self._plan.shares_input
                 leaves = [faithful_copy(leaf) if shared else leaf.data for leaf in batch]
             aliases = find_aliases({FROM_CALLER: batch}) if len(batch) > 1 else {}
@@ -166,7 +166,7 @@ class Handover:
         """
         values: dict[Value, Any] = {}
         given: list[Given] = []
-        with_grad = run.with_grad
+        with_grad = run.caller.with_grad
         slotted = tape.slots is not None
         caches = slotted or (with_grad and torch.is_autocast_enabled(self._device.device.type))
         for peer, activation in tape.received.items():
@@ -272,7 +272,7 @@ class Handover:
             check_classes(found, f"is a gradient that stage {self._plan.index} found")
         if run.sums_tied and not self._plan.decides:  # else a place may be another weight's
             sums = here.tied_sums.setdefault(peer, {})
-            is_last = i == run.num_microbatches - 1
+            is_last = i == len(run.batch.sizes) - 1
             found = hold_back(sums, found, tape.received[peer].lasting, is_last=is_last)
         if peer != FROM_CALLER:
             event = self._device.mark() if self._device.is_cuda else None
@@ -312,7 +312,7 @@ class Handover:
             is_silent = (self._loss_index, training) in self._drawing.silent
             loss: Tensor = compute() if is_silent else self._drawing.run(call, compute)
             if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
-                check_loss(loss, run.with_grad)
+                check_loss(loss, run.caller.with_grad)
         except Exception as error:
             note_failure(error, self._plan.index, "the loss", tape.microbatch)
             raise

@@ -38,6 +38,7 @@ from penstock.runtime.unsplit import why_stage_unsplit
 from penstock.runtime.window import changed_in_forward
 from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
+from penstock.types import Trace
 
 from .guards import Changes, Claims, Context, InputGuard, LayersGuard, RerunGuard, inside
 from .handover import Handover, once
@@ -140,7 +141,8 @@ class Stage:
         if self._is_settled and self._is_hooked != self.weights.are_hooked:
             self._watch_state()  # a hook was put on a weight since
         run.stages.setdefault(self.index, StageRun())
-        self._watching = [*self._around_layers, *([self._kept_bytes] if run.traces_memory else [])]
+        traces = [self._kept_bytes] if run.batch.trace is Trace.MEMORY else []
+        self._watching = [*self._around_layers, *traces]
         if run.window is not None:
             moving, elsewhere = run.window.moving(self.index)
             self.weights.begin(moving, elsewhere, run.window.uses[self.index])
@@ -163,7 +165,7 @@ class Stage:
         self.weights.show(version)
         here = run.stages[self.index]
         received = self.handover.receive(run, here, microbatch)
-        drops, some = run.with_grad and not keep_graph, self._dropped_layers
+        drops, some = run.caller.with_grad and not keep_graph, self._dropped_layers
         tape = Tape(microbatch, received, drops and not some, version)
         tape.dropped_layers = some if drops else tape.dropped_layers
         seen = None if run.window is None else self.weights.shown
@@ -174,7 +176,7 @@ class Stage:
             raise changed_in_forward(self.index)
         for peer, activation in leaving.items():
             here.leaving[microbatch, peer] = activation if seen is None else once(activation)
-        if run.with_grad:
+        if run.caller.with_grad:
             if tape.graph_dropped:
                 tape.drop_graph()
             here.tapes[microbatch] = tape
@@ -183,12 +185,12 @@ class Stage:
         """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
         tape = self._tape(run, microbatch)
         self.weights.show(tape.version)
-        caller = run.caller.entered() if run.resumed else None
+        caller = run.caller.entered() if run.output_gradients is not None else None
         contexts = [guard.around_recompute(run, tape) for guard in self._watching]
         try:
             with inside([caller, *contexts]):
                 if tape.dropped_layers:
-                    self._recompute.rerun(tape, partial(self._call, run, tape))
+                    self._recompute.rerun(tape, partial(self._perform, run, tape, again=True))
                 else:
                     self._run_layers(run, tape)
         except RecomputeError as error:
@@ -207,7 +209,7 @@ class Stage:
         tape = self._tape(run, microbatch)
         self._run_backward(run, tape, in_parts=True)
         tape.drop_graph()
-        if run.traces_memory:
+        if run.batch.trace is Trace.MEMORY:
             self._kept_bytes.after_input(run, tape)
         tape.received = {}
 
@@ -224,7 +226,7 @@ class Stage:
         assert self._offloading is not None
         tape = run.stages[self.index].tapes[microbatch]
         self._offloading.offload(run, tape)
-        if run.traces_memory:
+        if run.batch.trace is Trace.MEMORY:
             self._kept_bytes.after_move(run, tape)
 
     def fetch(self, run: Run, microbatch: int) -> None:
@@ -233,7 +235,7 @@ class Stage:
         tape = run.stages[self.index].tapes[microbatch]
         self._offloading.fetch(tape)
         tape.copied = self.device.mark_copies()
-        if run.traces_memory:
+        if run.batch.trace is Trace.MEMORY:
             self._kept_bytes.after_move(run, tape)
 
     def _tape(self, run: Run, microbatch: int) -> Tape:
@@ -288,15 +290,19 @@ class Stage:
         tape.disarm()
         return leaving
 
-    def _perform(self, run: Run, tape: Tape, step: Step, function: Callable[[], Any]) -> Any:
-        """Run one layer, and drop what it has saved, if it is to."""
-        tape.layer_marks.append((next_node_number(), step))
-        if step.index in tape.dropped_layers:
-            return self._recompute.run(tape, step, function, partial(self._call, run, tape))
-        return self._call(run, tape, step, function)
+    def _perform(
+        self, run: Run, tape: Tape, step: Step, function: Any, again: bool = False
+    ) -> Any:
+        """Run one layer, with random numbers of its own if it draws any.
 
-    def _call(self, run: Run, tape: Tape, step: Step, function: Any) -> Any:
-        """Run one layer, with random numbers of its own if it draws any."""
+        A layer that is to drop what it saves comes here twice: the second time `again`, from
+        `LayerRecompute`, as it does in a recompute.
+        """
+        if not again:
+            tape.layer_marks.append((next_node_number(), step))
+            if step.index in tape.dropped_layers:
+                call = partial(self._perform, run, tape, again=True)
+                return self._recompute.run(tape, step, function, call)
         training = step.module.training
         calls = self._divided
         if calls and (divided := calls.get(step.index) or calls.get(NO_LAYER)) is not None:
@@ -356,14 +362,14 @@ class Stage:
         """
         if run.window is not None:
             self.weights.let_go(tape.version)
-        if run.traces_memory:
+        if run.batch.trace is Trace.MEMORY:
             self._kept_bytes.after_backward(run, tape)
         if not self._is_settled:
             self._settle()
 
     def _run_autograd(self, run: Run, tape: Tape, backward: Callable[[], None]) -> None:
         kind = self.device.device.type
-        casts = not run.resumed and torch.is_autocast_enabled(kind)
+        casts = run.output_gradients is None and torch.is_autocast_enabled(kind)
         # Operators take the types of their forwards.
         uncast: Context | None = torch.autocast(kind, enabled=False) if casts else None
         state = None if self._state is None else self._state.around_backward(run, tape)

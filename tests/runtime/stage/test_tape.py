@@ -528,8 +528,8 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         stage.backward_input(run, microbatch)
         tape = run.stages[stage.index].tapes[microbatch]
         assert tape.inputs == tape.entry_tensors == tape.results == []
-        if microbatch == run.num_microbatches - 1:
-            for earlier in range(run.num_microbatches):
+        if microbatch == len(run.batch.sizes) - 1:
+            for earlier in range(len(run.batch.sizes)):
                 stage.backward_weight(run, earlier)
 
     monkeypatch.setattr(Stage, "backward", backward)

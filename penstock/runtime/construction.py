@@ -1,0 +1,214 @@
+"""Make an engine: cut layers into stages on devices, and choose what drives them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import chain, groupby
+from typing import Any, Protocol, TypeGuard
+
+import torch
+
+from penstock.errors import ConfigError, shown
+from penstock.mesh import Mesh
+from penstock.model.layers import Layers
+from penstock.model.owned import modules_of_loss
+from penstock.model.reach import parties_of
+from penstock.model.stage_plan import StagePlan
+from penstock.model.stages import stage_of_layers
+from penstock.model.state import Held
+from penstock.planner.plan import Plan
+from penstock.schedules.lower import Lowering
+from penstock.sharding.plan import Sharding
+from penstock.torch_private import cache_weights_per_thread
+from penstock.types import Transport
+
+from .aside import Aside
+from .batch_norm import batch_norms, warn_of_unpooled
+from .drivers import AbstractDriver, CallerDriver, ProcessDriver
+from .engine import Engine, Lasting, Turn
+from .memory.stores import store_on
+from .microbatches import Splitter
+from .planning import stage_devices
+from .replicas import Replicas, refuse_sparse
+from .shards.at_rest import CutWeights
+from .shards.divided import Shards
+from .stage.stage import Keeping, Stage
+from .workers import ThreadDriver
+
+_LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
+"""Just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX; blocks above teach it nothing."""
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Keep freed memory in the process: a step frees and takes the same megabytes again and again.
+
+    glibc gives free memory at the end of a heap back once it exceeds twice the largest block that
+    was ever mapped on its own and freed; the next micro-batch pays with page faults, 5 % of a step
+    of small blocks (benchmarks/throughput).  Mapping and freeing one large block, whose pages are
+    never touched, raises that bound to 64 MiB.  Other allocators are not impressed.
+    """
+    torch.empty(_LARGEST_BLOCK_BYTES, dtype=torch.uint8)
+
+
+def make_engine(  # noqa: PLR0913 - what a pipeline is made of
+    layers: Layers,
+    loss: Any,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    draws: bool = True,
+    sharding: Sharding | None = None,
+    before: Engine | None = None,
+) -> Engine:
+    """Cut layers into stages, and move those that run here to their devices.
+
+    Layers that another process runs give back their memory.  With `draws`, layers without values
+    get drawn ones; else a file has them.  With `before`, the engine takes over from that of
+    another plan for the same layers, nothing of which is running now: its processes, its threads
+    and its turn.
+
+    Raises:
+        PartitionError: layers on different stages share what only one stage can have.
+    """
+    stage_of = stage_of_layers(plan.partition)
+    layers.check_sharing(stage_of)
+    parties = before.aside.parties if before else parties_of(layers, loss)
+    aside = Aside(parties, stage_of, across=mesh.stages.size > 1)
+    lasting = _lasting(layers, loss, plan, mesh) if before is None else before.lasting
+    replicas, plans = lasting.replicas, tuple(layers.plan_stages(plan.partition))
+    lasting.splitter.readers = tuple(p.index for p in plans if p.reads_input)
+    devices = stage_devices(plan, mesh)
+    here = lasting.processes.stages_of(mesh.rank)
+    mine = [(p, devices[p.index]) for p in plans if p.index in here]
+    shards = Shards(sharding, mesh) if before is None else before.shards
+    cuts = sharding is not None and before is None
+    layers.place(mine, plan.seed, draws=draws, placed=shards.place if cuts else None)
+
+    def stage_on(p: StagePlan, device: torch.device) -> Stage:
+        store = store_on(device, plan.offload_folder) if p.index in plan.offloading else None
+        keeping = Keeping(store, plan.dropped_layers(p.index))
+        own_loss = loss if p.output else None
+        return Stage(p, device, len(layers), own_loss, replicas, keeping, shards.calls)
+
+    stages = tuple(stage_on(*planned) for planned in mine)
+    modules = {
+        p.index: [*(step.module for step in p.steps), *modules_of_loss(loss if p.output else None)]
+        for p in plans
+    }
+    lowering = Lowering(
+        family=plan.schedule,
+        ranks=plan.placement.places,
+        transfers=tuple(transfer for p in plans for transfer in p.transfers),
+        recompute=plan.recomputing,
+        offload=plan.offloading,
+        commits=tuple(stage for stage, its in modules.items() if batch_norms(its)),
+        posts=len(stages) < len(plans),
+        reduces=replicas is not None and not plan.schedule.is_asynchronous,
+    )
+    engine = Engine(
+        layers=layers,
+        loss=loss,
+        plan=plan,
+        mesh=mesh,
+        lasting=lasting,
+        aside=aside,
+        shards=shards,
+        devices=devices,
+        stage_plans=plans,
+        stages=stages,
+        lowering=lowering,
+        places=layers.places(),
+    )
+    if replicas is not None:
+        replicas.partial = shards.partial
+        refuse_sparse(chain.from_iterable(p.steps for p, _ in mine), shards)
+        replicas.start_equal(engine.tensors(), shards.cut)
+    if before is not None:
+        before.is_current = False
+    return engine
+
+
+def _lasting(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Lasting:
+    """Make what outlives the plan."""
+    keep_freed_memory()
+    cache_weights_per_thread()
+    pools, connects = plan.batch_norm_over_replicas, plan.transport.is_between_processes
+    every = [*(step.module for step in layers), *modules_of_loss(loss)]
+    warn_of_unpooled(every, over_replicas=pools)
+    processes = mesh.processes_of(plan.placement)
+    sums = any(len(rows) * len(rows[0]) > 1 for rows in mesh.placement.meshes)
+    replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools) if sums else None
+    driver: AbstractDriver = (in_caller := CallerDriver(plan.threads_per_stage))
+    if connects:
+        driver = ProcessDriver(mesh, plan)
+    elif plan.transport is not Transport.LOOPBACK:
+        driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)
+    splitter, turn = Splitter(mesh, processes), Turn(is_connected=connects)
+    return Lasting(processes, splitter, replicas, driver, in_caller, turn)
+
+
+def described(engine: Engine) -> Iterator[str]:
+    """Say in one line a stage where it runs, its layers and parameters."""
+    here = {stage.index: str(stage.device.device) for stage in engine.stages}
+    for plan in engine.stage_plans:
+        index, steps = plan.index, plan.steps
+        where = here.get(index, f"rank {engine.processes.rank_of(index, engine.mesh.replica)}")
+        names = groupby(type(step.module).__name__ for step in steps)
+        counts = ((name, len(list(group))) for name, group in names)
+        kinds = [f"{name} x{count}" if count > 1 else name for name, count in counts]
+        span = steps[0].name if len(steps) == 1 else f"{steps[0].name} to {steps[-1].name}"
+        yield (
+            f"  stage {index} on {where}: layers {span} ({', '.join(kinds)}), "
+            f"{plan.num_parameters:,} parameters"
+        )
+
+
+def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
+    """Return the engine's plan with each stage where its parameters are now.
+
+    Without any, it is where `function` moves a tensor.
+    """
+    placement = engine.plan.placement
+    names = list(placement.devices)
+    for stage in engine.stages:
+        modules = [step.module for step in stage.plan.steps]
+        tensors = (t for m in modules for t in chain(m.parameters(), m.buffers()))
+        nowhere = torch.empty(0, device=stage.device.device)
+        names[stage.index] = str(next((t.device for t in tensors), function(nowhere).device))
+    return replace(engine.plan, placement=replace(placement, devices=tuple(names)))
+
+
+class PipelineLike(Protocol):
+    """What saving, loading and clipping use of a `penstock.Pipeline`, whose class stands above."""
+
+    step: int
+    evaluations: int
+    seed: int
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def held(self) -> Held: ...
+
+    @property
+    def shards(self) -> CutWeights: ...
+
+
+def is_pipeline(module: object) -> TypeGuard[PipelineLike]:
+    """Tell whether something is a `penstock.Pipeline`: it has a plan."""
+    return isinstance(getattr(module, "plan", None), Plan)
+
+
+def check_pipeline(pipe: object) -> None:
+    """Refuse what is no pipeline.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not is_pipeline(pipe):
+        raise ConfigError(f"pipe={shown(pipe)}; give the pipeline, a penstock.Pipeline")
