@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.model.copies import no_leaf
+from penstock.model.entries import no_leaf
 from penstock.model.kept import run_unnoticed
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map

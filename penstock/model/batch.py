@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError
 
-from .open_containers import opened
-from .pytree import Sealed, Structure, constants, flatten, flatten_by, unflatten
+from .pytree import Sealed, Structure, constants, flatten, flatten_by, opened, unflatten
 
 _SCALARS = (str, int, float, bool, type(None))
 _MEANT_AS_ONE = (

@@ -7,8 +7,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from .open_containers import opened
-from .pytree import PLAIN_TYPES, Constant, Leaf, Node, Sealed, Structure
+from .pytree import PLAIN_TYPES, Constant, Leaf, Node, Sealed, Structure, opened
 
 
 def is_same(one: Structure, other: Structure) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.torch_private import version_counter
@@ -165,3 +166,70 @@ def detached(tensor: Tensor) -> Tensor:
         return tensor.detach()
     plain = as_plain(tensor)
     return tensor.detach() if plain is tensor else like(plain.detach(), tensor)
+
+
+_CACHE_LINE_BYTES = 64
+
+
+def no_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor as what an operation gave, as it is in the unsplit model.
+
+    Autocast casts a leaf once for all its uses, and then adds up their gradients in the lower
+    precision.
+    """
+    if not tensor.requires_grad:
+        return tensor
+    same = _Same.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert isinstance(same, Tensor)
+    return same
+
+
+def faithful_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor for layers to change in place; gradients flow through unchanged.
+
+    The copy has the strides of the original and lies as far from a cache line's start: the order
+    in which matrix kernels add depends on both.
+    """
+    if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor  # expanded: torch itself refuses to change it in place
+    if tensor.requires_grad and torch.is_grad_enabled():
+        copied = _Copy.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        assert isinstance(copied, Tensor)
+        return copied
+    return _copy(tensor)
+
+
+class _Same(torch.autograd.Function):
+    """The same tensor, with the very strides that it has: a view would choose others."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _copy(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return tensor.clone()
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    spare = _CACHE_LINE_BYTES // tensor.element_size()
+    room = torch.empty(span + spare, dtype=tensor.dtype, device=tensor.device)
+    distance = (tensor.data_ptr() - room.data_ptr()) % _CACHE_LINE_BYTES
+    copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copied.set_(
+        room.untyped_storage(), distance // tensor.element_size(), tensor.shape, tensor.stride()
+    )
+    return copied.copy_(tensor.detach())

@@ -14,8 +14,16 @@ from penstock.trace.units import columns, count_text
 from .layers import Layers, Source
 from .materialize import Made, Placed, give_rest, move_or_make, tied_groups
 from .pytree import flatten
-from .stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value, join_output
-from .stages import plan_stages
+from .stage_plan import (
+    MODEL_INPUT,
+    Crossing,
+    Perform,
+    StagePlan,
+    Step,
+    Value,
+    join_output,
+    plan_stages,
+)
 
 _INPUT_NAME = "input"
 _INPUTS = "inputs"

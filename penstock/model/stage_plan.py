@@ -1,9 +1,19 @@
-"""What one stage of a model runs, layer by layer, and which values it hands over."""
+"""The plan of a stage: the layers it runs, and the values that cross each edge between stages.
 
-from collections.abc import Callable, Sequence
+A value that several stages use travels as a relay: from its producer to the first stage that uses
+it, from there to the next one that does, and so on; it never visits a stage that has no use for
+it. Its gradient runs the relay backwards.  Each holder so starts its own sum with what came from
+behind, which is the order in which an unsplit backward pass adds the same terms.
+
+    value given on stage 0, used on 1 and 3:   0 ──► 1 ──► 3      activation
+                                               0 ◄── 1 ◄── 3      gradient
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -11,6 +21,8 @@ from penstock.errors import ConfigError
 from penstock.schedules.transfers import Transfer
 
 from .owned import NOTHING, Between
+
+T = TypeVar("T")
 
 Value = tuple[int, int]
 """(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
@@ -134,3 +146,68 @@ def run_steps(
 def join_output(values: list[Any]) -> Any:
     """Return the model's output as the last layer gave it: one value, or a tuple of several."""
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stage of each layer for a partition into `partition[s]` layers per stage."""
+    return tuple(stage for stage, count in enumerate(partition) for _ in range(count))
+
+
+def relays(held: Mapping[T, Sequence[int]], num_stages: int) -> list[dict[int, tuple[T, ...]]]:
+    """Return, per stage, what it sends to whom: to the next one that holds the value.
+
+    `held` has the stages of each value, from its producer to its last user.
+    """
+    sent: list[dict[int, list[T]]] = [{} for _ in range(num_stages)]
+    for value, stages in held.items():
+        for source, target in pairwise(stages):
+            sent[source].setdefault(target, []).append(value)
+    return [{peer: tuple(values) for peer, values in of.items()} for of in sent]
+
+
+def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
+    """Cut layers that run one after the other into stages; route what lives across a cut."""
+    stage_of = stage_of_layers(partition)
+    holders: dict[Value, set[int]] = {}
+    for step in steps:
+        for value in (*step.inputs, *step.outputs):
+            holders.setdefault(value, set()).add(stage_of[step.index])
+    held = {value: sorted(stages) for value, stages in sorted(holders.items())}
+    sent = relays(held, len(partition))
+    plans = []
+    for stage, exports in enumerate(sent):
+        own = tuple(step for step in steps if stage_of[step.index] == stage)
+        output = steps[-1].outputs if stage == max(stage_of) else ()
+        leaving = {v for values in exports.values() for v in values} | set(output)
+        last_use: dict[Value, int] = {}
+        for n, step in enumerate(own):
+            last_use.update(dict.fromkeys((*step.inputs, *step.outputs), n))
+        dead_after: list[list[Value]] = [[] for _ in own]
+        for value, n in last_use.items():
+            if value not in leaving:
+                dead_after[n].append(value)
+        named = {f"{s.path}.{n}": p for s in own for n, p in s.module.named_parameters()}
+        plans.append(
+            StagePlan(
+                index=stage,
+                steps=own,
+                reads_input=held.get(MODEL_INPUT, [None])[0] == stage,
+                imports={peer: to[stage] for peer, to in enumerate(sent) if stage in to},
+                exports=dict(sorted(exports.items(), reverse=True)),
+                transfers=tuple(
+                    Transfer(producer=stage, consumer=peer, values=tuple(map(_name_of, values)))
+                    for peer, values in exports.items()
+                ),
+                output=output,
+                parameters=tuple(named),
+                num_parameters=sum({id(p): p.numel() for p in named.values()}.values()),
+                run=partial(run_steps, own, dead_after),
+            )
+        )
+    return tuple(plans)
+
+
+def _name_of(value: Value) -> str:
+    layer, place = value
+    name = "input" if value == MODEL_INPUT else f"layer {layer}"
+    return f"{name}, output {place}" if place else name

@@ -25,15 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import CheckError, RouteError
-from penstock.model.copies import faithful_copy
-from penstock.model.entries import Entry, make_entry
+from penstock.model.entries import Entry, faithful_copy, make_entry
 from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import has_accumulation_hooks
 from penstock.trace.units import count_text
 
 from .captured import Captured
-from .events import ValueId
-from .header_cache import SealedHeader
+from .events import SealedHeader, ValueId
 from .inputs import Call, as_call, first_samples
 from .outer_state import as_it_was
 from .source import captured_layers

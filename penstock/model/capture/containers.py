@@ -17,8 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.model.compare import is_same_plain
-from penstock.model.open_containers import opened
-from penstock.model.pytree import Structure, unflatten
+from penstock.model.pytree import Structure, opened, unflatten
 
 from .errors import changes_container, gives_twice
 from .events import EventKey

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError, CutError
 from penstock.model.batch import batch_size, split
-from penstock.model.open_containers import DictOf
-from penstock.model.pytree import Node, Structure, flatten, tree_map, unflatten
-from penstock.model.templates import moved
+from penstock.model.pytree import DictOf, Node, Structure, flatten, moved, tree_map, unflatten
 
 from .events import INPUT, START, EventKey, Told
 from .ghost import Ghost

@@ -18,10 +18,19 @@ from penstock.model.entries import layout_on, whole_size
 from penstock.model.pytree import Leaf, flatten, unflatten
 
 from .errors import calling_line, writes_into
-from .events import END, EventKey, Header, Info, Operation, Told, ValueId, told_structure
+from .events import (
+    END,
+    EventKey,
+    Header,
+    HeaderCache,
+    Info,
+    Operation,
+    Told,
+    ValueId,
+    told_structure,
+)
 from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly
 from .ghost import Ghost, ghosts_in
-from .header_cache import HeaderCache
 from .tied_weights import Absent, Lent
 
 

@@ -1,8 +1,7 @@
 """Which stages hold each value: from the events of a recording and the cuts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import reduce
-from itertools import pairwise
 
 from penstock.errors import CutError
 
@@ -49,12 +48,6 @@ def _merged(first: list[Call], second: list[Call]) -> list[Call]:
     return merged
 
 
-def stages_of_calls(calls: Sequence[Call], partition: Sequence[int]) -> dict[Call, int]:
-    """Return the stage of each call where stage s runs `partition[s]` calls."""
-    stages = [stage for stage, count in enumerate(partition) for _ in range(count)]
-    return dict(zip(calls, stages, strict=True))
-
-
 def stages_of_events(
     events: Iterable[Event], stage_of: Mapping[Call, int], num_stages: int
 ) -> list[Placed]:
@@ -98,14 +91,3 @@ def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
         for value in (*event.gives, *event.uses, *(new for _, new in event.changes)):
             found.setdefault(value, set()).add(stage)
     return {value: tuple(sorted(stages)) for value, stages in found.items()}
-
-
-def sends(
-    held: Mapping[ValueId, tuple[int, ...]], num_stages: int
-) -> list[dict[int, tuple[ValueId, ...]]]:
-    """Return what each stage sends to whom: a value goes from holder to holder."""
-    out: list[dict[int, list[ValueId]]] = [{} for _ in range(num_stages)]
-    for value, stages in held.items():
-        for source, target in pairwise(stages):
-            out[source].setdefault(target, []).append(value)
-    return [{peer: tuple(values) for peer, values in sorted(of.items())} for of in out]

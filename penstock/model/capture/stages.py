@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from penstock.model.pytree import with_new_containers
+from penstock.model.stage_plan import relays, stage_of_layers
 
 from .captured import Captured
-from .events import ValueId
+from .events import HeaderCache, SealedHeader, ValueId
 from .forward_pass import Perform, plainly
-from .header_cache import HeaderCache, SealedHeader
 from .inputs import ROUTED, Call, names_of_positions, routed
 from .replay import Replay
-from .routes import holders, sends, stages_of_calls, stages_of_events
+from .routes import holders, stages_of_events
 from .tied_weights import Tied, check_names, find_tensor, find_tied, ids_of
 from .watch import watch
 
@@ -62,7 +62,7 @@ class CutModel:
     def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
         check_names(captured.model, captured.parameters)
         self.captured, self.num_stages = captured, len(partition)
-        self.stage_of = stages_of_calls(captured.calls, partition)
+        self.stage_of = dict(zip(captured.calls, stage_of_layers(partition), strict=True))
         self._events = tuple(
             placed
             for of_mode in captured.recorded
@@ -70,7 +70,7 @@ class CutModel:
         )
         self.tied = find_tied(captured.parameters, captured.names_in, self.stage_of, self._events)
         held = {**holders(self._events), **{tied.value: tied.stages for tied in self.tied}}
-        self.sends = sends(held, self.num_stages)
+        self.sends = relays(held, self.num_stages)
         self._positions = names_of_positions(captured.model)
         self._names: dict[int, str] = {}
         self._parts: dict[int, _Part] = {}
