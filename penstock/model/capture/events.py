@@ -18,7 +18,6 @@ from penstock.model.pytree import (
     Sealed,
     StandIn,
     Structure,
-    flatten,
     from_template,
     opaque_values,
     template,
@@ -69,41 +68,6 @@ class Operation(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-_PLAIN_VALUES = (bool, int, float, list, numpy.ndarray)
-_SHAPED_BY_VALUES = frozenset(
-    (
-        *(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere),
-        *(torch.masked_select, Tensor.masked_select, torch.bincount, Tensor.bincount),
-        *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
-        torch.nn.functional.one_hot,
-    )
-)
-_SHARING = ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack", "from_file")
-"""What they give may be memory that outlives the forward."""
-_MASKS = (torch.bool, torch.uint8)
-
-
-def decides(operation: Operation, result: Any) -> bool:
-    """Tell whether an operation gave a Python value, or a shape that depends on values."""
-    if isinstance(result, _PLAIN_VALUES) or operation.function in _SHAPED_BY_VALUES:
-        return True
-    if operation.function is torch.where:
-        return isinstance(result, tuple)
-    if operation.function in (torch.repeat_interleave, Tensor.repeat_interleave):
-        args = operation.args
-        return len(args) == 1 or isinstance(args[1], Tensor)
-    is_index = operation.function is Tensor.__getitem__
-    return is_index and any(t.dtype in _MASKS for t in flatten(operation.args[1])[0])
-
-
-def makes_anew(function: Any, *, has_source: bool) -> bool:
-    """Tell whether a function is one of torch's that always give new memory."""
-    name = getattr(function, "__name__", "")
-    if has_source:
-        return name == "clone" or name.startswith("new_") or name.endswith("_like")
-    return name not in _SHARING and getattr(torch, name, None) is function
 
 
 class ValueId(NamedTuple):

@@ -32,8 +32,8 @@ from .events import (
     name_of,
     told_structure,
 )
-from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
-from .random_operations import draws
+from .ghost import CURRENT, PLAIN, AbstractPass, Ghost, answer, is_question
+from .operations import draws
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
 """(event, function) -> the function's result: how a block call or a random operation is run.
@@ -58,7 +58,7 @@ def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
     return function()
 
 
-class Pass(ABC):
+class Pass(AbstractPass, ABC):
     """One execution of a model's forward.
 
     `names` are its blocks, by the id of their module; `parameters` the ids of its parameters, or
@@ -80,16 +80,13 @@ class Pass(ABC):
         self._number = self._drawn = 0
         self.is_answering = False
         self.is_inside = False
-        """Whether a block or an operation is run natively; nothing in it is an event."""
         self.checkpoint: Callable[..., Any] | None = None
-        """What the model's code has put around the blocks that it calls now."""
         self.routed_makers: Collection[Maker] = ()
         """What makes tensors between blocks that routed values are written into: an event."""
         self.keep: Collection[str] = ()
         """Blocks whose results are given beside the output, where no gradients are recorded."""
         self._beside: dict[str, Any] = {}
         self.asks_for_grad = False
-        """Whether the code between blocks has asked if gradients are recorded."""
         self.home = object()
         """What the ghosts of this pass are known by."""
         self.header: Header = {}

@@ -17,17 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.compare import is_same_plain
-from penstock.model.kept import (
-    UNCOUNTED,
-    holders,
-    is_of_user,
-    is_plain,
-    keeping_generators,
-    kept_by,
-    put_back,
-)
-from penstock.model.state import attributes as tensor_places
-from penstock.model.state import keeping_values, tensors_at
+from penstock.model.kept import UNCOUNTED, as_before, holders, is_of_user, is_plain
 from penstock.torch_private import BUFFERS, PARAMETERS, version_counter, without_cached_weights
 
 from .ghost import Ghost
@@ -85,8 +75,12 @@ def new_settings(before: Slots, after: Slots) -> list[Slot]:
             continue
         if new is not None and _is_setting(old, new):
             settings.append(new)
-        elif old is not None or new is None or not _is_flag(new):
-            raise changed_outside(*(new or before[place])[-2:], is_tensor=_is_own_tensor(new))
+            continue
+        # a flag of a module or its class, set once and for all
+        is_flag = new is not None and new.value is True and isinstance(new.holder, nn.Module)
+        if old is not None or not is_flag:
+            is_tensor = new is not None and new.key == new.name and isinstance(new.value, Tensor)
+            raise changed_outside(*(new or before[place])[-2:], is_tensor=is_tensor)
     return settings
 
 
@@ -95,18 +89,10 @@ def _is_same(one: Slot, other: Slot) -> bool:
     return alike and one.version == other.version
 
 
-def _is_flag(slot: Slot) -> bool:
-    """Tell whether a new slot is a flag of a module or its class, set once and for all."""
-    return slot.value is True and isinstance(slot.holder, nn.Module)
-
-
-def _shows_sets(kind: type) -> bool:
-    return is_plain(kind) and not kind.__flags__ & _IS_IMMUTABLE
-
-
 def _is_setting(old: Slot | None, new: Slot) -> bool:
     kind: type = type(new.holder)
-    if not isinstance(new.holder, nn.Module) and not _shows_sets(kind):
+    shows_sets = is_plain(kind) and not kind.__flags__ & _IS_IMMUTABLE
+    if not isinstance(new.holder, nn.Module) and not shows_sets:
         return False
     if old is None or old.value is None:
         return str(new.key).isidentifier() and isinstance(new.value, _SETTINGS)
@@ -150,15 +136,9 @@ def _version(value: Any) -> int:
 @contextmanager
 def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
-    modules = list(model.modules())
-    with ExitStack() as after:
-        after.enter_context(without_cached_weights())
-        after.enter_context(warnings.catch_warnings())  # of a checkpoint that sees no gradients
+    with without_cached_weights(), warnings.catch_warnings(), as_before([model]):
+        # of a checkpoint that sees no gradients
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        tensors = [*model.buffers(), *tensors_at(tensor_places(modules))]
-        after.enter_context(keeping_values(tensors))
-        after.enter_context(keeping_generators())
-        after.callback(put_back, kept_by(modules))
         if model.training != training:
             model.train(training)
         yield
@@ -191,11 +171,6 @@ class OwnState(CutError):
     def __init__(self, message: str, path: str, name: str) -> None:
         super().__init__(message)
         self.path, self.name = path, name
-
-
-def _is_own_tensor(slot: Slot | None) -> bool:
-    """Tell whether a slot is an attribute of a module, and holds a tensor."""
-    return slot is not None and slot.key == slot.name and isinstance(slot.value, Tensor)
 
 
 def changed_outside(module: str, name: str, *, is_tensor: bool = False) -> OwnState:

@@ -36,13 +36,11 @@ from .events import (
     Operation,
     Told,
     ValueId,
-    decides,
     left_behind,
-    makes_anew,
 )
 from .forward_pass import GRADIENT_HOOKS, Maker, Pass, maker
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
-from .random_operations import drawing_nothing, draws
+from .operations import decides, drawing_nothing, draws, makes_anew
 
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
