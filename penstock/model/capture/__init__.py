@@ -16,7 +16,6 @@ inputs                  what a model is called with, and how that is routed to l
 activation_checkpoints  checkpoints that the model puts around blocks
 routes, stages          which stages hold a value; the model cut into stages, and their run
 tied_weights            weights that several stages use
-materialize             values for a model that was built without any
 outer_state             what the model's code may not change outside blocks, and what it may
 attribute_writes        what it may not write while it runs, nor seed
 check                   is the cut model the model?

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.layers import Layers, Source
-from penstock.model.materialize import Placed
+from penstock.model.materialize import Placed, move_or_make_stages
 from penstock.model.owned import Between
 from penstock.model.pytree import flatten, with_new_containers
 from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
@@ -22,7 +22,6 @@ from penstock.trace.units import columns, count_text
 from .captured import Captured
 from .events import INPUT, EventKey, Info, SealedHeader, ValueId, name_of
 from .inputs import ROUTED, as_call, as_inputs, names_of_positions, routed
-from .materialize import Part, move_or_make_parts
 from .replay import Replay
 from .routes import Call as BlockCall
 from .routes import holders, stages_of_events
@@ -201,15 +200,15 @@ class CapturedForward(Source):
         draws: bool,
         placed: Placed | None = None,
     ) -> None:
-        parts = [Part(p.parameters, p.steps, device) for p, device in mine]
-        move_or_make_parts(self.captured, parts, seed, draws=draws, placed=placed)
-        blocks = {block for part in parts for block in part.blocks}
-        release(self.captured.model, {name for part in parts for name in part.parameters})
-        for name, block in self.captured.blocks.items():
-            if name not in blocks:
+        model, blocks = self.captured.model, self.captured.blocks
+        move_or_make_stages(model, blocks, mine, seed, draws=draws, placed=placed)
+        release(model, {name for plan, _ in mine for name in plan.parameters})
+        own = {step.path for plan, _ in mine for step in plan.steps}
+        for name, block in blocks.items():
+            if name not in own:
                 empty_buffers(block)
-        if not parts:  # nothing runs here
-            empty_buffers(self.captured.model)
+        if not mine:  # nothing runs here
+            empty_buffers(model)
 
     def names(self) -> Sequence[str]:
         return tuple(self.captured.parameters)
