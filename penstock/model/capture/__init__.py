@@ -16,8 +16,7 @@ inputs                  what a model is called with, and how that is routed to l
 activation_checkpoints  checkpoints that the model puts around blocks
 routes, stages          which stages hold a value; the model cut into stages, and their run
 tied_weights            weights that several stages use
-outer_state             what the model's code may not change outside blocks, and what it may
-attribute_writes        what it may not write while it runs, nor seed
+outer_state             what the model's code may not change outside blocks, nor seed
 check                   is the cut model the model?
 errors                  errors of code between blocks
 """

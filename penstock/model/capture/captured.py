@@ -14,7 +14,6 @@ from penstock.errors import CaptureError, CutError
 from penstock.model.pytree import flatten, with_new_containers
 from penstock.model.state import first_names
 
-from .attribute_writes import Writes, grad_mode_noted, seeds_refused
 from .blocks import Choice, Groups, check_hooks, check_modules, find_groups, ranges_of
 from .containers import parts
 from .errors import without_gradients
@@ -23,9 +22,12 @@ from .forward_pass import Maker
 from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
 from .outer_state import (
     OwnState,
+    Writes,
     as_it_was,
     changed_outside,
+    grad_mode_noted,
     new_settings,
+    seeds_refused,
     set_again,
     slots_outside,
 )
@@ -109,11 +111,20 @@ class Captured:
         return tuple(name for name in self.parameters if name.startswith(f"{block}."))
 
     def live_bytes(self) -> tuple[int, ...]:
-        """Return the bytes that would cross a cut before each call, in the mode with the most."""
-        return tuple(
-            max(_crossing(of_mode, call, self.calls) for of_mode in self.recorded)
-            for call in range(len(self.calls))
-        )
+        """Return the bytes that would cross a cut before each call, in the mode with the most.
+
+        Those are the bytes of values that are given before the call and used at it or later.
+        """
+        most = []
+        for cut in range(len(self.calls)):
+            stage_of = {call: int(place >= cut) for place, call in enumerate(self.calls)}
+            in_modes = []
+            for mode in self.recorded:
+                held = holders(stages_of_events(mode.events, stage_of, 2))
+                crossing = (value for value, at in held.items() if at == (0, 1))
+                in_modes.append(sum(mode.infos[value].num_bytes for value in crossing))
+            most.append(max(in_modes))
+        return tuple(most)
 
 
 def record_model(
@@ -311,10 +322,3 @@ def _warnings(recordings: Sequence[Recording], choice: Choice) -> Iterator[str]:
                     f"{key} returns a {kind_name}, which cannot cross stages: keep its users on "
                     "one stage"
                 )
-
-
-def _crossing(recorded: Recorded, cut: int, calls: Sequence[Call]) -> int:
-    """Sum the bytes of values that are given before a call and used at it or later."""
-    stage_of = {call: int(place >= cut) for place, call in enumerate(calls)}
-    held = holders(stages_of_events(recorded.events, stage_of, 2))
-    return sum(recorded.infos[value].num_bytes for value, at in held.items() if at == (0, 1))

@@ -6,7 +6,7 @@ device is answered at once.
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -126,10 +126,6 @@ def _size(ghost: Ghost, dim: int | None = None) -> Any:
     return torch.Size(ghost.info.shape) if dim is None else ghost.info.shape[dim]
 
 
-def _is_on(kind: str, ghost: Ghost) -> bool:
-    return ghost.info.device.type == kind
-
-
 def _requires_grad(ghost: Ghost) -> bool:
     current = CURRENT.get()
     if current is not None:
@@ -148,10 +144,10 @@ _ATTRIBUTES: dict[str, Any] = {
     "ndim": property(lambda ghost: len(ghost.info.shape)),
     "requires_grad": property(_requires_grad, _set_requires_grad),
     "is_meta": property(lambda ghost: False),
-    "is_cuda": property(partial(_is_on, "cuda")),
-    "is_cpu": property(partial(_is_on, "cpu")),
-    "is_mps": property(partial(_is_on, "mps")),
-    "is_xpu": property(partial(_is_on, "xpu")),
+    **{
+        f"is_{kind}": property(lambda ghost, kind=kind: ghost.info.device.type == kind)
+        for kind in ("cuda", "cpu", "mps", "xpu")
+    },
     "size": _size,
     "dim": lambda ghost: len(ghost.info.shape),
     "is_floating_point": lambda ghost: ghost.info.dtype.is_floating_point,
@@ -254,16 +250,11 @@ def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _type_name(info: Info) -> str:
-    name = torch.empty(0, dtype=info.dtype).type()
-    kind = info.device.type
+    name, kind = torch.empty(0, dtype=info.dtype).type(), info.device.type
     return name if kind == "cpu" else name.replace("torch.", f"torch.{kind}.")
-
-
-def _device_number(info: Info) -> int:
-    return -1 if info.device.index is None else info.device.index
 
 
 _BY_INFO: dict[Any, Callable[[Info], Any]] = {
     Tensor.type: _type_name,
-    Tensor.get_device: _device_number,
+    Tensor.get_device: lambda info: -1 if info.device.index is None else info.device.index,
 }

@@ -122,7 +122,8 @@ class Replay(Pass):
             self._make_whole(key, ghosts_in(operation.args, operation.kwargs))
         lent = self._lent
         if lent is not None and key.number == 0 and key.block in self._borrowers:
-            operation = operation._replace(function=partial(_lending, lent, operation.function))
+            function = partial(_lending, lent, operation.function)
+            operation = operation._replace(function=function)
         return self.execute(operation)
 
     def _reach(self, key: EventKey) -> None:
@@ -176,7 +177,7 @@ class Replay(Pass):
         """Let all of a value be here of which this device has a slice, for what is no layer."""
         for ghost in ghosts:
             if ghost.here is not None and layout_on(ghost.here) is not None:
-                ghost.here = self._perform(key, partial(_itself, ghost.here))
+                ghost.here = self._perform(key, partial(_unchanged, ghost.here))
 
     def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
         """Refuse a hook on the gradient of a value that another stage made, and uses too."""
@@ -214,20 +215,17 @@ class Replay(Pass):
             RouteError: it is on another stage, and nobody sent it (E4).
         """
         if ghost.here is None:
+            doing = self._doing
+            if not isinstance(doing, str):
+                key, name = doing[:2]
+                doing = str(key) if key.number == 0 else f"'{name}', {key}"
             raise RouteError(
-                f"stage {self._stage} needs {ghost.info.value} for {self._what()}, but the plan "
+                f"stage {self._stage} needs {ghost.info.value} for {doing}, but the plan "
                 f"does not send it there ({calling_line()}): the model took another path than "
                 "with the example inputs (for another argument, length or mode, or an input that "
                 "was None). Capture it with an example that takes this path"
             )
         return ghost.here
-
-    def _what(self) -> str:
-        """Name what is being done, for an error."""
-        if isinstance(self._doing, str):
-            return self._doing
-        key, name = self._doing[:2]
-        return str(key) if key.number == 0 else f"'{name}', {key}"
 
     def instead_of(self, tensor: Tensor) -> Tensor:
         found = tensor if self._lent is None else self._lent.sent.get(id(tensor), tensor)
@@ -293,7 +291,7 @@ class Replay(Pass):
             self._alive.append(weakref.ref(ghost))
 
 
-def _itself(value: Tensor) -> Tensor:
+def _unchanged(value: Tensor) -> Tensor:
     return value
 
 

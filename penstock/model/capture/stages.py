@@ -119,17 +119,15 @@ class CutModel:
         output = replay.run(self.captured.model, args, kwargs)
         if stage == self.num_stages - 1:
             return Ran(output, None, {})
-        return Ran(output, part.cache.sealed(replay.header), self._sent(stage, part, replay))
-
-    def _sent(self, stage: int, part: _Part, replay: Replay) -> dict[int, dict[ValueId, Tensor]]:
-        passed_on = {value: replay.received[value] for value in part.passed_on}
+        passed_on = {value: received[value] for value in part.passed_on}
         leaving = {**replay.leaving(), **part.lent, **passed_on}
-        if self.captured.decides:  # what crosses goes from stage to stage
-            return {stage + 1: leaving}
-        return {
-            peer: {value: leaving[value] for value in values if value in leaving}
-            for peer, values in self.sends[stage].items()
-        }
+        sent = {stage + 1: leaving}
+        if not self.captured.decides:  # else what crosses goes from stage to stage
+            sent = {
+                peer: {value: leaving[value] for value in values if value in leaving}
+                for peer, values in self.sends[stage].items()
+            }
+        return Ran(output, part.cache.sealed(replay.header), sent)
 
     def feeds(self, source: int, target: int) -> bool:
         """Tell whether a stage sends another one anything: the next one always, its header."""
@@ -140,23 +138,16 @@ class CutModel:
     def names_of(self, stage: int) -> tuple[str, ...]:
         """Name the parameters that a stage has; the first one has the unused, too."""
         captured, away = self.captured, {n for t in self._borrowed(stage) for n in t.names}
-        used = {at: self._used_on(at) for at in range(self.num_stages)}
+        used: list[set[str]] = [set() for _ in range(self.num_stages)]
+        for (block, _), at in self.stage_of.items():
+            used[at].update(captured.names_in(block))
+        for event, at in self._events:
+            used[at].update(event.parameters)
         first = {captured.parameters[name] for name in used[stage] if name not in away}
         if stage == 0:  # what nobody uses must be somewhere
-            everywhere = {captured.parameters[n] for names in used.values() for n in names}
+            everywhere = {captured.parameters[n] for names in used for n in names}
             first |= {*captured.parameters.values()} - everywhere
         return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
-
-    def _used_on(self, stage: int) -> set[str]:
-        """Name the parameters that blocks on a stage have, or code between them reads there."""
-        blocks = {block for (block, _), at in self.stage_of.items() if at == stage}
-        found = {name for block in blocks for name in self.captured.names_in(block)}
-        return found | {n for event, at in self._events if at == stage for n in event.parameters}
-
-    def _read_by(self, block: str) -> set[str]:
-        """Name the parameters that a block has, or reads by other ways."""
-        calls = (e for e, _ in self._events if e.key.block == block and e.key.number == 0)
-        return {*self.captured.names_in(block), *(n for e in calls for n in e.parameters)}
 
     def _borrowed(self, stage: int) -> tuple[Tied, ...]:
         """List the parameters that a stage uses, or passes on, and an earlier one has."""
@@ -165,28 +156,31 @@ class CutModel:
         return tuple(t for t in self.tied if stage in t.stages[1:])
 
     def _part(self, stage: int) -> _Part:
-        if stage not in self._parts:
-            self._names = self._names or watch(self.captured.blocks)
-            self._parts[stage] = self._make_part(stage)
-        return self._parts[stage]
-
-    def _make_part(self, stage: int) -> _Part:
+        if stage in self._parts:
+            return self._parts[stage]
         captured, borrowed = self.captured, self._borrowed(stage)
+        self._names = self._names or watch(captured.blocks)
         places = ((name, find_tensor(captured.model, name)) for name in captured.parameters)
         held = {name: place for name, place in places if place is not None}
         away = {name: tied.value for tied in borrowed for name in tied.names}
         lent = [tied for tied in self.tied if tied.stages[0] == stage]
         sends_on = frozenset(v for values in self.sends[stage].values() for v in values)
-        return _Part(
+        reads = {block: set(captured.names_in(block)) for block in captured.blocks}
+        for event, _ in self._events:  # a block may come by a parameter in other ways
+            if event.key.number == 0 and event.key.block in reads:
+                reads[event.key.block].update(event.parameters)
+        self._parts[stage] = _Part(
             parameters=frozenset(map(id, held.values())),
             wanted=None if captured.decides else sends_on,
             places={i: away[n] for n in held.keys() & away for i in ids_of(held[n])},
-            borrowers=frozenset(b for b in captured.blocks if away.keys() & self._read_by(b)),
-            lent={tied.value: _first_parameter(held, tied) for tied in lent},
+            borrowers=frozenset(block for block, names in reads.items() if away.keys() & names),
+            lent={
+                tied.value: next(
+                    p for n in tied.names if isinstance(p := held.get(n), nn.Parameter)
+                )
+                for tied in lent
+            },
             passed_on=tuple(tied.value for tied in borrowed if stage < tied.stages[-1]),
             cache=HeaderCache(),
         )
-
-
-def _first_parameter(held: Mapping[str, Tensor], tied: Tied) -> Tensor:
-    return next(p for n in tied.names if isinstance(p := held.get(n), nn.Parameter))
+        return self._parts[stage]
