@@ -201,9 +201,13 @@ def _num_beside_lists(value: Any) -> int | None:
     """Count the samples by what lies outside of lists that hold tensors; where nothing does, by
     what lies in the outermost. None if that has no one number.
     """
+
+    def is_entry_or_list(part: Any) -> bool:
+        return isinstance(part, list | deque) or _is_entry(part)
+
     level = [value]
     while level:
-        leaves = [leaf for part in level for leaf in flatten_by(part, _is_entry_or_list)[0]]
+        leaves = [leaf for part in level for leaf in flatten_by(part, is_entry_or_list)[0]]
         lists = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not _is_entry(leaf)]
         sizes = {_num_rows(x) for x in leaves if all(x is not part for part in lists)} - {None}
         if sizes:
@@ -217,10 +221,6 @@ def _is_whole(entry: Any) -> bool:
     no rows.
     """
     return isinstance(entry, Whole) or (isinstance(entry, Tensor) and entry.dim() == 0)
-
-
-def _is_entry_or_list(value: Any) -> bool:
-    return isinstance(value, list | deque) or _is_entry(value)
 
 
 def _num_rows(entry: Any) -> int | None:

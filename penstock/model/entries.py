@@ -131,20 +131,16 @@ def can_be_made_again(tensor: Tensor) -> bool:
     or where another process cannot import its class.
     """
     kind = type(tensor)
+    importable: Any = sys.modules.get(kind.__module__)
+    for part in kind.__qualname__.split("."):
+        importable = getattr(importable, part, None)
     return (
         kind.__torch_dispatch__ is Tensor.__torch_dispatch__
         and vars(tensor).keys() <= _NO_STATE
         and not any(vars(base).get("__slots__") for base in kind.__mro__)
-        and _imported(kind.__module__, kind.__qualname__) is kind
+        and importable is kind
         and type(tensor.as_subclass(Tensor)) is Tensor
     )
-
-
-def _imported(module: str, name: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 def as_plain(tensor: Tensor) -> Tensor:

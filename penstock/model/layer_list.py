@@ -200,14 +200,11 @@ def _check_layer(layer: Layer, name: str, index: int, names: set[str]) -> None:
         raise ConfigError(
             f"two layers are named {name!r}; parameter names must differ: rename one"
         )
-    if layer.outputs is not None and not _names(layer.outputs):
-        raise ConfigError(
-            f"layer {name!r} names no outputs; leave `outputs` out or name at least one"
-        )
-    if layer.inputs is not None and not _names(layer.inputs):
-        raise ConfigError(
-            f"layer {name!r} names no inputs; leave `inputs` out or name at least one"
-        )
+    for kind, names_of_values in (("outputs", layer.outputs), ("inputs", layer.inputs)):
+        if names_of_values is not None and not _names(names_of_values):
+            raise ConfigError(
+                f"layer {name!r} names no {kind}; leave `{kind}` out or name at least one"
+            )
     for tensor in (*layer.module.parameters(), *layer.module.buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(

@@ -142,7 +142,8 @@ class Layers:
         """
         owner: dict[int, tuple[Step, str]] = {}
         for step in self.steps:
-            for name, tensor in self._unshared(step.module):
+            parameters = step.module.named_parameters() if self.model is None else ()
+            for name, tensor in (*parameters, *step.module.named_buffers()):
                 first, first_name = owner.setdefault(id(tensor), (step, name))
                 if stage_of[first.index] != stage_of[step.index]:
                     raise _shared((first, first_name), (step, name), stage_of)
@@ -153,10 +154,6 @@ class Layers:
                     f"{self.steps[m].label} on stage {stage_of[m]}, which together= keeps "
                     f"on one; let no stage begin at layers {n + 1} to {m}"
                 )
-
-    def _unshared(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        parameters = module.named_parameters() if self.model is None else ()
-        return [*parameters, *module.named_buffers()]
 
     def registered(self, holds: Callable[[int], bool], loss: Any) -> dict[str, Any]:
         """Return what a module registers that has the layers for which `holds`, by their names,

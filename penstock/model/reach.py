@@ -9,7 +9,7 @@ through modules, functions, containers and objects of the user's classes.
 import dis
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -238,8 +238,11 @@ class _Walk:
         for name, method in vars(kind).items():
             is_called = name in self.party.reads or (runs and name == "forward")
             is_called |= name.startswith("__") and name not in _NOT_IN_A_STEP
-            for function in _functions_of(method) if is_called else ():
-                self._count(function, kind.__name__)
+            behind = getattr(method, "__func__", method)
+            parts = (behind.fget, behind.fset) if isinstance(behind, property) else (behind,)
+            for part in parts if is_called else ():
+                if isinstance(part, FunctionType):
+                    self._count(part, kind.__name__)
 
     def _count(self, function: FunctionType, path: str) -> None:
         """Take up what a function names, and go where its variables lead."""
@@ -277,13 +280,6 @@ def _leads_on(value: Any) -> bool:
 def _is_users(function: FunctionType) -> bool:
     """Tell whether a function is neither Python's, torch's nor ours."""
     return (function.__module__ or "").partition(".")[0] not in LIBRARIES
-
-
-def _functions_of(method: Any) -> Iterator[FunctionType]:
-    """Yield the functions behind an entry of a class: methods, properties."""
-    behind = getattr(method, "__func__", method)
-    parts = (behind.fget, behind.fset) if isinstance(behind, property) else (behind,)
-    yield from (part for part in parts if isinstance(part, FunctionType))
 
 
 def _held(cell: CellType) -> Any:

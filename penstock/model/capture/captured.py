@@ -19,7 +19,7 @@ from .containers import parts
 from .errors import without_gradients
 from .events import START, Info, ValueId
 from .forward_pass import Maker
-from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
+from .inputs import EVERYWHERE, ROUTED, arguments_for, as_call, first_samples, names_of_positions
 from .outer_state import (
     OwnState,
     Writes,
@@ -262,11 +262,9 @@ def _run_once(
     recording = Recording(watch(blocks), parameters, on_meta=on_meta, together=asked.groups)
     recording.keep, recording.routed_makers = asked.keep, asked.makers
     recording.has_lists = any(isinstance(p, list | deque) and flatten(p)[0] for p in parts(given))
+    given = arguments_for(recording, asked.inputs, given, names_of_positions(model))
     if asked.inputs == ROUTED:
-        given = routed(recording, *given, names_of_positions(model))
         recording.note_inputs(recording.header[START])
-    else:
-        given = with_new_containers(given)
     writes = Writes(model, blocks)
     with seeds_refused(), grad_mode_noted(), writes.noted(recording):
         recording.run(model, *given)

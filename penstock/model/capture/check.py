@@ -124,8 +124,8 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
         different = _differences(expected, found)
         if _worse_than_rounding(different):
             # where the model differs from itself
-            runs = [_run(model, call, model, "evaluation") for _ in range(2)]
-            noise = _differences(*runs, {name for _, name in runs[0]})
+            one, other = (_run(model, call, model, "evaluation") for _ in range(2))
+            noise = _differences(one, other, {name for _, name in one})
             if _worse_than_rounding(noise):
                 warnings.warn(_NOISY, stacklevel=5)
                 return f"not checked: {_NOISY}"

@@ -7,6 +7,7 @@ anything else between blocks    no event                  runs on every stage al
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -139,20 +140,17 @@ class Pass(AbstractPass, ABC):
         """Execute the model; give its output with its real tensors."""
         token = CURRENT.set(self)
         try:
-            if not self._sees_all:
-                return self.ended(self._with_kept(model(*args, **kwargs)))
-            with _Everything(self):
-                return self.ended(self._with_kept(model(*args, **kwargs)))
+            with _Everything(self) if self._sees_all else nullcontext():
+                output = model(*args, **kwargs)
+                if self.keep and not torch.is_grad_enabled():
+                    output = output, self._beside
+                return self.ended(output)
         except RuntimeError as error:
             if self._not_followed is None or error is self._not_followed:
                 raise
             raise self._not_followed from error  # TorchScript puts its own in that one's place
         finally:
             CURRENT.reset(token)
-
-    def _with_kept(self, output: Any) -> Any:
-        """Return the model's output, and beside it what the blocks gave that are to be kept."""
-        return (output, self._beside) if self.keep and not torch.is_grad_enabled() else output
 
     def ended(self, output: Any) -> Any:
         """Return the model's output with real tensors for ghosts."""

@@ -6,7 +6,7 @@ device is answered at once.
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -126,6 +126,10 @@ def _size(ghost: Ghost, dim: int | None = None) -> Any:
     return torch.Size(ghost.info.shape) if dim is None else ghost.info.shape[dim]
 
 
+def _is_on(kind: str, ghost: Ghost) -> bool:
+    return ghost.info.device.type == kind
+
+
 def _requires_grad(ghost: Ghost) -> bool:
     current = CURRENT.get()
     if current is not None:
@@ -144,10 +148,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "ndim": property(lambda ghost: len(ghost.info.shape)),
     "requires_grad": property(_requires_grad, _set_requires_grad),
     "is_meta": property(lambda ghost: False),
-    **{
-        f"is_{kind}": property(lambda ghost, kind=kind: ghost.info.device.type == kind)
-        for kind in ("cuda", "cpu", "mps", "xpu")
-    },
+    **{f"is_{kind}": property(partial(_is_on, kind)) for kind in ("cuda", "cpu", "mps", "xpu")},
     "size": _size,
     "dim": lambda ghost: len(ghost.info.shape),
     "is_floating_point": lambda ghost: ghost.info.dtype.is_floating_point,

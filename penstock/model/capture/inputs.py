@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError, CutError
 from penstock.model.batch import batch_size, split
-from penstock.model.pytree import DictOf, Node, Structure, flatten, moved, tree_map, unflatten
+from penstock.model.pytree import (
+    DictOf,
+    Node,
+    Structure,
+    flatten,
+    moved,
+    tree_map,
+    unflatten,
+    with_new_containers,
+)
 
 from .events import INPUT, START, EventKey, Told
 from .ghost import Ghost
@@ -79,16 +88,18 @@ def first_samples(example_inputs: Any, count: int) -> Any:
     return tree_map(Tensor.detach, split(example_inputs, [count, size - count])[0])
 
 
-def routed(
-    run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[int | str]
-) -> Call:
-    """Return ghosts for the model's inputs; on a later stage, those that the header tells of.
+def arguments_for(run: Any, inputs: str, call: Call, names: Sequence[int | str]) -> Call:
+    """Return the arguments with which a pass calls the model, in containers of its own.
 
-    A value is named by its parameter, which `names` has for each position, and by its place in
-    the argument: whatever else is given, and whether by position or by keyword.
+    Where `inputs` are routed they are ghosts; on a later stage those that the header tells of. A
+    value is named by its parameter, which `names` has for each position, and by its place in the
+    argument: whatever else is given, and whether by position or by keyword.
     """
+    if inputs != ROUTED:
+        return with_new_containers(call)
     told = run.header.get(START)
     if told is None:
+        args, kwargs = call
         ghosts: list[Ghost] = []
         structures: list[Structure] = []
         named: dict[int | str, Any] = dict(enumerate(args))

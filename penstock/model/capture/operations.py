@@ -1,4 +1,4 @@
-"""What is known of torch's operations: which draw random numbers, look at values, give new memory.
+"""Facts of torch's operations: which draw random numbers, look at values, give new memory.
 
 Operations that draw are events, between blocks too, so that only one stage draws.
 """

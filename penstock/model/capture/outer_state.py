@@ -1,4 +1,4 @@
-"""What a model's own forward changes outside its blocks, and so on every stage.
+"""Refuse what a model's own forward changes outside its blocks, and so on every stage.
 
 Settings are no such change: flags, and plain values that a first forward puts where there was
 nothing or None, as transformers models do with `config.problem_type`, read off their labels.

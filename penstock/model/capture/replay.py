@@ -6,7 +6,8 @@ the next stage's block    the pass ends
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,47 +39,62 @@ class _StageEnd(BaseException):
     """Leaves the model's forward; no `except Exception` of the model's may catch it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """What is the same for every micro-batch of a stage.
+
+    Args:
+        stage: which stage it is.
+        stage_of: the stage of each call.
+        names: the blocks, by the id of their module.
+        parameters: ids of all parameters, or of what stands in their place.
+        wanted: values that later stages need; None: whatever Python still refers to.
+        sees_all: whether operations without routed values may be events.
+        places: what is sent for each borrowed parameter, by the id of what stands in its place.
+        borrowers: blocks that use those.
+        lent: parameters that later stages borrow, by the name of the value.
+        passed_on: borrowed ones that a later stage borrows too.
+        cache: what the stage told before.
+    """
+
+    stage: int
+    stage_of: Mapping[tuple[str, int], int]
+    names: Mapping[int, str]
+    parameters: frozenset[int]
+    wanted: frozenset[ValueId] | None
+    sees_all: bool
+    places: Mapping[int, ValueId] = field(default_factory=dict)
+    borrowers: frozenset[str] = frozenset()
+    lent: Mapping[ValueId, Tensor] = field(default_factory=dict)
+    passed_on: tuple[ValueId, ...] = ()
+    cache: HeaderCache = field(default_factory=HeaderCache)
+
+
 class Replay(Pass):
     """One stage's execution of the model on one micro-batch.
 
     Args:
-        names: the blocks, by the id of their module.
-        parameters: ids of the parameters, or of what stands in their place.
-        stage: which stage this is.
-        stage_of: the stage of each call.
+        part: the stage.
         received: values that other stages sent.
         header: what happened on the stages before.
-        wanted: values that later stages need; None keeps all that Python still refers to.
-        lent: what was sent for parameters that have their home on another stage, by their id.
-        borrowers: the blocks that use those.
-        cache: what was told of each event in the passes before.
+        perform: runs each block call and random operation.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument for each line of its docstring
+    def __init__(
         self,
-        names: Mapping[int, str],
-        parameters: Collection[int],
-        stage: int,
-        stage_of: Mapping[tuple[str, int], int],
-        *,
+        part: StagePart,
         received: Mapping[ValueId, Tensor],
         header: Header,
-        wanted: Collection[ValueId] | None,
-        lent: Mapping[int, Tensor] | None = None,
-        borrowers: Collection[str] = (),
         perform: Perform = plainly,
-        sees_all: bool = False,
-        cache: HeaderCache | None = None,
     ) -> None:
-        super().__init__(names, parameters, perform=perform, sees_all=sees_all)
-        self._stage, self._stage_of = stage, stage_of
-        self._last_stage = max(stage_of.values())
-        self.received, self._wanted = received, wanted
-        self.header = dict(header)
+        super().__init__(part.names, part.parameters, perform=perform, sees_all=part.sees_all)
+        self._stage, self._stage_of, self._borrowers = part.stage, part.stage_of, part.borrowers
+        self._last_stage = max(part.stage_of.values())
+        self._wanted, self._cache = part.wanted, part.cache
+        self.received, self.header = received, dict(header)
+        lent = {number: received[value] for number, value in part.places.items()}
         self._lent = Lent(lent) if lent else None
-        self._borrowers = borrowers
-        self._cache = HeaderCache() if cache is None else cache
-        self._is_own, self._is_over = stage == 0, False
+        self._is_own, self._is_over = part.stage == 0, False
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
         self._has_slices = any(layout_on(tensor) is not None for tensor in received.values())

@@ -14,15 +14,15 @@ from penstock.errors import CutError
 from penstock.model.layers import Layers, Source
 from penstock.model.materialize import Placed, move_or_make_stages
 from penstock.model.owned import Between
-from penstock.model.pytree import flatten, with_new_containers
+from penstock.model.pytree import flatten
 from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
 from penstock.schedules.transfers import Transfer
 from penstock.trace.units import columns, count_text
 
 from .captured import Captured
 from .events import INPUT, EventKey, Info, SealedHeader, ValueId, name_of
-from .inputs import ROUTED, as_call, as_inputs, names_of_positions, routed
-from .replay import Replay
+from .inputs import ROUTED, arguments_for, as_call, as_inputs, names_of_positions
+from .replay import Replay, StagePart
 from .routes import Call as BlockCall
 from .routes import holders, stages_of_events
 from .stages import CutModel
@@ -80,24 +80,19 @@ class CapturedForward(Source):
             if len(at) > 1 or value.event.block.startswith(INPUT)
         }
         parameters = (find_tensor(captured.model, name) for name in captured.parameters)
-        replay = _WithoutValues(
-            watch(captured.blocks),
-            frozenset(id(tensor) for tensor in parameters if tensor is not None),
-            0,
-            dict.fromkeys(alone, 0),
-            received={},
-            header={},
+        part = StagePart(
+            stage=0,
+            stage_of=dict.fromkeys(alone, 0),
+            names=watch(captured.blocks),
+            parameters=frozenset(id(tensor) for tensor in parameters if tensor is not None),
             wanted=frozenset(wanted),
-            perform=self._performed_by(perform),
             sees_all=captured.needs_all,
         )
-        is_routed = captured.inputs == ROUTED
-        if is_routed:
-            args, kwargs = routed(replay, *call, names_of_positions(captured.model))
-        else:
-            args, kwargs = with_new_containers(call)
+        replay = _WithoutValues(part, {}, {}, self._performed_by(perform))
+        positions = names_of_positions(captured.model)
+        args, kwargs = arguments_for(replay, captured.inputs, call, positions)
         output, crossings = replay.run(captured.model, args, kwargs), list[Crossing]()
-        for tensor in () if is_routed else flatten(call)[0]:
+        for tensor in () if captured.inputs == ROUTED else flatten(call)[0]:
             crossings.append(Crossing(-1, (0,), (tensor,)))
         leaving = replay.leaving()
         for value, at in wanted.items():

@@ -1,19 +1,17 @@
 """A captured model cut into stages: who has what, who sends what to whom, how a stage runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.model.pytree import with_new_containers
 from penstock.model.stage_plan import relays, stage_of_layers
 
 from .captured import Captured
-from .events import HeaderCache, SealedHeader, ValueId
+from .events import SealedHeader, ValueId
 from .forward_pass import Perform, plainly
-from .inputs import ROUTED, Call, names_of_positions, routed
-from .replay import Replay
+from .inputs import Call, arguments_for, names_of_positions
+from .replay import Replay, StagePart
 from .routes import holders, stages_of_events
 from .tied_weights import Tied, check_names, find_tensor, find_tied, ids_of
 from .watch import watch
@@ -33,29 +31,6 @@ class Ran(NamedTuple):
     sent: dict[int, dict[ValueId, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What is the same for every micro-batch of a stage.
-
-    Args:
-        parameters: ids of all parameters, or of what stands in their place.
-        wanted: values that later stages need; None: whatever Python still refers to.
-        places: what is sent for each borrowed parameter, by the id of what stands in its place.
-        borrowers: blocks that use those.
-        lent: parameters that later stages borrow, by the name of the value.
-        passed_on: borrowed ones that a later stage borrows too.
-        cache: what the stage told before.
-    """
-
-    parameters: frozenset[int]
-    wanted: frozenset[ValueId] | None
-    places: Mapping[int, ValueId]
-    borrowers: frozenset[str]
-    lent: Mapping[ValueId, Tensor]
-    passed_on: tuple[ValueId, ...]
-    cache: HeaderCache
-
-
 class CutModel:
     """A captured model cut into stages."""
 
@@ -72,11 +47,10 @@ class CutModel:
         held = {**holders(self._events), **{tied.value: tied.stages for tied in self.tied}}
         self.sends = relays(held, self.num_stages)
         self._positions = names_of_positions(captured.model)
-        self._names: dict[int, str] = {}
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, StagePart] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": {}, "_parts": {}}  # a copy's modules are its own
+        return {**self.__dict__, "_parts": {}}  # a copy's modules are its own
 
     def run_stage(
         self,
@@ -97,25 +71,9 @@ class CutModel:
             perform: runs each block call and random operation.
         """
         part = self._part(stage)
-        replay = Replay(
-            self._names,
-            part.parameters,
-            stage,
-            self.stage_of,
-            received=received,
-            header=told.header if told else {},
-            wanted=part.wanted,
-            lent={number: received[value] for number, value in part.places.items()},
-            borrowers=part.borrowers,
-            perform=perform,
-            sees_all=self.captured.needs_all,
-            cache=part.cache,
-        )
+        replay = Replay(part, received, told.header if told else {}, perform)
         replay.keep, replay.routed_makers = self.captured.keep, self.captured.makers
-        if self.captured.inputs == ROUTED:
-            args, kwargs = routed(replay, *call, self._positions)
-        else:
-            args, kwargs = with_new_containers(call)
+        args, kwargs = arguments_for(replay, self.captured.inputs, call, self._positions)
         output = replay.run(self.captured.model, args, kwargs)
         if stage == self.num_stages - 1:
             return Ran(output, None, {})
@@ -155,11 +113,10 @@ class CutModel:
             return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
         return tuple(t for t in self.tied if stage in t.stages[1:])
 
-    def _part(self, stage: int) -> _Part:
+    def _part(self, stage: int) -> StagePart:
         if stage in self._parts:
             return self._parts[stage]
         captured, borrowed = self.captured, self._borrowed(stage)
-        self._names = self._names or watch(captured.blocks)
         places = ((name, find_tensor(captured.model, name)) for name in captured.parameters)
         held = {name: place for name, place in places if place is not None}
         away = {name: tied.value for tied in borrowed for name in tied.names}
@@ -169,7 +126,11 @@ class CutModel:
         for event, _ in self._events:  # a block may come by a parameter in other ways
             if event.key.number == 0 and event.key.block in reads:
                 reads[event.key.block].update(event.parameters)
-        self._parts[stage] = _Part(
+        self._parts[stage] = StagePart(
+            stage=stage,
+            stage_of=self.stage_of,
+            names=watch(captured.blocks),
+            sees_all=captured.needs_all,
             parameters=frozenset(map(id, held.values())),
             wanted=None if captured.decides else sends_on,
             places={i: away[n] for n in held.keys() & away for i in ids_of(held[n])},
@@ -181,6 +142,5 @@ class CutModel:
                 for tied in lent
             },
             passed_on=tuple(tied.value for tied in borrowed if stage < tied.stages[-1]),
-            cache=HeaderCache(),
         )
         return self._parts[stage]
