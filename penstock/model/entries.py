@@ -1,7 +1,7 @@
 """How a tensor from another stage becomes a leaf of this stage's own autograd graph."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -13,6 +13,7 @@ from penstock.torch_private import version_counter
 
 LASTING = "penstock_lasting"
 """The attribute of a tensor that was sent for a parameter."""
+_CACHE_LINE_BYTES = 64
 _LAYOUT = "penstock_layout"
 _PLAIN = {Tensor, type(None)}
 _NO_STATE = {LASTING, _LAYOUT, "_is_param"}
@@ -164,9 +165,6 @@ def detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if plain is tensor else like(plain.detach(), tensor)
 
 
-_CACHE_LINE_BYTES = 64
-
-
 def no_leaf(tensor: Tensor) -> Tensor:
     """Return a tensor as what an operation gave, as it is in the unsplit model.
 
@@ -175,8 +173,7 @@ def no_leaf(tensor: Tensor) -> Tensor:
     """
     if not tensor.requires_grad:
         return tensor
-    same = _Same.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    assert isinstance(same, Tensor)
+    same: Tensor = _Identity.apply(tensor, Tensor.detach)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return same
 
 
@@ -189,32 +186,21 @@ def faithful_copy(tensor: Tensor) -> Tensor:
     if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
         return tensor  # expanded: torch itself refuses to change it in place
     if tensor.requires_grad and torch.is_grad_enabled():
-        copied = _Copy.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        assert isinstance(copied, Tensor)
+        copied: Tensor = _Identity.apply(tensor, _copy)  # type: ignore[no-untyped-call]  # as above
         return copied
     return _copy(tensor)
 
 
-class _Same(torch.autograd.Function):
-    """The same tensor, with the very strides that it has: a view would choose others."""
+class _Identity(torch.autograd.Function):
+    """A tensor of the same values and the very strides: a view would choose others."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        return make(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return _copy(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _copy(tensor: Tensor) -> Tensor:

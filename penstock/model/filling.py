@@ -16,11 +16,12 @@ from penstock.errors import ConfigError
 from penstock.torch_private import (
     TorchDispatchMode,
     arguments_of,
-    buffers_of,
     parameters_of,
     reset_of,
     storage_id,
 )
+
+from .owned import place_of
 
 InitWeights = Callable[[nn.Module], Any]
 
@@ -109,13 +110,6 @@ class _Filling(TorchDispatchMode):
         if now is not tensor:
             return isinstance(now, Tensor) and not now.is_meta
         return not tensor.numel() or storage_id(tensor) in self.written
-
-
-def place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Return the dictionary in which a module has the parameter or buffer, and its name there."""
-    path, _, last = name.rpartition(".")
-    owner = model.get_submodule(path)
-    return (parameters_of(owner) if last in parameters_of(owner) else buffers_of(owner)), last
 
 
 def _cannot_fill(model: nn.Module, names: Sequence[str]) -> ConfigError:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError
@@ -12,7 +11,7 @@ from penstock.torch_private import children_of, has_hooks
 from penstock.trace.units import columns, count_text
 
 from .layers import Layers, Source
-from .materialize import Made, Placed, give_rest, move_or_make, tied_groups
+from .materialize import Made, Mine, Placed, give_rest, move_or_make, tied_groups
 from .pytree import flatten
 from .stage_plan import (
     MODEL_INPUT,
@@ -80,14 +79,7 @@ class ListOfModules(Source):
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
         return plan_stages(self.steps, partition)
 
-    def place(
-        self,
-        mine: Sequence[tuple[StagePlan, torch.device]],
-        seed: int,
-        *,
-        draws: bool,
-        placed: Placed | None = None,
-    ) -> None:
+    def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
         made: Made = {}
         for plan, device in mine:
             for group in tied_groups(plan.steps):

@@ -27,7 +27,8 @@ from penstock.torch_private import (
     version_counter,
 )
 
-from .filling import fill, place_of
+from .filling import fill
+from .owned import place_of
 from .stage_plan import StagePlan, Step
 from .state import keeping_values
 
@@ -35,6 +36,8 @@ Made = dict[int, tuple[Tensor, Tensor]]
 """(tensor on the meta device, what was made of it) by the id of the first one."""
 
 
+Mine = Sequence[tuple[StagePlan, torch.device]]
+"""The stages of this process, each with its device."""
 Placed = Callable[[Sequence[Step]], None]
 """What is called with layers that share weights, once these are on their device."""
 Place = tuple[dict[str, Any], str, Any]
@@ -107,7 +110,7 @@ def _cannot_make(step: Step, module: nn.Module) -> ConfigError:
 def move_or_make_stages(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
-    mine: Sequence[tuple[StagePlan, torch.device]],
+    mine: Mine,
     seed: int,
     *,
     draws: bool,
@@ -148,9 +151,7 @@ def move_or_make_stages(
 
 
 def _devices(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    mine: Sequence[tuple[StagePlan, torch.device]],
+    model: nn.Module, blocks: Mapping[str, nn.Module], mine: Mine
 ) -> dict[str, torch.device]:
     """Return the device of each parameter and buffer of this process, by all their names."""
     found: dict[str, torch.device] = {}

@@ -74,11 +74,6 @@ def put_state(state: Mapping[Place, Any]) -> None:
             holder(place)[place[2]] = tensor
 
 
-def tensors_at(places: Iterable[Place]) -> list[Tensor]:
-    """Return what stands at places where tensors do."""
-    return [holder(place)[place[2]] for place in places]
-
-
 @contextmanager
 def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Have modules in evaluation mode; each is in its own mode afterwards."""

@@ -15,7 +15,7 @@ from penstock.torch_private import has_gradient_hooks
 from .forward_pass import Maker
 from .outer_state import OwnState, is_kept_by_one
 from .recording import Recording, SideChannel, WroteOutside
-from .routes import Call, sources_of_blocks
+from .routes import BlockCall, sources_of_blocks
 from .watch import original_class
 
 _LARGE_SHARE = 1 / 32
@@ -270,7 +270,7 @@ class Choice:
                 return True
         return False
 
-    def check(self, calls: Sequence[Call]) -> None:
+    def check(self, calls: Sequence[BlockCall]) -> None:
         """Refuse state of its own in a module that several stages may call."""
         times = Counter(block for block, _ in calls)
         for block, module in self._found.items():
@@ -313,7 +313,7 @@ def find_groups(
     return tuple(groups)
 
 
-def ranges_of(groups: Groups, calls: Sequence[Call]) -> tuple[tuple[int, int], ...]:
+def ranges_of(groups: Groups, calls: Sequence[BlockCall]) -> tuple[tuple[int, int], ...]:
     """Return the first and last call of each group; groups that overlap are one."""
     found = []
     for group in groups:

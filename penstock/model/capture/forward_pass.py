@@ -178,11 +178,7 @@ class Pass(AbstractPass, ABC):
             kwargs = dict(zip(kwargs, reals[len(args) :], strict=True))
         ghosts = [*found.values()]
         versions = [_version(ghost.here) for ghost in ghosts]
-        self.is_inside = True
-        try:
-            result = self._natively(key, function, tuple(reals[: len(args)]), kwargs)
-        finally:
-            self.is_inside = False
+        result = self._natively(key, function, tuple(reals[: len(args)]), kwargs)
         for ghost, version in zip(ghosts, versions, strict=True):
             if _version(ghost.here) != version:
                 return self.result_of(operation, result, ghosts, versions)
@@ -207,11 +203,7 @@ class Pass(AbstractPass, ABC):
         ghosts = list(found.values())
         versions = [_version(ghost.here) for ghost in ghosts]
         before = [_version(tensor) for tensor in others] if key.number else ()
-        self.is_inside = True
-        try:
-            result = self._natively(key, function, args, kwargs)
-        finally:
-            self.is_inside = False
+        result = self._natively(key, function, args, kwargs)
         for number in changed(given, contents):
             raise changes_container(given[number], key)
         for tensor, version in zip(others, before, strict=False):
@@ -244,23 +236,22 @@ class Pass(AbstractPass, ABC):
         self.header[key] = told
 
     def _natively(
-        self,
-        key: EventKey,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, key: EventKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a call of a block, or an operation; what draws is run as a layer is."""
-        if key.number == 0:
-            if self.checkpoint is not None:
+        self.is_inside = True
+        try:
+            if key.number and not draws(function, args, kwargs):
+                return function(*args, **kwargs)
+            run = partial(function, *args, **kwargs)
+            if key.number:
+                self._drawn += 1
+                key = key._replace(number=self._drawn)
+            elif self.checkpoint is not None:
                 run = partial(checkpointed, self.checkpoint, function, args, kwargs)
-                return self._perform(key, run)
-            return self._perform(key, partial(function, *args, **kwargs))
-        if draws(function, args, kwargs):
-            self._drawn += 1
-            draw = key._replace(number=self._drawn)
-            return self._perform(draw, partial(function, *args, **kwargs))
-        return function(*args, **kwargs)
+            return self._perform(key, run)
+        finally:
+            self.is_inside = False
 
     @abstractmethod
     def wrote_outside(self, tensor: Tensor, operation: Operation) -> None:

@@ -28,16 +28,7 @@ from .errors import (
     writes_into,
     written_through_a_view,
 )
-from .events import (
-    END,
-    START,
-    EventKey,
-    Info,
-    Operation,
-    Told,
-    ValueId,
-    left_behind,
-)
+from .events import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
 from .forward_pass import GRADIENT_HOOKS, Maker, Pass, maker
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .operations import decides, drawing_nothing, draws, makes_anew

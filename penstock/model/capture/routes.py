@@ -8,13 +8,13 @@ from penstock.errors import CutError
 from .events import END, ValueId
 from .recording import Event
 
-Call = tuple[str, int]
+BlockCall = tuple[str, int]
 """A block's name and the number of its call."""
 Placed = tuple[Event, int]
 """An event, and the stage that it is on."""
 
 
-def calls_of(recordings: Iterable[Iterable[Event]]) -> list[Call]:
+def calls_of(recordings: Iterable[Iterable[Event]]) -> list[BlockCall]:
     """List the block calls of all recordings, in the order of their execution.
 
     One recording may call none: a model may leave out its blocks in training, by chance or by a
@@ -37,7 +37,7 @@ def calls_of(recordings: Iterable[Iterable[Event]]) -> list[Call]:
     return calls
 
 
-def _merged(first: list[Call], second: list[Call]) -> list[Call]:
+def _merged(first: list[BlockCall], second: list[BlockCall]) -> list[BlockCall]:
     """Put two orders together: what one mode leaves out stays where the other has it."""
     merged, known = list(first), set(first)
     for place, call in enumerate(second):
@@ -49,7 +49,7 @@ def _merged(first: list[Call], second: list[Call]) -> list[Call]:
 
 
 def stages_of_events(
-    events: Iterable[Event], stage_of: Mapping[Call, int], num_stages: int
+    events: Iterable[Event], stage_of: Mapping[BlockCall, int], num_stages: int
 ) -> list[Placed]:
     """Return each event with its stage: that of the last call before it."""
     found, stage = [], 0

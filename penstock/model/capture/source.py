@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.layers import Layers, Source
-from penstock.model.materialize import Placed, move_or_make_stages
+from penstock.model.materialize import Mine, Placed, move_or_make_stages
 from penstock.model.owned import Between
 from penstock.model.pytree import flatten
 from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
@@ -23,8 +23,7 @@ from .captured import Captured
 from .events import INPUT, EventKey, Info, SealedHeader, ValueId, name_of
 from .inputs import ROUTED, arguments_for, as_call, as_inputs, names_of_positions
 from .replay import Replay, StagePart
-from .routes import Call as BlockCall
-from .routes import holders, stages_of_events
+from .routes import BlockCall, holders, stages_of_events
 from .stages import CutModel
 from .tied_weights import empty_buffers, find_tensor, find_tied, release
 from .watch import watch
@@ -187,14 +186,7 @@ class CapturedForward(Source):
 
         return run_event
 
-    def place(
-        self,
-        mine: Sequence[tuple[StagePlan, torch.device]],
-        seed: int,
-        *,
-        draws: bool,
-        placed: Placed | None = None,
-    ) -> None:
+    def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
         model, blocks = self.captured.model, self.captured.blocks
         move_or_make_stages(model, blocks, mine, seed, draws=draws, placed=placed)
         release(model, {name for plan, _ in mine for name in plan.parameters})
