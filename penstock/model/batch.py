@@ -1,4 +1,4 @@
-"""Which values of a batch hold one entry per sample, and how they are cut into micro-batches.
+"""Find the values of a batch that hold one entry per sample, and split them into micro-batches.
 
 a tensor, a NumPy array                    dimension 0 counts the samples
 a list or deque without tensors or arrays  one entry per sample, whatever the entries are
@@ -228,12 +228,6 @@ def _num_rows(entry: Any) -> int | None:
     return None if _is_whole(entry) else len(entry)
 
 
-def _fits(value: Any, count: int) -> bool:
-    """Tell whether all that is cut in a value has `count` samples."""
-    entries = flatten_by(value, partial(_is_entry, count=count))[0]
-    return all(_num_rows(entry) in (None, count) for entry in entries)
-
-
 def _is_entry(value: Any, count: int | None = None) -> bool:
     """Tell whether a value that is no tensor is repeated whole, or has one entry per sample.
 
@@ -250,7 +244,9 @@ def _is_entry(value: Any, count: int | None = None) -> bool:
     if isinstance(value, list | deque):
         if not any(map(_holds_rows, value)):
             return True
-        return len(value) == count and not all(_fits(part, count) for part in value)
+        entries = (flatten_by(part, partial(_is_entry, count=count))[0] for part in value)
+        rows = (_num_rows(entry) for own in entries for entry in own)
+        return len(value) == count and not all(number in (None, count) for number in rows)
     return not hasattr(value, "_fields") and not any(map(_is_part_of_structure, value))
 
 

@@ -1,4 +1,4 @@
-"""How a tensor from another stage becomes a leaf of this stage's own autograd graph."""
+"""Leaves of a stage's own autograd graph for tensors from other stages, and copies of these."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence

@@ -20,7 +20,9 @@ from .state import attributes, keeping_values, put_state, read_state
 _T = TypeVar("_T")
 
 UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
+"""Attributes of a module that hold hooks."""
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "penstock"))
+"""Packages whose classes and functions are not the user's."""
 _PARTS_OF_LAYERS = ("torch", "penstock")
 """Whose hooks are part of what a module computes, as those of weight_norm."""
 

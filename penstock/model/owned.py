@@ -1,4 +1,4 @@
-"""What a stage owns: all tensors that it computes with, and that last longer than a step.
+"""Tensors that a stage owns: all that it computes with, and that last longer than a step.
 
     of its layers                parameters and buffers of their modules
     between them                 what a captured model's own code reads, on this stage first: a

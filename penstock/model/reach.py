@@ -1,4 +1,4 @@
-"""What layers and a loss can reach beside their values: attributes, containers, variables.
+"""Find all that layers and a loss can reach beside their values: attributes, variables.
 
     layer ── attribute, closure, global, hook ──► dict, object, module ◄── another layer, the loss
 

@@ -1,4 +1,4 @@
-"""What modules keep beside their parameters: buffers, tensors as attributes, and modes; and what a
+"""State of modules beside their parameters: buffers, tensors as attributes, and modes; and what a
 process has of a model: tensors by their names, and modules with extra state.
 """
 

@@ -1,4 +1,4 @@
-"""What a model is called with, and how that is routed to later stages."""
+"""The arguments of a model's call, and their way to later stages."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,10 @@ from penstock.model.pytree import (
 from .events import INPUT, START, EventKey, Told
 from .ghost import Ghost
 
-ROUTED, EVERYWHERE = "first", "everywhere"
-"""The model's inputs are given to the first stage and travel on, or are given to every stage."""
+ROUTED = "first"
+"""The model's inputs are given to the first stage, and travel on."""
+EVERYWHERE = "everywhere"
+"""The model's inputs are given to every stage."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 

@@ -1,4 +1,4 @@
-"""Which stages hold each value: from the events of a recording and the cuts."""
+"""Find the stages that hold each value, from the events of a recording and the cuts."""
 
 from collections.abc import Iterable, Mapping
 from functools import reduce

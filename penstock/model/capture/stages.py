@@ -120,7 +120,11 @@ class CutModel:
         places = ((name, find_tensor(captured.model, name)) for name in captured.parameters)
         held = {name: place for name, place in places if place is not None}
         away = {name: tied.value for tied in borrowed for name in tied.names}
-        lent = [tied for tied in self.tied if tied.stages[0] == stage]
+        lent = {
+            tied.value: next(p for n in tied.names if isinstance(p := held.get(n), nn.Parameter))
+            for tied in self.tied
+            if tied.stages[0] == stage
+        }
         sends_on = frozenset(v for values in self.sends[stage].values() for v in values)
         reads = {block: set(captured.names_in(block)) for block in captured.blocks}
         for event, _ in self._events:  # a block may come by a parameter in other ways
@@ -135,12 +139,7 @@ class CutModel:
             wanted=None if captured.decides else sends_on,
             places={i: away[n] for n in held.keys() & away for i in ids_of(held[n])},
             borrowers=frozenset(block for block, names in reads.items() if away.keys() & names),
-            lent={
-                tied.value: next(
-                    p for n in tied.names if isinstance(p := held.get(n), nn.Parameter)
-                )
-                for tied in lent
-            },
+            lent=lent,
             passed_on=tuple(tied.value for tied in borrowed if stage < tied.stages[-1]),
         )
         return self._parts[stage]
