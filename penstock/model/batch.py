@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError
 
-from .pytree import Sealed, Structure, constants, flatten, flatten_by, opened, unflatten
+from .open_containers import opened
+from .pytree import Sealed, Structure, constants, flatten, flatten_by, unflatten
 
 _SCALARS = (str, int, float, bool, type(None))
 _MEANT_AS_ONE = (

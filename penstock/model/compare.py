@@ -7,7 +7,8 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from .pytree import PLAIN_TYPES, Constant, Leaf, Node, Sealed, Structure, opened
+from .open_containers import opened
+from .pytree import PLAIN_TYPES, Constant, Leaf, Node, Sealed, Structure
 
 
 def is_same(one: Structure, other: Structure) -> bool:

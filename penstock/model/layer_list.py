@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError
+from penstock.schedules.transfers import Transfer
 from penstock.torch_private import children_of, has_hooks
 from penstock.trace.units import columns, count_text
 
@@ -21,7 +23,9 @@ from .stage_plan import (
     Step,
     Value,
     join_output,
-    plan_stages,
+    relays,
+    run_steps,
+    stage_of_layers,
 )
 
 _INPUT_NAME = "input"
@@ -216,3 +220,51 @@ def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
             f"{', '.join(known)}"
         )
     return known[value]
+
+
+def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
+    """Cut layers that run one after the other into stages; route what lives across a cut."""
+    stage_of = stage_of_layers(partition)
+    holders: dict[Value, set[int]] = {}
+    for step in steps:
+        for value in (*step.inputs, *step.outputs):
+            holders.setdefault(value, set()).add(stage_of[step.index])
+    held = {value: sorted(stages) for value, stages in sorted(holders.items())}
+    sent = relays(held, len(partition))
+    plans = []
+    for stage, exports in enumerate(sent):
+        own = tuple(step for step in steps if stage_of[step.index] == stage)
+        output = steps[-1].outputs if stage == max(stage_of) else ()
+        leaving = {v for values in exports.values() for v in values} | set(output)
+        last_use: dict[Value, int] = {}
+        for n, step in enumerate(own):
+            last_use.update(dict.fromkeys((*step.inputs, *step.outputs), n))
+        dead_after: list[list[Value]] = [[] for _ in own]
+        for value, n in last_use.items():
+            if value not in leaving:
+                dead_after[n].append(value)
+        named = {f"{s.path}.{n}": p for s in own for n, p in s.module.named_parameters()}
+        plans.append(
+            StagePlan(
+                index=stage,
+                steps=own,
+                reads_input=held.get(MODEL_INPUT, [None])[0] == stage,
+                imports={peer: to[stage] for peer, to in enumerate(sent) if stage in to},
+                exports=dict(sorted(exports.items(), reverse=True)),
+                transfers=tuple(
+                    Transfer(producer=stage, consumer=peer, values=tuple(map(_name_of, values)))
+                    for peer, values in exports.items()
+                ),
+                output=output,
+                parameters=tuple(named),
+                num_parameters=sum({id(p): p.numel() for p in named.values()}.values()),
+                run=partial(run_steps, own, dead_after),
+            )
+        )
+    return tuple(plans)
+
+
+def _name_of(value: Value) -> str:
+    layer, place = value
+    name = "input" if value == MODEL_INPUT else f"layer {layer}"
+    return f"{name}, output {place}" if place else name

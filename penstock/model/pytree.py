@@ -5,20 +5,16 @@ Everything that is neither a tensor nor one of these containers (None, numbers, 
 own objects) is a constant: it stays in the structure and is handed over as it is.
 """
 
-import copy
-import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.errors import BoundaryError
+from .open_containers import DictOf, opened
 
 _T = TypeVar("_T")
 
@@ -142,93 +138,6 @@ def _flatten(
         return Constant(value)
     children, rebuild = parts
     return Node(rebuild, tuple(_flatten(child, leaves, seen, is_leaf) for child in children))
-
-
-@dataclass(frozen=True, slots=True)
-class DictOf:
-    """Rebuilds a dict with these keys."""
-
-    keys: tuple[Any, ...]
-
-    def __call__(self, children: list[Any]) -> dict[Any, Any]:
-        return dict(zip(self.keys, children, strict=True))
-
-
-def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return a container's children and how to rebuild it; None if the value is no container."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return list(value), kind
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return list(value), _with_attributes(value, lambda children: kind(*children))
-    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
-        return list(value), _with_attributes(value, kind)
-    if isinstance(value, deque):
-        most = value.maxlen
-        return list(value), _with_attributes(value, lambda children: kind(children, most))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _open_dataclass(value)
-    if isinstance(value, Mapping):
-        return _open_mapping(value)
-    return None
-
-
-def _with_attributes(value: Any, make: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """Return what makes a container from its children, with the attributes that `value` has."""
-    attributes = dict(getattr(value, "__dict__", ()))
-    if not attributes:
-        return make
-
-    def rebuild(children: list[Any]) -> Any:
-        twin = make(children)
-        vars(twin).update(attributes)
-        return twin
-
-    return rebuild
-
-
-def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    keys, kind = list(value), type(value)
-    if kind in (dict, MappingProxyType):  # a view of a dict, which cannot be copied or sent
-        return list(value.values()), DictOf(tuple(keys))
-
-    def filled(children: list[Any]) -> Any:
-        twin = copy.copy(value)
-        for key, child in zip(keys, children, strict=True):
-            before = value[key]
-            twin[key] = child
-            if value[key] is child is not before:
-                value[key] = before
-                raise BoundaryError(
-                    f"copy.copy() of a {kind.__name__} shares its entries with the original: what "
-                    "is put into one micro-batch's would be in all. Give a dict, or give "
-                    f"{kind.__name__} a __copy__ that copies the entries"
-                )
-        return twin
-
-    def rebuild(children: list[Any]) -> Any:
-        try:
-            return filled(children)
-        except Exception:  # whatever it refuses changes with, or a copy
-            if all(child is value[key] for key, child in zip(keys, children, strict=True)):
-                return value  # nobody can change it
-            raise
-
-    return [value[key] for key in keys], rebuild
-
-
-def _open_dataclass(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    names = [field.name for field in dataclasses.fields(value)]
-
-    def rebuild(children: list[Any]) -> Any:
-        twin = copy.copy(value)
-        for name, child in zip(names, children, strict=True):
-            object.__setattr__(twin, name, child)
-            if isinstance(twin, dict) and name in twin:  # some outputs are both
-                dict.__setitem__(twin, name, child)
-        return twin
-
-    return [getattr(value, name) for name in names], rebuild
 
 
 def moved(structure: Structure, by: int) -> Structure:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MOST = {"step": (21, 4_937), "plan": (65, 10_340)}
+MOST = {"step": (21, 5_079), "plan": (65, 10_340)}
 """Files and lines at most."""
 
 

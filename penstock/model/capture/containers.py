@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from penstock.model.compare import is_same_plain
-from penstock.model.pytree import Structure, opened, unflatten
+from penstock.model.open_containers import opened
+from penstock.model.pytree import Structure, unflatten
 
 from .errors import changes_container, gives_twice
 from .events import EventKey

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from penstock.errors import BatchError, CutError
 from penstock.model.batch import batch_size, split
+from penstock.model.open_containers import DictOf
 from penstock.model.pytree import (
-    DictOf,
     Node,
     Structure,
     flatten,
