@@ -20,9 +20,8 @@ from benchmarks.capture.models import MODELS, Decoder, Example
 from benchmarks.report import Column, Load, Report, interleaved, parser, progress, publish
 from penstock import Pipeline, capture, schedules
 from penstock.model.capture.captured import Captured
-from penstock.model.capture.events import EventKey, ValueId
+from penstock.model.capture.events import EventKey, SealedHeader, ValueId
 from penstock.model.capture.ghost import CURRENT
-from penstock.model.capture.header_cache import SealedHeader
 from penstock.model.capture.inputs import as_call
 from penstock.model.capture.source import CapturedForward
 from penstock.model.capture.stages import CutModel

@@ -1,4 +1,4 @@
-"""What modules save beside their tensors: `get_extra_state` and `set_extra_state` of torch.
+"""Extra state that modules save beside tensors: torch's `get_extra_state`, `set_extra_state`.
 
 A value that is a tensor stands in a file of tensors, any other as JSON beside it.
 """

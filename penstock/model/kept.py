@@ -1,4 +1,4 @@
-"""What modules keep in Python, and running them so that nothing of it shows afterwards."""
+"""Guards that run modules and put back afterwards what these have changed."""
 
 import operator
 import random
@@ -15,33 +15,50 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from .state import attributes, keeping_values, put_state, read_state
+
 _T = TypeVar("_T")
 
 UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
+"""Attributes of a module that hold hooks."""
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "penstock"))
+"""Packages whose classes and functions are not the user's."""
 _PARTS_OF_LAYERS = ("torch", "penstock")
 """Whose hooks are part of what a module computes, as those of weight_norm."""
 
 
 @contextmanager
-def unnoticed(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[None]:
-    """Run modules without a trace in Python.
+def as_before(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[None]:
+    """Put back what modules keep, and the generators of torch, `random` and NumPy.
 
-    Attributes, with all that is in lists, dicts and plain objects there, the generators of torch,
-    `random` and NumPy, and the filters of warnings are afterwards what they were; hooks of the
-    user do not run (unless `hooks`), and warnings are left for the step that comes.  A copy of the
-    modules would leave what they share with others behind, and take their memory twice; to
-    measure in the first real step would cut the layers for no reason anew.  What a module keeps
-    elsewhere is not put back: variables of closures, global variables, files.
+    Attributes, with all that is in lists, dicts and plain objects there, are afterwards what they
+    were; with `values`, buffers and tensors that are attributes have the values that they had.  A
+    copy of the modules would leave what they share with others behind, and take their memory
+    twice.  What a module keeps elsewhere is not put back: variables of closures, global variables,
+    files.
     """
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    state = read_state(owners, attributes(owners)) if values else {}
     with ExitStack() as after:
-        after.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
+        after.enter_context(keeping_values(t for t in state.values() if t is not None))
         after.enter_context(keeping_generators())
+        after.callback(put_state, state)  # buffers of a scripted module are in no dict of Python's
         after.callback(put_back, kept_by(owners))
+        yield
+
+
+@contextmanager
+def unnoticed(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[None]:
+    """Run modules without a trace in Python; values of tensors are not put back.
+
+    Hooks of the user do not run (unless `hooks`), and warnings are left for the step that comes:
+    to measure in the first real step would cut the layers for no reason anew.
+    """
+    with warnings.catch_warnings(), as_before(modules, values=False):
+        warnings.simplefilter("ignore")
         if not hooks:
-            _take_off_hooks(owners)
+            for held, key in _own_hooks(modules):
+                del held[key]
         yield
 
 
@@ -53,27 +70,22 @@ def run_unnoticed(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
         with unnoticed(modules):
             return run()
     except Exception:
-        if not any(_own_hooks(owner) for module in modules for owner in module.modules()):
+        if not _own_hooks(modules):
             raise
     with unnoticed(modules, hooks=True):
         return run()
 
 
-def _take_off_hooks(owners: Iterable[nn.Module]) -> None:
-    for owner in owners:
-        for held, key in _own_hooks(owner):
-            del held[key]
-
-
-def _own_hooks(owner: nn.Module) -> list[tuple[dict[Any, Any], Any]]:
-    """List the hooks of one module that are the user's: where each is held, and by what key."""
-    held = (kept for name, kept in vars(owner).items() if name in UNCOUNTED and kept)
-    return [(hooks, key) for hooks in held for key, hook in hooks.items() if _is_own(hook)]
-
-
-def _is_own(hook: Any) -> bool:
-    origin = getattr(hook, "__module__", None) or ""
-    return origin.partition(".")[0] not in _PARTS_OF_LAYERS
+def _own_hooks(modules: Iterable[nn.Module]) -> list[tuple[dict[Any, Any], Any]]:
+    """List the hooks that are the user's: where each is held, and by what key."""
+    owners = dict.fromkeys(owner for module in modules for owner in module.modules())
+    held = (hooks for owner in owners for n, hooks in vars(owner).items() if n in UNCOUNTED)
+    return [
+        (hooks, key)
+        for hooks in held
+        for key, hook in (hooks or {}).items()
+        if (getattr(hook, "__module__", None) or "").partition(".")[0] not in _PARTS_OF_LAYERS
+    ]
 
 
 @contextmanager
@@ -144,8 +156,7 @@ def put_back(kept: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
     """Restore what modules, containers and plain objects held; see `kept_by`."""
     for holder, content in kept:
         now = _content(holder) or {}
-        same = [*now] == [*content] and all(map(operator.is_, now.values(), content.values()))
-        if not same:
+        if [*now] != [*content] or any(map(operator.is_not, now.values(), content.values())):
             _refill(holder, now, content)
 
 

@@ -2,20 +2,31 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock.errors import ConfigError, PartitionError
+from penstock.schedules.transfers import Transfer
 from penstock.torch_private import children_of, has_hooks
 from penstock.trace.units import columns, count_text
 
 from .layers import Layers, Source
-from .materialize import Made, Placed, give_rest, move_or_make, tied_groups
+from .materialize import Made, Mine, Placed, give_rest, move_or_make, tied_groups
 from .pytree import flatten
-from .stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value, join_output
-from .stages import plan_stages
+from .stage_plan import (
+    MODEL_INPUT,
+    Crossing,
+    Perform,
+    StagePlan,
+    Step,
+    Value,
+    join_output,
+    relays,
+    run_steps,
+    stage_of_layers,
+)
 
 _INPUT_NAME = "input"
 _INPUTS = "inputs"
@@ -72,14 +83,7 @@ class ListOfModules(Source):
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
         return plan_stages(self.steps, partition)
 
-    def place(
-        self,
-        mine: Sequence[tuple[StagePlan, torch.device]],
-        seed: int,
-        *,
-        draws: bool,
-        placed: Placed | None = None,
-    ) -> None:
+    def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
         made: Made = {}
         for plan, device in mine:
             for group in tied_groups(plan.steps):
@@ -192,14 +196,11 @@ def _check_layer(layer: Layer, name: str, index: int, names: set[str]) -> None:
         raise ConfigError(
             f"two layers are named {name!r}; parameter names must differ: rename one"
         )
-    if layer.outputs is not None and not _names(layer.outputs):
-        raise ConfigError(
-            f"layer {name!r} names no outputs; leave `outputs` out or name at least one"
-        )
-    if layer.inputs is not None and not _names(layer.inputs):
-        raise ConfigError(
-            f"layer {name!r} names no inputs; leave `inputs` out or name at least one"
-        )
+    for kind, names_of_values in (("outputs", layer.outputs), ("inputs", layer.inputs)):
+        if names_of_values is not None and not _names(names_of_values):
+            raise ConfigError(
+                f"layer {name!r} names no {kind}; leave `{kind}` out or name at least one"
+            )
     for tensor in (*layer.module.parameters(), *layer.module.buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(
@@ -219,3 +220,51 @@ def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
             f"{', '.join(known)}"
         )
     return known[value]
+
+
+def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
+    """Cut layers that run one after the other into stages; route what lives across a cut."""
+    stage_of = stage_of_layers(partition)
+    holders: dict[Value, set[int]] = {}
+    for step in steps:
+        for value in (*step.inputs, *step.outputs):
+            holders.setdefault(value, set()).add(stage_of[step.index])
+    held = {value: sorted(stages) for value, stages in sorted(holders.items())}
+    sent = relays(held, len(partition))
+    plans = []
+    for stage, exports in enumerate(sent):
+        own = tuple(step for step in steps if stage_of[step.index] == stage)
+        output = steps[-1].outputs if stage == max(stage_of) else ()
+        leaving = {v for values in exports.values() for v in values} | set(output)
+        last_use: dict[Value, int] = {}
+        for n, step in enumerate(own):
+            last_use.update(dict.fromkeys((*step.inputs, *step.outputs), n))
+        dead_after: list[list[Value]] = [[] for _ in own]
+        for value, n in last_use.items():
+            if value not in leaving:
+                dead_after[n].append(value)
+        named = {f"{s.path}.{n}": p for s in own for n, p in s.module.named_parameters()}
+        plans.append(
+            StagePlan(
+                index=stage,
+                steps=own,
+                reads_input=held.get(MODEL_INPUT, [None])[0] == stage,
+                imports={peer: to[stage] for peer, to in enumerate(sent) if stage in to},
+                exports=dict(sorted(exports.items(), reverse=True)),
+                transfers=tuple(
+                    Transfer(producer=stage, consumer=peer, values=tuple(map(_name_of, values)))
+                    for peer, values in exports.items()
+                ),
+                output=output,
+                parameters=tuple(named),
+                num_parameters=sum({id(p): p.numel() for p in named.values()}.values()),
+                run=partial(run_steps, own, dead_after),
+            )
+        )
+    return tuple(plans)
+
+
+def _name_of(value: Value) -> str:
+    layer, place = value
+    name = "input" if value == MODEL_INPUT else f"layer {layer}"
+    return f"{name}, output {place}" if place else name

@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.torch_private import CHILDREN, children_of, parameters_of, registered_of
 
-from .materialize import Placed
+from .materialize import Mine, Placed
 from .output_loss import output_loss
 from .owned import with_loss
 from .stage_plan import Crossing, Perform, StagePlan, Step
@@ -33,14 +32,7 @@ class Source(ABC):
         """Cut the layers into stages, and route every value that lives across a cut."""
 
     @abstractmethod
-    def place(
-        self,
-        mine: Sequence[tuple[StagePlan, torch.device]],
-        seed: int,
-        *,
-        draws: bool,
-        placed: Placed | None = None,
-    ) -> None:
+    def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
         """Move the layers of the stages `mine` to their devices, or give them values there; free
         the memory of all others, whose shapes stay.
 
@@ -121,14 +113,7 @@ class Layers:
         """Cut the layers into stages, and route every value that lives across a cut."""
         return self.source.plan_stages(partition)
 
-    def place(
-        self,
-        mine: Sequence[tuple[StagePlan, torch.device]],
-        seed: int,
-        *,
-        draws: bool,
-        placed: Placed | None = None,
-    ) -> None:
+    def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
         """Bring the stages of this process to their devices; see `Source.place`."""
         self.source.place(mine, seed, draws=draws, placed=placed)
 
@@ -142,7 +127,8 @@ class Layers:
         """
         owner: dict[int, tuple[Step, str]] = {}
         for step in self.steps:
-            for name, tensor in self._unshared(step.module):
+            parameters = step.module.named_parameters() if self.model is None else ()
+            for name, tensor in (*parameters, *step.module.named_buffers()):
                 first, first_name = owner.setdefault(id(tensor), (step, name))
                 if stage_of[first.index] != stage_of[step.index]:
                     raise _shared((first, first_name), (step, name), stage_of)
@@ -153,10 +139,6 @@ class Layers:
                     f"{self.steps[m].label} on stage {stage_of[m]}, which together= keeps "
                     f"on one; let no stage begin at layers {n + 1} to {m}"
                 )
-
-    def _unshared(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        parameters = module.named_parameters() if self.model is None else ()
-        return [*parameters, *module.named_buffers()]
 
     def registered(self, holds: Callable[[int], bool], loss: Any) -> dict[str, Any]:
         """Return what a module registers that has the layers for which `holds`, by their names,

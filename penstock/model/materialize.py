@@ -1,8 +1,16 @@
-"""Bring layers to their devices, or make them there if they were built on the meta device."""
+"""Bring a process's layers to their devices, or materialize them there from the meta device.
+
+Each module fills its own tensors, as libraries do when they build a model: those of a list by
+their `reset_parameters`, those of a captured model see `filling`.  What is drawn depends on the
+seed and on the layer's number or the module's name, and so not on the cut.
+
+A process gives memory to what its stages have; of a captured model also to the buffers outside
+blocks, since the code between blocks runs on every stage.
+"""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -19,14 +27,24 @@ from penstock.torch_private import (
     version_counter,
 )
 
-from .stage_plan import Step
+from .filling import fill
+from .owned import place_of
+from .stage_plan import StagePlan, Step
+from .state import keeping_values
 
 Made = dict[int, tuple[Tensor, Tensor]]
 """(tensor on the meta device, what was made of it) by the id of the first one."""
 
 
+Mine = Sequence[tuple[StagePlan, torch.device]]
+"""The stages of this process, each with its device."""
 Placed = Callable[[Sequence[Step]], None]
 """What is called with layers that share weights, once these are on their device."""
+Place = tuple[dict[str, Any], str, Any]
+"""(the dictionary in which a module has a tensor, its name there, the tensor)."""
+
+
+# -- layers of a list -----------------------------------------------------------------------------
 
 
 def move_or_make(
@@ -58,10 +76,17 @@ def move_or_make(
             raise _cannot_make(step, owner)
     later = later and not draws and not owners
     move_values(step.module, device)
-    _give_memory(step.module, device, {} if made is None else made, later=later)
+    named = chain(
+        step.module.named_parameters(remove_duplicate=False),
+        step.module.named_buffers(remove_duplicate=False),
+    )
+    devices = dict.fromkeys((name for name, _ in named), device)
+    _give_memory(step.module, devices, {} if made is None else made, later=later)
     versions = {tensor: version_counter(tensor) for owner in owners for tensor in needed(owner)}
     with forked_random([device]):
-        torch.manual_seed(_init_key(seed, step.index))
+        torch.manual_seed(
+            (seed * 0x9E3779B97F4A7C15 + step.index * 0xBF58476D1CE4E5B9) & (2**63 - 1)
+        )
         for owner in reversed(owners):  # a parent may refine its children
             reset = reset_of(owner)
             assert reset is not None
@@ -71,20 +96,163 @@ def move_or_make(
             raise _cannot_make(step, owner)
 
 
+def _cannot_make(step: Step, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"layer {step.label} was built on the meta device, and its {type(module).__name__} has no "
+        "reset_parameters() that gives all of its parameters and buffers values. Add that method, "
+        "or build the layer on a real device"
+    )
+
+
+# -- a captured model -----------------------------------------------------------------------------
+
+
+def move_or_make_stages(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    mine: Mine,
+    seed: int,
+    *,
+    draws: bool,
+    placed: Placed | None = None,
+) -> None:
+    """Move the blocks of the stages `mine`, or give them values.
+
+    Unless it `draws`, what a file has the values of gets memory only.  With `placed`, block after
+    block: of the others, what had no values has none meanwhile, as if other processes had it.
+
+    Raises:
+        ConfigError: nothing gives a tensor values.
+    """
+    made, done = Made(), list[Place]()
+    where = {step.index: device for plan, device in mine for step in plan.steps}
+    kept = {name for plan, _ in mine for name in plan.parameters}
+    every = _devices(model, blocks, mine)
+    units = [([step for plan, _ in mine for step in plan.steps], every)]
+    if placed is not None:
+        units = _units(model, units[0][0], every)
+    for steps, devices in units:
+        bare = [place for place in _held(model, devices) if place[2].is_meta]
+        fresh = _give_memory(model, devices if draws else _unread(model, devices), made)
+        for step in steps:
+            move_values(step.module, where[step.index])
+        if fresh:
+            used = set(where.values())
+            with forked_random(used), torch.no_grad(), _keeping_others(model, fresh):
+                fill(model, fresh, seed)
+        _give_memory(model, devices, made, later=placed is not None and bool(steps))
+        if placed is not None:
+            with _hidden(model, kept):
+                placed(steps)
+                give_rest(steps)
+            done += [(holder, name, holder[name]) for holder, name, _ in bare]
+            _put(bare)
+    _put(done)
+
+
+def _devices(
+    model: nn.Module, blocks: Mapping[str, nn.Module], mine: Mine
+) -> dict[str, torch.device]:
+    """Return the device of each parameter and buffer of this process, by all their names."""
+    found: dict[str, torch.device] = {}
+    own: set[str] = set()
+    for plan, device in mine:
+        found.update(dict.fromkeys(plan.parameters, device))
+        for block in {step.path: None for step in plan.steps}:
+            own.add(block)
+            buffers = blocks[block].named_buffers(prefix=block, remove_duplicate=False)
+            found.update(dict.fromkeys((name for name, _ in buffers), device))
+    elsewhere = tuple(f"{block}." for block in blocks if block not in own)
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        if mine and not name.startswith(elsewhere):
+            found.setdefault(name, mine[0][1])
+    return found
+
+
+def _units(
+    model: nn.Module, steps: Sequence[Step], devices: Mapping[str, torch.device]
+) -> list[tuple[list[Step], dict[str, torch.device]]]:
+    """List the layers that share parameters, with the device of each of their tensors; in the end
+    what no layer has.
+    """
+    names: dict[int, list[str]] = {}
+    for name in devices:
+        holder, last = place_of(model, name)
+        names.setdefault(id(holder.get(last)), []).append(name)
+    units = []
+    for group in tied_groups(steps):
+        ids = {id(tensor): None for step in group for tensor in tensors_of(step.module)}
+        units.append((group, {n: devices[n] for own in ids for n in names.pop(own, ())}))
+    return [*units, ([], {n: devices[n] for own in names.values() for n in own})]
+
+
+def _unread(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, torch.device]:
+    """Return those names of tensors that a file may lack."""
+    unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
+    is_left_out = may_be_absent(model)
+    held = {n: id(holder.get(last)) for n in devices for holder, last in [place_of(model, n)]}
+    return {n: d for n, d in devices.items() if held[n] in unsaved or is_left_out(n)}
+
+
+@contextmanager
+def _hidden(model: nn.Module, kept: Collection[str]) -> Iterator[None]:
+    """Let modules have no parameters but the `kept` ones meanwhile."""
+    every = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    others = _held(model, [name for name in every if name not in kept])
+    _put((places, name, None) for places, name, _ in others)
+    try:
+        yield
+    finally:
+        _put(others)
+
+
+@contextmanager
+def _keeping_others(model: nn.Module, fresh: Mapping[str, Tensor]) -> Iterator[None]:
+    """Leave what had values before as it was: a module may fill more than its own tensors."""
+    new = {id(tensor) for tensor in fresh.values()}
+    both = ((parameters_of(module), buffers_of(module)) for module in model.modules())
+    others = [
+        (holder, name, tensor)
+        for holder in chain.from_iterable(both)
+        for name, tensor in holder.items()
+        if tensor is not None and not tensor.is_meta and id(tensor) not in new
+    ]
+    with keeping_values({id(tensor): tensor for _, _, tensor in others}.values()):
+        yield
+        _put(others)
+
+
+# -- tensors and their places ---------------------------------------------------------------------
+
+
+def _give_memory(
+    model: nn.Module, devices: Mapping[str, torch.device], made: Made, *, later: bool = False
+) -> dict[str, Tensor]:
+    """Put tensors with memory where there are such on the meta device; give the new ones."""
+    fresh = {}
+    for name, device in devices.items():
+        holder, last = place_of(model, name)
+        tensor = holder.get(last)
+        if tensor is not None and tensor.is_meta:
+            holder[last] = fresh[name] = with_memory(tensor, device, made, later=later)
+    return fresh
+
+
+def _held(model: nn.Module, names: Iterable[str]) -> list[Place]:
+    places = (
+        (holder, last, holder.get(last)) for holder, last in (place_of(model, n) for n in names)
+    )
+    return [place for place in places if place[2] is not None]
+
+
+def _put(places: Iterable[Place]) -> None:
+    for holder, name, tensor in places:
+        holder[name] = tensor
+
+
 def move_values(module: nn.Module, device: torch.device) -> None:
     """Move what has values."""
     move_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-
-
-def _give_memory(module: nn.Module, device: torch.device, made: Made, *, later: bool) -> None:
-    """Put tensors with memory where there are such on the meta device."""
-    both: Iterable[dict[str, Any]] = chain.from_iterable(
-        (parameters_of(part), buffers_of(part)) for part in module.modules()
-    )
-    for places in both:
-        for name, tensor in places.items():
-            if tensor is not None and tensor.is_meta:
-                places[name] = with_memory(tensor, device, made, later=later)
 
 
 def with_memory(
@@ -156,18 +324,6 @@ def may_be_absent(original: nn.Module) -> Callable[[str], bool]:
     kinds = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
     patterns = [re.compile(p) for kind in kinds for p in getattr(original, kind, None) or ()]
     return lambda name: any(pattern.search(name) for pattern in patterns)
-
-
-def _cannot_make(step: Step, module: nn.Module) -> ConfigError:
-    return ConfigError(
-        f"layer {step.label} was built on the meta device, and its {type(module).__name__} has no "
-        "reset_parameters() that gives all of its parameters and buffers values. Add that method, "
-        "or build the layer on a real device"
-    )
-
-
-def _init_key(seed: int, layer: int) -> int:
-    return (seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9) & (2**63 - 1)
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""What a stage owns: all tensors that it computes with, and that last longer than a step.
+"""Tensors that a stage owns: all that it computes with, and that last longer than a step.
 
     of its layers                parameters and buffers of their modules
     between them                 what a captured model's own code reads, on this stage first: a
@@ -44,22 +44,23 @@ class Between:
         inside = tuple(f"{block}." for block in blocks)
         every = (name for name, _ in model.named_buffers(remove_duplicate=False))
         buffers = (name for name in every if not name.startswith(inside))
+        parameters = (place_of(model, name) for name in names)
         return cls(
             tuple(
-                (held, last)
-                for held, last in (_slot(parameters_of, model, name) for name in names)
-                if last in held and id(held[last]) not in of_blocks
+                (h, last) for h, last in parameters if last in h and id(h[last]) not in of_blocks
             ),
-            tuple(_slot(buffers_of, model, name) for name in buffers),
+            tuple(place_of(model, name) for name in buffers),
         )
 
 
-def _slot(kind: Any, model: nn.Module, name: str) -> Slot:
-    path, _, last = name.rpartition(".")
-    return kind(model.get_submodule(path)), last
-
-
 NOTHING = Between()
+
+
+def place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Return the dictionary in which a module has the parameter or buffer, and its name there."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return (parameters_of(owner) if last in parameters_of(owner) else buffers_of(owner)), last
 
 
 def modules_of_loss(loss: Any) -> tuple[nn.Module, ...]:

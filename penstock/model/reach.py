@@ -1,4 +1,4 @@
-"""What layers and a loss can reach beside their values: attributes, containers, variables.
+"""Find all that layers and a loss can reach beside their values: attributes, variables.
 
     layer ── attribute, closure, global, hook ──► dict, object, module ◄── another layer, the loss
 
@@ -6,21 +6,73 @@ Code is looked at, not run: a party uses what the functions that it can call nam
 through modules, functions, containers and objects of the user's classes.
 """
 
+import dis
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from functools import cache, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from penstock.torch_private import BUFFERS, CHILDREN, PARAMETERS, buffers_of
 
-from .code_uses import uses_of
 from .kept import LIBRARIES, UNCOUNTED, fields_of, is_of_user, is_plain
 from .layers import Layers
+
+_FILLS = frozenset(
+    ("__setitem__", "add", "append", "appendleft", "clear", "extend", "insert", "update")
+)
+"""Methods that put something into a container, and look at nothing in it."""
+_LOCAL = ("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_CLOSURE")
+_OF_OBJECT = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+class Uses(NamedTuple):
+    """Names of attributes, globals and closure variables, and strings, by what becomes of them.
+
+    A container that is only appended to, or whose entries are only set, is not read.
+    """
+
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+
+@cache
+def uses_of(code: CodeType) -> Uses:
+    """Return what a function's code names, with the functions that are made inside it."""
+    reads: set[str] = set()
+    writes: set[str] = set()
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for place, step in enumerate(steps):
+        if isinstance(step.argval, CodeType):
+            inside = uses_of(step.argval)
+            reads |= inside.reads
+            writes |= inside.writes
+        elif not isinstance(step.argval, str) or step.opname.startswith(_LOCAL):
+            continue
+        elif step.opname.startswith("LOAD_"):
+            (writes if _only_fills(steps[place + 1 :]) else reads).add(step.argval)
+        elif step.opname.startswith(("STORE_", "DELETE_")):
+            writes.add(step.argval)
+    return Uses(frozenset(reads), frozenset(writes))
+
+
+def _only_fills(after: Sequence[dis.Instruction]) -> bool:
+    """Tell whether what was loaded before is only filled: `x.append(...)`, or `x[key] = ...`."""
+    if after and after[0].opname in _OF_OBJECT and after[0].argval in _FILLS:
+        return True
+    loaded = 0
+    for step in after:
+        if step.opname == "STORE_SUBSCR":
+            return loaded == 1
+        if not step.opname.startswith("LOAD_"):
+            return False
+        loaded += step.opname not in _OF_OBJECT
+    return False
+
 
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 """In the path of an installed package's code, whose global variables are taken for constants."""
@@ -186,8 +238,11 @@ class _Walk:
         for name, method in vars(kind).items():
             is_called = name in self.party.reads or (runs and name == "forward")
             is_called |= name.startswith("__") and name not in _NOT_IN_A_STEP
-            for function in _functions_of(method) if is_called else ():
-                self._count(function, kind.__name__)
+            behind = getattr(method, "__func__", method)
+            parts = (behind.fget, behind.fset) if isinstance(behind, property) else (behind,)
+            for part in parts if is_called else ():
+                if isinstance(part, FunctionType):
+                    self._count(part, kind.__name__)
 
     def _count(self, function: FunctionType, path: str) -> None:
         """Take up what a function names, and go where its variables lead."""
@@ -225,13 +280,6 @@ def _leads_on(value: Any) -> bool:
 def _is_users(function: FunctionType) -> bool:
     """Tell whether a function is neither Python's, torch's nor ours."""
     return (function.__module__ or "").partition(".")[0] not in LIBRARIES
-
-
-def _functions_of(method: Any) -> Iterator[FunctionType]:
-    """Yield the functions behind an entry of a class: methods, properties."""
-    behind = getattr(method, "__func__", method)
-    parts = (behind.fget, behind.fset) if isinstance(behind, property) else (behind,)
-    yield from (part for part in parts if isinstance(part, FunctionType))
 
 
 def _held(cell: CellType) -> Any:

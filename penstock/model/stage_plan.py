@@ -1,9 +1,19 @@
-"""What one stage of a model runs, layer by layer, and which values it hands over."""
+"""The plan of a stage: the layers it runs, and the values that cross each edge between stages.
 
-from collections.abc import Callable, Sequence
+A value that several stages use travels as a relay: from its producer to the first stage that uses
+it, from there to the next one that does, and so on; it never visits a stage that has no use for
+it. Its gradient runs the relay backwards.  Each holder so starts its own sum with what came from
+behind, which is the order in which an unsplit backward pass adds the same terms.
+
+    value given on stage 0, used on 1 and 3:   0 ──► 1 ──► 3      activation
+                                               0 ◄── 1 ◄── 3      gradient
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -11,6 +21,8 @@ from penstock.errors import ConfigError
 from penstock.schedules.transfers import Transfer
 
 from .owned import NOTHING, Between
+
+T = TypeVar("T")
 
 Value = tuple[int, int]
 """(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
@@ -134,3 +146,20 @@ def run_steps(
 def join_output(values: list[Any]) -> Any:
     """Return the model's output as the last layer gave it: one value, or a tuple of several."""
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the stage of each layer for a partition into `partition[s]` layers per stage."""
+    return tuple(stage for stage, count in enumerate(partition) for _ in range(count))
+
+
+def relays(held: Mapping[T, Sequence[int]], num_stages: int) -> list[dict[int, tuple[T, ...]]]:
+    """Return, per stage, what it sends to whom: to the next one that holds the value.
+
+    `held` has the stages of each value, from its producer to its last user.
+    """
+    sent: list[dict[int, list[T]]] = [{} for _ in range(num_stages)]
+    for value, stages in held.items():
+        for source, target in pairwise(stages):
+            sent[source].setdefault(target, []).append(value)
+    return [{peer: tuple(values) for peer, values in of.items()} for of in sent]

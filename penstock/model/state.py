@@ -1,4 +1,4 @@
-"""What modules keep beside their parameters: buffers, tensors as attributes, and modes; and what a
+"""State of modules beside their parameters: buffers, tensors as attributes, and modes; and what a
 process has of a model: tensors by their names, and modules with extra state.
 """
 
@@ -72,11 +72,6 @@ def put_state(state: Mapping[Place, Any]) -> None:
             holder(place).pop(place[2], None)
         else:
             holder(place)[place[2]] = tensor
-
-
-def tensors_at(places: Iterable[Place]) -> list[Tensor]:
-    """Return what stands at places where tensors do."""
-    return [holder(place)[place[2]] for place in places]
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.owned import modules_of_loss
 from penstock.model.reach import parties_of
-from penstock.model.stage_plan import StagePlan
-from penstock.model.stages import stage_of_layers
+from penstock.model.stage_plan import StagePlan, stage_of_layers
 from penstock.model.state import Held
 from penstock.planner.plan import Plan
 from penstock.schedules.lower import Lowering

@@ -97,7 +97,7 @@ FAULTS = (
     ),
     Fault(
         "what happened is told as it was for another batch",
-        "penstock/model/capture/header_cache.py",
+        "penstock/model/capture/events.py",
         "tuple(map(id, header.values()))",
         "()",
         "tests/model/capture/test_equality.py",

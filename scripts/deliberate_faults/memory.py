@@ -14,8 +14,8 @@ FAULTS = (
     Fault(
         "hooks run while layers are measured",
         "penstock/model/kept.py",
-        "        if not hooks:\n            _take_off_hooks(owners)\n",
-        "",
+        "        if not hooks:\n",
+        "        if False:\n",
         "tests/runtime/test_unnoticed.py",
         "not_noticed and 4",
     ),

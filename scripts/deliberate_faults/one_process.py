@@ -36,7 +36,7 @@ FAULTS = (
     ),
     Fault(
         "what is only written to counts as read aside",
-        "penstock/model/code_uses.py",
+        "penstock/model/reach.py",
         "(writes if _only_fills(steps[place + 1 :]) else reads).add(step.argval)",
         "reads.add(step.argval)",
         "tests/runtime/test_aside.py::test_what_does_not_change_or_is_not_read_elsewhere_is_not_refused",
@@ -291,9 +291,9 @@ FAULTS = (
     ),
     Fault(
         "a skip's gradients all come straight to the producer, and add up in another order",
-        "penstock/model/stages.py",
-        "for source, target in pairwise(holders):",
-        "for source, target in ((holders[0], holder) for holder in holders[1:]):",
+        "penstock/model/stage_plan.py",
+        "for source, target in pairwise(stages):",
+        "for source, target in ((stages[0], stage) for stage in stages[1:]):",
         "tests/laws/test_equality.py",
         "fan_out",
     ),
@@ -344,7 +344,7 @@ FAULTS = (
     ),
     Fault(
         "a copy for in-place layers starts at another address",
-        "penstock/model/copies.py",
+        "penstock/model/entries.py",
         "distance // tensor.element_size(), tensor.shape",
         "0, tensor.shape",
         "tests/laws/test_equality.py",

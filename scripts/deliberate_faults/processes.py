@@ -19,8 +19,8 @@ FAULTS = (
     ),
     Fault(
         "buffers between blocks are placed where no stage is",
-        "penstock/model/capture/materialize.py",
-        "if parts and not name.startswith(elsewhere):",
+        "penstock/model/materialize.py",
+        "if mine and not name.startswith(elsewhere):",
         "if not name.startswith(elsewhere):",
         "tests/distributed/test_ranks.py",
     ),

@@ -12,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.costs.counting.layer_calls import as_it_is
 from penstock.model.entries import Entry, make_entry
+from penstock.model.kept import as_before
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Step
-from penstock.model.state import ABSENT, attributes, keeping_values, put_state, read_state
+from penstock.model.state import keeping_values
 from penstock.torch_private import gradient_hooks, next_node_number, saving_hooks
 
 
@@ -121,16 +122,9 @@ def named(step: Step) -> Iterator[None]:
 
 @contextmanager
 def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put buffers and tensor attributes back to what they were."""
-    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
-    before = read_state(owners, attributes(owners))
-    with keeping_values(tensor for tensor in before.values() if tensor is not None):
-        try:
-            with torch.enable_grad(), _saving_as_usual():
-                yield
-        finally:
-            after = read_state(owners, attributes(owners))
-            put_state({place: before.get(place, ABSENT) for place in after.keys() | before.keys()})
+    """Record gradients and save tensors as usual; put back what modules and generators were."""
+    with as_before(modules), torch.enable_grad(), _saving_as_usual():
+        yield
 
 
 def _saving_as_usual() -> AbstractContextManager[Any]:

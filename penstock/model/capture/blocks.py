@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -14,7 +15,7 @@ from penstock.torch_private import has_gradient_hooks
 from .forward_pass import Maker
 from .outer_state import OwnState, is_kept_by_one
 from .recording import Recording, SideChannel, WroteOutside
-from .routes import Call, sources_of_blocks
+from .routes import BlockCall, sources_of_blocks
 from .watch import original_class
 
 _LARGE_SHARE = 1 / 32
@@ -40,18 +41,20 @@ def find_blocks(
     """
     if patterns is not None:
         return _matching(model, patterns)
-    kinds, whole = tuple(opened), frozenset(closed)
     total = sum(p.numel() for p in model.parameters()) or 1
-    return dict(_chosen(model, "", kinds, whole, total * _LARGE_SHARE, in_list=False))
+    search = _Search(frozenset(opened), frozenset(closed), total * _LARGE_SHARE)
+    return dict(search.blocks(model, "", in_list=False))
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     named = [(name, module) for name, module in model.named_modules() if name]
     for pattern in patterns:
         if not any(fits(name, pattern) for name, _ in named):
+            there = ", ".join(name for name, _ in named[:12])
+            more = f" and {len(named) - 12} more" if len(named) > 12 else ""
             raise CutError(
                 f"blocks={list(patterns)}: no module of {type(model).__name__} is called "
-                f"{pattern!r}; there are {_some(name for name, _ in named)}"
+                f"{pattern!r}; there are {there}{more}"
             )
     found = {n: m for n, m in named if any(fits(n, pattern) for pattern in patterns)}
     for name in found:
@@ -70,71 +73,63 @@ def fits(name: str, pattern: str) -> bool:
     return alike or name == pattern
 
 
-def _chosen(
-    module: nn.Module,
-    prefix: str,
-    opened: tuple[type, ...],
-    closed: frozenset[type],
-    large: float,
-    *,
-    in_list: bool,
-) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        count = sum(p.numel() for p in child.parameters())
-        if original_class(child) in closed:
-            yield path, child
-            continue
-        if not count and not closed:
-            continue
-        is_list = isinstance(child, _LISTS)
-        if is_list or _is_opened(child, count, opened, closed, large, in_list=in_list):
-            yield from _chosen(child, f"{path}.", opened, closed, large, in_list=is_list)
-        elif count:
-            yield path, child
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Kinds of modules that are `opened` or `closed`, and how many parameters a large one has."""
+
+    opened: frozenset[type]
+    closed: frozenset[type]
+    large: float
+
+    def blocks(
+        self, module: nn.Module, prefix: str, *, in_list: bool
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the blocks in a module, which itself is none."""
+        for name, child in module.named_children():
+            path, count = f"{prefix}{name}", _size(child)
+            if original_class(child) in self.closed:
+                yield path, child
+                continue
+            if not count and not self.closed:
+                continue
+            is_list = isinstance(child, _LISTS)
+            if is_list or self._is_opened(child, count, in_list=in_list):
+                yield from self.blocks(child, f"{path}.", in_list=is_list)
+            elif count:
+                yield path, child
+
+    def _is_opened(self, module: nn.Module, count: int, *, in_list: bool) -> bool:
+        """Tell whether a module's parts are blocks, and not itself: it is large and holds a list.
+
+        An entry of a list is opened if most of it is a list of alike modules, as a stage of Swin.
+        """
+        if original_class(module) in self.opened and any(True for _ in module.children()):
+            return True
+        lists = [
+            part
+            for part in self._parts(module)
+            if isinstance(part, _LISTS) or (isinstance(part, nn.Sequential) and len(part) > 1)
+        ]
+        if count <= self.large or not any(map(_size, lists)):
+            return False
+        return not in_list or any(
+            len(entries) > 1
+            and 2 * _size(entries) > count
+            and len({type(entry) for entry in entries}) < len(entries)
+            for entries in lists
+            if not isinstance(entries, nn.ModuleDict)
+        )
+
+    def _parts(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield a module and those in it, but for what is in ones that are closed."""
+        yield module
+        for child in module.children():
+            if original_class(child) not in self.closed:
+                yield from self._parts(child)
 
 
-def _is_opened(
-    module: nn.Module,
-    count: int,
-    opened: tuple[type, ...],
-    closed: frozenset[type],
-    large: float,
-    *,
-    in_list: bool,
-) -> bool:
-    """Tell whether a module's parts are blocks, and not itself."""
-    if original_class(module) in opened and any(True for _ in module.children()):
-        return True
-    parts = list(_parts(module, closed))
-    return count > large and _holds_blocks(parts) and (not in_list or _is_a_list(parts, count))
-
-
-def _parts(module: nn.Module, closed: frozenset[type]) -> Iterator[nn.Module]:
-    """Yield a module and those in it, but for what is in ones that are closed."""
-    yield module
-    for child in module.children():
-        if original_class(child) not in closed:
-            yield from _parts(child, closed)
-
-
-def _holds_blocks(parts: Iterable[nn.Module]) -> bool:
-    return any(
-        (isinstance(part, _LISTS) or (isinstance(part, nn.Sequential) and len(part) > 1))
-        and any(True for _ in part.parameters())
-        for part in parts
-    )
-
-
-def _is_a_list(parts: Iterable[nn.Module], count: int) -> bool:
-    """Tell whether most of an entry of a list is a list of alike modules, as a stage of Swin."""
-    return any(
-        isinstance(part, nn.ModuleList | nn.Sequential)
-        and len(part) > 1
-        and 2 * sum(p.numel() for p in part.parameters()) > count
-        and len({type(entry) for entry in part}) < len(part)
-        for part in parts
-    )
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def module_around(model: nn.Module, block: str) -> str:
@@ -153,18 +148,6 @@ def are_side_by_side(model: nn.Module, block: str, sources: Mapping[str, Collect
     if not isinstance(entries, _LISTS) or len(entries) < 2:
         return False
     return not any(called.intersection(sources[name]) for name in called)
-
-
-def is_in_list(model: nn.Module, path: str) -> bool:
-    """Tell whether a module is an entry of a list, or inside one."""
-    parts = path.split(".")
-    outer = (".".join(parts[:n]) for n in range(1, len(parts)))
-    return any(isinstance(model.get_submodule(name), _LISTS) for name in outer)
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
 
 
 def check_modules(model: nn.Module) -> None:
@@ -273,29 +256,27 @@ class Choice:
             chosen |= chosen_here
             for block, found in in_mode.items():
                 sources[block] = sources.get(block, frozenset()) | found
-        for block in sorted(
-            chosen, key=lambda name: (-name.count("."), name)
-        ):  # the innermost first
+        innermost_first = sorted(chosen, key=lambda name: (-name.count("."), name))
+        for block in innermost_first:
             path = module_around(self._model, block)
             kind = original_class(self._model.get_submodule(path))
             if not path or kind in {*self.opened, *self.choosing}:
                 continue
-            if is_in_list(self._model, path) or are_side_by_side(self._model, block, sources):
+            parts = path.split(".")
+            around = (self._model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts)))
+            is_in_list = any(isinstance(outer, _LISTS) for outer in around)
+            if is_in_list or are_side_by_side(self._model, block, sources):
                 self.choosing.append(kind)
                 return True
         return False
 
-    def check(self, calls: Sequence[Call]) -> None:
+    def check(self, calls: Sequence[BlockCall]) -> None:
         """Refuse state of its own in a module that several stages may call."""
         times = Counter(block for block, _ in calls)
         for block, module in self._found.items():
             error = self.closed.get(original_class(module))
             if error is not None and times[block] > 1:
                 raise CutError(str(error))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 # -- blocks that stay on one stage ----------------------------------------------------------------
@@ -314,32 +295,25 @@ def find_groups(
     Raises:
         CutError: a pattern fits no block.
     """
-    lists = _lists(together or ())
-    return tuple(frozenset(_members(patterns, blocks, argument)) for patterns in lists)
+    alone = [entry for entry in together or () if isinstance(entry, str)]
+    several = [entry for entry in together or () if not isinstance(entry, str)]
+    groups = []
+    for patterns in [*([alone] if alone else []), *several]:
+        group: set[str] = set()
+        for pattern in patterns:
+            depth = pattern.count(".") + 1  # a block may have been opened since
+            found = {n for n in blocks if fits(".".join(n.split(".")[:depth]), pattern)}
+            if not found:
+                raise CutError(
+                    f"{argument} names {pattern!r}, which fits no block; there are "
+                    f"{', '.join(blocks)}"
+                )
+            group |= found
+        groups.append(frozenset(group))
+    return tuple(groups)
 
 
-def _lists(together: Sequence[str] | Sequence[Sequence[str]]) -> list[list[str]]:
-    alone = [entry for entry in together if isinstance(entry, str)]
-    several = [list(entry) for entry in together if not isinstance(entry, str)]
-    return [*([alone] if alone else []), *several]
-
-
-def _members(patterns: Iterable[str], blocks: Collection[str], argument: str) -> Iterator[str]:
-    for pattern in patterns:
-        found = [name for name in blocks if fits(_beginning(name, pattern), pattern)]
-        if not found:
-            raise CutError(
-                f"{argument} names {pattern!r}, which fits no block; there are {', '.join(blocks)}"
-            )
-        yield from found
-
-
-def _beginning(name: str, pattern: str) -> str:
-    """Return as many parts of a name as a pattern has: a block may have been opened since."""
-    return ".".join(name.split(".")[: pattern.count(".") + 1])
-
-
-def ranges_of(groups: Groups, calls: Sequence[Call]) -> tuple[tuple[int, int], ...]:
+def ranges_of(groups: Groups, calls: Sequence[BlockCall]) -> tuple[tuple[int, int], ...]:
     """Return the first and last call of each group; groups that overlap are one."""
     found = []
     for group in groups:

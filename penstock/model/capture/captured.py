@@ -1,10 +1,9 @@
 """The model as data: its block calls in order, and the values between them."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,23 +13,33 @@ from penstock.errors import CaptureError, CutError
 from penstock.model.pytree import flatten, with_new_containers
 from penstock.model.state import first_names
 
-from .attribute_writes import Writes, grad_mode_noted, seeds_refused
 from .blocks import Choice, Groups, check_hooks, check_modules, find_groups, ranges_of
 from .containers import parts
 from .errors import without_gradients
 from .events import START, Info, ValueId
 from .forward_pass import Maker
-from .inputs import EVERYWHERE, ROUTED, as_call, first_samples, names_of_positions, routed
+from .inputs import (
+    EVERYWHERE,
+    ROUTED,
+    Call,
+    arguments_for,
+    as_call,
+    first_samples,
+    names_of_positions,
+)
 from .outer_state import (
     OwnState,
+    Writes,
     as_it_was,
     changed_outside,
+    grad_mode_noted,
     new_settings,
+    seeds_refused,
     set_again,
     slots_outside,
 )
 from .recording import Event, Recording, SideChannel, WroteOutside
-from .routes import Call, calls_of, holders, stages_of_events
+from .routes import BlockCall, calls_of, holders, stages_of_events
 from .watch import watch, watch_functions
 
 
@@ -41,24 +50,13 @@ class Mode(NamedTuple):
     with_grad: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the user has asked for."""
-
-    inputs: str
-    groups: Groups
-    keep: frozenset[str]
-    makers: frozenset[Maker]
-
-
-_TRAINING, _EVALUATION = Mode(True, True), Mode(False, False)
+_TRAINING = Mode(training=True, with_grad=True)
+_EVALUATION = Mode(training=False, with_grad=False)
 _OTHERS = (Mode(False, True), Mode(True, False))
 """Recorded too where the model's code asks whether there are gradients."""
 
 _FEW = 2
 """Samples for other modes than training: of one, a copy may not be told from its source."""
-_Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments, and those by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class Captured:
 
     model: nn.Module
     blocks: Mapping[str, nn.Module]
-    calls: tuple[Call, ...]
+    calls: tuple[BlockCall, ...]
     recorded: tuple[Recorded, ...]
     inputs: str
     decides: bool
@@ -109,11 +107,20 @@ class Captured:
         return tuple(name for name in self.parameters if name.startswith(f"{block}."))
 
     def live_bytes(self) -> tuple[int, ...]:
-        """Return the bytes that would cross a cut before each call, in the mode with the most."""
-        return tuple(
-            max(_crossing(of_mode, call, self.calls) for of_mode in self.recorded)
-            for call in range(len(self.calls))
-        )
+        """Return the bytes that would cross a cut before each call, in the mode with the most.
+
+        Those are the bytes of values that are given before the call and used at it or later.
+        """
+        most = []
+        for cut in range(len(self.calls)):
+            stage_of = {call: int(place >= cut) for place, call in enumerate(self.calls)}
+            in_modes = []
+            for mode in self.recorded:
+                held = holders(stages_of_events(mode.events, stage_of, 2))
+                crossing = (value for value, at in held.items() if at == (0, 1))
+                in_modes.append(sum(mode.infos[value].num_bytes for value in crossing))
+            most.append(max(in_modes))
+        return tuple(most)
 
 
 def record_model(
@@ -156,13 +163,12 @@ def record_model(
         found = choice.blocks()
         try:
             kept = (name for group in find_groups(list(keep), found, "keep") for name in group)
-            asked = _Asked(
-                inputs, find_groups(together, found), frozenset(kept), frozenset(choice.makers)
-            )
-            recordings = _record(model, found, call, asked)
+            groups, makers = find_groups(together, found), frozenset(choice.makers)
+            recorder = _Recorder(model, found, inputs, groups, frozenset(kept), makers)
+            recordings = recorder.in_modes(call)
             if choice.close_around_chosen(recordings.values()):
                 continue
-            captured = _captured(model, found, recordings, choice, asked)
+            captured = recorder.captured(recordings, choice)
             choice.check(captured.calls)
             return captured
         except SideChannel as error:
@@ -173,126 +179,114 @@ def record_model(
             choice.route(error)
 
 
-def _record(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    whole: _Given,
-    asked: _Asked,
-) -> dict[Mode, Recording]:
-    """Run the model in the modes that it may take other ways in.
+@dataclass(frozen=True, slots=True)
+class _Recorder:
+    """Runs a model with these blocks, as the user has asked, and records what happens."""
 
-    Training is run on the whole example, and the others on a few samples: they add to it.  A mode
-    in which blocks change lists is run twice: a list that is met again outlives the forward.
-    """
-    check_hooks(model, blocks.values())
-    few = first_samples(whole, _FEW)
-    record = partial(_record_mode, model, blocks, asked)
-    record_few = partial(_record_few, model, record, few, whole)
-    recordings = {_TRAINING: record(whole, _TRAINING)}
-    for mode in (_EVALUATION, *_OTHERS):
-        if mode in _OTHERS and not any(r.asks_for_grad for r in recordings.values()):
-            break
-        recordings[mode] = record_few(mode)
-    for mode, recording in recordings.items():
-        if recording.filled:
-            recording.check_not_kept(record_few(mode))
-    return recordings
+    model: nn.Module
+    blocks: dict[str, nn.Module]
+    inputs: str
+    groups: Groups
+    keep: frozenset[str]
+    makers: frozenset[Maker]
 
+    def in_modes(self, whole: Call) -> dict[Mode, Recording]:
+        """Run the model in the modes that it may take other ways in.
 
-def _record_few(
-    model: nn.Module, record: Callable[[Any, Mode], Recording], few: Any, whole: Any, mode: Mode
-) -> Recording:
-    if few is not None:
-        with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
-            return record(few, mode)
-    try:
-        return record(whole, mode)
-    except Exception as error:
-        if isinstance(error, CaptureError) or not _needs_grad(model, whole, mode):
-            raise
-        raise without_gradients(model, error) from error
+        Training is run on the whole example, and the others on a few samples: they add to it.  A
+        mode in which blocks change lists is run twice: a list that is met again outlives the
+        forward.
+        """
+        check_hooks(self.model, self.blocks.values())
+        few = first_samples(whole, _FEW)
+        recordings = {_TRAINING: self._in_mode(whole, _TRAINING)}
+        for mode in (_EVALUATION, *_OTHERS):
+            if mode in _OTHERS and not any(r.asks_for_grad for r in recordings.values()):
+                break
+            recordings[mode] = self._on_few(few, whole, mode)
+        for mode, recording in recordings.items():
+            if recording.filled:
+                recording.check_not_kept(self._on_few(few, whole, mode))
+        return recordings
 
+    def _on_few(self, few: Any, whole: Call, mode: Mode) -> Recording:
+        if few is not None:
+            with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
+                return self._in_mode(few, mode)
+        try:
+            return self._in_mode(whole, mode)
+        except Exception as error:
+            if isinstance(error, CaptureError) or mode.with_grad:
+                raise
+            runs_with_gradients = False
+            with as_it_was(self.model, training=mode.training), suppress(Exception):
+                args, kwargs = with_new_containers(whole)
+                self.model(*args, **kwargs)
+                runs_with_gradients = True
+            if not runs_with_gradients:
+                raise
+            raise without_gradients(self.model, error) from error
 
-def _needs_grad(model: nn.Module, call: _Given, mode: Mode) -> bool:
-    """Tell whether a model that cannot be run without gradients can be run with them."""
-    with as_it_was(model, training=mode.training), suppress(Exception):
-        args, kwargs = with_new_containers(call)
-        model(*args, **kwargs)
-        return not mode.with_grad
-    return False
+    def _in_mode(self, given: Call, mode: Mode) -> Recording:
+        model, blocks = self.model, self.blocks.values()
+        with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
+            before = slots_outside(model, blocks)
+            recording, writes = self._once(given)
+            after = slots_outside(model, blocks)
+            settings = new_settings(before, after)
+            writes.check(self.groups, settings)
+            if not settings:
+                return recording
+            with set_again(settings) as names:
+                again, writes = self._once(given)
+            writes.check(self.groups)
+            names += [s.key for s in new_settings(after, slots_outside(model, blocks))]
+            if names or again.events != recording.events:
+                raise changed_outside("", settings[0].key)
+        return again
 
+    def _once(self, given: Call) -> tuple[Recording, Writes]:
+        model, blocks = self.model, self.blocks
+        parameters = {id(p): name for name, p in model.named_parameters()}
+        on_meta = any(p.is_meta for p in model.parameters())
+        recording = Recording(watch(blocks), parameters, on_meta=on_meta, together=self.groups)
+        recording.keep, recording.routed_makers = self.keep, self.makers
+        lists = (part for part in parts(given) if isinstance(part, list | deque))
+        recording.has_lists = any(flatten(part)[0] for part in lists)
+        given = arguments_for(recording, self.inputs, given, names_of_positions(model))
+        if self.inputs == ROUTED:
+            recording.note_inputs(recording.header[START])
+        writes = Writes(model, blocks)
+        with seeds_refused(), grad_mode_noted(), writes.noted(recording):
+            recording.run(model, *given)
+        return recording, writes
 
-def _record_mode(
-    model: nn.Module, blocks: dict[str, nn.Module], asked: _Asked, given: _Given, mode: Mode
-) -> Recording:
-    with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
-        run = partial(_run_once, model, blocks, asked, given)
-        before = slots_outside(model, blocks.values())
-        recording, writes = run()
-        after = slots_outside(model, blocks.values())
-        settings = new_settings(before, after)
-        writes.check(asked.groups, settings)
-        if not settings:
-            return recording
-        with set_again(settings) as names:
-            again, writes = run()
-        writes.check(asked.groups)
-        names += [s.key for s in new_settings(after, slots_outside(model, blocks.values()))]
-        if names or again.events != recording.events:
-            raise changed_outside("", settings[0].key)
-    return again
-
-
-def _run_once(
-    model: nn.Module, blocks: dict[str, nn.Module], asked: _Asked, given: _Given
-) -> tuple[Recording, Writes]:
-    parameters = {id(p): name for name, p in model.named_parameters()}
-    on_meta = any(p.is_meta for p in model.parameters())
-    recording = Recording(watch(blocks), parameters, on_meta=on_meta, together=asked.groups)
-    recording.keep, recording.routed_makers = asked.keep, asked.makers
-    recording.has_lists = any(isinstance(p, list | deque) and flatten(p)[0] for p in parts(given))
-    if asked.inputs == ROUTED:
-        given = routed(recording, *given, names_of_positions(model))
-        recording.note_inputs(recording.header[START])
-    else:
-        given = with_new_containers(given)
-    writes = Writes(model, blocks)
-    with seeds_refused(), grad_mode_noted(), writes.noted(recording):
-        recording.run(model, *given)
-    return recording, writes
-
-
-def _captured(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    recordings: dict[Mode, Recording],
-    choice: Choice,
-    asked: _Asked,
-) -> Captured:
-    found = list(recordings.values())
-    calls = calls_of(recording.events for recording in found)
-    draws = any(recording.draws_between for recording in found)  # and may go by what it draws
-    return Captured(
-        model,
-        {name: blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
-        tuple(calls),
-        tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
-        asked.inputs,
-        # writes into a tensor that was made empty are often as many as there are samples, as is
-        # what is done with the tensors in a list
-        decides=bool(asked.makers)
-        or draws
-        or any(r.has_lists or any(e.decides for e in r.events) for r in found),
-        draws_between=draws,
-        differentiates=any(recording.differentiates for recording in found),
-        needs_all=any(recording.needs_all for recording in found),
-        warnings=tuple(_warnings(found, choice)),
-        parameters=first_names(model.named_parameters(remove_duplicate=False)),
-        sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
-        together=ranges_of(asked.groups, calls),
-        keep=asked.keep,
-        makers=asked.makers,
-    )
+    def captured(self, recordings: dict[Mode, Recording], choice: Choice) -> Captured:
+        """Return the model as data."""
+        model, found = self.model, list(recordings.values())
+        calls = calls_of(recording.events for recording in found)
+        draws = any(recording.draws_between for recording in found)  # and may go by what it draws
+        return Captured(
+            model,
+            {name: self.blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
+            tuple(calls),
+            tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
+            self.inputs,
+            # writes into a tensor that was made empty are often as many as there are samples, as
+            # is what is done with the tensors in a list
+            decides=bool(self.makers)
+            or draws
+            or any(r.has_lists or any(e.decides for e in r.events) for r in found),
+            draws_between=draws,
+            differentiates=any(recording.differentiates for recording in found),
+            needs_all=any(recording.needs_all for recording in found),
+            warnings=tuple(_warnings(found, choice)),
+            parameters=first_names(model.named_parameters(remove_duplicate=False)),
+            sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
+            together=ranges_of(self.groups, calls),
+            keep=self.keep,
+            makers=self.makers,
+        )
 
 
 def _warnings(recordings: Sequence[Recording], choice: Choice) -> Iterator[str]:
@@ -311,10 +305,3 @@ def _warnings(recordings: Sequence[Recording], choice: Choice) -> Iterator[str]:
                     f"{key} returns a {kind_name}, which cannot cross stages: keep its users on "
                     "one stage"
                 )
-
-
-def _crossing(recorded: Recorded, cut: int, calls: Sequence[Call]) -> int:
-    """Sum the bytes of values that are given before a call and used at it or later."""
-    stage_of = {call: int(place >= cut) for place, call in enumerate(calls)}
-    held = holders(stages_of_events(recorded.events, stage_of, 2))
-    return sum(recorded.infos[value].num_bytes for value, at in held.items() if at == (0, 1))

@@ -13,8 +13,8 @@ by the largest value of all gradients (or outputs); what does not, by its own.
 
 import random
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,15 +25,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import CheckError, RouteError
-from penstock.model.copies import faithful_copy
-from penstock.model.entries import Entry, make_entry
+from penstock.model.entries import Entry, faithful_copy, make_entry
 from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import has_accumulation_hooks
 from penstock.trace.units import count_text
 
 from .captured import Captured
-from .events import ValueId
-from .header_cache import SealedHeader
+from .events import SealedHeader, ValueId
 from .inputs import Call, as_call, first_samples
 from .outer_state import as_it_was
 from .source import captured_layers
@@ -91,16 +89,13 @@ def prove_where_possible(captured: Captured, example_inputs: Any) -> str:
         reason = "rank 0 does"
     if reason is not None:
         return f"not checked: {reason}"
-    return prove(captured, example_inputs, _partition(captured))
-
-
-def _partition(captured: Captured) -> tuple[int, ...]:
-    """Cut into a few stages, of about as many calls each."""
+    # a few stages, of about as many calls each
     spans = captured_layers(captured).spans
     num_stages = min(_MOST_STAGES, len(spans))
     starts = [spans[stage * len(spans) // num_stages][0] for stage in range(num_stages)]
     ends = [*starts[1:], len(captured.calls)]
-    return tuple(end - start for start, end in zip(starts, ends, strict=True))
+    partition = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return prove(captured, example_inputs, partition)
 
 
 def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -> str:
@@ -117,7 +112,9 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     """
     model = captured.model
     chain = partial(_Chained, CutModel(captured, partition))
-    with _keeping_gradients(model):
+    with ExitStack() as after:
+        for parameter in model.parameters():
+            after.callback(setattr, parameter, "grad", parameter.grad)
         call, expected = _reference(model, example_inputs)
         try:
             found = _in_both_modes(model, call, chain)
@@ -126,7 +123,9 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
             expected, found = (_in_both_modes(model, call, run) for run in (model, chain))
         different = _differences(expected, found)
         if _worse_than_rounding(different):
-            noise = _noise(model, call)
+            # where the model differs from itself
+            one, other = (_run(model, call, model, "evaluation") for _ in range(2))
+            noise = _differences(one, other, {name for _, name in one})
             if _worse_than_rounding(noise):
                 warnings.warn(_NOISY, stacklevel=5)
                 return f"not checked: {_NOISY}"
@@ -173,12 +172,6 @@ def _is_telling(gradient: Tensor | None) -> bool:
 def _in_both_modes(model: nn.Module, call: Call, forward: Forward) -> Tensors:
     trained = _run(model, call, forward, "training")
     return {**trained, **_run(model, call, forward, "evaluation", backward=False)}
-
-
-def _noise(model: nn.Module, call: Call) -> list[Difference]:
-    """Return where the model differs from itself, in evaluation mode."""
-    one, other = (_run(model, call, model, "evaluation") for _ in range(2))
-    return _differences(one, other, {name for _, name in one})
 
 
 def _worse_than_rounding(different: list[Difference]) -> list[Difference]:
@@ -244,7 +237,13 @@ def _differences(
     expected: Tensors, found: Tensors, noisy: Collection[str] = ()
 ) -> list[Difference]:
     """Compare tensor by tensor: the noisy ones by the largest value of their kind."""
-    largest = _largest_of_kinds(expected) if noisy else {}
+    largest: dict[tuple[str, str], float] = {}  # finite: beside an infinite one all is small
+    for (mode, name), tensor in expected.items() if noisy else ():
+        at = mode, _kind(name)
+        largest.setdefault(at, 0.0)
+        if tensor is not None and tensor.is_floating_point():
+            values = tensor[tensor.isfinite()].double().abs()
+            largest[at] = max(largest[at], float(values.max()) if values.numel() else 0.0)
     both = (
         _difference(
             *(mode, name, tensor, found.get((mode, name))),
@@ -260,7 +259,10 @@ def _difference(
 ) -> Difference | None:
     if tensor is None or other is None or tensor.shape != other.shape:
         return None if tensor is other else Difference(mode, name)
-    if torch.equal(tensor, other) or _is_alike_with_nan(tensor, other):
+    if torch.equal(tensor, other):
+        return None
+    has_same_nan = torch.equal(tensor.isnan(), other.isnan())  # which is equal to nothing
+    if has_same_nan and torch.equal(tensor.nan_to_num(), other.nan_to_num()):
         return None
     if not tensor.is_floating_point():
         return Difference(mode, name)
@@ -270,36 +272,9 @@ def _difference(
     return Difference(mode, name, most / (largest or 1.0), torch.finfo(tensor.dtype).eps, of)
 
 
-def _largest_of_kinds(tensors: Tensors) -> dict[tuple[str, str], float]:
-    """Return by mode and kind the largest finite value: beside an infinite one all is small."""
-    found: dict[tuple[str, str], float] = {}
-    for (mode, name), tensor in tensors.items():
-        at = mode, _kind(name)
-        found.setdefault(at, 0.0)
-        if tensor is not None and tensor.is_floating_point():
-            values = tensor[tensor.isfinite()].double().abs()
-            found[at] = max(found[at], float(values.max()) if values.numel() else 0.0)
-    return found
-
-
 def _kind(name: str) -> str:
     """Return what stands for all gradients, or all outputs; a buffer is of a kind of its own."""
     return next((kind for kind in (_GRADIENT, _OUTPUT) if name.startswith(kind)), name)
-
-
-def _is_alike_with_nan(tensor: Tensor, other: Tensor) -> bool:
-    alike = torch.equal(tensor.isnan(), other.isnan())  # which is equal to nothing
-    return alike and torch.equal(tensor.nan_to_num(), other.nan_to_num())
-
-
-@contextmanager
-def _keeping_gradients(model: nn.Module) -> Iterator[None]:
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 class _Chained:

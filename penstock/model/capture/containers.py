@@ -100,12 +100,15 @@ def _told(key: EventKey, given: list[Any], before: list[list[Any] | None], resul
             new.append(value)
         return value
 
+    def known(value: Any) -> Any:
+        is_known = type(value) not in PLAIN and id(value) in number_of
+        return noted(number_of[id(value)] if is_known else value)
+
     told = _replaced(result, lambda v: number_of[id(v)] if id(v) in containers else noted(v))
     if told is result and not numbers:
         return result
-    contents = [
-        _replaced(_shallow_copy(given[n]), lambda v: noted(_known(v, number_of))) for n in numbers
-    ]
+    copies = (dict(c) if isinstance(c, Mapping) else [*c] for c in map(given.__getitem__, numbers))
+    contents = [_replaced(copy, known) for copy in copies]
     _check_told_once(new, key)
     return Filled((told, numbers, contents))
 
@@ -121,14 +124,6 @@ def _check_told_once(new: list[Any], key: EventKey) -> None:
 
 def _can_be_told(container: Any) -> bool:
     return isinstance(container, _TOLD) and not dataclasses.is_dataclass(container)
-
-
-def _shallow_copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, Mapping) else [*container]
-
-
-def _known(value: Any, number_of: dict[int, Given]) -> Any:
-    return value if type(value) in PLAIN else number_of.get(id(value), value)
 
 
 def put_back(told: Any, key: EventKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,11 +179,8 @@ def _attributes(part: Any) -> list[Any] | None:
 def _is_same(now: list[Any] | None, before: list[Any] | None) -> bool:
     if now is None or before is None:
         return now is before
-    return len(now) == len(before) and all(map(_is_entry, now, before))
-
-
-def _is_entry(one: Any, other: Any) -> bool:
-    return one is other or is_same_plain(one, other)
+    pairs = zip(now, before, strict=False)
+    return len(now) == len(before) and all(a is b or is_same_plain(a, b) for a, b in pairs)
 
 
 def _replaced(value: Any, instead: Callable[[Any], Any]) -> Any:

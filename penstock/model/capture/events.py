@@ -1,6 +1,7 @@
 """Names for what happens between blocks, and what is known of a tensor without its values."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,8 +10,18 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CutError
-from penstock.model.pytree import Constant, Leaf, Node, Structure, flatten, opaque_values
-from penstock.model.templates import StandIn, from_template, template
+from penstock.model.compare import is_same
+from penstock.model.pytree import (
+    Constant,
+    Leaf,
+    Node,
+    Sealed,
+    StandIn,
+    Structure,
+    from_template,
+    opaque_values,
+    template,
+)
 
 
 class EventKey(NamedTuple):
@@ -57,41 +68,6 @@ class Operation(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-_PLAIN_VALUES = (bool, int, float, list, numpy.ndarray)
-_SHAPED_BY_VALUES = frozenset(
-    (
-        *(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere),
-        *(torch.masked_select, Tensor.masked_select, torch.bincount, Tensor.bincount),
-        *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
-        torch.nn.functional.one_hot,
-    )
-)
-_SHARING = ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack", "from_file")
-"""What they give may be memory that outlives the forward."""
-_MASKS = (torch.bool, torch.uint8)
-
-
-def decides(operation: Operation, result: Any) -> bool:
-    """Tell whether an operation gave a Python value, or a shape that depends on values."""
-    if isinstance(result, _PLAIN_VALUES) or operation.function in _SHAPED_BY_VALUES:
-        return True
-    if operation.function is torch.where:
-        return isinstance(result, tuple)
-    if operation.function in (torch.repeat_interleave, Tensor.repeat_interleave):
-        args = operation.args
-        return len(args) == 1 or isinstance(args[1], Tensor)
-    is_index = operation.function is Tensor.__getitem__
-    return is_index and any(t.dtype in _MASKS for t in flatten(operation.args[1])[0])
-
-
-def makes_anew(function: Any, *, has_source: bool) -> bool:
-    """Tell whether a function is one of torch's that always give new memory."""
-    name = getattr(function, "__name__", "")
-    if has_source:
-        return name == "clone" or name.startswith("new_") or name.endswith("_like")
-    return name not in _SHARING and getattr(torch, name, None) is function
 
 
 class ValueId(NamedTuple):
@@ -224,3 +200,53 @@ def _array(array: "numpy.ndarray[Any, Any]", _nothing: list[Any]) -> Any:
 
 Header = dict[EventKey, Told]
 """All that happened on the stages before."""
+
+
+_MOST_HEADERS = 64
+"""A stage that has seen so many different ones forgets them: sizes change with each batch."""
+
+
+class SealedHeader(Sealed):
+    """What happened on the stages before, as it travels; one object for micro-batches alike."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+
+
+@dataclass(slots=True)
+class HeaderCache:
+    """What a stage told before.
+
+    `told` has each event as it was last; `one_new` those of them that gave one tensor, a new one,
+    and changed none.
+    """
+
+    told: dict[EventKey, Told] = field(default_factory=dict)
+    one_new: dict[EventKey, Told] = field(default_factory=dict)
+    headers: dict[tuple[int, ...], SealedHeader] = field(default_factory=dict)
+
+    def same(self, key: EventKey, told: Told) -> Told:
+        """Return what an event gave; as the same object, if it is what it gave before."""
+        before = self.told.get(key)
+        if (
+            before is not None
+            and (before.name, before.infos, before.changed)
+            == (told.name, told.infos, told.changed)
+            and is_same(before.structure, told.structure)
+        ):
+            return before
+        self.told[key] = told
+        if type(told.structure) is Leaf and not told.changed and told.infos[0].value.event == key:
+            self.one_new[key] = told
+        else:
+            self.one_new.pop(key, None)
+        return told
+
+    def sealed(self, header: Header) -> SealedHeader:
+        """Return a header as it travels: the same object for the same events."""
+        found = self.headers.get(key := tuple(map(id, header.values())))
+        if found is None:
+            if len(self.headers) == _MOST_HEADERS:
+                self.headers.clear()
+            found = self.headers[key] = SealedHeader(header)
+        return found

@@ -7,6 +7,7 @@ anything else between blocks    no event                  runs on every stage al
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,8 @@ from .events import (
     name_of,
     told_structure,
 )
-from .ghost import CURRENT, PLAIN, Ghost, answer, is_question
-from .random_operations import draws
+from .ghost import CURRENT, PLAIN, AbstractPass, Ghost, answer, is_question
+from .operations import draws
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
 """(event, function) -> the function's result: how a block call or a random operation is run.
@@ -58,7 +59,7 @@ def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
     return function()
 
 
-class Pass(ABC):
+class Pass(AbstractPass, ABC):
     """One execution of a model's forward.
 
     `names` are its blocks, by the id of their module; `parameters` the ids of its parameters, or
@@ -80,16 +81,13 @@ class Pass(ABC):
         self._number = self._drawn = 0
         self.is_answering = False
         self.is_inside = False
-        """Whether a block or an operation is run natively; nothing in it is an event."""
         self.checkpoint: Callable[..., Any] | None = None
-        """What the model's code has put around the blocks that it calls now."""
         self.routed_makers: Collection[Maker] = ()
         """What makes tensors between blocks that routed values are written into: an event."""
         self.keep: Collection[str] = ()
         """Blocks whose results are given beside the output, where no gradients are recorded."""
         self._beside: dict[str, Any] = {}
         self.asks_for_grad = False
-        """Whether the code between blocks has asked if gradients are recorded."""
         self.home = object()
         """What the ghosts of this pass are known by."""
         self.header: Header = {}
@@ -142,20 +140,17 @@ class Pass(ABC):
         """Execute the model; give its output with its real tensors."""
         token = CURRENT.set(self)
         try:
-            if not self._sees_all:
-                return self.ended(self._with_kept(model(*args, **kwargs)))
-            with _Everything(self):
-                return self.ended(self._with_kept(model(*args, **kwargs)))
+            with _Everything(self) if self._sees_all else nullcontext():
+                output = model(*args, **kwargs)
+                if self.keep and not torch.is_grad_enabled():
+                    output = output, self._beside
+                return self.ended(output)
         except RuntimeError as error:
             if self._not_followed is None or error is self._not_followed:
                 raise
             raise self._not_followed from error  # TorchScript puts its own in that one's place
         finally:
             CURRENT.reset(token)
-
-    def _with_kept(self, output: Any) -> Any:
-        """Return the model's output, and beside it what the blocks gave that are to be kept."""
-        return (output, self._beside) if self.keep and not torch.is_grad_enabled() else output
 
     def ended(self, output: Any) -> Any:
         """Return the model's output with real tensors for ghosts."""
@@ -183,11 +178,7 @@ class Pass(ABC):
             kwargs = dict(zip(kwargs, reals[len(args) :], strict=True))
         ghosts = [*found.values()]
         versions = [_version(ghost.here) for ghost in ghosts]
-        self.is_inside = True
-        try:
-            result = self._natively(key, function, tuple(reals[: len(args)]), kwargs)
-        finally:
-            self.is_inside = False
+        result = self._natively(key, function, tuple(reals[: len(args)]), kwargs)
         for ghost, version in zip(ghosts, versions, strict=True):
             if _version(ghost.here) != version:
                 return self.result_of(operation, result, ghosts, versions)
@@ -212,11 +203,7 @@ class Pass(ABC):
         ghosts = list(found.values())
         versions = [_version(ghost.here) for ghost in ghosts]
         before = [_version(tensor) for tensor in others] if key.number else ()
-        self.is_inside = True
-        try:
-            result = self._natively(key, function, args, kwargs)
-        finally:
-            self.is_inside = False
+        result = self._natively(key, function, args, kwargs)
         for number in changed(given, contents):
             raise changes_container(given[number], key)
         for tensor, version in zip(others, before, strict=False):
@@ -249,23 +236,22 @@ class Pass(ABC):
         self.header[key] = told
 
     def _natively(
-        self,
-        key: EventKey,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, key: EventKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run a call of a block, or an operation; what draws is run as a layer is."""
-        if key.number == 0:
-            if self.checkpoint is not None:
+        self.is_inside = True
+        try:
+            if key.number and not draws(function, args, kwargs):
+                return function(*args, **kwargs)
+            run = partial(function, *args, **kwargs)
+            if key.number:
+                self._drawn += 1
+                key = key._replace(number=self._drawn)
+            elif self.checkpoint is not None:
                 run = partial(checkpointed, self.checkpoint, function, args, kwargs)
-                return self._perform(key, run)
-            return self._perform(key, partial(function, *args, **kwargs))
-        if draws(function, args, kwargs):
-            self._drawn += 1
-            draw = key._replace(number=self._drawn)
-            return self._perform(draw, partial(function, *args, **kwargs))
-        return function(*args, **kwargs)
+            return self._perform(key, run)
+        finally:
+            self.is_inside = False
 
     @abstractmethod
     def wrote_outside(self, tensor: Tensor, operation: Operation) -> None:

@@ -7,10 +7,10 @@ device is answered at once.
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import GlueError
 from penstock.model.entries import layout_on
@@ -23,10 +23,38 @@ from penstock.torch_private import (
 
 from .events import Info
 
-if TYPE_CHECKING:
-    from .forward_pass import Pass
 
-CURRENT: "ContextVar[Pass | None]" = ContextVar("penstock_pass", default=None)
+class AbstractPass(Protocol):
+    """One execution of a model's forward, as what reaches it sees it: ghosts, blocks, checkpoints.
+
+    Args:
+        is_inside: whether a block or an operation is run natively; nothing in it is an event.
+        is_answering: whether a question about a ghost is being answered.
+        asks_for_grad: whether the code between blocks has asked if gradients are recorded.
+        checkpoint: what the model's code has put around the blocks that it calls now.
+    """
+
+    is_inside: bool
+    is_answering: bool
+    asks_for_grad: bool
+    checkpoint: Callable[..., Any] | None
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle an operation on ghosts."""
+
+    def block_call(
+        self, module: nn.Module, native: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Handle a call of one of the blocks."""
+
+    def knows(self, module: nn.Module) -> bool:
+        """Tell whether a module is a block of this pass."""
+
+    def below_torch_function(self, function: Any) -> GlueError:
+        """Return the error for an operation that passes cannot follow."""
+
+
+CURRENT: ContextVar[AbstractPass | None] = ContextVar("penstock_pass", default=None)
 """The pass that is under way in this thread."""
 
 
@@ -120,10 +148,7 @@ _ATTRIBUTES: dict[str, Any] = {
     "ndim": property(lambda ghost: len(ghost.info.shape)),
     "requires_grad": property(_requires_grad, _set_requires_grad),
     "is_meta": property(lambda ghost: False),
-    "is_cuda": property(partial(_is_on, "cuda")),
-    "is_cpu": property(partial(_is_on, "cpu")),
-    "is_mps": property(partial(_is_on, "mps")),
-    "is_xpu": property(partial(_is_on, "xpu")),
+    **{f"is_{kind}": property(partial(_is_on, kind)) for kind in ("cuda", "cpu", "mps", "xpu")},
     "size": _size,
     "dim": lambda ghost: len(ghost.info.shape),
     "is_floating_point": lambda ghost: ghost.info.dtype.is_floating_point,
@@ -226,16 +251,11 @@ def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _type_name(info: Info) -> str:
-    name = torch.empty(0, dtype=info.dtype).type()
-    kind = info.device.type
+    name, kind = torch.empty(0, dtype=info.dtype).type(), info.device.type
     return name if kind == "cpu" else name.replace("torch.", f"torch.{kind}.")
-
-
-def _device_number(info: Info) -> int:
-    return -1 if info.device.index is None else info.device.index
 
 
 _BY_INFO: dict[Any, Callable[[Info], Any]] = {
     Tensor.type: _type_name,
-    Tensor.get_device: _device_number,
+    Tensor.get_device: lambda info: -1 if info.device.index is None else info.device.index,
 }

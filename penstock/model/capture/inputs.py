@@ -1,4 +1,4 @@
-"""What a model is called with, and how that is routed to later stages."""
+"""The arguments of a model's call, and their way to later stages."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,23 @@ from torch import Tensor, nn
 from penstock.errors import BatchError, CutError
 from penstock.model.batch import batch_size, split
 from penstock.model.open_containers import DictOf
-from penstock.model.pytree import Node, Structure, flatten, tree_map, unflatten
-from penstock.model.templates import moved
+from penstock.model.pytree import (
+    Node,
+    Structure,
+    flatten,
+    moved,
+    tree_map,
+    unflatten,
+    with_new_containers,
+)
 
 from .events import INPUT, START, EventKey, Told
 from .ghost import Ghost
 
-ROUTED, EVERYWHERE = "first", "everywhere"
-"""The model's inputs are given to the first stage and travel on, or are given to every stage."""
+ROUTED = "first"
+"""The model's inputs are given to the first stage, and travel on."""
+EVERYWHERE = "everywhere"
+"""The model's inputs are given to every stage."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
@@ -81,16 +90,18 @@ def first_samples(example_inputs: Any, count: int) -> Any:
     return tree_map(Tensor.detach, split(example_inputs, [count, size - count])[0])
 
 
-def routed(
-    run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[int | str]
-) -> Call:
-    """Return ghosts for the model's inputs; on a later stage, those that the header tells of.
+def arguments_for(run: Any, inputs: str, call: Call, names: Sequence[int | str]) -> Call:
+    """Return the arguments with which a pass calls the model, in containers of its own.
 
-    A value is named by its parameter, which `names` has for each position, and by its place in
-    the argument: whatever else is given, and whether by position or by keyword.
+    Where `inputs` are routed they are ghosts; on a later stage those that the header tells of. A
+    value is named by its parameter, which `names` has for each position, and by its place in the
+    argument: whatever else is given, and whether by position or by keyword.
     """
+    if inputs != ROUTED:
+        return with_new_containers(call)
     told = run.header.get(START)
     if told is None:
+        args, kwargs = call
         ghosts: list[Ghost] = []
         structures: list[Structure] = []
         named: dict[int | str, Any] = dict(enumerate(args))

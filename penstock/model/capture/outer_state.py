@@ -1,12 +1,14 @@
-"""What a model's own forward changes outside its blocks, and so on every stage.
+"""Refuse what a model's own forward changes outside its blocks, and so on every stage.
 
 Settings are no such change: flags, and plain values that a first forward puts where there was
 nothing or None, as transformers models do with `config.problem_type`, read off their labels.
 Every stage sets the same, as long as later forwards leave it alone.
 """
 
+import sys
+import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from types import FunctionType
@@ -17,20 +19,21 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.compare import is_same_plain
-from penstock.model.kept import (
-    UNCOUNTED,
-    holders,
-    is_of_user,
-    is_plain,
-    keeping_generators,
-    kept_by,
-    put_back,
+from penstock.model.kept import UNCOUNTED, as_before, holders, is_of_user, is_plain
+from penstock.torch_private import (
+    BUFFERS,
+    PARAMETERS,
+    buffers_of,
+    children_of,
+    parameters_of,
+    version_counter,
+    without_cached_weights,
 )
-from penstock.model.state import attributes as tensor_places
-from penstock.model.state import keeping_values, tensors_at
-from penstock.torch_private import BUFFERS, PARAMETERS, version_counter, without_cached_weights
 
-from .ghost import Ghost
+from .errors import calling_line
+from .events import EventKey
+from .ghost import CURRENT, Ghost
+from .recording import Recording
 
 _SETTINGS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _IS_IMMUTABLE = 1 << 8
@@ -81,32 +84,28 @@ def new_settings(before: Slots, after: Slots) -> list[Slot]:
     settings = []
     for place in {**before, **after}:
         old, new = before.get(place), after.get(place)
-        if old is not None and new is not None and _is_same(old, new):
+        if (
+            old is not None
+            and new is not None
+            and old.version == new.version
+            and (old.value is new.value or is_same_plain(old.value, new.value))
+        ):
             continue
         if new is not None and _is_setting(old, new):
             settings.append(new)
-        elif old is not None or new is None or not _is_flag(new):
-            raise changed_outside(*(new or before[place])[-2:], is_tensor=_is_own_tensor(new))
+            continue
+        # a flag of a module or its class, set once and for all
+        is_flag = new is not None and new.value is True and isinstance(new.holder, nn.Module)
+        if old is not None or not is_flag:
+            is_tensor = new is not None and new.key == new.name and isinstance(new.value, Tensor)
+            raise changed_outside(*(new or before[place])[-2:], is_tensor=is_tensor)
     return settings
-
-
-def _is_same(one: Slot, other: Slot) -> bool:
-    alike = one.value is other.value or is_same_plain(one.value, other.value)
-    return alike and one.version == other.version
-
-
-def _is_flag(slot: Slot) -> bool:
-    """Tell whether a new slot is a flag of a module or its class, set once and for all."""
-    return slot.value is True and isinstance(slot.holder, nn.Module)
-
-
-def _shows_sets(kind: type) -> bool:
-    return is_plain(kind) and not kind.__flags__ & _IS_IMMUTABLE
 
 
 def _is_setting(old: Slot | None, new: Slot) -> bool:
     kind: type = type(new.holder)
-    if not isinstance(new.holder, nn.Module) and not _shows_sets(kind):
+    shows_sets = is_plain(kind) and not kind.__flags__ & _IS_IMMUTABLE
+    if not isinstance(new.holder, nn.Module) and not shows_sets:
         return False
     if old is None or old.value is None:
         return str(new.key).isidentifier() and isinstance(new.value, _SETTINGS)
@@ -118,28 +117,23 @@ def set_again(settings: Iterable[Slot]) -> Iterator[list[str]]:
     """Note the names of settings of plain objects that are set once more inside."""
     found: list[str] = []
     places = {(id(slot.holder), slot.key) for slot in settings}
+
+    def noting(native: Any) -> Any:
+        def write(holder: Any, name: str, value: Any) -> None:
+            if (id(holder), name) in places:
+                found.append(name)
+            native(holder, name, value)
+
+        return write
+
     with ExitStack() as after:
         for kind in {type(s.holder) for s in settings if not isinstance(s.holder, nn.Module)}:
-            own = vars(kind).get("__setattr__")
-            setattr(kind, "__setattr__", _noting(kind.__setattr__, places, found))  # noqa: B010 - mypy knows its type
-            after.callback(_give_back, kind, own)
+            if "__setattr__" in vars(kind):
+                after.callback(setattr, kind, "__setattr__", vars(kind)["__setattr__"])
+            else:
+                after.callback(delattr, kind, "__setattr__")
+            setattr(kind, "__setattr__", noting(kind.__setattr__))  # noqa: B010 - mypy knows its type
         yield found
-
-
-def _noting(native: Any, places: Collection[tuple[int, str]], found: list[str]) -> Any:
-    def write(holder: Any, name: str, value: Any) -> None:
-        if (id(holder), name) in places:
-            found.append(name)
-        native(holder, name, value)
-
-    return write
-
-
-def _give_back(kind: type, own: Any) -> None:
-    if own is None:
-        del kind.__setattr__
-    else:
-        setattr(kind, "__setattr__", own)  # noqa: B010 - as above
 
 
 def _version(value: Any) -> int:
@@ -150,34 +144,27 @@ def _version(value: Any) -> int:
 @contextmanager
 def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
-    modules = list(model.modules())
-    with ExitStack() as after:
-        after.enter_context(without_cached_weights())
-        after.enter_context(warnings.catch_warnings())  # of a checkpoint that sees no gradients
+    with without_cached_weights(), warnings.catch_warnings(), as_before([model]):
+        # of a checkpoint that sees no gradients
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        tensors = [*model.buffers(), *tensors_at(tensor_places(modules))]
-        after.enter_context(keeping_values(tensors))
-        after.enter_context(keeping_generators())
-        after.callback(put_back, kept_by(modules))
         if model.training != training:
             model.train(training)
         yield
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a module keeps, and attributes of its classes, and the global variables that
+    their methods name.
+    """
     for name, value in vars(module).items():
         if name in (BUFFERS, PARAMETERS):
             yield from ((key, tensor) for key, tensor in value.items() if tensor is not None)
         elif name not in UNCOUNTED:
             yield name, value
-    for kind in type(module).__mro__:
-        if is_of_user(kind):
-            yield from _of_class(kind)
-
-
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a class, and the global variables that its methods name."""
-    for name, value in vars(kind).items():
+    of_classes = (
+        (k, *kept) for k in type(module).__mro__ if is_of_user(k) for kept in vars(k).items()
+    )
+    for kind, name, value in of_classes:
         if isinstance(value, FunctionType):
             known = value.__globals__
             yield from ((f"global {n}", known[n]) for n in value.__code__.co_names if n in known)
@@ -191,11 +178,6 @@ class OwnState(CutError):
     def __init__(self, message: str, path: str, name: str) -> None:
         super().__init__(message)
         self.path, self.name = path, name
-
-
-def _is_own_tensor(slot: Slot | None) -> bool:
-    """Tell whether a slot is an attribute of a module, and holds a tensor."""
-    return slot is not None and slot.key == slot.name and isinstance(slot.value, Tensor)
 
 
 def changed_outside(module: str, name: str, *, is_tensor: bool = False) -> OwnState:
@@ -222,3 +204,140 @@ def is_kept_by_one(model: nn.Module, path: str, name: str) -> bool:
     own = {id(holder) for holder, _ in holders([getattr(module, name, None)])}
     others = (vars(m) for m in model.modules() if id(m) not in inside)
     return not any(id(holder) in own for holder, _ in holders([*others]))
+
+
+_ABSENT = object()
+_PATCHING = threading.RLock()
+_SEEDING = (
+    (torch, ("manual_seed", "seed", "set_rng_state")),
+    (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng")),
+    (torch.cuda, ("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all")),
+)
+_LIBRARIES = ("torch", "penstock")
+_SAVING_MODES = ("torch.autograd", "torch.utils", "torch._", "penstock")
+"""Modules that ask for the mode of gradients to put it back later."""
+
+
+class Writes:
+    """The attributes that are written in a recording.
+
+    One that is written with what it holds already is noted too, if that is a number: it may be
+    another one with other inputs.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._inside = {id(part) for block in blocks.values() for part in block.modules()}
+        self._by: dict[tuple[int, str], set[EventKey | None]] = {}
+
+    @contextmanager
+    def noted(self, recording: Recording) -> Iterator[None]:
+        """Note all writes to modules of the model by the pass."""
+        native = nn.Module.__setattr__
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            if CURRENT.get() is recording and not _is_harmless(module, name, value):
+                self._by.setdefault((id(module), name), set()).add(recording.running())
+            native(module, name, value)
+
+        with _PATCHING, _replaced(nn.Module, "__setattr__", write):
+            yield
+
+    def check(
+        self, together: Collection[Collection[str]], settings: Collection[Slot] = ()
+    ) -> None:
+        """Refuse writes that several stages may do, where one reads what another has written.
+
+        `settings` are made once and for all, and may be written.
+
+        Raises:
+            CutError: names the attribute.
+        """
+        allowed = {(id(setting.holder), setting.key) for setting in settings}
+        for (module, name), calls in self._by.items():
+            path = self._paths.get(module)
+            if path is None or (module, name) in allowed:  # None: made by the forward
+                continue
+            writers = [call for call in calls if call is not None]
+            if module not in self._inside:
+                raise changed_outside(path, name)
+            if len(writers) < len(calls):
+                raise CutError(
+                    f"the code between blocks changes the {name!r} of '{path}': every stage would "
+                    "do so, for each micro-batch, in its own time. Give it to the block as an "
+                    "argument"
+                )
+            blocks = sorted({call.block for call in writers})
+            if len(writers) > 1 and not any(set(blocks) <= set(group) for group in together):
+                raise CutError(
+                    f"{len(writers)} calls of blocks ({', '.join(blocks)}) write {name!r} of "
+                    f"'{path}': on stages of their own they would read what another one has "
+                    "written. Keep it in a local variable, or keep the calls on one stage: "
+                    f"together={blocks}"
+                )
+
+
+def _is_harmless(module: nn.Module, name: str, value: Any) -> bool:
+    if name == "training" or name in UNCOUNTED:
+        return True
+    if hasattr(getattr(type(module), name, None), "__set__"):  # what it writes is noted
+        return True
+    kept = (vars(module), parameters_of(module), buffers_of(module), children_of(module))
+    old = next((names[name] for names in kept if name in names), _ABSENT)
+    if value is True:  # a flag, set once and for all
+        return old is _ABSENT or old is True
+    return old is value and (value is None or isinstance(value, Tensor | nn.Module))
+
+
+@contextmanager
+def seeds_refused() -> Iterator[None]:
+    """Refuse that a model sets torch's random state: Penstock sets it for each call.
+
+    Raises:
+        CutError: it does; torch's own code may, as checkpoints do.
+    """
+
+    def refusing(native: Callable[..., Any]) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if CURRENT.get() is not None and caller.partition(".")[0] not in _LIBRARIES:
+                raise CutError(
+                    f"the model calls torch's {native.__name__} ({calling_line()}), and Penstock "
+                    "gives each call of a block its own random numbers, whatever the cut. Draw "
+                    "with a torch.Generator of your own inside a block, or leave the seed to "
+                    "seed= of the pipeline"
+                )
+            return native(*args, **kwargs)
+
+        return seed
+
+    with _PATCHING, ExitStack() as after:
+        for owner, name in ((owner, name) for owner, names in _SEEDING for name in names):
+            after.enter_context(_replaced(owner, name, refusing(getattr(owner, name))))
+        yield
+
+
+@contextmanager
+def grad_mode_noted() -> Iterator[None]:
+    """Note that the code between blocks asks whether gradients are recorded."""
+    native = torch.is_grad_enabled
+
+    def is_grad_enabled() -> bool:
+        current = CURRENT.get()
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if current is not None and not current.is_inside and not caller.startswith(_SAVING_MODES):
+            current.asks_for_grad = True
+        return native()
+
+    with _PATCHING, _replaced(torch, "is_grad_enabled", is_grad_enabled):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    native = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, native)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import CutError, GlueError
-from penstock.model.copies import no_leaf
+from penstock.model.entries import no_leaf
 from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import storage_id, uncompiled
 
@@ -28,21 +28,10 @@ from .errors import (
     writes_into,
     written_through_a_view,
 )
-from .events import (
-    END,
-    START,
-    EventKey,
-    Info,
-    Operation,
-    Told,
-    ValueId,
-    decides,
-    left_behind,
-    makes_anew,
-)
+from .events import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
 from .forward_pass import GRADIENT_HOOKS, Maker, Pass, maker
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
-from .random_operations import drawing_nothing, draws
+from .operations import decides, drawing_nothing, draws, makes_anew
 
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
@@ -133,7 +122,7 @@ class Recording(Pass):
             self._note_drawn()
             self._check_before(operation)
         if function in GRADIENT_HOOKS:  # there is no backward
-            operation = operation._replace(function=_hook_nothing)
+            operation = operation._replace(function=lambda *_: RemovableHandle(OrderedDict()))
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
         self._given_in = frozenset(map(id, reals)), key
         drawn = key.number == 0 or draws(function, args, kwargs)
@@ -169,15 +158,16 @@ class Recording(Pass):
     ) -> Any:
         if operation.key.number == 0 and torch.is_grad_enabled():
             given = {id(ghost.here) for ghost in ghosts}
-            result = tree_map(lambda t: t if id(t) in given else self._without_graph(t), result)
-        return super().result_of(operation, result, ghosts, versions)
 
-    def _without_graph(self, tensor: Tensor) -> Tensor:
-        """Free what a block kept for its backward: return the same tensor without that graph."""
-        self._inner.pop(id(tensor), None)
-        if tensor.is_leaf:
-            return tensor
-        return no_leaf(tensor.detach().requires_grad_())
+            def without_graph(tensor: Tensor) -> Tensor:
+                """Free what the block kept for its backward: there will be none."""
+                if id(tensor) in given:
+                    return tensor
+                self._inner.pop(id(tensor), None)
+                return tensor if tensor.is_leaf else no_leaf(tensor.detach().requires_grad_())
+
+            result = tree_map(without_graph, result)
+        return super().result_of(operation, result, ghosts, versions)
 
     def check_not_kept(self, again: "Recording") -> None:
         """Refuse a list that blocks change in this forward and in another one.
@@ -372,7 +362,7 @@ def _joined(
         stays = [a for a in args[1:] if not isinstance(a, torch.device | str)]
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if not stays and not kwargs:
-            return _same, args[:1], {}
+            return _unchanged, args[:1], {}
         return Tensor.to, (args[0], *stays), kwargs
     return (
         function,
@@ -381,7 +371,7 @@ def _joined(
     )
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -392,7 +382,3 @@ def _uncompiled(operation: Operation) -> Operation:
         return operation
     written = uncompiled(block)
     return operation if written is None else operation._replace(function=written)
-
-
-def _hook_nothing(*_: Any) -> RemovableHandle:
-    return RemovableHandle(OrderedDict())

@@ -6,7 +6,8 @@ the next stage's block    the pass ends
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,19 @@ from penstock.model.entries import layout_on, whole_size
 from penstock.model.pytree import Leaf, flatten, unflatten
 
 from .errors import calling_line, writes_into
-from .events import END, EventKey, Header, Info, Operation, Told, ValueId, told_structure
+from .events import (
+    END,
+    EventKey,
+    Header,
+    HeaderCache,
+    Info,
+    Operation,
+    Told,
+    ValueId,
+    told_structure,
+)
 from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly
 from .ghost import Ghost, ghosts_in
-from .header_cache import HeaderCache
 from .tied_weights import Absent, Lent
 
 
@@ -29,47 +39,62 @@ class _StageEnd(BaseException):
     """Leaves the model's forward; no `except Exception` of the model's may catch it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """What is the same for every micro-batch of a stage.
+
+    Args:
+        stage: which stage it is.
+        stage_of: the stage of each call.
+        names: the blocks, by the id of their module.
+        parameters: ids of all parameters, or of what stands in their place.
+        wanted: values that later stages need; None: whatever Python still refers to.
+        sees_all: whether operations without routed values may be events.
+        places: what is sent for each borrowed parameter, by the id of what stands in its place.
+        borrowers: blocks that use those.
+        lent: parameters that later stages borrow, by the name of the value.
+        passed_on: borrowed ones that a later stage borrows too.
+        cache: what the stage told before.
+    """
+
+    stage: int
+    stage_of: Mapping[tuple[str, int], int]
+    names: Mapping[int, str]
+    parameters: frozenset[int]
+    wanted: frozenset[ValueId] | None
+    sees_all: bool
+    places: Mapping[int, ValueId] = field(default_factory=dict)
+    borrowers: frozenset[str] = frozenset()
+    lent: Mapping[ValueId, Tensor] = field(default_factory=dict)
+    passed_on: tuple[ValueId, ...] = ()
+    cache: HeaderCache = field(default_factory=HeaderCache)
+
+
 class Replay(Pass):
     """One stage's execution of the model on one micro-batch.
 
     Args:
-        names: the blocks, by the id of their module.
-        parameters: ids of the parameters, or of what stands in their place.
-        stage: which stage this is.
-        stage_of: the stage of each call.
+        part: the stage.
         received: values that other stages sent.
         header: what happened on the stages before.
-        wanted: values that later stages need; None keeps all that Python still refers to.
-        lent: what was sent for parameters that have their home on another stage, by their id.
-        borrowers: the blocks that use those.
-        cache: what was told of each event in the passes before.
+        perform: runs each block call and random operation.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument for each line of its docstring
+    def __init__(
         self,
-        names: Mapping[int, str],
-        parameters: Collection[int],
-        stage: int,
-        stage_of: Mapping[tuple[str, int], int],
-        *,
+        part: StagePart,
         received: Mapping[ValueId, Tensor],
         header: Header,
-        wanted: Collection[ValueId] | None,
-        lent: Mapping[int, Tensor] | None = None,
-        borrowers: Collection[str] = (),
         perform: Perform = plainly,
-        sees_all: bool = False,
-        cache: HeaderCache | None = None,
     ) -> None:
-        super().__init__(names, parameters, perform=perform, sees_all=sees_all)
-        self._stage, self._stage_of = stage, stage_of
-        self._last_stage = max(stage_of.values())
-        self.received, self._wanted = received, wanted
-        self.header = dict(header)
+        super().__init__(part.names, part.parameters, perform=perform, sees_all=part.sees_all)
+        self._stage, self._stage_of, self._borrowers = part.stage, part.stage_of, part.borrowers
+        self._last_stage = max(part.stage_of.values())
+        self._wanted, self._cache = part.wanted, part.cache
+        self.received, self.header = received, dict(header)
+        lent = {number: received[value] for number, value in part.places.items()}
         self._lent = Lent(lent) if lent else None
-        self._borrowers = borrowers
-        self._cache = HeaderCache() if cache is None else cache
-        self._is_own, self._is_over = stage == 0, False
+        self._is_own, self._is_over = part.stage == 0, False
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
         self._has_slices = any(layout_on(tensor) is not None for tensor in received.values())
@@ -113,7 +138,8 @@ class Replay(Pass):
             self._make_whole(key, ghosts_in(operation.args, operation.kwargs))
         lent = self._lent
         if lent is not None and key.number == 0 and key.block in self._borrowers:
-            operation = operation._replace(function=partial(_lending, lent, operation.function))
+            function = partial(_lending, lent, operation.function)
+            operation = operation._replace(function=function)
         return self.execute(operation)
 
     def _reach(self, key: EventKey) -> None:
@@ -167,7 +193,7 @@ class Replay(Pass):
         """Let all of a value be here of which this device has a slice, for what is no layer."""
         for ghost in ghosts:
             if ghost.here is not None and layout_on(ghost.here) is not None:
-                ghost.here = self._perform(key, partial(_itself, ghost.here))
+                ghost.here = self._perform(key, partial(_unchanged, ghost.here))
 
     def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
         """Refuse a hook on the gradient of a value that another stage made, and uses too."""
@@ -205,20 +231,17 @@ class Replay(Pass):
             RouteError: it is on another stage, and nobody sent it (E4).
         """
         if ghost.here is None:
+            doing = self._doing
+            if not isinstance(doing, str):
+                key, name = doing[:2]
+                doing = str(key) if key.number == 0 else f"'{name}', {key}"
             raise RouteError(
-                f"stage {self._stage} needs {ghost.info.value} for {self._what()}, but the plan "
+                f"stage {self._stage} needs {ghost.info.value} for {doing}, but the plan "
                 f"does not send it there ({calling_line()}): the model took another path than "
                 "with the example inputs (for another argument, length or mode, or an input that "
                 "was None). Capture it with an example that takes this path"
             )
         return ghost.here
-
-    def _what(self) -> str:
-        """Name what is being done, for an error."""
-        if isinstance(self._doing, str):
-            return self._doing
-        key, name = self._doing[:2]
-        return str(key) if key.number == 0 else f"'{name}', {key}"
 
     def instead_of(self, tensor: Tensor) -> Tensor:
         found = tensor if self._lent is None else self._lent.sent.get(id(tensor), tensor)
@@ -284,7 +307,7 @@ class Replay(Pass):
             self._alive.append(weakref.ref(ghost))
 
 
-def _itself(value: Tensor) -> Tensor:
+def _unchanged(value: Tensor) -> Tensor:
     return value
 
 

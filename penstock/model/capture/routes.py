@@ -1,21 +1,20 @@
-"""Which stages hold each value: from the events of a recording and the cuts."""
+"""Find the stages that hold each value, from the events of a recording and the cuts."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import reduce
-from itertools import pairwise
 
 from penstock.errors import CutError
 
 from .events import END, ValueId
 from .recording import Event
 
-Call = tuple[str, int]
+BlockCall = tuple[str, int]
 """A block's name and the number of its call."""
 Placed = tuple[Event, int]
 """An event, and the stage that it is on."""
 
 
-def calls_of(recordings: Iterable[Iterable[Event]]) -> list[Call]:
+def calls_of(recordings: Iterable[Iterable[Event]]) -> list[BlockCall]:
     """List the block calls of all recordings, in the order of their execution.
 
     One recording may call none: a model may leave out its blocks in training, by chance or by a
@@ -38,7 +37,7 @@ def calls_of(recordings: Iterable[Iterable[Event]]) -> list[Call]:
     return calls
 
 
-def _merged(first: list[Call], second: list[Call]) -> list[Call]:
+def _merged(first: list[BlockCall], second: list[BlockCall]) -> list[BlockCall]:
     """Put two orders together: what one mode leaves out stays where the other has it."""
     merged, known = list(first), set(first)
     for place, call in enumerate(second):
@@ -49,14 +48,8 @@ def _merged(first: list[Call], second: list[Call]) -> list[Call]:
     return merged
 
 
-def stages_of_calls(calls: Sequence[Call], partition: Sequence[int]) -> dict[Call, int]:
-    """Return the stage of each call where stage s runs `partition[s]` calls."""
-    stages = [stage for stage, count in enumerate(partition) for _ in range(count)]
-    return dict(zip(calls, stages, strict=True))
-
-
 def stages_of_events(
-    events: Iterable[Event], stage_of: Mapping[Call, int], num_stages: int
+    events: Iterable[Event], stage_of: Mapping[BlockCall, int], num_stages: int
 ) -> list[Placed]:
     """Return each event with its stage: that of the last call before it."""
     found, stage = [], 0
@@ -98,14 +91,3 @@ def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
         for value in (*event.gives, *event.uses, *(new for _, new in event.changes)):
             found.setdefault(value, set()).add(stage)
     return {value: tuple(sorted(stages)) for value, stages in found.items()}
-
-
-def sends(
-    held: Mapping[ValueId, tuple[int, ...]], num_stages: int
-) -> list[dict[int, tuple[ValueId, ...]]]:
-    """Return what each stage sends to whom: a value goes from holder to holder."""
-    out: list[dict[int, list[ValueId]]] = [{} for _ in range(num_stages)]
-    for value, stages in held.items():
-        for source, target in pairwise(stages):
-            out[source].setdefault(target, []).append(value)
-    return [{peer: tuple(values) for peer, values in sorted(of.items())} for of in out]

@@ -1,8 +1,9 @@
 """A captured model as layers: each block call is one, and a stage runs the model's own forward."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from zlib import crc32
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CutError
 from penstock.model.layers import Layers, Source
-from penstock.model.materialize import Placed
+from penstock.model.materialize import Mine, Placed, move_or_make_stages
 from penstock.model.owned import Between
 from penstock.model.pytree import flatten
 from penstock.model.stage_plan import MODEL_INPUT, Crossing, Perform, StagePlan, Step, Value
@@ -19,59 +20,18 @@ from penstock.schedules.transfers import Transfer
 from penstock.trace.units import columns, count_text
 
 from .captured import Captured
-from .crossings import run_noting
-from .events import EventKey, ValueId, name_of
-from .header_cache import SealedHeader
-from .inputs import ROUTED, Call, as_call, as_inputs
-from .materialize import Part, move_or_make_parts
-from .routes import Call as BlockCall
+from .events import INPUT, EventKey, Info, SealedHeader, ValueId, name_of
+from .inputs import ROUTED, arguments_for, as_call, as_inputs, names_of_positions
+from .replay import Replay, StagePart
+from .routes import BlockCall, holders, stages_of_events
 from .stages import CutModel
-from .tied_weights import empty_buffers, release
-
-_HEAD = ("layer", "block", "module", "parameters", "live bytes before")
-
-
-def described(captured: Captured, names: Sequence[str], counts: Sequence[int]) -> str:
-    """Return the table of a model's layers, one for each call of a block, and what is to be known.
-
-    *Live bytes before* is what would cross a cut before the layer, for the example inputs.
-    """
-    live = captured.live_bytes()
-    rows = [
-        (str(n), names[n], type(captured.blocks[block]).__name__, f"{counts[n]:,}", f"{live[n]:,}")
-        for n, (block, _) in enumerate(captured.calls)
-    ]
-    head = (
-        f"{type(captured.model).__name__}: {count_text(len(rows), 'layer')}, "
-        f"{count_text(sum(captured.sizes.values()), 'parameter')}"
-    )
-    return "\n".join([head, *columns([_HEAD, *rows]), *_remarks(captured, names)])
-
-
-def _remarks(captured: Captured, names: Sequence[str]) -> Iterator[str]:
-    for names_of_one in _tied(captured):
-        yield f"tied: {' = '.join(names_of_one)}"
-    for first, last in captured.together:
-        yield f"together: {names[first]} to {names[last]}"
-    if captured.decides:
-        yield (
-            "decides: what is done between blocks depends on the batch or on random numbers, so "
-            "that whatever is alive at a cut crosses it"
-        )
-    for warning in captured.warnings:
-        yield f"warning: {warning}"
-    yield captured.checked
-
-
-def _tied(captured: Captured) -> list[list[str]]:
-    known_as: dict[str, list[str]] = {}
-    for name, first in captured.parameters.items():
-        known_as.setdefault(first, []).append(name)
-    return [names for names in known_as.values() if len(names) > 1]
-
+from .tied_weights import empty_buffers, find_tensor, find_tied, release
+from .watch import watch
 
 OUTPUT: Value = (-2, 0)
 """The model's output."""
+_NO_MODULE = nn.Identity()
+"""The module of an operation between blocks that draws random numbers, run as a layer is."""
 Bundle = tuple[SealedHeader | None, dict[ValueId, Tensor]]
 """What one stage hands to another: values by name; to the next one also what has happened."""
 
@@ -82,13 +42,8 @@ def captured_layers(captured: Captured) -> Layers:
         call: Step(index, name_of(*call), call[0], captured.blocks[call[0]], (), ((index, 0),))
         for index, call in enumerate(captured.calls)
     }
-    model = captured.model
-    return Layers(
-        tuple(steps.values()),
-        CapturedForward(captured, steps),
-        model,
-        captured.together,
-    )
+    source = CapturedForward(captured, steps)
+    return Layers(tuple(steps.values()), source, captured.model, captured.together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +61,52 @@ class CapturedForward(Source):
         return whole.run_stage(0, call, {}, None, self._performed_by(perform)).output
 
     def run_noting(self, inputs: Any, perform: Perform) -> tuple[Any, tuple[Crossing, ...]]:
-        return run_noting(self.captured, as_call(inputs), self._performed_by(perform))
+        """Run all layers in one pass, and note what would cross if each call were a stage.
+
+        What is between two calls belongs to the first of them, and what comes before all calls to
+        the very first one.
+        """
+        captured, call, num_calls = self.captured, as_call(inputs), len(self.steps)
+        alone = {call: number for number, call in enumerate(captured.calls)}
+        events = [
+            placed
+            for of_mode in captured.recorded
+            for placed in stages_of_events(of_mode.events, alone, num_calls)
+        ]
+        wanted = {
+            value: at
+            for value, at in holders(events).items()
+            if len(at) > 1 or value.event.block.startswith(INPUT)
+        }
+        parameters = (find_tensor(captured.model, name) for name in captured.parameters)
+        part = StagePart(
+            stage=0,
+            stage_of=dict.fromkeys(alone, 0),
+            names=watch(captured.blocks),
+            parameters=frozenset(id(tensor) for tensor in parameters if tensor is not None),
+            wanted=frozenset(wanted),
+            sees_all=captured.needs_all,
+        )
+        replay = _WithoutValues(part, {}, {}, self._performed_by(perform))
+        positions = names_of_positions(captured.model)
+        args, kwargs = arguments_for(replay, captured.inputs, call, positions)
+        output, crossings = replay.run(captured.model, args, kwargs), list[Crossing]()
+        for tensor in () if captured.inputs == ROUTED else flatten(call)[0]:
+            crossings.append(Crossing(-1, (0,), (tensor,)))
+        leaving = replay.leaving()
+        for value, at in wanted.items():
+            if value in leaving:
+                is_input = value.event.block.startswith(INPUT) and value.place >= 0
+                first, *later = (-1, *at) if is_input else at
+                crossings.append(Crossing(first, tuple(later), (leaving[value],)))
+        for tensor in flatten(output)[0]:
+            crossings.append(Crossing(num_calls - 1, (), (tensor,)))
+        for tied in find_tied(captured.parameters, captured.names_in, alone, events):
+            weight = find_tensor(captured.model, tied.names[0])
+            if weight is not None:
+                first, *later = tied.stages
+                crossings.append(Crossing(first, tuple(later), (weight,), is_weight=True))
+        return output, tuple(sorted(crossings, key=attrgetter("producer")))
 
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
         cut = CutModel(self.captured, partition)
@@ -160,7 +160,13 @@ class CapturedForward(Source):
             told = sealed or told
         call = as_call(values[MODEL_INPUT]) if MODEL_INPUT in values else ((), {})
         if self.captured.inputs != ROUTED and cut.num_stages > 1:
-            _check_no_gradient(call)
+            for tensor in flatten(call)[0]:
+                if tensor.requires_grad:
+                    raise CutError(
+                        f"an input of shape {tuple(tensor.shape)} requires grad, and is given to "
+                        "every stage: its gradient would be in as many parts. Capture the model "
+                        "with inputs='first'"
+                    )
         ran = cut.run_stage(stage, call, received, told, self._performed_by(perform))
         if stage == cut.num_stages - 1:
             values[OUTPUT] = ran.output
@@ -172,29 +178,24 @@ class CapturedForward(Source):
         """Return what makes a pass run its calls and random operations by `perform`, as layers."""
 
         def run_event(key: EventKey, function: Any) -> Any:
-            if key.number:
-                return perform(_between(key, len(self.steps)), function)
-            return perform(self.steps[key.block, key.call], function)
+            if not key.number:
+                return perform(self.steps[key.block, key.call], function)
+            # Its number, and so its stream, depends on where it stands, and not on the cuts.
+            index = len(self.steps) + 1 + crc32(repr(tuple(key)).encode())
+            return perform(Step(index, str(key), "", _NO_MODULE, (), ()), function)
 
         return run_event
 
-    def place(
-        self,
-        mine: Sequence[tuple[StagePlan, torch.device]],
-        seed: int,
-        *,
-        draws: bool,
-        placed: Placed | None = None,
-    ) -> None:
-        parts = [Part(p.parameters, p.steps, device) for p, device in mine]
-        move_or_make_parts(self.captured, parts, seed, draws=draws, placed=placed)
-        blocks = {block for part in parts for block in part.blocks}
-        release(self.captured.model, {name for part in parts for name in part.parameters})
-        for name, block in self.captured.blocks.items():
-            if name not in blocks:
+    def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
+        model, blocks = self.captured.model, self.captured.blocks
+        move_or_make_stages(model, blocks, mine, seed, draws=draws, placed=placed)
+        release(model, {name for plan, _ in mine for name in plan.parameters})
+        own = {step.path for plan, _ in mine for step in plan.steps}
+        for name, block in blocks.items():
+            if name not in own:
                 empty_buffers(block)
-        if not parts:  # nothing runs here
-            empty_buffers(self.captured.model)
+        if not mine:  # nothing runs here
+            empty_buffers(model)
 
     def names(self) -> Sequence[str]:
         return tuple(self.captured.parameters)
@@ -211,32 +212,45 @@ class CapturedForward(Source):
         )
 
     def describe(self, counts: Sequence[int]) -> str:
-        return described(self.captured, [step.name for step in self.steps.values()], counts)
+        """Return a row for each call of a block, and below them what is to be known.
+
+        *Live bytes before* is what would cross a cut before the layer, for the example inputs.
+        """
+        captured, steps = self.captured, self.steps.values()
+        rows = [("layer", "block", "module", "parameters", "live bytes before")]
+        for step, count, live in zip(steps, counts, captured.live_bytes(), strict=True):
+            kind = type(step.module).__name__
+            rows.append((str(step.index), step.name, kind, f"{count:,}", f"{live:,}"))
+        lines = [
+            f"{type(captured.model).__name__}: {count_text(len(steps), 'layer')}, "
+            f"{count_text(sum(captured.sizes.values()), 'parameter')}",
+            *columns(rows),
+        ]
+        known_as: dict[str, list[str]] = {}
+        for name, first in captured.parameters.items():
+            known_as.setdefault(first, []).append(name)
+        lines += [f"tied: {' = '.join(names)}" for names in known_as.values() if len(names) > 1]
+        names = [step.name for step in steps]
+        lines += [f"together: {names[n]} to {names[m]}" for n, m in captured.together]
+        if captured.decides:
+            lines.append(
+                "decides: what is done between blocks depends on the batch or on random numbers, "
+                "so that whatever is alive at a cut crosses it"
+            )
+        lines += [f"warning: {warning}" for warning in captured.warnings]
+        return "\n".join([*lines, captured.checked])
+
+
+class _WithoutValues(Replay):
+    """A pass on meta tensors that looks like one on the CPU to the code between calls.
+
+    What this makes itself, such as positions and masks, has values that it may look at.
+    """
+
+    def describe(self, tensor: Tensor, value: ValueId) -> Info:
+        return Info.of(tensor, value, torch.device("cpu"))
 
 
 def _bundle_on(source: int, target: int) -> tuple[Value, ...]:
     """Name what one stage hands to another."""
     return ((-3 - source, target),)
-
-
-def _check_no_gradient(call: Call) -> None:
-    """Refuse inputs that require grad and are given to every stage."""
-    for tensor in flatten(call)[0]:
-        if tensor.requires_grad:
-            raise CutError(
-                f"an input of shape {tuple(tensor.shape)} requires grad, and is given to every "
-                "stage: its gradient would be in as many parts. Capture the model with "
-                "inputs='first'"
-            )
-
-
-def _between(key: EventKey, num_calls: int) -> Step:
-    """Make a layer of an operation between blocks that draws random numbers.
-
-    Its number, and so its stream, depends on where it stands, and not on the cuts.
-    """
-    index = num_calls + 1 + crc32(repr(tuple(key)).encode())
-    return Step(index, str(key), "", _NO_MODULE, (), ())
-
-
-_NO_MODULE = nn.Identity()

@@ -1,20 +1,18 @@
 """A captured model cut into stages: who has what, who sends what to whom, how a stage runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.model.pytree import with_new_containers
+from penstock.model.stage_plan import relays, stage_of_layers
 
 from .captured import Captured
-from .events import ValueId
+from .events import SealedHeader, ValueId
 from .forward_pass import Perform, plainly
-from .header_cache import HeaderCache, SealedHeader
-from .inputs import ROUTED, Call, names_of_positions, routed
-from .replay import Replay
-from .routes import holders, sends, stages_of_calls, stages_of_events
+from .inputs import Call, arguments_for, names_of_positions
+from .replay import Replay, StagePart
+from .routes import holders, stages_of_events
 from .tied_weights import Tied, check_names, find_tensor, find_tied, ids_of
 from .watch import watch
 
@@ -33,36 +31,13 @@ class Ran(NamedTuple):
     sent: dict[int, dict[ValueId, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What is the same for every micro-batch of a stage.
-
-    Args:
-        parameters: ids of all parameters, or of what stands in their place.
-        wanted: values that later stages need; None: whatever Python still refers to.
-        places: what is sent for each borrowed parameter, by the id of what stands in its place.
-        borrowers: blocks that use those.
-        lent: parameters that later stages borrow, by the name of the value.
-        passed_on: borrowed ones that a later stage borrows too.
-        cache: what the stage told before.
-    """
-
-    parameters: frozenset[int]
-    wanted: frozenset[ValueId] | None
-    places: Mapping[int, ValueId]
-    borrowers: frozenset[str]
-    lent: Mapping[ValueId, Tensor]
-    passed_on: tuple[ValueId, ...]
-    cache: HeaderCache
-
-
 class CutModel:
     """A captured model cut into stages."""
 
     def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
         check_names(captured.model, captured.parameters)
         self.captured, self.num_stages = captured, len(partition)
-        self.stage_of = stages_of_calls(captured.calls, partition)
+        self.stage_of = dict(zip(captured.calls, stage_of_layers(partition), strict=True))
         self._events = tuple(
             placed
             for of_mode in captured.recorded
@@ -70,13 +45,12 @@ class CutModel:
         )
         self.tied = find_tied(captured.parameters, captured.names_in, self.stage_of, self._events)
         held = {**holders(self._events), **{tied.value: tied.stages for tied in self.tied}}
-        self.sends = sends(held, self.num_stages)
+        self.sends = relays(held, self.num_stages)
         self._positions = names_of_positions(captured.model)
-        self._names: dict[int, str] = {}
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, StagePart] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_names": {}, "_parts": {}}  # a copy's modules are its own
+        return {**self.__dict__, "_parts": {}}  # a copy's modules are its own
 
     def run_stage(
         self,
@@ -97,39 +71,21 @@ class CutModel:
             perform: runs each block call and random operation.
         """
         part = self._part(stage)
-        replay = Replay(
-            self._names,
-            part.parameters,
-            stage,
-            self.stage_of,
-            received=received,
-            header=told.header if told else {},
-            wanted=part.wanted,
-            lent={number: received[value] for number, value in part.places.items()},
-            borrowers=part.borrowers,
-            perform=perform,
-            sees_all=self.captured.needs_all,
-            cache=part.cache,
-        )
+        replay = Replay(part, received, told.header if told else {}, perform)
         replay.keep, replay.routed_makers = self.captured.keep, self.captured.makers
-        if self.captured.inputs == ROUTED:
-            args, kwargs = routed(replay, *call, self._positions)
-        else:
-            args, kwargs = with_new_containers(call)
+        args, kwargs = arguments_for(replay, self.captured.inputs, call, self._positions)
         output = replay.run(self.captured.model, args, kwargs)
         if stage == self.num_stages - 1:
             return Ran(output, None, {})
-        return Ran(output, part.cache.sealed(replay.header), self._sent(stage, part, replay))
-
-    def _sent(self, stage: int, part: _Part, replay: Replay) -> dict[int, dict[ValueId, Tensor]]:
-        passed_on = {value: replay.received[value] for value in part.passed_on}
+        passed_on = {value: received[value] for value in part.passed_on}
         leaving = {**replay.leaving(), **part.lent, **passed_on}
-        if self.captured.decides:  # what crosses goes from stage to stage
-            return {stage + 1: leaving}
-        return {
-            peer: {value: leaving[value] for value in values if value in leaving}
-            for peer, values in self.sends[stage].items()
-        }
+        sent = {stage + 1: leaving}
+        if not self.captured.decides:  # else what crosses goes from stage to stage
+            sent = {
+                peer: {value: leaving[value] for value in values if value in leaving}
+                for peer, values in self.sends[stage].items()
+            }
+        return Ran(output, part.cache.sealed(replay.header), sent)
 
     def feeds(self, source: int, target: int) -> bool:
         """Tell whether a stage sends another one anything: the next one always, its header."""
@@ -140,23 +96,16 @@ class CutModel:
     def names_of(self, stage: int) -> tuple[str, ...]:
         """Name the parameters that a stage has; the first one has the unused, too."""
         captured, away = self.captured, {n for t in self._borrowed(stage) for n in t.names}
-        used = {at: self._used_on(at) for at in range(self.num_stages)}
+        used: list[set[str]] = [set() for _ in range(self.num_stages)]
+        for (block, _), at in self.stage_of.items():
+            used[at].update(captured.names_in(block))
+        for event, at in self._events:
+            used[at].update(event.parameters)
         first = {captured.parameters[name] for name in used[stage] if name not in away}
         if stage == 0:  # what nobody uses must be somewhere
-            everywhere = {captured.parameters[n] for names in used.values() for n in names}
+            everywhere = {captured.parameters[n] for names in used for n in names}
             first |= {*captured.parameters.values()} - everywhere
         return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
-
-    def _used_on(self, stage: int) -> set[str]:
-        """Name the parameters that blocks on a stage have, or code between them reads there."""
-        blocks = {block for (block, _), at in self.stage_of.items() if at == stage}
-        found = {name for block in blocks for name in self.captured.names_in(block)}
-        return found | {n for event, at in self._events if at == stage for n in event.parameters}
-
-    def _read_by(self, block: str) -> set[str]:
-        """Name the parameters that a block has, or reads by other ways."""
-        calls = (e for e, _ in self._events if e.key.block == block and e.key.number == 0)
-        return {*self.captured.names_in(block), *(n for e in calls for n in e.parameters)}
 
     def _borrowed(self, stage: int) -> tuple[Tied, ...]:
         """List the parameters that a stage uses, or passes on, and an earlier one has."""
@@ -164,29 +113,33 @@ class CutModel:
             return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
         return tuple(t for t in self.tied if stage in t.stages[1:])
 
-    def _part(self, stage: int) -> _Part:
-        if stage not in self._parts:
-            self._names = self._names or watch(self.captured.blocks)
-            self._parts[stage] = self._make_part(stage)
-        return self._parts[stage]
-
-    def _make_part(self, stage: int) -> _Part:
+    def _part(self, stage: int) -> StagePart:
+        if stage in self._parts:
+            return self._parts[stage]
         captured, borrowed = self.captured, self._borrowed(stage)
         places = ((name, find_tensor(captured.model, name)) for name in captured.parameters)
         held = {name: place for name, place in places if place is not None}
         away = {name: tied.value for tied in borrowed for name in tied.names}
-        lent = [tied for tied in self.tied if tied.stages[0] == stage]
+        lent = {
+            tied.value: next(p for n in tied.names if isinstance(p := held.get(n), nn.Parameter))
+            for tied in self.tied
+            if tied.stages[0] == stage
+        }
         sends_on = frozenset(v for values in self.sends[stage].values() for v in values)
-        return _Part(
+        reads = {block: set(captured.names_in(block)) for block in captured.blocks}
+        for event, _ in self._events:  # a block may come by a parameter in other ways
+            if event.key.number == 0 and event.key.block in reads:
+                reads[event.key.block].update(event.parameters)
+        self._parts[stage] = StagePart(
+            stage=stage,
+            stage_of=self.stage_of,
+            names=watch(captured.blocks),
+            sees_all=captured.needs_all,
             parameters=frozenset(map(id, held.values())),
             wanted=None if captured.decides else sends_on,
             places={i: away[n] for n in held.keys() & away for i in ids_of(held[n])},
-            borrowers=frozenset(b for b in captured.blocks if away.keys() & self._read_by(b)),
-            lent={tied.value: _first_parameter(held, tied) for tied in lent},
+            borrowers=frozenset(block for block, names in reads.items() if away.keys() & names),
+            lent=lent,
             passed_on=tuple(tied.value for tied in borrowed if stage < tied.stages[-1]),
-            cache=HeaderCache(),
         )
-
-
-def _first_parameter(held: Mapping[str, Tensor], tied: Tied) -> Tensor:
-    return next(p for n in tied.names if isinstance(p := held.get(n), nn.Parameter))
+        return self._parts[stage]

@@ -28,7 +28,7 @@ from penstock.torch_private import (
 from .errors import calling_line
 from .events import EventKey, ValueId
 from .ghost import QUESTIONS, map_tensors
-from .routes import Call, Placed
+from .routes import BlockCall, Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Tied:
 def find_tied(
     parameters: Mapping[str, str],
     names_in: Callable[[str], Iterable[str]],
-    stage_of: Mapping[Call, int],
+    stage_of: Mapping[BlockCall, int],
     events: Iterable[Placed],
 ) -> tuple[Tied, ...]:
     """Find the parameters that blocks, or code between them, use on several stages.
@@ -112,11 +112,10 @@ def release(model: nn.Module, kept: Collection[str]) -> None:
         if name in kept:
             continue
         path, _, last = name.rpartition(".")
-        absent = Absent.instead_of(parameter, name)
         owner = model.get_submodule(path)
         if last in parameters_of(owner):
             parameters_of(owner)[last] = None
-            owner.__dict__[last] = absent
+            owner.__dict__[last] = Absent.instead_of(parameter, name)
 
 
 class Absent(Tensor, Sealed):

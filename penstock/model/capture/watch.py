@@ -1,4 +1,4 @@
-"""How calls of blocks, checkpoints and custom autograd functions reach the pass under way."""
+"""Route calls of blocks, checkpoints and custom autograd functions to the pass under way."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

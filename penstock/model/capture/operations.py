@@ -1,16 +1,22 @@
-"""Operations that draw: between blocks, too, they are events, so that only one stage draws."""
+"""Facts of torch's operations: which draw random numbers, look at values, give new memory.
+
+Operations that draw are events, between blocks too, so that only one stage draws.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
+from penstock.model.pytree import flatten
 from penstock.torch_private import DRAWING_FUNCTIONS, OpOverload, without_any_torch_function
 
 from .errors import calling_line
+from .events import Operation
 
 _functional: Any = nn.functional
 _ALWAYS = frozenset(
@@ -68,9 +74,12 @@ def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 @contextmanager
 def drawing_nothing(function: Any) -> Iterator[None]:
     """Refuse an operation between blocks that draws, and is not known to."""
-    before = _torchs_random_state()
+    with without_any_torch_function():
+        before = torch.get_rng_state()
     yield
-    if _torchs_random_state() != before:
+    with without_any_torch_function():
+        has_drawn = not torch.equal(torch.get_rng_state(), before)
+    if has_drawn:
         raise CutError(
             f"'{getattr(function, '__name__', function)}' draws random numbers between blocks "
             f"({calling_line()}), and is not known to do so: every stage would draw others. Draw "
@@ -78,6 +87,36 @@ def drawing_nothing(function: Any) -> Iterator[None]:
         )
 
 
-def _torchs_random_state() -> bytes:
-    with without_any_torch_function():
-        return torch.get_rng_state().numpy().tobytes()
+_PLAIN_VALUES = (bool, int, float, list, numpy.ndarray)
+_SHAPED_BY_VALUES = frozenset(
+    (
+        *(torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere),
+        *(torch.masked_select, Tensor.masked_select, torch.bincount, Tensor.bincount),
+        *(torch.unique, Tensor.unique, torch.unique_consecutive, Tensor.unique_consecutive),
+        torch.nn.functional.one_hot,
+    )
+)
+_SHARING = ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack", "from_file")
+"""What they give may be memory that outlives the forward."""
+_MASKS = (torch.bool, torch.uint8)
+
+
+def decides(operation: Operation, result: Any) -> bool:
+    """Tell whether an operation gave a Python value, or a shape that depends on values."""
+    if isinstance(result, _PLAIN_VALUES) or operation.function in _SHAPED_BY_VALUES:
+        return True
+    if operation.function is torch.where:
+        return isinstance(result, tuple)
+    if operation.function in (torch.repeat_interleave, Tensor.repeat_interleave):
+        args = operation.args
+        return len(args) == 1 or isinstance(args[1], Tensor)
+    is_index = operation.function is Tensor.__getitem__
+    return is_index and any(t.dtype in _MASKS for t in flatten(operation.args[1])[0])
+
+
+def makes_anew(function: Any, *, has_source: bool) -> bool:
+    """Tell whether a function is one of torch's that always give new memory."""
+    name = getattr(function, "__name__", "")
+    if has_source:
+        return name == "clone" or name.startswith("new_") or name.endswith("_like")
+    return name not in _SHARING and getattr(torch, name, None) is function
