@@ -13,16 +13,8 @@ from penstock.mesh.control import Control
 from penstock.mesh.objects import encode
 from penstock.model.compare import first_difference, is_object, leaf_paths
 from penstock.model.output_loss import loss_in
-from penstock.model.pytree import (
-    StandIn,
-    constants,
-    flatten,
-    flatten_by,
-    from_template,
-    template,
-    tree_map,
-    unflatten,
-)
+from penstock.model.pytree import constants, flatten, flatten_by, tree_map, unflatten
+from penstock.model.templates import StandIn, from_template, template
 from penstock.transport.wire import TensorKind, fill, room_for, to_bytes
 
 _SHOWN = 60

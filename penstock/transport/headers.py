@@ -10,7 +10,8 @@ from torch import Tensor
 
 from penstock.mesh.objects import decode, encode
 from penstock.model.entries import version_of
-from penstock.model.pytree import Structure, from_template, is_plain, template
+from penstock.model.pytree import Structure
+from penstock.model.templates import from_template, is_plain, template
 from penstock.sharding.layouts import Layout
 
 from .channels import Activation, Gradient, Layouts

@@ -344,7 +344,7 @@ FAULTS = (
     ),
     Fault(
         "a copy for in-place layers starts at another address",
-        "penstock/model/entries.py",
+        "penstock/model/copies.py",
         "distance // tensor.element_size(), tensor.shape",
         "0, tensor.shape",
         "tests/laws/test_equality.py",

@@ -9,7 +9,8 @@ import torch
 
 from penstock.errors import BoundaryError, MeshError
 from penstock.mesh.objects import decode, encode
-from penstock.model.pytree import flatten, from_template, template
+from penstock.model.pytree import flatten
+from penstock.model.templates import from_template, template
 
 
 class Place(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from penstock.sharding.layouts import Slice
 
 from .folder import Folder, Read, Source, as_it_is
 from .library import as_loaded, fits, patterns_of
-
-if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
 
 
 class Sources:
@@ -64,7 +61,7 @@ class _Found:
     own: Slice
 
 
-def load_pretrained(folder: str | os.PathLike[str], pipe: "Pipeline") -> tuple[str, ...]:
+def load_pretrained(folder: str | os.PathLike[str], pipe: nn.Module) -> tuple[str, ...]:
     """Load a model that Hugging Face's `save_pretrained` wrote, or `penstock.save_pretrained`.
 
     The folder holds model.safetensors, or model.safetensors.index.json and the files it names.

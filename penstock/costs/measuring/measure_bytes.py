@@ -10,7 +10,7 @@ from penstock.costs.counting.boundaries import divided_bytes, values_of
 from penstock.costs.counting.count import Left
 from penstock.costs.counting.layer_calls import as_it_is
 from penstock.costs.records import AtSize, LayerKind
-from penstock.model.entries import no_leaf
+from penstock.model.copies import no_leaf
 from penstock.model.kept import run_unnoticed
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import CheckError, RouteError
-from penstock.model.entries import Entry, faithful_copy, make_entry
+from penstock.model.copies import faithful_copy
+from penstock.model.entries import Entry, make_entry
 from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import has_accumulation_hooks
 from penstock.trace.units import count_text

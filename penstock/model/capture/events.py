@@ -11,17 +11,8 @@ from torch import Tensor
 
 from penstock.errors import CutError
 from penstock.model.compare import is_same
-from penstock.model.pytree import (
-    Constant,
-    Leaf,
-    Node,
-    Sealed,
-    StandIn,
-    Structure,
-    from_template,
-    opaque_values,
-    template,
-)
+from penstock.model.pytree import Constant, Leaf, Node, Sealed, Structure, opaque_values
+from penstock.model.templates import StandIn, from_template, template
 
 
 class EventKey(NamedTuple):

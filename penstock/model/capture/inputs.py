@@ -11,10 +11,11 @@ from penstock.errors import BatchError, CutError
 from penstock.model.batch import batch_size, split
 from penstock.model.open_containers import DictOf
 from penstock.model.pytree import (
+    Constant,
+    Leaf,
     Node,
     Structure,
     flatten,
-    moved,
     tree_map,
     unflatten,
     with_new_containers,
@@ -109,7 +110,7 @@ def arguments_for(run: Any, inputs: str, call: Call, names: Sequence[int | str])
         for number, (name, value) in enumerate(named.items()):
             parameter = names[number] if number < min(len(args), len(names)) else name
             leaves, structure = flatten(value)
-            structures.append(moved(structure, len(ghosts)))
+            structures.append(_moved(structure, len(ghosts)))
             key = EventKey(f"{INPUT}{parameter}", 0, 0)
             ghosts += [run.given(key, place, leaf) for place, leaf in enumerate(leaves)]
         form = Node(DictOf(tuple(named)), tuple(structures))
@@ -120,3 +121,14 @@ def arguments_for(run: Any, inputs: str, call: Call, names: Sequence[int | str])
     given = unflatten(told.structure, ghosts)
     positions = [name for name in given if isinstance(name, int)]
     return tuple(given.pop(name) for name in positions), given
+
+
+def _moved(structure: Structure, by: int) -> Structure:
+    """Return the structure for leaves that begin at another number."""
+    match structure:
+        case Leaf(index):
+            return Leaf(index + by)
+        case Constant():
+            return structure
+        case Node(rebuild, children):
+            return Node(rebuild, tuple(_moved(child, by) for child in children))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import CutError, GlueError
-from penstock.model.entries import no_leaf
+from penstock.model.copies import no_leaf
 from penstock.model.pytree import flatten, tree_map
 from penstock.torch_private import storage_id, uncompiled
 

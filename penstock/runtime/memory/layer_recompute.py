@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
-from penstock.model.entries import is_plain_class, lasts, no_leaf, version_of
+from penstock.model.copies import no_leaf
+from penstock.model.entries import is_plain_class, lasts, version_of
 from penstock.model.pytree import flatten, unflatten
 from penstock.model.stage_plan import Step
 from penstock.runtime.run import Run

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.model.copies import faithful_copy, no_leaf
 from penstock.model.entries import (
     are_plain,
     detached,
-    faithful_copy,
     lasts,
     layouts_on,
     like,
     make_entry,
     mark_lasting,
     marked,
-    no_leaf,
     version_of,
 )
 from penstock.model.pytree import ONE_TENSOR, Structure, flatten, tree_map, unflatten
