@@ -1,23 +1,31 @@
-"""Why a plan on sub-meshes is the best of those that were simulated, and what limits it."""
+"""A candidate of a plan on meshes: lower bounds of its step, and what the simulator is given."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from penstock.schedules import segmented
+from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
-from penstock.trace.units import count_text, percent_text, time_text
+from penstock.schedules.lower import Lowering, lower_unproved
+from penstock.schedules.transfers import Transfer
+from penstock.simulator.engine import Compiled, compiled
+from penstock.trace.units import count_text, time_text
 
 from .mesh_costs import MeshPrices, OnMesh
-from .plan import Plan
-from .stage_rows import segments_of, stages_text
+from .stage_table import Task
+from .stage_work import made, work_of
 from .submeshes import Answer
+from .unsplit import divides_backwards
 
 _FEW_STAGES = 4
 """Up to which each is described."""
-_WORTH_SAYING = 1e-3
-"""The share of a step from which the optimizer is named."""
+
+
+_FEW = 4
+"""Micro-batches per stage after which the number in flight stops growing."""
 
 
 class Candidate(NamedTuple):
@@ -88,45 +96,84 @@ class Candidate(NamedTuple):
         return f"{self.family.name}, {number}, {self.policy}, {self.meshes}"
 
 
-_DECISIONS: dict[str, Callable[[Candidate], object]] = {
-    "stages": lambda own: own.answer.stages,
-    "micro-batches": lambda own: own.prices.num_microbatches,
-    "schedule": lambda own: own.family,
-    "sharding": lambda own: own.prices.plan,
-    "recompute": lambda own: own.policy,
-}
-"""What tells candidates apart, in the order in which it is decided."""
+def bounded(answer: Answer, family: Family, prices: MeshPrices, sized: Task) -> Candidate:
+    """Return a candidate with the least that its step may take."""
+    stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
+    own = Candidate(0.0, answer, stages, family, prices)
+    in_flight = most_kept(family, len(stages), prices.num_microbatches)
+    least_s = max(_least_s(own, sized), _least_in_flight_s(own, in_flight))
+    return own._replace(step_s=least_s + own.update_s)
 
 
-def why_on_meshes(plan: Plan, found: Sequence[Candidate], bubble: float) -> Iterator[str]:
-    """Yield lines for the plan of the first candidate: its step, what limits it, and for each
-    decision the fastest that decides otherwise.
+def _least_s(own: Candidate, task: Task) -> float:
+    """Return what a step takes at least: a stage is busy for all micro-batches, after the first
+    has come to it, handed over on its way; and the last has to go back, where backwards are whole.
     """
-    best = found[0]
-    where = "" if plan.cluster is None else f" on {plan.cluster.name}"
-    yield (
-        f"a step is predicted to take {time_text(best.step_s)}{where}, the least of "
-        f"{count_text(len(found), 'candidate')}"
+    found = way_s = 0.0
+    is_whole, is_chain = _has_whole_backwards(own.family), own.family.stages_per_rank == 1
+    for stage, each, parts in zip(own.answer.stages, own.stages, own.segments, strict=True):
+        seconds = float(task.prices(stage.submesh)[0, stage.start, stage.end])
+        found = max(found, way_s + task.num_microbatches * seconds)
+        way_s += each.forward_s + is_whole * each.backward_s
+        way_s += is_chain * (1 + is_whole) / 2 * parts[-1].price.handover_s
+    return found
+
+
+def _least_in_flight_s(own: Candidate, in_flight: Sequence[int]) -> float:
+    """Return what a step takes at least, as no more micro-batches than a stage keeps are on their
+    way from it to the end and back at a time.
+    """
+    found = way_s = 0.0
+    is_whole, is_chain = _has_whole_backwards(own.family), own.family.stages_per_rank == 1
+    for each, number in zip(reversed(own.segments), reversed(in_flight), strict=True):
+        way_s += sum(part.forward_s + is_whole * part.backward_s for part in each)
+        way_s += is_chain * each[-1].price.handover_s
+        found = max(found, own.prices.num_microbatches * way_s / number)
+    return found
+
+
+@lru_cache(maxsize=64)
+def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return how many micro-batches each stage keeps something of, at the most: as `work_of` has
+    it, from few micro-batches, since a stage that keeps not all of these never keeps more.
+    """
+    few = min(num_microbatches, _FEW * num_stages)
+    kept = (each.most_kept for each in work_of(family, num_stages, few))
+    return tuple(num_microbatches if own == few else own for own in kept)
+
+
+@cache
+def _has_whole_backwards(family: Family) -> bool:
+    return not divides_backwards(family(2 * family.stages_per_rank, 2))
+
+
+def priced(own: Candidate) -> tuple[Lowering, Costs]:
+    """Return what the simulator is given: how to make the schedule of the segments of all stages,
+    each on the rank that stands for its mesh, and what each costs.
+    """
+    segments = [*chain(*own.segments)]
+    count, family = len(segments), own.schedule
+    ranks = family.ranks(count)
+    crossing = [(n, n + 1) for n in range(count - 1) if ranks[n] != ranks[n + 1]]
+    how = Lowering(
+        family=family,
+        ranks=ranks,
+        transfers=tuple(Transfer(producer=a, consumer=b) for a, b in crossing),
+        recompute=frozenset(range(count)) if own.prices.way.recomputes else frozenset(),
     )
-    if idle := plan.placement.idle:
-        yield f"devices {', '.join(map(str, idle))} stay unused: with them a step takes no less"
-    assert plan.predicted_s is not None and plan.predicted_stages is not None
-    times = {own: sum(plan.predicted_s[n] for n in own) for own in segments_of(plan)}
-    slowest = max(times, key=times.__getitem__)
-    handover_s = max(own.handover_s for own in plan.predicted_stages)
-    yield (
-        f"limited by stage {stages_text(slowest)}, {time_text(times[slowest])} a micro-batch; "
-        f"bubble {percent_text(bubble)}"
-        + (f", slowest handover {time_text(handover_s)}" if handover_s else "")
+    one_way_s = {
+        edge: segments[a].price.handover_s / 2 for a, b in crossing for edge in ((a, b), (b, a))
+    }
+    forward_s = tuple(segment.forward_s for segment in segments)
+    costs = Costs(
+        forward_s=forward_s,
+        backward_s=tuple(segment.backward_s for segment in segments),
+        recompute_s=forward_s,
+        transfer_s=one_way_s or 0,
     )
-    if best.update_s > _WORTH_SAYING * best.step_s:
-        yield f"the optimizer takes {time_text(best.update_s)} of a step, where it takes longest"
-    for name, decided in _DECISIONS.items():
-        others = (other for other in found if decided(other) != decided(best))
-        for other in list(others)[:1]:  # they are sorted
-            slower = other.step_s / best.step_s - 1
-            yield f"with other {name}: {other.step_text} ({slower:+.1%}): {other}"
-    yield (
-        "each device's bytes: weights with gradients and optimizer state, activations at most; "
-        "to the next stage: of a micro-batch, and as much comes back"
-    )
+    return how, costs
+
+
+@lru_cache(maxsize=16)
+def compiled_schedule(how: Lowering, num_microbatches: int) -> Compiled:
+    return compiled(lower_unproved(how, num_microbatches, make=made))

@@ -1,6 +1,6 @@
 """Why a plan is the best of those that were predicted, and why each of the others is not."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from penstock.costs.cluster import Cluster
 from penstock.trace.rank_times import mean_times, rank_times
@@ -13,8 +13,11 @@ from penstock.trace.units import (
     time_text,
 )
 
+from .mesh_candidates import Candidate
+from .plan import Plan
 from .predict import Prediction
 from .rank import Candidates, Found
+from .stage_rows import segments_of, stages_text
 
 HEADS = (
     *("stages", "replicas", "micro-batches", "schedule", "recomputed", "step", "samples/s"),
@@ -29,6 +32,8 @@ _WORDS: Mapping[str, str] = {
     "reduction_s": "sums over replicas",
     "optimizer_s": "the optimizer",
 }
+_WORTH_SAYING = 1e-3
+"""The share of a step from which the optimizer is named."""
 _WORTH_A_WORD = 0.005
 _LITTLE = "a little of everything"
 _WORK = ("forward_s", "backward_s", "weight_s")
@@ -141,3 +146,47 @@ def _kinds(predicted: Prediction) -> dict[str, float]:
     kinds["work"] = sum(found[name] for name in _WORK)
     kinds["optimizer_s"] += predicted.update_s
     return kinds
+
+
+_DECISIONS: dict[str, Callable[[Candidate], object]] = {
+    "stages": lambda own: own.answer.stages,
+    "micro-batches": lambda own: own.prices.num_microbatches,
+    "schedule": lambda own: own.family,
+    "sharding": lambda own: own.prices.plan,
+    "recompute": lambda own: own.policy,
+}
+"""What tells candidates apart, in the order in which it is decided."""
+
+
+def why_on_meshes(plan: Plan, found: Sequence[Candidate], bubble: float) -> Iterator[str]:
+    """Yield lines for the plan of the first candidate: its step, what limits it, and for each
+    decision the fastest that decides otherwise.
+    """
+    best = found[0]
+    where = "" if plan.cluster is None else f" on {plan.cluster.name}"
+    yield (
+        f"a step is predicted to take {time_text(best.step_s)}{where}, the least of "
+        f"{count_text(len(found), 'candidate')}"
+    )
+    if idle := plan.placement.idle:
+        yield f"devices {', '.join(map(str, idle))} stay unused: with them a step takes no less"
+    assert plan.predicted_s is not None and plan.predicted_stages is not None
+    times = {own: sum(plan.predicted_s[n] for n in own) for own in segments_of(plan)}
+    slowest = max(times, key=times.__getitem__)
+    handover_s = max(own.handover_s for own in plan.predicted_stages)
+    yield (
+        f"limited by stage {stages_text(slowest)}, {time_text(times[slowest])} a micro-batch; "
+        f"bubble {percent_text(bubble)}"
+        + (f", slowest handover {time_text(handover_s)}" if handover_s else "")
+    )
+    if best.update_s > _WORTH_SAYING * best.step_s:
+        yield f"the optimizer takes {time_text(best.update_s)} of a step, where it takes longest"
+    for name, decided in _DECISIONS.items():
+        others = (other for other in found if decided(other) != decided(best))
+        for other in list(others)[:1]:  # they are sorted
+            slower = other.step_s / best.step_s - 1
+            yield f"with other {name}: {other.step_text} ({slower:+.1%}): {other}"
+    yield (
+        "each device's bytes: weights with gradients and optimizer state, activations at most; "
+        "to the next stage: of a micro-batch, and as much comes back"
+    )

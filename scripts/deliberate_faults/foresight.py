@@ -103,7 +103,7 @@ FAULTS = (
     ),
     Fault(
         "a search leaves out what may be faster: backwards in two parts count as whole ones",
-        "penstock/planner/mesh_plans.py",
+        "penstock/planner/mesh_candidates.py",
         "    return not divides_backwards(family(2 * family.stages_per_rank, 2))",
         "    return True",
         "tests/automatic/test_bounds.py",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock import Cluster
-from penstock.planner import mesh_plans
+from penstock.planner import mesh_candidates
 from penstock.planner.mesh_candidates import Candidate
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
 from penstock.planner.mesh_plans import MeshTask, choose_on_meshes
@@ -58,7 +58,7 @@ def test_what_is_not_simulated_would_not_be_faster(
     task = task_on(CLUSTERS[where], num_microbatches)
     few = choose_on_meshes(task)
     for bound in ("_least_s", "_least_in_flight_s"):
-        monkeypatch.setattr(mesh_plans, bound, lambda own, of: 0.0)
+        monkeypatch.setattr(mesh_candidates, bound, lambda own, of: 0.0)
     every = choose_on_meshes(task)
     seconds = {what(own): own.step_s for own in every.candidates if not own.is_bound}
     assert few.plan.predicted_step_s == every.plan.predicted_step_s == min(seconds.values())

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.costs.records import LayerSeconds
 from penstock.errors import ConfigError
-from penstock.planner.mesh_plans import most_kept
+from penstock.planner.mesh_candidates import most_kept
 from penstock.planner.stage_work import StageWork, Tables, steady, work_of
 from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b, zb_h1
 from penstock.schedules.family import Family
