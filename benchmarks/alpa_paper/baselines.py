@@ -66,11 +66,11 @@ def _gpipe(task: MeshTask) -> Iterator[MeshTask]:
         own for own in MEMORY_POLICIES if own.recomputes and not (own.byte_s or own.segments)
     ]
     for each in _inter(task):
-        yield replace(each, families=(gpipe,), ways=recomputing)
+        yield replace(each, families=(gpipe,), policies=recomputing)
 
 
 def _pp_dp(task: MeshTask) -> Iterator[MeshTask]:
-    yield replace(task, shardings=("data",), ways=_WITHOUT_BYTES)
+    yield replace(task, shardings=("data",), policies=_WITHOUT_BYTES)
 
 
 def _equal_layers(task: MeshTask) -> Iterator[MeshTask]:
@@ -89,7 +89,7 @@ def _equal_operators(task: MeshTask) -> Iterator[MeshTask]:
 def _deepspeed(task: MeshTask) -> Iterator[MeshTask]:
     plans = ("data", "zero1", "zero2", "zero3", "expert")
     for alone in _intra(task):
-        yield replace(alone, shardings=plans, ways=_WITHOUT_BYTES)
+        yield replace(alone, shardings=plans, policies=_WITHOUT_BYTES)
 
 
 def _one_host(task: MeshTask) -> Iterator[MeshTask]:
@@ -109,10 +109,10 @@ def _megatron(task: MeshTask) -> Iterator[MeshTask]:
             allow = partial(_is_one_of, stages, size=size)
             shape = (size,) if 1 in (tensor, data) else (data, tensor)
             prices = partial(RestrictedPrices, allow=allow, shape=shape)
-            yield replace(task, shardings=(plan,), prices=prices, ways=_WITHOUT_BYTES)
+            yield replace(task, shardings=(plan,), prices=prices, policies=_WITHOUT_BYTES)
 
 
-_WITHOUT_BYTES = [way for way in MEMORY_POLICIES if not way.byte_s]
+_WITHOUT_BYTES = [policy for policy in MEMORY_POLICIES if not policy.byte_s]
 BASELINES: dict[str, Callable[[MeshTask], Iterator[MeshTask]]] = {
     "intra": _intra,
     "inter": _inter,

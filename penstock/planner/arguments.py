@@ -64,7 +64,7 @@ class Arguments:
 
     @property
     def are_measured(self) -> bool:
-        """Whether layers are to be measured: to balance them, or to meet a limit of memory."""
+        """True if layers must be measured: to balance them, or to meet a limit of memory."""
         return self.partition is None or self.memory_limit_bytes is not None
 
     def check_none_beside_plan(self) -> None:
@@ -84,7 +84,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a pipeline may use.
+    """The resources of a pipeline.
 
     `placement` says where each place of a mesh is; None without a mesh.  `transports`
     are those that can carry values here, the usual one first: between processes each rank is one,
@@ -112,9 +112,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What planning needs to know of a model: its layers, and the (start, end) of those that are
-    to be on one stage.
-    """
+    """The layers of a model, and the (start, end) of layers that stay on one stage."""
 
     layers: tuple[LayerFacts, ...]
     spans: tuple[tuple[int, int], ...]

@@ -25,7 +25,7 @@ from .stage_work import steady
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the layers of a pipeline were measured to take and to keep, of one micro-batch.
+    """Measured seconds and bytes of the layers of a pipeline, for one micro-batch.
 
     `kept` is None where memory has no limit, `trainable_bytes` are those of each layer's weights
     that an update moves, each weight in one layer.

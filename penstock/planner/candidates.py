@@ -22,7 +22,7 @@ _LEAN = ("one_f_one_b", "interleaved_1f1b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What a user has decided already; None is what the planner is to choose.
+    """Decisions that a user has made; None leaves one to the planner.
 
     `memory_share` is how much of a device's memory may be used: allocators need the rest.
     `schedules` are names of families.
@@ -61,8 +61,9 @@ class Constraints:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """How many ranks a replica has, how many replicas there are, how many micro-batches each runs,
-    how many stages a rank has, and which of the cluster's devices each rank is on; none: in order.
+    """The size of a pipeline: ranks per replica, replicas, micro-batches, stages per rank.
+
+    `places` are the cluster's devices of the ranks; empty: the first ones, in order.
     `stages` are those of all ranks, where they have unlike numbers of them.
     """
 

@@ -69,7 +69,7 @@ _SLACK = 1
 
 
 class Setting(NamedTuple):
-    """Where a stage is: its number, the kind of its device, and of those on both sides.
+    """The position of a stage: its number, the kind of its device, and of both neighbours.
 
     `before` and `after` are None at the ends of the pipeline, and where nobody asks.
     """
@@ -116,7 +116,7 @@ _Level = dict[_State, _Vector]
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is to be cut: at `edges`, in `num_stages`, on `counts[kind]` devices of each kind.
+    """A search for the best cut at `edges` into `num_stages`, on `counts[kind]` devices of a kind.
 
     `cost` gives what layers take as a stage in a setting; infinity is what cannot be.  With
     `looks_around` it is asked for each kind of device on both sides.  With `windows`, one for each
@@ -144,7 +144,7 @@ class Search:
 
     @property
     def _width(self) -> int:
-        """How many starts a stage can have, if each before and after it has something."""
+        """Starts that a stage can have if every other stage has a layer."""
         return len(self.edges) - self.num_stages
 
     def _slowest(self) -> float:

@@ -11,7 +11,7 @@ from .stage_work import held_by_rank
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What each stage recomputes, and which of them move away what they keep."""
+    """The recompute policy of each stage, and whether it offloads its activation memory."""
 
     recompute: tuple[RecomputePolicy, ...]
     offload: tuple[bool, ...]

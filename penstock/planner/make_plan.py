@@ -49,7 +49,7 @@ class Choice:
 
     @property
     def is_on_meshes(self) -> bool:
-        """Whether the plan is one of those on meshes."""
+        """True if the stages of the plan have several devices each."""
         return self.on_meshes is not None and self.plan.predicted_stages is not None
 
     @property

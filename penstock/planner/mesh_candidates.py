@@ -77,8 +77,8 @@ class Candidate(NamedTuple):
 
     @property
     def policy(self) -> str:
-        """Whether stages recompute, in words."""
-        return str(self.prices.way)
+        """The memory policy in words."""
+        return str(self.prices.policy)
 
     @property
     def meshes(self) -> str:
@@ -159,7 +159,7 @@ def priced(own: Candidate) -> tuple[Lowering, Costs]:
         family=family,
         ranks=ranks,
         transfers=tuple(Transfer(producer=a, consumer=b) for a, b in crossing),
-        recompute=frozenset(range(count)) if own.prices.way.recomputes else frozenset(),
+        recompute=frozenset(range(count)) if own.prices.policy.recomputes else frozenset(),
     )
     one_way_s = {
         edge: segments[a].price.handover_s / 2 for a, b in crossing for edge in ((a, b), (b, a))

@@ -1,6 +1,6 @@
-"""What layers cost as a stage on a mesh of several devices, where operators are divided.
+"""Costs of layers as a stage on a mesh of devices, which divide the operators.
 
-layers x sub-mesh     the best of the logical shapes of its devices, by a way to keep less:
+layers x sub-mesh     the best of the logical shapes of its devices, by a memory policy:
                       recompute stages, or one segment of a stage at a time; let a byte count
 a shape               one integer program for each kind of layer, composed for all ranges
 """
@@ -33,9 +33,7 @@ _FORWARD = 3
 
 
 class MemoryPolicy(NamedTuple):
-    """How to keep less: whether stages recompute, what a byte that stays counts for, and whether
-    each layer of a stage is a segment that recomputes on its own.
-    """
+    """Recompute by stage or by layer (`segments`), and the price of a resident byte in seconds."""
 
     recomputes: bool = False
     byte_s: float = 0.0
@@ -99,9 +97,9 @@ class MeshPrices:
     cluster: Cluster
     num_microbatches: int
     plan: str = "auto"
-    way: MemoryPolicy = MEMORY_POLICIES[0]
+    policy: MemoryPolicy = MEMORY_POLICIES[0]
     shared: dict[object, Search] = field(default_factory=dict)
-    """The search of each shape, which several ways have together."""
+    """The search of each shape, which several policies share."""
     factors: tuple[float, ...] = ()
     """Measured seconds of each layer by those of the roofline, where layers were measured."""
 
@@ -109,7 +107,7 @@ class MeshPrices:
         """Let an executor solve the programs of all shapes of meshes, from now on."""
         for submesh in submeshes:
             for shape in self._shapes(submesh) if self._may_be(submesh).any() else ():
-                self._search(submesh, shape).begin(self.way.byte_s, executor)
+                self._search(submesh, shape).begin(self.policy.byte_s, executor)
 
     def on_mesh(self, start: int, end: int, submesh: Submesh) -> OnMesh | None:
         """Return the fastest way to run a stage on a mesh; of those that fit, if any does.  None
@@ -132,9 +130,9 @@ class MeshPrices:
             return found
         every = np.stack([self._table(submesh, shape) for shape in shapes])
         found[:3] = np.take_along_axis(every[:, :3], best[None, None], axis=0)[0]
-        if is_1f1b and self.way.recomputes:
+        if is_1f1b and self.policy.recomputes:
             starts = np.flatnonzero(best[:, -1] >= 0)
-            lasts = sorted(self._cuts)[-2] if self.way.segments else starts
+            lasts = sorted(self._cuts)[-2] if self.policy.segments else starts
             found[0, starts, -1] -= every[best[starts, -1], _FORWARD, lasts, -1]
         ends = range(1, best.shape[1])
         found[3, :, 1:] = [self.handover_s(end, submesh, submesh.kind) for end in ends]
@@ -167,7 +165,7 @@ class MeshPrices:
     def segments(self, stage: Stage, shape: tuple[int, ...]) -> list[OnMesh]:
         """Return the segments of a stage on a mesh of a shape: itself, if that is no way."""
         start, end, submesh = stage
-        inner = (n for n in range(start + 1, end) if self.way.segments and n in self._cuts)
+        inner = (n for n in range(start + 1, end) if self.policy.segments and n in self._cuts)
         ends = pairwise((start, *inner, end))
         return [self._in_shape(*own, submesh, shape) for own in ends]
 
@@ -183,11 +181,13 @@ class MeshPrices:
         key = submesh.kind, submesh.num_hosts > 1, shape
         if key not in self._tables:
             with saying(f"dividing layers among {' x '.join(map(str, shape))} devices"):
-                ranges = self._search(submesh, shape).of_ranges(self.way.byte_s)
+                ranges = self._search(submesh, shape).of_ranges(self.policy.byte_s)
             summed = self._summed(ranges)
             total_s, once_s, stays, updates, keeps, enters, graph = summed
             price = total_s, stays, keeps
-            if self.way.recomputes:  # one segment's graph at a time, and all that enters segments
+            if (
+                self.policy.recomputes
+            ):  # one segment's graph at a time, and all that enters segments
                 price = total_s + once_s, stays + graph, enters
             with np.errstate(invalid="ignore"):  # infinite where there is no range
                 every = (*price, once_s, total_s - once_s, stays, updates, graph)
@@ -198,7 +198,7 @@ class MeshPrices:
         """Return the tables of stages, as sums over their segments; and the largest graph of one
         segment.
         """
-        if not self.way.segments:
+        if not self.policy.segments:
             return *ranges, ranges.keeps
         cuts = np.array(sorted(self._cuts))
         found = np.full((len(ranges) + 1, *ranges.seconds.shape), np.inf)

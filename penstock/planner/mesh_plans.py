@@ -1,6 +1,6 @@
 """Plan stages on sub-meshes together with their sharding, as Alpa does (Zheng et al. 2022).
 
-number of micro-batches  x  way to keep less
+number of micro-batches  x  memory policy
     search     stages and meshes by the formula of a pipeline's step    (submeshes.py)
     prices     integer programs for each kind of layer and shape        (prices.py)
 the best few of each  x  schedules  ──►  the simulator says which is fastest
@@ -59,11 +59,11 @@ CUT_SHORT = "the search was interrupted"
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTask:
-    """What is to be planned: a model, the graphs of its micro-batches, and what it is to run on.
+    """A planning task: a model, the graphs of its micro-batches, and a cluster.
 
     `graph_of(M)` is the graph of one of M micro-batches; `names` are those of layers in it, and
     `factors_of(M)` the measured seconds of each by those of the roofline; () is as estimated.
-    `shardings`, `prices` and `ways` restrict what is tried; copies with another restriction have
+    `shardings`, `prices` and `policies` restrict what is tried; copies with another restriction have
     `searches`, by number of micro-batches, sharding and factors, together.
     """
 
@@ -76,7 +76,7 @@ class MeshTask:
     families: Sequence[Family] = FAMILIES
     shardings: Sequence[str] = SHARDINGS
     prices: Callable[..., MeshPrices] = MeshPrices
-    ways: Sequence[MemoryPolicy] = MEMORY_POLICIES
+    policies: Sequence[MemoryPolicy] = MEMORY_POLICIES
     factors_of: Callable[[int], tuple[float, ...]] = lambda number: ()
     limit_s: float = inf
     """Seconds that a step must be below; inf: any."""
@@ -93,10 +93,10 @@ class MeshTask:
 
     @property
     def tries(self) -> list[tuple[int, str, MemoryPolicy]]:
-        """The numbers of micro-batches, ready plans and ways that are tried together: a price of
+        """The numbers of micro-batches, ready plans and policies that are tried together: a price of
         bytes with the first of the plans only, since the others leave little to choose.
         """
-        every = product(self.numbers, self.shardings, self.ways)
+        every = product(self.numbers, self.shardings, self.policies)
         return [own for own in every if own[1] == self.shardings[0] or not own[2].byte_s]
 
 
@@ -258,9 +258,9 @@ def _plan(task: MeshTask, best: Candidate) -> Plan:
 
     devices = best.answer.devices
     kinds = [task.cluster.device_of(own[0]).torch_type for own in devices]
-    recompute = Recompute.STAGE if prices.way.recomputes else Recompute.NEVER
+    recompute = Recompute.STAGE if prices.policy.recomputes else Recompute.NEVER
     wanted: str | ShardingRequest | None = prices.plan
-    if prices.way.byte_s:
+    if prices.policy.byte_s:
         least = min(host.memory_bytes for host in hosts_of(task.cluster))
         wanted = ShardingRequest(prices.plan, memory_limit_bytes=int(least))
     is_alone = len(task.cluster.places) == 1
@@ -300,7 +300,7 @@ def _predicted(best: Candidate) -> Iterator[PredictedStage]:
         for own in segments:
             is_last, price = own is segments[-1], own.price
             kept = number * price.microbatch_bytes
-            kept += own.graph_bytes if prices.way.recomputes and own is largest else 0
+            kept += own.graph_bytes if prices.policy.recomputes and own is largest else 0
             sent = prices.entering_bytes(stage.end) if is_last else 0
             yield PredictedStage(
                 own.forward_s,

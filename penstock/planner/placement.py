@@ -168,7 +168,7 @@ class Placement:
 
     @property
     def is_regular(self) -> bool:
-        """Whether all stages have as many replicas and shards, and no rank is idle."""
+        """True if all stages have the same number of replicas and shards, and no rank is idle."""
         return len({(len(mesh), len(mesh[0])) for mesh in self.meshes}) == 1 and not self.idle
 
     @property
@@ -302,7 +302,7 @@ class Placement:
 
     @property
     def names(self) -> list[str]:
-        """What each rank runs, for messages."""
+        """A name for each rank, for messages: the stages that it runs."""
         return [self.name_of(rank) for rank in range(self.num_ranks)]
 
     def name_of(self, rank: int) -> str:

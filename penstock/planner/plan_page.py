@@ -54,7 +54,7 @@ class DrawnWeight:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """How it is cut along each axis."""
+        """The layout along each mesh axis, in words."""
         return tuple(_words(state, len(self.shape)) for state in self.layout)
 
 
@@ -70,7 +70,7 @@ class DrawnLayer:
 
     @property
     def cuts(self) -> str:
-        """How most of its weights are cut, in words for each axis."""
+        """The layouts of most of its weights, in words for each mesh axis."""
         if not self.weights:
             return _NO_WEIGHTS
         if not self.weights[0].layout:

@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def pricing(self) -> Pricing:
-        """What the layers cost on the cluster."""
+        """The costs of the layers on the cluster."""
         assert self.shared is not None, "made where none was given"
         return self.shared
 
@@ -150,7 +150,7 @@ class Prediction:
 
     @property
     def _has_parts(self) -> bool:
-        """Whether shards have parts of gradients, which they sum."""
+        """True if shards hold partial gradients, which they sum."""
         return any(own.partial_bytes for own in self.profile.weights)
 
     @cached_property
@@ -207,13 +207,13 @@ class Prediction:
 
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
-        """What each stage keeps of one micro-batch."""
+        """Bytes that each stage keeps of one micro-batch."""
         sizes = self._bytes.sizes(self.plan.partition, self.plan.recompute)
         return sizes.of_stages(self.plan.num_stages)
 
     @cached_property
     def weights(self) -> tuple[StageWeights, ...]:
-        """What each stage holds of weights, and of what belongs to them."""
+        """Bytes of each stage's weights, gradients and optimizer state."""
         return tuple(
             StageWeights(
                 weight_bytes=own.parameter_bytes + own.buffer_bytes,
@@ -226,7 +226,7 @@ class Prediction:
 
     @cached_property
     def sharing(self) -> Sharing:
-        """How messages go, and what ranks share."""
+        """The routes of messages, and the cores that ranks share."""
         num_bytes: dict[Edge, int] = {}
         for message in self._messages:
             a, b = message.transfer.producer, message.transfer.consumer

@@ -1,4 +1,4 @@
-"""What any run of layers costs each stage of a pipeline: seconds, and bytes that it keeps.
+"""Costs of any run of layers on each stage of a pipeline: seconds, and bytes that stay.
 
     seconds of its layers, as often as the schedule runs them, by the fastest option that fits
       + for how long messages at its two ends keep it from computing
@@ -40,9 +40,7 @@ class OnDevice:
 
 
 class Option(NamedTuple):
-    """What each stage recomputes, which of them move away what they keep, and the work that this
-    makes: one option to keep less.
-    """
+    """A memory option: which stages recompute, which offload, and the work that results."""
 
     recompute: tuple[RecomputePolicy, ...]
     work: tuple[StageWork, ...]
@@ -50,14 +48,14 @@ class Option(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """How messages get to the stages before and after one; None where they cost nothing."""
+    """The routes of messages to the stages before and after one; None if they cost nothing."""
 
     before: Route | None = None
     after: Route | None = None
 
 
 def no_messages(setting: Setting) -> Neighbours:
-    """Return that messages cost nothing anywhere."""
+    """Return a network on which messages are free."""
     return Neighbours()
 
 
@@ -147,7 +145,7 @@ class StagePrices:
 
     @cached_property
     def _first(self) -> Option:
-        """What was decided, or the option that recomputes nothing."""
+        """The option that was decided, or the one without recompute."""
         if self.recompute is None:
             return self._made((Recompute.NEVER,) * self.num_stages, frozenset())
         return self._made(self.recompute, frozenset(self.may_offload))
@@ -190,7 +188,7 @@ class StagePrices:
 
     @cached_property
     def _shares(self) -> bool:
-        """Whether it is less work to know all runs of stages that are alike than each one's."""
+        """True if one table for all runs of like stages is less work than a window for each."""
         stages = range(self.num_stages)
         if self.windows is None:
             return True

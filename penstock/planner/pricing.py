@@ -1,4 +1,4 @@
-"""What each layer costs on the devices of a cluster: its price, with what comes to it there.
+"""Layer costs per kind of device, with dispatch overhead, busy cores and gradient sums.
 
 Beside the layers' own work a backward adds gradients up: every micro-batch but the first reads the
 sum and what is new, and writes the sum.  Where a layer was measured, that is in its seconds: there

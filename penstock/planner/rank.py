@@ -69,14 +69,13 @@ class Found:
 
     @property
     def num_devices(self) -> int:
-        """How many it keeps busy, cores of a rank's threads each."""
+        """Devices that it keeps busy; a thread of a rank has a core of its own."""
         return self.size.num_ranks * self.size.num_replicas * self.plan.threads_per_stage
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What was found: the best candidates, first the one that is chosen, then the fastest first,
-    and the unsplit model.
+    """The best candidates, the chosen one first and then the fastest first, and the unsplit model.
 
     `unsplit_model` is None where that does not fit, or is not what was asked for:
     `allows_unsplit_model` tells which.
@@ -232,8 +231,8 @@ class _Search:
                 self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
 
     def _refine(self, evaluator: Evaluator, size: Size, like: Prediction) -> None:
-        """Predict one size with the schedules that are made for costs: those of a plan of it, and
-        then those of the plan that this leads to.
+        """Try the cost-driven families: built from a known plan's costs, then again from the costs
+        of the plan they give.
         """
         if self._soonest_s(like) >= self._best_s():
             return

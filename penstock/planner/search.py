@@ -60,7 +60,7 @@ _MOST_COSTS = 64
 _UNEVEN = 2
 """The heaviest layers of an uneven model take more than so many times as long as the median."""
 _CLOSE_BYTES = 2**20
-"""How well it is known how much more memory would do, before cuts are looked at."""
+"""Bisection tolerance for the missing memory, in bytes."""
 
 
 class Evaluator:
@@ -286,7 +286,7 @@ class Evaluator:
 
     @cached_property
     def _counts(self) -> Counter[str]:
-        """How many devices of each kind there are."""
+        """The number of devices of each kind."""
         return Counter(place.kind for place in self.cluster.places)
 
     @cached_property

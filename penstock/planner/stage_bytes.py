@@ -69,7 +69,7 @@ MODEL_INPUT = -1
 
 
 class Message(NamedTuple):
-    """What a stage sends another one for each micro-batch, and the gradients that come back."""
+    """Bytes that a stage sends another one for each micro-batch, and of the gradients back."""
 
     transfer: Transfer
     num_bytes: int

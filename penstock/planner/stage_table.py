@@ -19,7 +19,7 @@ _MANY = 1 << 40
 
 
 class Price(NamedTuple):
-    """What some layers take as a stage on a mesh; bytes are those of the fullest device.
+    """Costs of some layers as a stage on a mesh; bytes are those of the fullest device.
 
     `seconds` are of a micro-batch's forward and backward; `stay_bytes` of weights, gradients and
     the optimizer; `microbatch_bytes` what each micro-batch in flight keeps; `handover_s` seconds
@@ -33,7 +33,7 @@ class Price(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is to be cut into stages, and where they are to run.
+    """A search for stages: the layers, the hosts, and the prices of stages on meshes.
 
     `prices(submesh)` are the fields of `Price` of layers [start, end) on it, [field, start, end];
     infinite for what cannot be.

@@ -1,4 +1,4 @@
-"""What a schedule has each stage do with a micro-batch, and how many of them it keeps at a time.
+"""Work and in-flight micro-batches of each stage, read off a schedule.
 
 Read off the programs that will run, recompute and offload put in: a stage whose backward follows
 at once recomputes nothing, one near the start keeps more than one near the end, and one whose
@@ -52,7 +52,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What a stage does for each micro-batch, on average, and what it keeps.
+    """The mean work of a stage for a micro-batch, and the micro-batches that it keeps.
 
     Every micro-batch runs forward once, `recomputes` times again, and backward in one piece
     (`wholes`) or in two (`halves`).  `held` are the times at which it keeps most: no other time
@@ -66,7 +66,7 @@ class StageWork:
 
     @property
     def most_kept(self) -> int:
-        """How many micro-batches it keeps something of, at the most."""
+        """The most micro-batches in flight."""
         return max(map(sum, self.held), default=0)
 
     def seconds(
@@ -144,7 +144,7 @@ def _with(schedule: Schedule, twice: Collection[int], away: Collection[int]) -> 
 
 
 class OnWay(NamedTuple):
-    """How many activations and gradients are on their way to a stage at one time, at the most."""
+    """The most activations and gradients that are on their way to a stage at one time."""
 
     activations: int
     gradients: int

@@ -36,7 +36,7 @@ _BALANCED = 200
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How many spans of layers each stage has, and the rank of each stage."""
+    """The number of layer spans of each stage, and its rank."""
 
     spans: tuple[int, ...]
     ranks: tuple[int, ...]

@@ -32,14 +32,16 @@ def task_on(where: Cluster, num_microbatches: int) -> MeshTask:
     return replace(mesh_task(model, words, where, num_microbatches), families=families)
 
 
-@pytest.mark.parametrize("way", [way for way in MEMORY_POLICIES if way.byte_s], ids=str)
+@pytest.mark.parametrize(
+    "policy", [policy for policy in MEMORY_POLICIES if policy.byte_s], ids=str
+)
 @pytest.mark.parametrize("memory_bytes", [5_000_000, 1 << 30])
 def test_layers_are_divided_within_the_memory_that_a_plan_was_made_for(
-    memory_bytes: int, way: MemoryPolicy
+    memory_bytes: int, policy: MemoryPolicy
 ) -> None:
     """Stages keep what their schedule has in flight there, not all micro-batches."""
     task = task_on(cluster(2, 2, memory_bytes=memory_bytes), 16)
-    task = replace(task, ways=(way,), families=(one_f_one_b,), shardings=("auto",))
+    task = replace(task, policies=(policy,), families=(one_f_one_b,), shardings=("auto",))
     plan = choose_on_meshes(task).plan
     assert plan.sharding is not None
     found = sharding_of(plan, task.graph_of(16), task.names)
@@ -47,7 +49,7 @@ def test_layers_are_divided_within_the_memory_that_a_plan_was_made_for(
 
 
 def what(own: Candidate) -> tuple[object, ...]:
-    return own.answer.stages, own.family, own.prices.plan, own.prices.way
+    return own.answer.stages, own.family, own.prices.plan, own.prices.policy
 
 
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2, 16])

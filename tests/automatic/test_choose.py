@@ -107,10 +107,10 @@ def test_an_optimizer_moves_what_a_device_keeps_between_steps(sharding: str) -> 
     with torch.device("meta"):
         layers = [nn.Linear(width, width, bias=False) for _ in range(3)]
         task = mesh_task(layers, torch.zeros(8, width), cluster(2), 2, sharding)
-    ways = [MemoryPolicy(), MemoryPolicy(recomputes=True, segments=True)]
-    for way in ways:
+    policies = [MemoryPolicy(), MemoryPolicy(recomputes=True, segments=True)]
+    for policy in policies:
         given = task.graph_of(2), task.names, task.model.spans, task.cluster, 2, sharding
-        found = MeshPrices(*given, way=way).on_mesh(0, 3, Submesh(0, 1, 2))
+        found = MeshPrices(*given, policy=policy).on_mesh(0, 3, Submesh(0, 1, 2))
         assert found is not None and found.update_bytes == 7 * 3 * 4 * width * width / parts
 
 
@@ -131,10 +131,10 @@ def test_ways_with_the_same_price_of_a_byte_search_a_shape_once(
     task = mesh_task(layers, torch.zeros(8, 4), cluster(2), 2)
     given = task.graph_of(2), task.names, task.model.spans, task.cluster, 2, "data"
     shared = dict[object, Search]()
-    for way in (MemoryPolicy(), MemoryPolicy(recomputes=True), MemoryPolicy(byte_s=1e-11)):
-        search = MeshPrices(*given, way=way, shared=shared)._search(Submesh(0, 1, 2), (2,))
+    for policy in (MemoryPolicy(), MemoryPolicy(recomputes=True), MemoryPolicy(byte_s=1e-11)):
+        search = MeshPrices(*given, policy=policy, shared=shared)._search(Submesh(0, 1, 2), (2,))
         for _ in range(2):
-            search.of_ranges(way.byte_s)
+            search.of_ranges(policy.byte_s)
     assert [byte_s for _, byte_s in asked] == [0.0, 1e-11] and len(shared) == 1
 
 

@@ -31,7 +31,9 @@ def task_on(*hosts: int, far: float = 1e9) -> MeshTask:
     with torch.device("meta"):
         model = gpt(num_layers=4, width=128, num_heads=4, num_words=64, max_length=LENGTH)
         words = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    return replace(mesh_task(model, words, cluster(*hosts, far=far), M), ways=MEMORY_POLICIES[:1])
+    return replace(
+        mesh_task(model, words, cluster(*hosts, far=far), M), policies=MEMORY_POLICIES[:1]
+    )
 
 
 def factors(slow: float, count: int) -> tuple[float, ...]:

@@ -43,7 +43,7 @@ def task_on(*hosts: int, num_layers: int = 4) -> MeshTask:
         )
         words = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     task = mesh_task(model, words, cluster(*hosts), M)
-    return replace(task, ways=[SEGMENTS])
+    return replace(task, policies=[SEGMENTS])
 
 
 @cache
@@ -51,17 +51,17 @@ def chosen(*hosts: int) -> MeshChoice:
     return choose_on_meshes(task_on(*hosts))
 
 
-def prices(task: MeshTask, way: MemoryPolicy) -> MeshPrices:
-    """Give prices of a way."""
+def prices(task: MeshTask, policy: MemoryPolicy) -> MeshPrices:
+    """Return the costs by a memory policy."""
     given = task.graph_of(M), task.names, task.model.spans, task.cluster, M
-    return MeshPrices(*given, task.shardings[0], way)
+    return MeshPrices(*given, task.shardings[0], policy)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_a_stage_costs_what_its_layers_cost_as_stages_and_keeps_one_graph(shards: int) -> None:
     task, submesh = task_on(4), Submesh(0, 1, shards)
     cut = prices(task, SEGMENTS)
-    alone = replace(cut, way=WHOLE)
+    alone = replace(cut, policy=WHOLE)
     ends = sorted({end for _, end in task.model.spans})
     assert len(ends) > 4, "no layer can be cut off"
     for start, end in combinations([0, *ends], 2):

@@ -136,7 +136,7 @@ def test_deepspeed_keeps_more_in_slices_where_less_does_not_fit(wanted: str) -> 
     that keep more are slower.
     """
     small = decoder(2, 256)
-    small = replace(small, ways=MEMORY_POLICIES[:1])
+    small = replace(small, policies=MEMORY_POLICIES[:1])
     whole = small.names, small.model.spans, small.cluster, 16
     mesh, found = Submesh(0, 1, 4), {}
     for plan in ("data", "zero1", "zero2", "zero3"):

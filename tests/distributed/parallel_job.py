@@ -81,8 +81,8 @@ def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(options)
     model = MODELS[given.pop("model", "gpt")](0)
-    policies = [MemoryPolicy(*own) for own in given.pop("ways", MEMORY_POLICIES)]
-    task = partial(MeshTask, ways=policies)
+    policies = [MemoryPolicy(*own) for own in given.pop("policies", MEMORY_POLICIES)]
+    task = partial(MeshTask, policies=policies)
     with (
         patch("penstock.planner.make_plan.MeshTask", task),
         patch("penstock.planner.make_plan.find_plans", only_meshes),

@@ -53,8 +53,8 @@ def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
 
 @pytest.mark.slow
 def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
-    way = MemoryPolicy(recomputes=True, segments=True)
-    results = job("1,2", tmp_path, 3, ways=[way], num_microbatches=5)
+    policy = MemoryPolicy(recomputes=True, segments=True)
+    results = job("1,2", tmp_path, 3, policies=[policy], num_microbatches=5)
     plan = Plan.from_json(results[0]["plan"])
     assert [len(mesh[0]) for mesh in plan.placement.meshes] == [2, 1]
     assert plan.schedule.name == "segmented" and set(plan.recompute) == {Recompute.STAGE}
