@@ -61,10 +61,10 @@ CUT_SHORT = "the search was interrupted"
 class MeshTask:
     """A planning task: a model, the graphs of its micro-batches, and a cluster.
 
-    `graph_of(M)` is the graph of one of M micro-batches; `names` are those of layers in it, and
-    `factors_of(M)` the measured seconds of each by those of the roofline; () is as estimated.
-    `shardings`, `prices` and `policies` restrict what is tried; copies with another restriction have
-    `searches`, by number of micro-batches, sharding and factors, together.
+    `graph_of(M)` is the graph of one of M micro-batches, and `names` are its layers.
+    `factors_of(M)` are the seconds of each layer over those of the roofline; () means 1.
+    `shardings`, `prices` and `policies` restrict the search.  Copies of a task share `searches`,
+    by number of micro-batches, sharding and factors.
     """
 
     model: Model
@@ -93,8 +93,9 @@ class MeshTask:
 
     @property
     def tries(self) -> list[tuple[int, str, MemoryPolicy]]:
-        """The numbers of micro-batches, ready plans and policies that are tried together: a price of
-        bytes with the first of the plans only, since the others leave little to choose.
+        """Numbers of micro-batches, ready plans and memory policies to try together.
+
+        A price of bytes is tried with the first ready plan only; the others leave little to choose.
         """
         every = product(self.numbers, self.shardings, self.policies)
         return [own for own in every if own[1] == self.shardings[0] or not own[2].byte_s]
