@@ -95,7 +95,7 @@ class MeshTask:
     def tries(self) -> list[tuple[int, str, MemoryPolicy]]:
         """Numbers of micro-batches, ready plans and memory policies to try together.
 
-        A price of bytes is tried with the first ready plan only; the others leave little to choose.
+        A price of bytes is tried with the first ready plan only: the others leave little choice.
         """
         every = product(self.numbers, self.shardings, self.policies)
         return [own for own in every if own[1] == self.shardings[0] or not own[2].byte_s]
