@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.mesh.objects import decode, encode
+from penstock.mesh.agreement import decode, encode
 from penstock.model.entries import version_of
 from penstock.model.pytree import Structure
 from penstock.model.templates import from_template, is_plain, template

@@ -177,7 +177,7 @@ FAULTS = (
     ),
     Fault(
         "a tensor that hides in an object is pickled, without its graph",
-        "penstock/mesh/objects.py",
+        "penstock/mesh/agreement.py",
         "if isinstance(value, Tensor):",
         "if False:",
         "tests/mesh/test_objects.py",
@@ -210,8 +210,8 @@ FAULTS = (
     Fault(
         "a call does not say which pipeline it is for",
         "penstock/mesh/control.py",
-        "kind_of_call(kind), float(pipeline), *row]",
-        "kind_of_call(kind), 0.0, *row]",
+        "float(CALLS.index(kind)), float(pipeline), *row]",
+        "float(CALLS.index(kind)), 0.0, *row]",
         "tests/distributed/test_crossing.py",
         "another_pipeline",
     ),
