@@ -5,11 +5,9 @@ Tensors are refused: they would arrive without their graph, their strides and th
 """
 
 import io
-import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -53,12 +51,6 @@ def check_same_kind(rows: Sequence[Sequence[float]], pipelines: Sequence[str]) -
             "make every call, in the same order (no `if rank == 0` around a step or a save), and "
             "for the same pipeline"
         )
-
-
-def digest(facts: Mapping[str, str]) -> Tensor:
-    """Return the SHA-256 of some facts, as 8 integers whose negatives fit their type."""
-    raw = sha256(json.dumps(facts).encode()).digest()
-    return torch.frombuffer(bytearray(raw), dtype=torch.int32).long()
 
 
 def name_difference(where: str, facts_of_ranks: Sequence[Mapping[str, str]]) -> None:

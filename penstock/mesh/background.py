@@ -83,14 +83,19 @@ class Background:
         self._workers.append(Worker(name, self.watch))
         return self._workers[-1]
 
-    def wait(self, slot: Slot, what: str, peer: int | None = None) -> Any:
+    def wait(
+        self, slot: Slot, what: str, peer: int | None = None, *, has_deadline: bool = True
+    ) -> Any:
         """Wait for a job's outcome; `what` and `peer` are as in `blame`.
 
         Raises:
             PeerError: another process failed, or is gone.
             WaitTimeout: there is no outcome within the deadline.
         """
-        return self._wait(slot, self.timeout_s, what, peer)
+        try:
+            return slot.get(self.timeout_s if has_deadline else None)
+        except (*WAIT_FAILURES, RuntimeError) as error:
+            raise self.blame(error, what, peer) from error
 
     def begin_save(self, job: Callable[[], None], what: str) -> Callable[[], None]:
         """Queue a job behind earlier saves; return a function that waits for its end.
@@ -98,13 +103,7 @@ class Background:
         That wait has no deadline; each wait inside the job has one.
         """
         slot = self.saves.submit(job)
-        return lambda: self._wait(slot, None, what, None)
-
-    def _wait(self, slot: Slot, timeout_s: float | None, what: str, peer: int | None) -> Any:
-        try:
-            return slot.get(timeout_s)
-        except (*WAIT_FAILURES, RuntimeError) as error:
-            raise self.blame(error, what, peer) from error
+        return lambda: self.wait(slot, what, has_deadline=False)
 
     def blame(self, error: Exception, what: str, peer: int | None) -> BaseException:
         """Turn the error of a wait into one that names the culprit, and report it to all

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,10 +52,10 @@ class Waits:
         return slot.get(self.background.timeout_s)
 
 
-class Begun(NamedTuple):
+class Begun(NamedTuple, Generic[_T]):
     """A collective under way; `end` waits for it and returns its result."""
 
-    end: Callable[[], Any]
+    end: Callable[[], _T]
 
 
 class Shared:
@@ -94,25 +94,20 @@ class Collectives(Shared):
         self, tensor: Tensor, what: str, shapes: Sequence[Shape] | None = None
     ) -> list[Tensor]:
         """Return the tensors of all, in the order of ranks; `shapes` if they differ."""
-        begin = partial(self.begin_all_gather, tensor, shapes)
-        tensors: list[Tensor] = self._run(begin, tensor, what)
-        return tensors
+        return self._run(partial(self.begin_all_gather, tensor, shapes), tensor, what)
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
         """Return the sum of part `parts[rank]` of all processes; parts may be uneven.
 
         They are added in the order of ranks, so that a sum is the same whatever the backend.
         """
-        total: Tensor = self._run(partial(self.begin_reduce_scatter, parts), parts[0], what)
-        return total
+        return self._run(partial(self.begin_reduce_scatter, parts), parts[0], what)
 
     def all_to_all(
         self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str
     ) -> list[Tensor]:
         """Send `parts[r]` to process r; return the tensors sent here, of these `shapes`."""
-        begin = partial(self._begin_all_to_all, parts, shapes)
-        tensors: list[Tensor] = self._run(begin, parts[0], what)
-        return tensors
+        return self._run(partial(self._begin_all_to_all, parts, shapes), parts[0], what)
 
     def broadcast(self, source: int, tensor: Tensor, what: str) -> None:
         """Overwrite a contiguous tensor with its values on process `source`."""
@@ -121,7 +116,7 @@ class Collectives(Shared):
         as_bytes = tensor.reshape(-1).view(torch.uint8)  # gloo lacks some types
         rank = self.ranks[source]
 
-        def begin() -> Begun:
+        def begin() -> Begun[None]:
             work = dist.broadcast(as_bytes, src=rank, group=self.group, async_op=True)
             return Begun(lambda: _end(work, tensor, None))
 
@@ -135,7 +130,7 @@ class Collectives(Shared):
                 self.broadcast(0, values, what)
                 tensor.copy_(values)
 
-    def begin_all_reduce(self, tensor: Tensor, by: Any = None) -> Begun:
+    def begin_all_reduce(self, tensor: Tensor, by: Any = None) -> Begun[Tensor]:
         """Begin an `all_reduce`."""
         if self.size == 1:
             return Begun(lambda: tensor)
@@ -143,7 +138,9 @@ class Collectives(Shared):
         work = dist.all_reduce(tensor, by, group=self.group, async_op=True)
         return Begun(lambda: _end(work, tensor, tensor))
 
-    def begin_all_gather(self, tensor: Tensor, shapes: Sequence[Shape] | None = None) -> Begun:
+    def begin_all_gather(
+        self, tensor: Tensor, shapes: Sequence[Shape] | None = None
+    ) -> Begun[list[Tensor]]:
         """Begin an `all_gather`."""
         if self.size == 1:
             return Begun(lambda: [tensor])
@@ -163,7 +160,7 @@ class Collectives(Shared):
 
         return Begun(end)
 
-    def begin_reduce_scatter(self, parts: Sequence[Tensor]) -> Begun:
+    def begin_reduce_scatter(self, parts: Sequence[Tensor]) -> Begun[Tensor]:
         """Begin a `reduce_scatter`."""
         exchanged = self._begin_all_to_all(parts, [parts[self.rank].shape] * self.size)
 
@@ -176,7 +173,9 @@ class Collectives(Shared):
 
         return Begun(end)
 
-    def _begin_all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[Shape]) -> Begun:
+    def _begin_all_to_all(
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape]
+    ) -> Begun[list[Tensor]]:
         """Begin an `all_to_all`; values travel as bytes."""
         if self.size == 1:
             return Begun(lambda: list(parts))
@@ -200,14 +199,14 @@ class Collectives(Shared):
 
         return Begun(end)
 
-    def finish(self, begun: Sequence[Begun], what: str) -> list[Any]:
+    def finish(self, begun: Sequence[Begun[Any]], what: str) -> list[Any]:
         """Wait for collectives under way; return their results."""
         if self.waits is None or not begun:
             return [collective.end() for collective in begun]
         results: list[Any] = self.waits.run(lambda: [one.end() for one in begun], what)
         return results
 
-    def _run(self, begin: Callable[[], Begun], tensor: Tensor, what: str) -> Any:
+    def _run(self, begin: Callable[[], Begun[_T]], tensor: Tensor, what: str) -> _T:
         """Run a collective on a tensor, and wait for it.
 
         On an accelerator this thread begins it, so that it follows this thread's work on the
@@ -217,9 +216,9 @@ class Collectives(Shared):
         if self.size == 1:
             return begin().end()
         assert self.waits is not None, "there is one process only"
-        if tensor.is_cpu:
-            return self.waits.run(lambda: begin().end(), what)
-        return self.waits.run(begin().end, what)
+        end = (lambda: begin().end()) if tensor.is_cpu else begin().end
+        result: _T = self.waits.run(end, what)
+        return result
 
 
 def _end(work: Any, tensor: Tensor, result: _T) -> _T:

@@ -4,10 +4,12 @@ All processes of the axis make the same calls in the same order; with one proces
 once.  `what` completes the message "rank 1 (stage 1) waited ...".  Tensors go by `tensors`.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from queue import Empty
 from typing import Any
 
@@ -23,7 +25,6 @@ from .agreement import (
     broadcast_message,
     check_same_kind,
     decode,
-    digest,
     encode,
     gather_messages,
     name_difference,
@@ -90,7 +91,7 @@ class Control(Shared):
         if self.tensors.waits is None:
             return nullcontext()
         if names:
-            self.waits.background.watch.name_ranks(names)
+            self.waits.background.watch.names = list(names)
         return self.waits.background.watch.reporting()
 
     # -- objects ----------------------------------------------------------------------------------
@@ -109,11 +110,6 @@ class Control(Shared):
         message = encode(value) if self.rank == source else b""
         rank, group = self.tensors.ranks[source], self.tensors.group
         return decode(self.waits.run(partial(broadcast_message, message, rank, group), what))
-
-    @property
-    def num_pipelines(self) -> int:
-        """The number of pipelines that all processes have made alike."""
-        return len(self.pipelines)
 
     def number_pipeline(self, what: str) -> int:
         """Number a pipeline that all processes make; `what` describes it in messages.
@@ -164,7 +160,8 @@ class Control(Shared):
         mine = {name: repr(value) for name, value in facts.items()}
         # The maximum of a digest and of its negative: equal only if all are.  It costs few bytes,
         # however many processes; values are gathered only to name a difference.
-        words = digest(mine)
+        raw = sha256(json.dumps(mine).encode()).digest()
+        words = torch.frombuffer(bytearray(raw), dtype=torch.int32).long()  # -words fits, too
         both = torch.cat([words, -words])
         highest = both.clone()
         self.tensors.all_reduce(highest, what, dist.ReduceOp.MAX)

@@ -150,7 +150,7 @@ def _connected(world: Control) -> dict[int, socket.socket]:
         mine = mine._replace(port=listener.getsockname()[1], secret=secret)
     told = world.gather(tuple(mine), "for the others' addresses")
     addresses = [_Address(*address) for address in told]
-    watch.name_hosts([f"{a.name} ({a.host})" for a in addresses])
+    watch.hosts = [f"{a.name} ({a.host})" for a in addresses]
     # A process that fails meanwhile ends this wait, through `failure`.
     deadline = time.monotonic() + world.waits.background.timeout_s
     watch.wake_on_failure(failure)

@@ -193,42 +193,43 @@ def _check_count(first: int, count: int, rank: int, header: CallHeader) -> None:
 def check_same(
     world: Control,
     replicas: Sequence[Sequence[int]],
-    found: Sequence[tuple[int | None, int | None]],
+    digests: Sequence[tuple[int | None, int | None]],
     mine: Texts,
 ) -> None:
-    """Check that the ranks of each of `replicas` were given the same; `found` has all digests.
+    """Check that the ranks of each of `replicas` were given the same; `digests` are of all ranks.
 
     Raises:
         BatchError: some were not; on every process alike.
     """
     for ranks in replicas:
         for k in range(2):  # inputs, targets
-            given = [rank for rank in ranks if found[rank][k] is not None]
-            if len({found[rank][k] for rank in given}) > 1:
+            given = [rank for rank in ranks if digests[rank][k] is not None]
+            if len({digests[rank][k] for rank in given}) > 1:
                 _refuse(world.gather(mine[k], "for what the others were given"), given, k)
 
 
-def _refuse(said: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> None:
-    """Name the first tensor in which these ranks differ: of the inputs if `k` is 0, else the
-    targets.
+def _refuse(texts: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> None:
+    """Name the first tensor in which these ranks differ: an input if `k` is 0, else a target.
 
     Raises:
-        BatchError: always; has the value of each rank.
+        BatchError: always; has the tensor of each rank.
     """
     what, first = ("inputs", "targets")[k], ranks[0]
-    places = range(max(len(said[rank]) for rank in ranks))
-    of_rank = {rank: dict(enumerate(said[rank])) for rank in ranks}
+    # The first place at which their lines differ, and the ranks with each line there.
+    of_rank = {rank: dict(enumerate(texts[rank])) for rank in ranks}
+    places = range(max(len(texts[rank]) for rank in ranks))
     place = next(n for n in places if len({of_rank[rank].get(n) for rank in ranks}) > 1)
     by_text: dict[str, list[str]] = {}
     for rank in ranks:
         by_text.setdefault(of_rank[rank].get(place, "nothing"), []).append(str(rank))
-    which = what if len(said[first]) == 1 else f"{what} (tensor {place} of {len(said[first])})"
-    each = "; ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}"
-        for text, who in by_text.items()
+    num_tensors = len(texts[first])
+    which = what if num_tensors == 1 else f"{what} (tensor {place} of {num_tensors})"
+    values = "; ".join(
+        f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}: {text}"
+        for text, names in by_text.items()
     )
     raise BatchError(
-        f"the ranks of a replica were given different {which}: {each}. They work on one "
+        f"the ranks of a replica were given different {which}: {values}. They work on one "
         "mini-batch together: seed their loaders alike, and give a DistributedSampler the number "
         "of the replica (mesh.replica of mesh.num_replicas), not that of the rank"
     )

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,15 +42,18 @@ class Failure:
 
 
 class Watch:
-    """The thread that exchanges heartbeats and failures with the other processes."""
+    """The thread that exchanges heartbeats and failures with the other processes.
+
+    `names` and `hosts` describe each rank in messages; others set them once they know.
+    """
 
     def __init__(self, store: Any, place: str, rank: int, world_size: int) -> None:
         self._place = place
         self.rank, self._world_size = rank, world_size
         self._tick_s = max(_TICK_S, world_size * 1e-3)
         self._store = store
-        self._names = [""] * world_size
-        self._hosts: list[str] = []
+        self.names = [""] * world_size
+        self.hosts: list[str] = []
         self._lock = threading.Lock()
         self._waiting: dict[int, Any] = {}
         self._failure: Failure | None = None
@@ -81,21 +84,13 @@ class Watch:
         watch._thread.start()
         return watch
 
-    def name_ranks(self, names: Iterable[str]) -> None:
-        """Set the description of each rank in messages."""
-        self._names = list(names)
-
-    def name_hosts(self, names: Iterable[str]) -> None:
-        """Set the host of each rank in messages."""
-        self._hosts = list(names)
-
     def host(self, rank: int) -> str:
         """Return the host of a rank, for messages."""
-        return f"host {self._hosts[rank]}" if self._hosts else "an unknown host"
+        return f"host {self.hosts[rank]}" if self.hosts else "an unknown host"
 
     def name(self, rank: int) -> str:
         """Return the name of a rank, for messages."""
-        return f"rank {rank} ({self._names[rank]})" if self._names[rank] else f"rank {rank}"
+        return f"rank {rank} ({self.names[rank]})" if self.names[rank] else f"rank {rank}"
 
     # -- telling the others -----------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ FAULTS = (
     Fault(
         "ranks of a replica do not compare what they are given",
         "penstock/mesh/same_batch.py",
-        "if len({found[rank][k] for rank in given}) > 1:",
+        "if len({digests[rank][k] for rank in given}) > 1:",
         "if False:",
         "tests/distributed/test_same_batch.py",
         "named_and",
@@ -306,8 +306,8 @@ FAULTS = (
     Fault(
         "a deadline runs on writing a checkpoint",
         "penstock/mesh/background.py",
-        "self._wait(slot, None, what, None)",
-        "self._wait(slot, self.timeout_s, what, None)",
+        "self.wait(slot, what, has_deadline=False)",
+        "self.wait(slot, what)",
         "tests/distributed/test_checkpoint_processes.py",
         "saves_may_take",
     ),
