@@ -47,8 +47,8 @@ class Edge:
 
 def pairs(world_size: int) -> list[tuple[int, int]]:
     """Return the (source, target) pairs to measure: neighbours and both ends, both ways."""
-    ways = sorted({(a, a + 1) for a in range(world_size - 1)} | {(0, world_size - 1)})
-    return [pair for a, b in ways for pair in ((a, b), (b, a))]
+    edges = sorted({(a, a + 1) for a in range(world_size - 1)} | {(0, world_size - 1)})
+    return [pair for a, b in edges for pair in ((a, b), (b, a))]
 
 
 def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
@@ -88,9 +88,9 @@ def _measure(mesh: Mesh, peer: int, *, leads: bool) -> tuple[float, float]:
 def _exchange(mesh: Mesh, peer: int, content: torch.Tensor, *, leads: bool) -> float:
     """Send a message and wait for the answer, or the reverse; return the seconds."""
     wires, began_s = mesh.point_to_point, time.perf_counter()
-    there, back = (wires.send, wires.receive) if leads else (wires.receive, wires.send)
-    for way, message in ((there, content), (back, torch.zeros(1, dtype=torch.uint8))):
-        wires.wait(way(message, peer, _TAG), message, time.monotonic() + mesh.timeout_s)
+    first, second = (wires.send, wires.receive) if leads else (wires.receive, wires.send)
+    for begin, message in ((first, content), (second, torch.zeros(1, dtype=torch.uint8))):
+        wires.wait(begin(message, peer, _TAG), message, time.monotonic() + mesh.timeout_s)
     return time.perf_counter() - began_s
 
 

@@ -27,7 +27,7 @@ CALLS = (
     "GradScaler",
 )
 """Calls that every process makes.  Each begins with one all-gather of a row of numbers: the
-call's index in this tuple, the pipeline's number, and values that depend on the call.
+call's index here, the pipeline's number, and values of the call.
 """
 ROW_WIDTH = 11
 """Numbers in such a row."""

@@ -1,11 +1,13 @@
 """Threads that wait for the network, so that the main thread can stop waiting when a peer fails.
 
-controls   collectives of a few numbers
-receives   large messages, in the order in which the program needs them
-sends-...  messages that their receivers have not taken yet
-long       work of unknown length that all processes wait for, such as reading a checkpoint
-saves      checkpoints that are written during training, one after the other
-saves-...  as controls and long, but for these checkpoints: they have their own process group
+| thread | work |
+|---|---|
+| controls | collectives of a few numbers |
+| receives | large messages, in the order in which the program needs them |
+| sends-... | messages that their receivers have not taken yet |
+| long | work of unknown length that all processes wait for, such as reading a checkpoint |
+| saves | checkpoints that are written during training, one after the other |
+| saves-... | as controls and long, over the process group of these checkpoints |
 """
 
 import threading

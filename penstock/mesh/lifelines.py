@@ -28,7 +28,9 @@ from .background import WAIT_FAILURES
 from .control import Control
 from .threads import THREAD_PREFIX
 
-_KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPALIVE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}
+_FIRST_PROBE = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
+"""The system's name for the seconds before the first keepalive probe."""
+_KEEPALIVE = {_FIRST_PROBE: 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}
 """Socket options, in seconds and times: a host is lost after 6 seconds without an answer."""
 _GOODBYE = b"."
 """The only message on a connection: its process ends well."""
@@ -43,7 +45,7 @@ _HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")
 _OPEN: "WeakSet[socket.socket]" = WeakSet()
 """Sockets to close in forked children."""
 _REQUEST_ADDRESS = 0x8915
-"""Linux' SIOCGIFADDR."""
+"""Linux' ioctl SIOCGIFADDR: the address of an interface."""
 
 
 class Lifelines:
@@ -148,8 +150,8 @@ def _connected(world: Control) -> dict[int, socket.socket]:
         listener = listen(interface)
         secret = secrets.token_bytes(_SECRET_BYTES)
         mine = mine._replace(port=listener.getsockname()[1], secret=secret)
-    told = world.gather(tuple(mine), "for the others' addresses")
-    addresses = [_Address(*address) for address in told]
+    rows = world.gather(tuple(mine), "for the others' addresses")
+    addresses = [_Address(*row) for row in rows]
     watch.hosts = [f"{a.name} ({a.host})" for a in addresses]
     # A process that fails meanwhile ends this wait, through `failure`.
     deadline = time.monotonic() + world.waits.background.timeout_s
@@ -226,8 +228,8 @@ def _take(line: socket.socket, secret: bytes, lines: dict[int, socket.socket]) -
     """Authenticate a connection; keep a copy of it by its rank, and close it."""
     line.setblocking(True)
     with line, suppress(OSError, struct.error):
-        told, rank = _HELLO.unpack(line.recv(_HELLO.size))
-        if hmac.compare_digest(told, secret) and rank not in lines:
+        content, rank = _HELLO.unpack(line.recv(_HELLO.size))
+        if hmac.compare_digest(content, secret) and rank not in lines:
             lines[rank] = line.dup()
 
 
@@ -248,8 +250,9 @@ def own_host() -> tuple[str, str]:
     """Return a name by which the others reach this host, and the address to listen at.
 
     The name is the address of gloo's interface (GLOO_SOCKET_IFNAME), else of the interface on the
-    route to MASTER_ADDR.  If neither exists, MASTER_ADDR is on this host, perhaps under an address
-    that no interface shows: the name is then MASTER_ADDR, and the process listens on all, "".
+    route to MASTER_ADDR.  Without both, MASTER_ADDR is on this host, perhaps under an address that
+    no
+    interface shows.  The name is then MASTER_ADDR, and the process listens at all addresses, "".
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface:

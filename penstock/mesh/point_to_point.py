@@ -1,9 +1,9 @@
 """Point-to-point messages between the processes of one replica, over separate process groups.
 
 One group carries messages up, to higher ranks, and one down: so sends never order receives.  A
-wait runs in C++, where Python cannot end it.  When a process fails, this one begins another wait
-on the same group, with a deadline that passes at once: gloo then closes all its connections in the
-group, and every wait on them ends.
+wait runs in C++, where Python cannot end it.  After a failure, a process begins one more receive
+on each group, whose deadline passes at once.  Gloo then closes all connections of this process in
+the group, which ends every wait on them.
 """
 
 import math
@@ -73,8 +73,8 @@ class PointToPoint:
         """
         nothing = torch.empty(0, dtype=torch.uint8)
         for rank in self._others:
-            ways = (self.send, self.receive) if rank > self._rank else (self.receive, self.send)
-            for work in [way(nothing, rank, _HELLO) for way in ways]:
+            calls = (self.send, self.receive) if rank > self._rank else (self.receive, self.send)
+            for work in [call(nothing, rank, _HELLO) for call in calls]:
                 work.wait()
 
     def open(self, tag: int) -> None:

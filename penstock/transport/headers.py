@@ -125,15 +125,15 @@ class HeaderWriter:
         number = self._plain.get(header) if is_plain_header else None
         if number is not None:
             return number, b""
-        told, new = encode(header), b""
-        if told not in self._known:
+        encoded, new = encode(header), b""
+        if encoded not in self._known:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
                 self._plain.clear()
-            self._known[told], new = len(self._known), told
+            self._known[encoded], new = len(self._known), encoded
         if is_plain_header:
-            self._plain[header] = self._known[told]
-        return self._known[told], new
+            self._plain[header] = self._known[encoded]
+        return self._known[encoded], new
 
 
 class HeaderReader:
@@ -147,16 +147,16 @@ class HeaderReader:
         """Begin or end a run, as the writer does."""
         self._lasting.clear()
 
-    def read(self, number: int, told: bytes | bytearray | memoryview) -> Header:
-        """Return the header of a number; `told` are its bytes, if it is new.
+    def read(self, number: int, encoded: bytes | bytearray | memoryview) -> Header:
+        """Return the header of a number; `encoded` are its bytes, if it is new.
 
         Raises:
             MeshError: it cannot be read.
         """
-        if told:
+        if encoded:
             if number == 0:
                 self._known.clear()
-            self._known.append(decode(told))
+            self._known.append(decode(encoded))
         return self._known[number]
 
     def payload(self, header: Header, tensors: Iterable[Tensor]) -> Payload:

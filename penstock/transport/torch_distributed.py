@@ -92,22 +92,22 @@ class Outgoing:
             ConnectionError: the connection broke.
             PeerError: a process has failed.
         """
-        number, told, tensors, header = self._headers.write(payload)
+        number, encoded, tensors, header = self._headers.write(payload)
         values = self._own(tensors, header)
-        num_bytes = _FIRST.size + len(told) + sum(kind.num_bytes for _, kind in values)
+        num_bytes = _FIRST.size + len(encoded) + sum(kind.num_bytes for _, kind in values)
         on_cpu = self._device.type == "cpu"
         is_whole = num_bytes <= self._room_bytes and on_cpu
         self._room_bytes = _room_after(self._room_bytes, num_bytes)
         if is_whole:
-            first = _FIRST.pack(number, len(told), microbatch, True)
-            self._begin(bytearray().join([first, told, *[memory_of(*v) for v in values]]))
+            first = _FIRST.pack(number, len(encoded), microbatch, True)
+            self._begin(bytearray().join([first, encoded, *[memory_of(*v) for v in values]]))
             self._held_bytes += num_bytes
             if len(self._begun) < _MOST_BEGUN and self._held_bytes < _MOST_HELD_BYTES:
                 return
         else:
-            self._begin(bytearray(_FIRST.pack(number, len(told), microbatch, False)))
-            if told:
-                self._begin(bytearray(told))
+            self._begin(bytearray(_FIRST.pack(number, len(encoded), microbatch, False)))
+            if encoded:
+                self._begin(bytearray(encoded))
             for tensor, kind in values:
                 self._begin(to_bytes(tensor, kind).to(self._device), tensor, version_of(tensor))
         # Free memory: on an accelerator of sends that have ended, since only `finish` may make
@@ -205,12 +205,12 @@ class Incoming:
             )
         # The header.
         at = _FIRST.size + size
-        told: memoryview | bytearray = (
+        encoded: memoryview | bytearray = (
             self._bytes[_FIRST.size : at] if is_whole else bytearray(size)
         )
-        if told and not is_whole:
-            self._await([torch.frombuffer(told, dtype=torch.uint8)], deadline)
-        header = self._headers.read(number, told)
+        if encoded and not is_whole:
+            self._await([torch.frombuffer(encoded, dtype=torch.uint8)], deadline)
+        header = self._headers.read(number, encoded)
         # The values, and a larger buffer for the next message.
         kinds = self._own(header)
         tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)

@@ -119,17 +119,12 @@ def comment_of(calibration: "Calibration") -> str:
 def as_line(calibration: "Calibration") -> str:
     """Return the calibration as one line of JSON."""
     figures = [
-        {
-            "name": f.name,
-            "unit": f.unit,
-            **dict(zip(("middle", "low", "high"), f.spread, strict=True)),
-        }
+        dict(
+            zip(
+                ("name", "unit", "middle", "low", "high"), (f.name, f.unit, *f.spread), strict=True
+            )
+        )
         for f in calibration.figures
     ]
-    return json.dumps(
-        {
-            "cluster": json.loads(to_json(calibration.cluster)),
-            "figures": figures,
-            "warning": calibration.warning,
-        }
-    )
+    cluster = json.loads(to_json(calibration.cluster))
+    return json.dumps({"cluster": cluster, "figures": figures, "warning": calibration.warning})

@@ -28,7 +28,7 @@ from penstock.costs.cluster import Link
 from penstock.errors import MeshError
 from penstock.mesh import Mesh, init_mesh
 from penstock.runtime.workers import QueueChannels
-from penstock.schedules.ir import Forward, Message
+from penstock.schedules.ir import Forward
 from penstock.schedules.transfers import chain_transfers
 from penstock.transport.channels import Gradient
 from penstock.transport.headers import Payload
@@ -171,9 +171,9 @@ def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
     def answer() -> None:
         torch.set_num_threads(1)
         count = 0
-        while channels.receive(_there(count), _INSTRUCTION) is not end:
+        while channels.receive((False, 0, 1, count), _INSTRUCTION) is not end:
             touch()
-            channels.send(_back(count), None)
+            channels.send((True, 1, 0, count), None)
             count += 1
 
     peer = threading.Thread(target=answer, daemon=True)
@@ -182,11 +182,11 @@ def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
     began_s = time.perf_counter()
     while len(times_s) < LEAST_TIMES or time.perf_counter() - began_s < budget_s:
         start_s = time.perf_counter()
-        channels.send(_there(len(times_s)), None)
-        channels.receive(_back(len(times_s)), _INSTRUCTION)
+        channels.send((False, 0, 1, len(times_s)), None)
+        channels.receive((True, 1, 0, len(times_s)), _INSTRUCTION)
         touch()
         times_s.append((time.perf_counter() - start_s) / 2)
-    channels.send(_there(len(times_s)), end)
+    channels.send((False, 0, 1, len(times_s)), end)
     peer.join(_TIMEOUT_S)
     return Spread.of(times_s)
 
@@ -197,19 +197,11 @@ def _overhead_s(budget_s: float) -> Spread:
 
     def run() -> None:
         for _ in range(_AT_ONCE):
-            channels.send(_there(0), None)
+            channels.send((False, 0, 1, 0), None)
         for _ in range(_AT_ONCE):
-            channels.receive(_there(0), _INSTRUCTION)
+            channels.receive((False, 0, 1, 0), _INSTRUCTION)
 
     return seconds_of(run, budget_s).times(1 / (2 * _AT_ONCE))
-
-
-def _there(microbatch: int) -> Message:
-    return False, 0, 1, microbatch
-
-
-def _back(microbatch: int) -> Message:
-    return True, 1, 0, microbatch
 
 
 # -- between processes ----------------------------------------------------------------------------
