@@ -1,4 +1,4 @@
-"""BEFORE IT RUNS: can a job with these settings, hosts and links train at all, and how fast?"""
+"""Examine a job before it runs: can its settings, hosts and links train, and how fast?"""
 
 from .examine import Report, examine
 from .facts import gather_facts

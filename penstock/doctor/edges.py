@@ -1,7 +1,7 @@
-"""How fast messages travel: every edge measured by itself, in both directions.
+"""Measure latency and bandwidth of every edge between processes, in both directions.
 
-Each message goes as those of training do, and from a thread of the mesh, so that every wait has
-the mesh's deadline.  The source sends, the target answers with a byte.
+Messages go as in training, from a thread of the mesh, so that every wait has the mesh's deadline.
+The source sends, the target answers with a byte.
 """
 
 import time
@@ -18,15 +18,25 @@ from penstock.trace.units import time_text
 from .settings import Finding
 
 _TAG = 1
-_PINGS, _LARGE_TIMES, _LARGE_BYTES = 20, 5, 1 << 20
-_SLOW_BYTES_PER_S, _OUTLIER = 100e6 / 8, 3
+"""Tag of all messages here."""
+_PINGS = 20
+"""Small messages that are timed."""
+_LARGE_TIMES = 5
+"""Large messages that are timed."""
+_LARGE_BYTES = 1 << 20
+"""Bytes of a large message."""
+_SLOW_BYTES_PER_S = 100e6 / 8
+"""Bandwidth below which an edge is slow."""
+_OUTLIER = 3
+"""Times the median edge's bandwidth over that of a slow one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What one direction between two ranks gave.
+    """The measured figures of one direction between two ranks.
 
-    `latency_s` is half of a small message's way there and back, `bytes_per_s` that of a large one.
+    `latency_s` is half of a small message's round trip, `bytes_per_s` the bandwidth of a large
+    one.
     """
 
     source: int
@@ -36,20 +46,20 @@ class Edge:
 
 
 def pairs(world_size: int) -> list[tuple[int, int]]:
-    """Return the (source, target) to measure: neighbours and both ends, both ways."""
-    ways = sorted({(a, a + 1) for a in range(world_size - 1)} | {(0, world_size - 1)})
-    return [pair for a, b in ways for pair in ((a, b), (b, a))]
+    """Return the (source, target) pairs to measure: neighbours and both ends, both ways."""
+    edges = sorted({(a, a + 1) for a in range(world_size - 1)} | {(0, world_size - 1)})
+    return [pair for a, b in edges for pair in ((a, b), (b, a))]
 
 
 def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
-    """Measure all pairs, one after the other; gives the same on every rank.
+    """Measure all pairs, one after the other; return the same on every rank.
 
     Raises:
         PeerError: another process failed, or is gone.
         WaitTimeout: a message did not arrive within the mesh's deadline.
     """
     mine: list[Edge] = []
-    _ = mesh.point_to_point  # all connect, together, also those that only wait for their turn
+    _ = mesh.point_to_point  # connects all processes, which must do so together
     for source, target in pairs(mesh.world_size):
         edge = f"rank {source} ──► rank {target}"
         mesh.world.barrier(f"for its turn, before {edge} is measured")
@@ -60,14 +70,14 @@ def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
         what = f"for messages of rank {peer}, while {edge} was measured"
         small_s, large_s = mesh.background.wait(mesh.background.controls.submit(job), what, peer)
         if mesh.rank == source:
-            on_the_way_s = max(large_s - small_s, large_s / 10)
-            mine.append(Edge(source, target, small_s / 2, _LARGE_BYTES / on_the_way_s))
-    everyone = mesh.world.gather(mine, "for what others measured")
-    return tuple(edge for of_rank in everyone for edge in of_rank)
+            bytes_s = max(large_s - small_s, large_s / 10)
+            mine.append(Edge(source, target, small_s / 2, _LARGE_BYTES / bytes_s))
+    edges_of_ranks = mesh.world.gather(mine, "for what others measured")
+    return tuple(edge for of_rank in edges_of_ranks for edge in of_rank)
 
 
 def _measure(mesh: Mesh, peer: int, *, leads: bool) -> tuple[float, float]:
-    """Exchange messages; return the median seconds there and back of small and of large ones."""
+    """Exchange messages; return the median seconds of a small and of a large round trip."""
     small, large = (torch.zeros(n, dtype=torch.uint8) for n in (1, _LARGE_BYTES))
     _exchange(mesh, peer, small, leads=leads)  # the first one may have to connect
     pings_s = [_exchange(mesh, peer, small, leads=leads) for _ in range(_PINGS)]
@@ -76,16 +86,16 @@ def _measure(mesh: Mesh, peer: int, *, leads: bool) -> tuple[float, float]:
 
 
 def _exchange(mesh: Mesh, peer: int, content: torch.Tensor, *, leads: bool) -> float:
-    """Send a message and wait for the answer, or the other way round; return the seconds."""
+    """Send a message and wait for the answer, or the reverse; return the seconds."""
     wires, began_s = mesh.point_to_point, time.perf_counter()
-    there, back = (wires.send, wires.receive) if leads else (wires.receive, wires.send)
-    for way, message in ((there, content), (back, torch.zeros(1, dtype=torch.uint8))):
-        wires.wait(way(message, peer, _TAG), message, time.monotonic() + mesh.timeout_s)
+    first, second = (wires.send, wires.receive) if leads else (wires.receive, wires.send)
+    for begin, message in ((first, content), (second, torch.zeros(1, dtype=torch.uint8))):
+        wires.wait(begin(message, peer, _TAG), message, time.monotonic() + mesh.timeout_s)
     return time.perf_counter() - began_s
 
 
 def check_edges(edges: Sequence[Edge]) -> Iterator[Finding]:
-    """Name the slowest edge, if that is slow or much slower than the others."""
+    """Warn of the slowest edge, if it is slow or much slower than the others."""
     slowest = min(edges, key=lambda edge: edge.bytes_per_s)
     typical = median(edge.bytes_per_s for edge in edges)
     if slowest.bytes_per_s < max(_SLOW_BYTES_PER_S, typical / _OUTLIER):
@@ -101,6 +111,6 @@ def check_edges(edges: Sequence[Edge]) -> Iterator[Finding]:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """Write a bandwidth as networks are sold: in bits a second, with three digits."""
+    """Write a bandwidth in bits per second, as networks do, with three digits."""
     rate = bytes_per_s * 8 / 1e6
     return f"{rate / 1e3:.3g} Gbit/s" if rate >= 999.5 else f"{rate:.3g} Mbit/s"

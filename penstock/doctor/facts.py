@@ -1,4 +1,4 @@
-"""What each process brings along: versions, its machine and its devices."""
+"""Facts of a process: versions, its machine and its devices."""
 
 import os
 import platform
@@ -13,21 +13,22 @@ import torch
 from penstock.planner.shared_cores import core_numbers
 
 _CGROUP = Path("/sys/fs/cgroup")
+"""Limits of this container, on Linux."""
 
 
 def quota_cores() -> float | None:
-    """Return how many cores' time the container may use; None where nothing limits it."""
+    """Return the container's limit of CPU time, in cores; None without one."""
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 
 def machine_id() -> str:
-    """Return what processes on one machine have in common, in containers too."""
+    """Return an identity that all processes of a machine share, in containers too."""
     return _read(Path("/proc/sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def memory_bytes() -> int:
-    """Return the memory that this process may use, in bytes: the machine's, or its container's."""
+    """Return the memory that this process may use: the machine's, or its container's."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read(_CGROUP / "memory.max")
     return min(whole, int(limit)) if limit.isdigit() else whole
@@ -50,10 +51,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """One process: what it runs with, and where.
-
-    Processes with the same `machine` share cores.
-    """
+    """The facts of one process.  Processes with the same `machine` share cores."""
 
     rank: int
     host: str
@@ -71,8 +69,13 @@ class RankFacts:
 
 
 def gather_facts(rank: int) -> RankFacts:
-    """Look at this process and its machine."""
+    """Return the facts of this process."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    build = "CPU"
+    if torch.version.cuda is not None:
+        build = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip is not None:
+        build = f"ROCm {torch.version.hip}"
     package = sys.modules[__name__.partition(".")[0]]
     return RankFacts(
         rank=rank,
@@ -81,7 +84,7 @@ def gather_facts(rank: int) -> RankFacts:
         machine=machine_id(),
         python=platform.python_version(),
         torch=torch.__version__,
-        torch_build=_build(),
+        torch_build=build,
         penstock=package.__version__,
         safetensors=version("safetensors"),
         cores=core_numbers(),
@@ -89,9 +92,3 @@ def gather_facts(rank: int) -> RankFacts:
         memory_bytes=memory_bytes(),
         gpus=tuple(Gpu(gpu.name, gpu.total_memory) for gpu in gpus),
     )
-
-
-def _build() -> str:
-    if torch.version.cuda is not None:
-        return f"CUDA {torch.version.cuda}"
-    return f"ROCm {torch.version.hip}" if torch.version.hip is not None else "CPU"

@@ -1,4 +1,4 @@
-"""Is the pipeline the unsplit model?  One file runs it, one compares, one reports."""
+"""Compare a step of a pipeline with the unsplit model's: run, compare, report."""
 
 from .check import check
 from .report import CheckReport, CheckRow

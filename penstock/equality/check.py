@@ -1,4 +1,4 @@
-"""Is the pipeline the unsplit model?  Losses, gradients, buffers and outputs, bit by bit."""
+"""Compare a pipeline with the unsplit model, bit by bit: loss, gradients, buffers, outputs."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from penstock.runtime.microbatches import LossFunction
 from penstock.torch_private import version_counter
 from penstock.types import Reduction
 
-from .compare import compare, together
+from .compare import compare, merge
 from .report import CheckReport, Result, collect, digests
 from .unsplit import run_unsplit
 
@@ -33,21 +33,22 @@ def check(
     num_microbatches: int = 1,
     **options: Any,
 ) -> CheckReport:
-    """Train one step as a pipeline and as the unsplit model, and compare everything that comes
-    out.
+    """Train one step as a pipeline and as the unsplit model, and compare all results.
 
-    The unsplit model runs here, in one thread, micro-batch after micro-batch; the model given is
-    not changed (both sides are copies of it).  Compared: the loss, every parameter's gradient,
-    every buffer, and the outputs in evaluation mode after the step.
+    The unsplit model runs here, in one thread, micro-batch after micro-batch.  Both sides are
+    copies:
+    the model given is not changed.  The report compares the loss, every parameter's gradient,
+    every
+    buffer, and the outputs in evaluation mode after the step.
 
     Args:
         layers, loss, num_microbatches: as for `Pipeline`; any module is captured with `inputs` as
             its example.
         inputs, targets: one batch, as for `Pipeline.train_step`.
         options: `num_stages` or `partition`, and any other argument of `Pipeline`.  In a `mesh` of
-            processes all of them call this alike: each compares what it holds, slices put
-            together, and has the report of all.  Operators that shards divide add up in another
-            order: `report.most` says how far off that is.
+            processes all of them call this alike.  Each compares its own tensors, with slices put
+            together, and returns the report of all.  Operators in shards add up in another order:
+            `report.most` is the relative difference.
 
     Returns:
         The report; `report.equal` is true if no bit differs.
@@ -62,15 +63,20 @@ def check(
         raise ConfigError("check needs a loss, as train_step does: give loss=")
     unsplit, loss_of_model = copy.deepcopy((given, loss))
     twin, loss_of_twin = copy.deepcopy((given, loss))
-    _check_copied(twin)
+    if not all(p.is_leaf for _, holder in twin.holders() for p in holder.parameters()):
+        raise ConfigError(
+            "copy.deepcopy of the model gives parameters that are no leaves, so that its two "
+            "sides cannot be compared; scripted and traced modules do so. Check the model before "
+            "it is scripted"
+        )
     if options.get("sharding") is not None:
         options.setdefault("example_inputs", inputs)  # operators are recorded with them
     with (
         Pipeline(twin, num_microbatches=num_microbatches, loss=loss_of_twin, **options) as pipe,
         _untouched(given),
     ):
-        _check_one_device(pipe)
-        _check_one_replica(pipe)
+        _check_place(pipe)
+        # The unsplit model, with the threads of a stage: kernels add in the same order.
         for _, holder in unsplit.holders():
             holder.to(pipe.devices[0])
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
@@ -82,35 +88,28 @@ def check(
         finally:
             torch.set_num_threads(threads)
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
-        found = _run_pipeline(pipe, twin, loss_of_twin, batch)
+        # The pipeline.
+        actual = _run_pipeline(pipe, twin, loss_of_twin, batch)
         setting = f"K={pipe.num_stages}, M={num_microbatches}"
         if pipe.sharding is not None:
             setting += f", sharding={pipe.plan.sharding}"
-        own = compare(unsplit, expected, found, setting)
-        everyone = pipe.mesh.world.gather(own, "for what the others compared")
-        return together(everyone, expected)
+        report = compare(unsplit, expected, actual, setting)
+        reports = pipe.mesh.world.gather(report, "for what the others compared")
+        return merge(reports, expected)
 
 
-def _check_copied(twin: Layers) -> None:
-    """Refuse a model that deepcopy does not copy: torch.jit's copies lead back to it."""
-    if not all(p.is_leaf for _, holder in twin.holders() for p in holder.parameters()):
-        raise ConfigError(
-            "copy.deepcopy of the model gives parameters that are no leaves, so that its two "
-            "sides cannot be compared; scripted and traced modules do so. Check the model before "
-            "it is scripted"
-        )
+def _check_place(pipe: Pipeline) -> None:
+    """Refuse several devices or replicas, which the unsplit model does not have.
 
-
-def _check_one_device(pipe: Pipeline) -> None:
+    Raises:
+        ConfigError: there are several.
+    """
     if len(set(pipe.devices)) > 1:
         names = ", ".join(sorted(set(map(str, pipe.devices))))
         raise ConfigError(
             f"the stages are on several devices ({names}), the unsplit model on one; check with "
             "devices= naming one of them (stages may share a device)"
         )
-
-
-def _check_one_replica(pipe: Pipeline) -> None:
     if pipe.mesh.num_replicas > 1:
         raise ConfigError(
             f"the mesh has {pipe.mesh.num_replicas} replicas, each with samples of its own, and "
@@ -119,13 +118,13 @@ def _check_one_replica(pipe: Pipeline) -> None:
 
 
 def _leaf_on(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the batch, so that nothing of the caller's changes."""
+    """Copy a tensor of the batch, so that the caller's does not change."""
     return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
 def _untouched(layers: Layers) -> Iterator[None]:
-    """See that nothing inside reaches the caller's own model: only its copies run.
+    """Check that only copies of the caller's model run inside.
 
     Raises:
         ConfigError: a loss computed gradients of its parameters.
@@ -148,11 +147,13 @@ def _untouched(layers: Layers) -> Iterator[None]:
 def _run_pipeline(
     pipe: Pipeline, layers: Layers, loss: LossFunction, batch: tuple[Any, Any]
 ) -> Result:
+    """Run a step and an evaluation; return the results, with slices of gradients gathered."""
     inputs, targets = batch
-    looks = digests(layers) if pipe.sharding is None else nullcontext(None)  # else of slices
-    with looks as seen:
+    looks = digests(layers) if pipe.sharding is None else nullcontext(None)  # shards see slices
+    with looks as outputs:
         total = pipe.train_step(inputs, targets)
-    found = collect(layers, loss, total, pipe.eval_step(inputs), seen or [set() for _ in layers])
+    outputs = outputs or [set() for _ in layers]
+    result = collect(layers, loss, total, pipe.eval_step(inputs), outputs)
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     whole = {id(gradients[n]): x for n, x in pipe.shards.whole(gradients).items()}
-    return replace(found, tensors={key: whole.get(id(x), x) for key, x in found.tensors.items()})
+    return replace(result, tensors={k: whole.get(id(x), x) for k, x in result.tensors.items()})

@@ -1,6 +1,4 @@
-"""What each side of a check gave, and what a comparison found: one row per tensor, and a verdict
-in one line.
-"""
+"""The results of each side of a check, and the report: one row per tensor, and a verdict."""
 
 import hashlib
 import json
@@ -20,7 +18,7 @@ from penstock.runtime.microbatches import LossFunction
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Named tensors of one side, and a digest of what each layer gave for each micro-batch."""
+    """The named tensors of one side, and digests of each layer's outputs, one per micro-batch."""
 
     tensors: dict[tuple[str, str], Tensor | None]
     layer_outputs: tuple[frozenset[bytes], ...]
@@ -28,27 +26,26 @@ class Result:
 
 @contextmanager
 def digests(layers: Layers) -> Iterator[list[set[bytes]]]:
-    """Note a digest of what each layer gives, at every call inside."""
-    found: list[set[bytes]] = [set() for _ in layers]
+    """Record a digest of each layer's output, at every call inside."""
+    outputs: list[set[bytes]] = [set() for _ in layers]
 
-    def noting(index: int) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(index: int) -> Callable[..., None]:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
             digest = hashlib.blake2b(digest_size=16)
             for leaf in flatten(output)[0]:
-                digest.update(
-                    leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                )
-            found[index].add(digest.digest())
+                flat = leaf.detach().cpu().contiguous().view(-1)
+                digest.update(flat.view(torch.uint8).numpy().tobytes())
+            outputs[index].add(digest.digest())
 
-        return note
+        return record
 
     handles = [
-        step.module.register_forward_hook(noting(step.index))
+        step.module.register_forward_hook(hook(step.index))
         for step in layers
         if not isinstance(step.module, torch.jit.ScriptModule)  # these take no hooks
     ]
     try:
-        yield found
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
@@ -61,11 +58,11 @@ def collect(
     outputs: Any,
     layer_outputs: list[set[bytes]],
 ) -> Result:
-    """Gather what one side is left with after a step: loss, gradients, buffers, outputs."""
+    """Return one side's results after a step: loss, gradients, buffers, outputs."""
     tensors: dict[tuple[str, str], Tensor | None] = {("loss", "loss"): total}
     for prefix, module in [*layers.holders(), *((f"{LOSS}.", m) for m in modules_of_loss(loss))]:
         for name, parameter in module.named_parameters():
-            if not parameter.is_meta:  # of another process
+            if not parameter.is_meta:  # another process has it
                 tensors["gradient", f"{prefix}{name}"] = parameter.grad
         for name, buffer in module.named_buffers():
             if not buffer.is_meta:
@@ -79,7 +76,9 @@ def collect(
 class CheckRow:
     """One compared tensor: `kind` is loss, gradient, buffer or output.
 
-    `differing` of its `elements` differ in at least one bit, by at most `max_difference`.
+    Of `elements`, `differing` differ in at least one bit, by at most `max_difference`.  `scale` is
+    the
+    largest absolute value of the unsplit model's tensor.
     """
 
     kind: str
@@ -96,7 +95,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `check` found; printing it gives a table and a verdict."""
+    """The result of `check`; it prints as a table and a verdict."""
 
     rows: tuple[CheckRow, ...]
     first_difference: str | None
@@ -105,14 +104,12 @@ class CheckReport:
 
     @property
     def equal(self) -> bool:
-        """Whether every compared tensor is equal, to the bit."""
+        """True if every bit of every compared tensor is equal."""
         return all(row.equal for row in self.rows)
 
     @property
     def most(self) -> float:
-        """How far the tensor that is most off is off, as a share of the largest number of its
-        kind.
-        """
+        """The largest difference, as a share of the largest number of its kind of tensor."""
         largest: dict[str, float] = {}
         for row in self.rows:
             largest[row.kind] = max(row.scale, largest.get(row.kind, 0.0))
@@ -120,7 +117,7 @@ class CheckReport:
 
     @property
     def verdict(self) -> str:
-        """One line: equal or not, and where it starts."""
+        """A line: equal or not, and the place of the first difference."""
         differing = [row for row in self.rows if not row.equal]
         if not differing:
             return (

@@ -1,13 +1,19 @@
-"""One training step of the unsplit model in plain torch: in this thread, drawing from torch's own
-generators, Python's and NumPy's.
+"""One training step of the unsplit model in plain torch, in this thread.
+
+Layers draw from the generators of torch, Python and NumPy.  BatchNorm layers keep their own
+statistics and momentum during the step.  A hook reads their inputs, from which `_Statistics`
+computes the statistics of the whole mini-batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
@@ -16,14 +22,13 @@ from penstock.model.stage_plan import Step
 from penstock.model.state import in_evaluation
 from penstock.pipeline import Pipeline
 from penstock.runtime.batch_norm import batch_norms
-from penstock.runtime.microbatches import Batch, Call, LossFunction, Splitter
+from penstock.runtime.microbatches import Call, LossFunction, Splitter
 from penstock.runtime.outputs import gather
 from penstock.runtime.random.generators import StreamBetween, kept_outside, seed_outside
 from penstock.runtime.random.streams import BETWEEN, stream_key
 from penstock.types import Reduction
 
 from .report import Result, collect, digests
-from .statistics import ExpectedStatistics
 
 
 def run_unsplit(
@@ -33,16 +38,17 @@ def run_unsplit(
     reduction: Reduction | Callable[[Any], Any],
     pipe: Pipeline,
 ) -> Result:
-    """Run the layers in order, drawing from torch's own generator, seeded anew for each layer."""
+    """Run the layers in order; seed the generators anew for each layer."""
     mesh = Mesh.of_one_process()
     computes = loss is layers.own_loss
     call = Call(pipe.num_microbatches, reduction, trains=True, computes_loss=computes)
     cut = Splitter(mesh, mesh.placement).cut(*batch, call)
     total: Tensor | None = None
     norms = batch_norms([*(step.module for step in layers), *modules_of_loss(loss)])
-    statistics = ExpectedStatistics(norms)
-    forked = torch.random.fork_rng(_cuda_numbers(pipe))
-    with digests(layers) as seen, forked, kept_outside():
+    statistics = _Statistics(norms)
+    gpus = sorted({device.index for device in pipe.devices if device.type == "cuda"})
+    # The step, micro-batch after micro-batch.
+    with digests(layers) as seen, torch.random.fork_rng(gpus), kept_outside():
         for i, part in enumerate(cut.inputs):
             with statistics.watching():
                 output = _run_seeded(layers, part, pipe.seed, "train", i)
@@ -53,18 +59,23 @@ def run_unsplit(
                 weighted = value.detach() * cut.weights[i]
                 total = weighted if total is None else total + weighted
     statistics.put()
-    with torch.random.fork_rng(_cuda_numbers(pipe)), kept_outside():
-        outputs = _evaluate(layers, cut, pipe.seed)
+    # The outputs in evaluation mode after it.
+    modules = [module for _, holder in layers.holders() for module in holder.modules()]
+    with (
+        torch.random.fork_rng(gpus),
+        kept_outside(),
+        torch.no_grad(),
+        in_evaluation(modules),
+    ):
+        seed = pipe.seed
+        parts = [_run_seeded(layers, x, seed, "eval", i) for i, x in enumerate(cut.inputs)]
+        outputs = gather(parts, cut.sizes, cut.output_weights)
     return collect(layers, loss, total, outputs, seen)
 
 
 def _run_backward(value: Tensor, weight: float) -> None:
     with torch.autocast(value.device.type, enabled=False):
         torch.autograd.backward(value, torch.full_like(value, weight))
-
-
-def _cuda_numbers(pipe: Pipeline) -> list[int]:
-    return sorted({device.index for device in pipe.devices if device.type == "cuda"})
 
 
 def _run_seeded(layers: Layers, inputs: Any, seed: int, phase: str, microbatch: int) -> Any:
@@ -81,9 +92,78 @@ def _seed(key: int) -> None:
     seed_outside(key)
 
 
-def _evaluate(layers: Layers, batch: Batch, seed: int) -> Any:
-    modules = [module for _, holder in layers.holders() for module in holder.modules()]
-    with torch.no_grad(), in_evaluation(modules):
-        every = enumerate(batch.inputs)
-        parts = [_run_seeded(layers, part, seed, "eval", i) for i, part in every]
-        return gather(parts, batch.sizes, batch.output_weights)
+@dataclass(slots=True)
+class _Norm:
+    """A layer's statistics before the step, and (values per channel, mean, unbiased variance) of
+    each call.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    num_batches: Tensor | None
+    calls: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+
+    def put(self, norm: Any) -> None:
+        """Set a layer's statistics to those after one update with the whole mini-batch."""
+        # Pool the calls: mean of means, and squares within and between calls.
+        count = sum(n for n, _, _ in self.calls)
+        mean = torch.zeros_like(self.mean, dtype=torch.float64)
+        for n, of_call, _ in self.calls:
+            mean += n * of_call.double()
+        mean /= count
+        squares = torch.zeros_like(mean)
+        for n, of_call, variance in self.calls:
+            squares += (n - 1) * variance.double() + n * (of_call.double() - mean) ** 2
+        # Move the statistics as torch does, once.
+        share = norm.momentum
+        if self.num_batches is not None:
+            norm.num_batches_tracked.copy_(self.num_batches + 1)
+            share = 1.0 / int(norm.num_batches_tracked) if share is None else share
+        norm.running_mean.copy_((1 - share) * self.mean.double() + share * mean)
+        norm.running_var.copy_(self.variance)
+        if count > 1:
+            variance = squares / (count - 1)
+            norm.running_var.copy_((1 - share) * self.variance.double() + share * variance)
+
+
+class _Statistics:
+    """The expected statistics of BatchNorm layers that move once per mini-batch."""
+
+    def __init__(self, norms: Sequence[nn.Module]) -> None:
+        self._norms: dict[nn.Module, _Norm] = {}
+        for norm in norms:
+            buffers = {n: b.clone() for n, b in norm.named_buffers(recurse=False)}
+            self._norms[norm] = _Norm(
+                buffers["running_mean"],
+                buffers["running_var"],
+                buffers.get("num_batches_tracked"),
+            )
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the calls in training mode inside."""
+        handles = [
+            norm.register_forward_pre_hook(self._note, with_kwargs=True) for norm in self._norms
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not norm.training:
+            return
+        x = (args[0] if args else kwargs["input"]).detach()
+        before = self._norms[norm]
+        mean, variance = torch.zeros_like(before.mean), torch.zeros_like(before.variance)
+        with torch.no_grad():  # momentum 1: the statistics of this call alone
+            F.batch_norm(x, mean, variance, norm.weight, norm.bias, True, 1.0, norm.eps)
+        before.calls.append((x.numel() // x.shape[1], mean, variance))
+
+    def put(self) -> None:
+        """Set the statistics of all layers that were called."""
+        with torch.no_grad():
+            for norm, before in self._norms.items():
+                if before.calls:
+                    before.put(norm)

@@ -1,4 +1,4 @@
-"""WHO TAKES PART: the processes of a job, where each stands, and how they keep in touch."""
+"""The processes of a job: rendezvous, mesh, collectives, deadlines and failures."""
 
 from .init import from_rank_0, init_mesh
 from .mesh import Mesh

@@ -1,20 +1,20 @@
-"""What all processes must have in common, compared at the start, the first difference named; and
-how what one says, or what became of its job, gets to the others.
+"""Messages between processes, their comparison, and the outcome of a job told to others.
+
+Objects are pickled, as everywhere in torch.distributed: the processes of a job trust each other.
+Tensors are refused: they would arrive without their graph, their strides and their device.
 """
 
-import json
+import io
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ConfigError, MeshError, PeerError, PenstockError
-
-from .objects import decode, encode
+from penstock.errors import BoundaryError, ConfigError, MeshError, PeerError, PenstockError
 
 CALLS = (
     "eval_step",
@@ -26,19 +26,15 @@ CALLS = (
     "save_pretrained",
     "GradScaler",
 )
-"""What all processes do together.  Each begins with a row of numbers: its place here, the number
-of the pipeline that it is for, and what else the processes must know of each other.
+"""Calls that every process makes.  Each begins with one all-gather of a row of numbers: the
+call's index here, the pipeline's number, and values of the call.
 """
 ROW_WIDTH = 11
-
-
-def kind_of_call(kind: str) -> float:
-    """Return the number of a kind of call."""
-    return float(CALLS.index(kind))
+"""Numbers in such a row."""
 
 
 def check_same_kind(rows: Sequence[Sequence[float]], pipelines: Sequence[str]) -> None:
-    """Compare the kinds of calls that the processes begin, and the pipelines these are for.
+    """Compare the call, and its pipeline, that each process has begun.
 
     Raises:
         MeshError: they differ; on every process alike.
@@ -46,63 +42,53 @@ def check_same_kind(rows: Sequence[Sequence[float]], pipelines: Sequence[str]) -
     for rank, row in enumerate(rows):
         if row[:2] == rows[0][:2]:
             continue
-        began = [f"rank {r} began {CALLS[int(rows[r][0])]}" for r in (0, rank)]
+        calls = [f"rank {r} began {CALLS[int(rows[r][0])]}" for r in (0, rank)]
         if row[1] != rows[0][1]:
-            of_both = (pipelines[int(rows[r][1])] for r in (0, rank))
-            began = [f"{call} of {which}" for call, which in zip(began, of_both, strict=True)]
+            descriptions = (pipelines[int(rows[r][1])] for r in (0, rank))
+            calls = [f"{call} of {text}" for call, text in zip(calls, descriptions, strict=True)]
         raise MeshError(
-            f"the processes do not do the same: {' and '.join(began)}. Every process must "
+            f"the processes do not do the same: {' and '.join(calls)}. Every process must "
             "make every call, in the same order (no `if rank == 0` around a step or a save), and "
             "for the same pipeline"
         )
 
 
-def digest(facts: Mapping[str, str]) -> Tensor:
-    """Return the digest of what a process was given, as numbers that can be negated."""
-    found = sha256(json.dumps(facts).encode()).digest()
-    return torch.frombuffer(bytearray(found), dtype=torch.int32).long()
-
-
-def name_difference(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
-    """Say what the processes do not agree on.
+def name_difference(where: str, facts_of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """Compare the facts of all ranks, name by name.
 
     Raises:
         ConfigError: names the first fact that differs, with each value.
     """
-    for name in everyone[0]:
-        values = [facts.get(name, "?") for facts in everyone]
-        if len(set(values)) > 1:
+    for name in facts_of_ranks[0]:
+        ranks: dict[str, list[str]] = {}
+        for rank, facts in enumerate(facts_of_ranks):
+            ranks.setdefault(facts.get(name, "?"), []).append(str(rank))
+        if len(ranks) > 1:
+            values = "; ".join(
+                f"{value} on rank{'s' if len(of_value) > 1 else ''} {', '.join(of_value)}"
+                for value, of_value in ranks.items()
+            )
             raise ConfigError(
-                f"{where}: the processes do not agree on {name}: {_by_value(values)}. Start all "
+                f"{where}: the processes do not agree on {name}: {values}. Start all "
                 "of them with the same script, arguments and versions"
             )
 
 
-def _by_value(values: list[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return "; ".join(
-        f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
-        for value, who in ranks.items()
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a job returned, or raised in this process."""
+    """The result of a job, or the error that it raised in this process."""
 
     value: Any = None
     error: Exception | None = None
 
     def result(self) -> Any:
-        """Return what the job returned, or raise what it raised."""
+        """Return the result, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value
 
     def told(self) -> tuple[str, Any]:
-        """Return it as plain data: the class of the error, "" for none, and what it says."""
+        """Return plain data for other processes: the class of the error, or "", and its text."""
         if self.error is None:
             return "", self.value
         text = str(self.error)
@@ -111,7 +97,7 @@ class Outcome:
 
 
 def outcome_of(job: Callable[[], Any]) -> Outcome:
-    """Run a job and keep what came of it."""
+    """Run a job; return its result or its error."""
     try:
         return Outcome(job())
     except Exception as error:
@@ -119,49 +105,92 @@ def outcome_of(job: Callable[[], Any]) -> Outcome:
 
 
 def result_of(told: tuple[str, Any], teller: str) -> Any:
-    """Return the result that another process told of, or raise its error.
+    """Return the result that another process told, or raise its error.
 
     Raises:
         PenstockError: the job raised one like this there.
         PeerError: it raised something else.
     """
-    name, said = told
+    name, content = told
     if not name:
-        return said
-    text, *notes = said
-    kind = _errors(PenstockError).get(name)
+        return content
+    text, *notes = content
+    # Subclasses of other packages count too: look through the whole tree.
+    classes: list[type[PenstockError]] = [PenstockError]
+    for known in classes:
+        classes += known.__subclasses__()
+    kind = next((known for known in classes if known.__name__ == name), None)
     if kind is None:
         raise PeerError(
             f"{teller} failed: {'; '.join([f'{name}: {text}', *notes])}", complete=True
         )
-    error = kind.__new__(kind)
+    error = kind.__new__(kind)  # not __init__: its arguments are unknown here
     error.args = (text,)
     error.__notes__ = notes
     raise error
 
 
 def gather_messages(message: bytes, size: int, group: Any = None) -> list[bytes]:
-    """Return the messages of all `size` processes of a group of torch."""
-    found: list[Any] = [None] * size
-    dist.all_gather_object(found, message, group)
-    return found
+    """Return the messages of all `size` processes of a torch process group."""
+    messages: list[Any] = [None] * size
+    dist.all_gather_object(messages, message, group)
+    return messages
 
 
 def broadcast_message(message: bytes, source: int, group: Any = None) -> bytes:
-    """Return the message of the process with rank `source`, to all of a group of torch."""
-    found: list[Any] = [message]
-    dist.broadcast_object_list(found, source, group, device=torch.device("cpu"))
-    return bytes(found[0])
+    """Return the message of global rank `source` to all of a torch process group."""
+    box: list[Any] = [message]
+    dist.broadcast_object_list(box, source, group, device=torch.device("cpu"))
+    return bytes(box[0])
 
 
 def told_by_first(value: Any) -> Any:
-    """Return rank 0's value to all processes that have met; for before there is a mesh."""
+    """Return rank 0's value to all processes after the rendezvous, before there is a mesh."""
     return decode(broadcast_message(encode(value), 0))
 
 
-def _errors(base: type[PenstockError]) -> dict[str, type[PenstockError]]:
-    """Return an error class and all that are derived from it, other packages' too, by name."""
-    found = {base.__name__: base}
-    for derived in base.__subclasses__():
-        found |= _errors(derived)
-    return found
+class _Pickler(pickle.Pickler):
+    """Refuse tensors at any depth."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            raise BoundaryError(
+                f"a tensor of shape {tuple(value.shape)} within an object cannot be told to "
+                "another process: tensors in tuples, lists, dicts and dataclasses can"
+            )
+        return NotImplemented
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as a message.
+
+    Raises:
+        BoundaryError: it holds a tensor, or an object that cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    except BoundaryError:
+        raise
+    except Exception as error:  # what an object of the user's raises
+        raise BoundaryError(
+            f"a {type(value).__module__}.{type(value).__qualname__} cannot be told to another "
+            f"process: {type(error).__name__}: {error}. Let what crosses stages be pickled: "
+            "classes at the top of a module, no open files"
+        ) from error
+    return buffer.getvalue()
+
+
+def decode(message: "bytes | bytearray | memoryview") -> Any:
+    """Return the value of a message.
+
+    Raises:
+        MeshError: a class is missing here, or the versions differ.
+    """
+    try:
+        return pickle.loads(message)
+    except Exception as error:
+        raise MeshError(
+            f"a message from another process cannot be read: {type(error).__name__}: {error}. See "
+            "that all processes run the same version of Penstock and of your modules"
+        ) from error

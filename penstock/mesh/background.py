@@ -1,11 +1,13 @@
 """Threads that wait for the network, so that the main thread can stop waiting when a peer fails.
 
-controls   collectives of a few numbers
-receives   large messages, one after the other, in the order the program wants them
-sends-...  messages that others have not yet taken; started where stages send any
-long       work of an unknown length that all processes wait for, such as reading a checkpoint
-saves      checkpoints that are written while training goes on, one after the other
-saves-...  as controls and long, but for these checkpoints, over a process group of their own
+| thread | work |
+|---|---|
+| controls | collectives of a few numbers |
+| receives | large messages, in the order in which the program needs them |
+| sends-... | messages that their receivers have not taken yet |
+| long | work of unknown length that all processes wait for, such as reading a checkpoint |
+| saves | checkpoints that are written during training, one after the other |
+| saves-... | as controls and long, over the process group of these checkpoints |
 """
 
 import threading
@@ -22,13 +24,15 @@ from .threads import THREAD_PREFIX
 from .watch import Watch
 
 WAIT_FAILURES = (Empty, TimeoutError, ConnectionError, PeerError)
-"""What waiting for another process may raise; `Background.blame` says more."""
-_PATIENCE_S, _SHORT_PATIENCE_S = 5.0, 0.1
-"""How long to wait for a thread to end; the second where a peer has failed."""
+"""Errors of a wait for another process; `Background.blame` explains them."""
+_PATIENCE_S = 5.0
+"""Seconds to wait for a thread to end."""
+_SHORT_PATIENCE_S = 0.1
+"""Seconds to wait for a thread to end after a peer has failed."""
 
 
 class Slot:
-    """Where the outcome of a job appears."""
+    """The future outcome of a job; the first of several counts."""
 
     def __init__(self) -> None:
         self._outcome: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
@@ -40,11 +44,11 @@ class Slot:
         self._outcome.put((False, error))
 
     def get(self, timeout_s: float | None) -> Any:
-        """Return the outcome, once it is there.
+        """Wait for the outcome and return it.
 
         Raises:
             Empty: there is none within `timeout_s`.
-            BaseException: what the job raised, or the watch found out.
+            BaseException: the error of the job, or of the watch.
         """
         good, outcome = self._outcome.get(timeout=timeout_s)
         if good:
@@ -53,7 +57,7 @@ class Slot:
 
 
 class Background:
-    """The threads of a process that wait for others."""
+    """The waiting threads of a process."""
 
     def __init__(self, watch: Watch, timeout_s: float) -> None:
         self.watch = watch
@@ -68,10 +72,7 @@ class Background:
         self._saving_group: Any = None
 
     def saving_group(self) -> Any:
-        """Return the group over which checkpoints are saved, made at the first call.
-
-        All processes call this alike.
-        """
+        """Return the process group of checkpoint saves; all processes make it together."""
         if self._saving_group is None:
             limit = timedelta(seconds=self.timeout_s)
             self._saving_group = self.run(
@@ -80,37 +81,39 @@ class Background:
         return self._saving_group
 
     def new_worker(self, name: str) -> "Worker":
-        """Start one more thread; it ends with the others."""
+        """Start one more thread; `close` ends it."""
         self._workers.append(Worker(name, self.watch))
         return self._workers[-1]
 
-    def wait(self, slot: Slot, what: str, peer: int | None = None) -> Any:
+    def wait(
+        self, slot: Slot, what: str, peer: int | None = None, *, has_deadline: bool = True
+    ) -> Any:
         """Wait for a job's outcome; `what` and `peer` are as in `blame`.
 
         Raises:
             PeerError: another process failed, or is gone.
             WaitTimeout: there is no outcome within the deadline.
         """
-        return self._wait(slot, self.timeout_s, what, peer)
-
-    def begin_save(self, job: Callable[[], None], what: str) -> Callable[[], None]:
-        """Run a job behind the saves before it, and return what waits for its end, however long
-        that takes; each of its own waits has the deadline.
-        """
-        slot = self.saves.submit(job)
-        return lambda: self._wait(slot, None, what, None)
-
-    def _wait(self, slot: Slot, timeout_s: float | None, what: str, peer: int | None) -> Any:
         try:
-            return slot.get(timeout_s)
+            return slot.get(self.timeout_s if has_deadline else None)
         except (*WAIT_FAILURES, RuntimeError) as error:
             raise self.blame(error, what, peer) from error
 
-    def blame(self, error: Exception, what: str, peer: int | None) -> BaseException:
-        """Turn what ended a wait into who is to blame for it, and tell all.
+    def begin_save(self, job: Callable[[], None], what: str) -> Callable[[], None]:
+        """Queue a job behind earlier saves; return a function that waits for its end.
 
-        `what` completes "rank 1 (stage 1) waited ...".  `peer` is the only rank that was waited
-        for, if it is only one.
+        That wait has no deadline; each wait inside the job has one.
+        """
+        slot = self.saves.submit(job)
+        return lambda: self.wait(slot, what, has_deadline=False)
+
+    def blame(self, error: Exception, what: str, peer: int | None) -> BaseException:
+        """Turn the error of a wait into one that names the culprit, and report it to all
+        processes.
+
+        `what` completes "rank 1 (stage 1) waited ...".  `peer` is the rank waited for, if it is
+        only
+        one.
         """
         if isinstance(error, Empty | TimeoutError):
             return self.watch.overdue(what, self.timeout_s)
@@ -121,13 +124,13 @@ class Background:
         return self.wait(self.controls.submit(job), what)
 
     def end_saves(self) -> None:
-        """Wait for the checkpoints that are being written, unless a process has failed."""
+        """Wait for unfinished checkpoint saves, unless a process has failed."""
         self.saves.finish()
         while self.saves.is_alive and not self.watch.knows_failure:
             self.saves.join(_SHORT_PATIENCE_S)
 
     def close(self) -> None:
-        """End the threads, but for one that is stuck in a wait for a peer that failed."""
+        """End the threads, except one stuck in a wait for a failed peer."""
         patience_s = _SHORT_PATIENCE_S if self.watch.knows_failure else _PATIENCE_S
         for worker in self._workers:
             worker.finish()
@@ -135,7 +138,7 @@ class Background:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all threads have ended."""
+        """True if all threads have ended."""
         return not any(worker.is_alive for worker in self._workers)
 
 
@@ -164,14 +167,14 @@ class Worker:
             except BaseException as error:
                 slot.fail(error)
             self._watch.forget(slot)
-            del item, job, slot
+            del item, job, slot  # an idle thread keeps no tensors alive
 
     def finish(self) -> None:
-        """Let the thread end after the jobs that it was given."""
+        """Let the thread end after its queued jobs."""
         self._jobs.put(None)
 
     def join(self, patience_s: float) -> None:
-        """Wait so long for the thread to end."""
+        """Wait at most `patience_s` for the thread to end."""
         self._thread.join(patience_s)
 
     @property

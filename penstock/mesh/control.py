@@ -1,13 +1,15 @@
-"""What the processes of an axis say to each other: a few small agreed values, with a deadline.
+"""Agree on small values along an axis of the mesh: gathers, broadcasts, barriers, joint jobs.
 
-All of them make the same calls in the same order; a process that is alone says nothing to nobody.
-`what` completes the message "rank 1 (stage 1) waited ...".  Tensors go by `tensors`.
+All processes of the axis make the same calls in the same order; with one process a call returns at
+once.  `what` completes the message "rank 1 (stage 1) waited ...".  Tensors go by `tensors`.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from queue import Empty
 from typing import Any
 
@@ -18,33 +20,33 @@ from torch import Tensor
 from penstock.errors import PeerError
 
 from .agreement import (
+    CALLS,
     ROW_WIDTH,
     broadcast_message,
     check_same_kind,
-    digest,
+    decode,
+    encode,
     gather_messages,
-    kind_of_call,
     name_difference,
     outcome_of,
     result_of,
 )
 from .background import Background, Slot, Worker
 from .collectives import Collectives, Shared, Waits
-from .objects import decode, encode
 
 Row = Sequence[float]
-
-
+"""Numbers that one process announces before a call."""
 _LOOK_S = 5.0
-"""How often processes that have ended their work ask whether the others have."""
+"""Seconds between two exchanges in which processes ask whether all have ended their work."""
 _SCALARS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Types of a loss, which travels as float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Control(Shared):
-    """The processes of an axis; `tensors` are the collectives of the same ones.
+    """The processes of an axis; `tensors` are their collectives.
 
-    `pipelines` describes those made on the mesh, `long` runs what takes long.
+    `pipelines` describes the pipelines made on the mesh.  `long` is the thread of long jobs.
 
     Raises:
         PeerError: by every call: another process failed, or is gone.
@@ -57,7 +59,7 @@ class Control(Shared):
 
     @classmethod
     def of_all(cls, background: Background) -> "Control":
-        """Return the control of all processes that have met."""
+        """Return the control of all processes after their rendezvous."""
         tensors = Collectives(
             rank=dist.get_rank(),
             ranks=range(dist.get_world_size()),
@@ -67,57 +69,52 @@ class Control(Shared):
 
     @property
     def rank(self) -> int:
-        """This process's number among them."""
+        """This process's number along the axis."""
         return self.tensors.rank
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of processes along the axis."""
         return len(self.tensors.ranks)
 
     @property
     def waits(self) -> Waits:
-        """How this process waits for the others."""
+        """The thread that waits for the other processes, and its error reports."""
         assert self.tensors.waits is not None, "there is one process only"
         return self.tensors.waits
 
     def reporting(self, names: Sequence[str] = ()) -> AbstractContextManager[None]:
-        """Tell all processes of whatever is raised inside, so that none waits for this one.
+        """Tell all processes of any error raised inside, so that none waits for this one.
 
-        `names` say what each rank runs, for messages.
+        `names` describe each rank in messages.
         """
         if self.tensors.waits is None:
             return nullcontext()
         if names:
-            self.waits.background.watch.name_ranks(names)
+            self.waits.background.watch.names = list(names)
         return self.waits.background.watch.reporting()
 
     # -- objects ----------------------------------------------------------------------------------
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Return the values of all, in the order of ranks."""
+        """Return the values of all processes, in the order of ranks."""
         if self.size == 1:
             return [value]
         job = partial(gather_messages, encode(value), self.size, self.tensors.group)
         return list(map(decode, self.waits.run(job, what)))
 
     def broadcast(self, value: Any, source: int, what: str) -> Any:
-        """Return the value that rank `source` gives."""
+        """Return the value of rank `source`."""
         if self.size == 1:
             return value
         message = encode(value) if self.rank == source else b""
         rank, group = self.tensors.ranks[source], self.tensors.group
         return decode(self.waits.run(partial(broadcast_message, message, rank, group), what))
 
-    @property
-    def num_pipelines(self) -> int:
-        """How many pipelines were made so far that others have to make alike."""
-        return len(self.pipelines)
-
     def number_pipeline(self, what: str) -> int:
-        """Number a pipeline that all have made alike; `what` describes it in messages.
+        """Number a pipeline that all processes make; `what` describes it in messages.
 
-        Calls name it by this number, so that those for one pipeline never meet those for another.
+        Calls carry this number, so that calls for two pipelines never mix.
         """
         if self.size == 1:
             return 0
@@ -135,15 +132,15 @@ class Control(Shared):
         """
         if self.size == 1:
             return [row]
-        full = [kind_of_call(kind), float(pipeline), *row]
+        full = [float(CALLS.index(kind)), float(pipeline), *row]
         sent = torch.tensor(full + [0.0] * (ROW_WIDTH - len(full)), dtype=torch.float64)
-        found = self.tensors.all_gather(sent, "for the others to begin the same call")
-        rows = [each.tolist() for each in found]
+        gathered = self.tensors.all_gather(sent, "for the others to begin the same call")
+        rows = [tensor.tolist() for tensor in gathered]
         check_same_kind(rows, self.pipelines)
-        return [each[2 : 2 + len(row)] for each in rows]
+        return [full_row[2 : 2 + len(row)] for full_row in rows]
 
     def begin_call(self, kind: str, pipeline: int) -> None:
-        """Compare that all make a call of this kind, for one pipeline.
+        """Check that all make a call of this kind, for one pipeline.
 
         Raises:
             MeshError: they do not.
@@ -152,7 +149,7 @@ class Control(Shared):
             self.exchange(kind, pipeline, ())
 
     def require_same(self, where: str, facts: dict[str, Any]) -> None:
-        """Compare what all were given.
+        """Check that all processes have the same `facts`, by their digest.
 
         Raises:
             ConfigError: on every process alike; names the first that differs, with each value.
@@ -161,25 +158,28 @@ class Control(Shared):
             return
         what = f"for the others to be given the same by {where}"
         mine = {name: repr(value) for name, value in facts.items()}
-        words = digest(mine)
+        # The maximum of a digest and of its negative: equal only if all are.  It costs few bytes,
+        # however many processes; values are gathered only to name a difference.
+        raw = sha256(json.dumps(mine).encode()).digest()
+        words = torch.frombuffer(bytearray(raw), dtype=torch.int32).long()  # -words fits, too
         both = torch.cat([words, -words])
-        highest = both.clone()  # few bytes, however many processes
+        highest = both.clone()
         self.tensors.all_reduce(highest, what, dist.ReduceOp.MAX)
         if not torch.equal(highest, both):
             name_difference(where, self.gather(mine, what))
 
     def highest(self, value: int, what: str) -> int:
-        """Return the highest of all values; a cheaper `gather`."""
-        found = torch.tensor(value)
-        self.tensors.all_reduce(found, what, dist.ReduceOp.MAX)
-        return int(found)
+        """Return the highest value of all; cheaper than `gather`."""
+        highest = torch.tensor(value)
+        self.tensors.all_reduce(highest, what, dist.ReduceOp.MAX)
+        return int(highest)
 
     def barrier(self, what: str) -> None:
-        """Return when all have come here."""
+        """Return once all processes have come here."""
         self.highest(0, what)
 
     def sum_scalars(self, scalar: Tensor | None, what: str) -> Tensor:
-        """Return the sum of the scalars of those that have one, in their type."""
+        """Return the sum of the scalars of the processes that have one, in their type."""
         if self.size == 1:
             assert scalar is not None
             return scalar
@@ -196,11 +196,11 @@ class Control(Shared):
     # -- work -------------------------------------------------------------------------------------
 
     def work(self, job: Callable[[], Any], what: str) -> Any:
-        """Run a job in every process that may take long, and return when all have ended theirs.
+        """Run a long job in every process; return its result, or raise its error, once all ended.
 
-        No deadline runs on it: those that have ended theirs ask the others time and again whether
-        they are still at work, in exchanges that are short.  What a job raises is raised when all
-        have ended.
+        The job has no deadline.  A process that has ended its own asks the others again and again,
+        in
+        short exchanges, if they are still at work.
         """
         if self.size == 1:
             return job()
@@ -214,12 +214,11 @@ class Control(Shared):
                 return outcome.result() if outcome is not None else None
 
     def from_first(self, job: Callable[[], Any], what: str) -> Any:
-        """Run a job that may take long on rank 0 only; return its result on all processes, or
-        raise its error on all.
+        """Run a long job on rank 0; return its result, or raise its error, on all processes.
 
         Raises:
-            PenstockError: what `job` raised.
-            PeerError: on the others, where it raised something else.
+            PenstockError: the error of `job`.
+            PeerError: on the others, if `job` raised an error of another kind.
         """
         if self.size == 1:
             return job()

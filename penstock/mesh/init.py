@@ -1,4 +1,4 @@
-"""Find out who takes part, and give each process its place in a mesh."""
+"""Make the mesh: rendezvous, agreement on the arguments, and process groups along each axis."""
 
 import atexit
 import sys
@@ -40,22 +40,22 @@ def init_mesh(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: torch.device | str | None = None,
 ) -> Mesh:
-    """Find out who takes part, and give this process its place.
+    """Meet the other processes, and give this one its place in a mesh.
 
     Under torchrun (or wherever RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set) each process
-    runs one stage of one replica.  Without, this process runs all stages, each in a thread.
+    runs one stage of one replica.  Otherwise this process runs all stages, each in a thread.
 
     Args:
         num_stages: K, processes of a replica, each with a stage, or with several if the schedule
-            says so; default: as many as processes divided by `num_replicas`, or 1 without
+            says so; default: the number of processes divided by `num_replicas`, or 1 without
             torchrun.
         num_replicas: D, copies of the pipeline that share each mini-batch's samples.
         num_shards: processes that share each stage of a replica; several numbers are the lengths
-            of the axes along which these are arranged, the last one between neighbours.
-        placement: which ranks run each stage, where stages have meshes of their own: instead of
-            these three.
+            of axes, the last one between neighbours.
+        placement: the ranks of each stage, for stages with different meshes: instead of these
+            three.
         timeout_s: deadline of every wait between processes, in seconds; at most a year.
-        device: what this process computes on, between processes; default: the CPU.  Of a kind
+        device: device of this process, if there are several; default: the CPU.  With a kind
             ("cuda"), each process has the device of its number on its host (LOCAL_RANK).
             Agreements go by gloo, tensors by the device's own backend.
 
@@ -73,35 +73,44 @@ def init_mesh(
     counts = {"num_stages": num_stages, "num_replicas": num_replicas, "num_shards": all_shards}
     _check_counts(counts, placement)
     timeout_s = check_timeout(timeout_s)
+    # A single process, without torchrun: all stages are threads of it.
     if not dist.is_initialized() and num_processes() == 1:
         needed = num_replicas * all_shards if placement is None else placement.num_ranks
         if needed != 1:
             named = {**counts, "num_stages": None, "placement": placement}
-            words = [f"{name}={x}" for name, x in named.items() if x not in (None, 1)]
+            texts = [f"{name}={x}" for name, x in named.items() if x not in (None, 1)]
             raise ConfigError(
-                f"{', '.join(words)}, but this is a single process; replicas and shards are "
+                f"{', '.join(texts)}, but this is a single process; replicas and shards are "
                 "processes: start the script with torchrun --nproc-per-node "
                 f"{needed * (num_stages or 1)}"
             )
         return Mesh.of_one_process(num_stages or 1, timeout_s)
-    given: dict[str, Any] = {**counts, "num_shards": num_shards, "placement": placement}
-    world, place = meet(given, timeout_s, device)
+    # Several processes: they meet, and the default placement uses all of them.
+    arguments: dict[str, Any] = {**counts, "num_shards": num_shards, "placement": placement}
+    world, place = meet(arguments, timeout_s, device)
     if placement is None:
         size = world.size
         stages = num_stages if num_stages is not None else size // (num_replicas * all_shards)
-        _check_world({**counts, "num_stages": stages}, size)
+        if (needed := (stages or 1) * num_replicas * all_shards) != size:
+            texts = [count_text(stages or 1, "stage"), count_text(num_replicas, "replica")]
+            texts += [count_text(all_shards, "shard")] if all_shards > 1 else []
+            raise ConfigError(
+                f"{' x '.join(texts)} are {count_text(needed, 'process')}, but {size} were "
+                f"started; start {needed} (torchrun --nnodes N --nproc-per-node P with N x P as "
+                "many), or change num_stages or num_replicas"
+            )
         placement = Placement.of(range(stages), num_replicas, num_shards=num_shards)
     return join_mesh(world, placement, place)
 
 
 def meet(
-    given: dict[str, Any], timeout_s: float, device: torch.device | str | None
+    arguments: dict[str, Any], timeout_s: float, device: torch.device | str | None
 ) -> tuple[Control, torch.device]:
-    """Meet the other processes, which must be `given` the same; return all of them, and what this
-    one computes on.
+    """Meet the other processes; return the control of all, and the device of this one.
 
     Raises:
-        ConfigError, MeshError: as `init_mesh`.
+        ConfigError: `arguments` or versions differ between processes; else as `init_mesh`.
+        MeshError: as `init_mesh`.
     """
     backends, place = check_backends(device), process_device(device)
     if place.type != "cpu":
@@ -111,14 +120,21 @@ def meet(
         attempt = told_by_first(uuid.uuid4().hex)
     watch = Watch.start(dist.get_rank(), dist.get_world_size(), timeout_s, attempt)
     world = Control.of_all(Background(watch, timeout_s))
-    world.require_same("init_mesh", {**given, "timeout_s": timeout_s, **_facts(place)})
+    facts = {
+        "timeout_s": timeout_s,
+        "kind of device": place.type,
+        "version of torch": torch.__version__,
+        "version of Penstock": sys.modules[__name__.partition(".")[0]].__version__,
+        "version of Python": python_version(),
+    }
+    world.require_same("init_mesh", {**arguments, **facts})
     return world, place
 
 
 def from_rank_0(
     value: Any, timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | str | None = None
 ) -> Any:
-    """Meet the other processes, before a mesh is made; return the value that rank 0 gives.
+    """Return rank 0's `value` on every process, before a mesh is made.
 
     Raises:
         ConfigError, MeshError: as `init_mesh`.
@@ -141,13 +157,6 @@ def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh
             f"the placement has {count_text(placement.num_ranks, 'rank')}, but {world.size} "
             "processes were started; start as many, or change the placement"
         )
-    mesh = _joined(world, placement, place)
-    atexit.register(_leave, mesh)
-    return mesh
-
-
-def _joined(world: Control, placement: Placement, device: torch.device) -> Mesh:
-    """Make the mesh of processes that agree on it."""
     background = world.waits.background
     with world.reporting(placement.names):
         shards = _along(placement.groups(SHARD), world)
@@ -157,10 +166,10 @@ def _joined(world: Control, placement: Placement, device: torch.device) -> Mesh:
             if len(lines) > 1:  # all processes make all groups
                 along = tuple(_along(line, world).tensors for line in lines)
                 axes = along if world.rank in chain(*placement.ranks[stage]) else axes
-        return Mesh(
+        mesh = Mesh(
             placement,
             background.timeout_s,
-            device,
+            place,
             world,
             stages=_along(placement.groups(STAGE), world),
             replicas=_along(placement.groups(REPLICA), world),
@@ -169,42 +178,29 @@ def _joined(world: Control, placement: Placement, device: torch.device) -> Mesh:
             processes=Processes(background.watch, background, Lifelines(world)),
         )
 
+    # A thread that still waits for a failed peer would crash the interpreter if it woke during
+    # the shutdown: the process then ends here, with an error.
+    def leave() -> None:
+        mesh.close()
+        if mesh.processes is not None and not mesh.processes.have_ended:
+            end_now(1)
+
+    atexit.register(leave)
+    return mesh
+
 
 def _along(groups: Sequence[tuple[int, ...]], world: Control) -> Control:
-    """Make these groups of ranks, all of them in every process, and return this one's."""
-    found = Control()
+    """Make these groups of ranks, all of them in every process; return this process's group."""
+    control = Control()
     for ranks in groups:
         if len(ranks) == 1:
             continue
         group = dist.new_group(ranks)
         if world.rank in ranks:
-            own = replace(world.tensors, rank=ranks.index(world.rank), ranks=ranks, group=group)
-            found = replace(world, tensors=own)
-    return found
-
-
-def _leave(mesh: Mesh) -> None:
-    """Close the mesh when the process ends.
-
-    A thread that still waits for a peer that failed would crash the interpreter if it woke while
-    that goes down; the process then ends here, and not well.
-    """
-    mesh.close()
-    if mesh.processes is not None and not mesh.processes.have_ended:
-        end_now(1)
-
-
-def _check_world(counts: dict[str, int | None], world_size: int) -> None:
-    stages, replicas, shards = (counts[f"num_{name}s"] or 1 for name in (STAGE, REPLICA, SHARD))
-    needed = stages * replicas * shards
-    if needed != world_size:
-        words = [count_text(stages, "stage"), count_text(replicas, "replica")]
-        words += [count_text(shards, "shard")] if shards > 1 else []
-        raise ConfigError(
-            f"{' x '.join(words)} are {count_text(needed, 'process')}, but {world_size} were "
-            f"started; start {needed} (torchrun --nnodes N --nproc-per-node P with N x P as "
-            "many), or change num_stages or num_replicas"
-        )
+            rank = ranks.index(world.rank)
+            tensors = replace(world.tensors, rank=rank, ranks=ranks, group=group)
+            control = replace(world, tensors=tensors)
+    return control
 
 
 def _check_counts(counts: dict[str, int | None], placement: Placement | None) -> None:
@@ -213,21 +209,7 @@ def _check_counts(counts: dict[str, int | None], placement: Placement | None) ->
             check_count(name, value)
     check_kind("placement", placement, (Placement, type(None)), "a penstock Placement, or None")
     if placement is not None and set(counts.values()) - {None, 1}:
-        given = [f"{name}={value}" for name, value in counts.items() if value not in (None, 1)]
+        texts = [f"{name}={value}" for name, value in counts.items() if value not in (None, 1)]
         raise ConfigError(
-            f"placement= says who runs what, and {', '.join(given)} is given too; leave one out"
+            f"placement= says who runs what, and {', '.join(texts)} is given too; leave one out"
         )
-
-
-def _facts(place: torch.device) -> dict[str, Any]:
-    return {
-        "kind of device": place.type,
-        "version of torch": torch.__version__,
-        "version of Penstock": _version(),
-        "version of Python": python_version(),
-    }
-
-
-def _version() -> str:
-    version: str = sys.modules[__name__.partition(".")[0]].__version__
-    return version

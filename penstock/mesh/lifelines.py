@@ -1,12 +1,12 @@
-"""Notice within seconds that a process is gone, or its host: an idle connection of each to rank 0.
+"""Notice within seconds that a process or its host is gone, by an idle connection to rank 0.
 
-    rank 1 ───┐            the systems ask each other every second whether the other one is there,
-    rank 2 ───┼─── rank 0  and break the connection if it is not; a process that is busy or stopped
-    rank 3 ───┘            is still there
+    rank 1 ───┐            TCP keepalive asks every second, in the operating system;
+    rank 2 ───┼─── rank 0  a lost host breaks the connection;
+    rank 3 ───┘            a busy or stopped process does not
 
-A thread that gives a sign of life cannot tell that: it waits for as long as the process holds
-Python's lock.  Whoever sees a connection break tells all others by the watch.  A process that ends
-well says so before it closes its connections.
+A heartbeat thread cannot tell these apart: it waits while the process holds Python's lock.  A
+process that sees a connection break tells all others by the watch.  A process that ends well says
+so before it closes its connections.
 """
 
 import hmac
@@ -14,36 +14,45 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
 from functools import cache
+from ipaddress import ip_address
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from .addresses import listen, own_host
 from .background import WAIT_FAILURES
 from .control import Control
 from .threads import THREAD_PREFIX
 
-_ASK_AFTER_S, _ASK_EVERY_S, _ASK_TIMES = 1, 1, 5
-"""A host is lost when it has not answered for 6 seconds."""
+_FIRST_PROBE = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
+"""The system's name for the seconds before the first keepalive probe."""
+_KEEPALIVE = {_FIRST_PROBE: 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 5}
+"""Socket options, in seconds and times: a host is lost after 6 seconds without an answer."""
 _GOODBYE = b"."
+"""The only message on a connection: its process ends well."""
 _PATIENCE_S = 5.0
+"""Seconds to wait for the thread to end."""
 _LOOK_S = 1.0
-"""After so long without an answer, look whether a process has failed, and try again."""
+"""Seconds of a wait after which it checks for failures, and tries again."""
 _SECRET_BYTES = 16
+"""Length of the secret that authenticates a process to rank 0."""
 _HELLO = struct.Struct(f"!{_SECRET_BYTES}sI")
-"""What a process says first: the secret that lets it in, and its rank."""
+"""The first message of a process: the secret and its rank."""
 _OPEN: "WeakSet[socket.socket]" = WeakSet()
+"""Sockets to close in forked children."""
+_REQUEST_ADDRESS = 0x8915
+"""Linux' ioctl SIOCGIFADDR: the address of an interface."""
 
 
 class Lifelines:
     """The connections of one process to rank 0, or of rank 0 to all others."""
 
     def __init__(self, world: Control) -> None:
-        """Connect, and begin to look; call on every process.
+        """Connect, and start the thread that watches; call on every process.
 
         Raises:
             WaitTimeout: a process does not connect in time.
@@ -59,9 +68,14 @@ class Lifelines:
         self._end, self._bell = socket.socketpair()
         self._selector.register(self._end, EVENT_READ)
         for rank, line in self._lines.items():
-            _keep_asking(line)
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                if hasattr(socket, option):
+                    line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             self._selector.register(line, EVENT_READ, rank)
-        _close_in_children(*self._lines.values(), self._end, self._bell)
+        # A forked child that lives on would keep its parent's connections open.
+        _register()
+        _OPEN.update((*self._lines.values(), self._end, self._bell))
         self._thread = threading.Thread(
             target=self._run, name=f"{THREAD_PREFIX}lifelines", daemon=True
         )
@@ -75,18 +89,18 @@ class Lifelines:
                 self._look(key.data)
 
     def _look(self, rank: int) -> None:
-        """Read what made the connection readable: a goodbye, its end, or an error."""
+        """Read what made a connection readable: a goodbye, its end, or an error."""
         line = self._lines[rank]
         here, there = map(self._watch.host, (self._watch.rank, rank))
-        why, said = f"it has ended or was killed, on {there}", b""
+        why, content = f"it has ended or was killed, on {there}", b""
         try:
-            said = line.recv(1)
+            content = line.recv(1)
         except (ConnectionResetError, BrokenPipeError):
             pass
         except OSError as error:
             why = f"{there}, where it ran, does not answer: lost, or cut off from {here} ({error})"
         self._selector.unregister(line)
-        if said != _GOODBYE:
+        if content != _GOODBYE:
             self._watch.lose(rank, why)
 
     def close(self) -> None:
@@ -97,13 +111,13 @@ class Lifelines:
         with suppress(OSError):
             self._bell.send(_GOODBYE)
         self._thread.join(_PATIENCE_S)
-        for own in (*self._lines.values(), self._end, self._bell):
-            own.close()
+        for line in (*self._lines.values(), self._end, self._bell):
+            line.close()
         self._selector.close()
 
 
 class _Address(NamedTuple):
-    """What a host is called, how others reach it, and there rank 0's port and secret."""
+    """A host's name, its address for the others, and rank 0's port and secret."""
 
     name: str
     host: str
@@ -112,7 +126,7 @@ class _Address(NamedTuple):
 
 
 class _Failure:
-    """What the watch tells of meanwhile."""
+    """A failure that the watch reports during the connection."""
 
     error: BaseException | None = None
 
@@ -127,17 +141,19 @@ class _Failure:
 
 
 def _connected(world: Control) -> dict[int, socket.socket]:
-    """Learn where all are, and connect; return the connections by rank."""
+    """Exchange addresses, and connect; return the connections by rank."""
     watch, failure = world.waits.background.watch, _Failure()
+    # Rank 0 listens before it tells its port.
     host, interface = own_host()
     mine, listener = _Address(socket.gethostname(), host, 0, b""), None
     if world.rank == 0:
         listener = listen(interface)
         secret = secrets.token_bytes(_SECRET_BYTES)
         mine = mine._replace(port=listener.getsockname()[1], secret=secret)
-    told = world.gather(tuple(mine), "for the others' addresses")
-    addresses = [_Address(*address) for address in told]
-    watch.name_hosts([f"{a.name} ({a.host})" for a in addresses])
+    rows = world.gather(tuple(mine), "for the others' addresses")
+    addresses = [_Address(*row) for row in rows]
+    watch.hosts = [f"{a.name} ({a.host})" for a in addresses]
+    # A process that fails meanwhile ends this wait, through `failure`.
     deadline = time.monotonic() + world.waits.background.timeout_s
     watch.wake_on_failure(failure)
     try:
@@ -166,76 +182,114 @@ def _reach(address: _Address, rank: int, failure: _Failure, deadline: float) -> 
         return line
 
 
+@cache
+def _register() -> None:
+    def close_all() -> None:
+        for line in list(_OPEN):
+            line.close()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=close_all)
+
+
 def _admit(
     listener: socket.socket, secret: bytes, count: int, failure: _Failure, deadline: float
 ) -> dict[int, socket.socket]:
-    """Wait for so many others; strangers, and who says nothing, keep nobody waiting."""
+    """Accept `count` authenticated processes; a silent or unknown connection blocks nobody.
+
+    A connection whose secret is wrong, or whose rank is connected already, is closed.
+    """
     lines: dict[int, socket.socket] = {}
-    with ExitStack() as strangers, DefaultSelector() as selector:
+    with ExitStack() as accepted, DefaultSelector() as selector:
         selector.register(listener, EVENT_READ)
         while len(lines) < count:
             failure.check(deadline)
-            for line in _speaking(selector, listener, strangers):
+            for line in _readable(selector, listener, accepted):
                 _take(line, secret, lines)
     return lines
 
 
-def _take(line: socket.socket, secret: bytes, lines: dict[int, socket.socket]) -> None:
-    """Keep a connection by its rank; turn away a stranger, and a rank that is here already."""
-    rank = _rank_of(line, secret)
-    if rank is not None and rank not in lines:
-        lines[rank] = line.dup()
-    line.close()
-
-
-def _speaking(
-    selector: DefaultSelector, listener: socket.socket, strangers: ExitStack
+def _readable(
+    selector: DefaultSelector, listener: socket.socket, accepted: ExitStack
 ) -> list[socket.socket]:
-    """Return those that say something; let in who knocks, until all is closed."""
-    found: list[Any] = []
+    """Return connections with a first message; accept new ones, which `accepted` closes."""
+    lines: list[Any] = []
     for key, _ in selector.select(_LOOK_S):
         if key.fileobj is not listener:
             selector.unregister(key.fileobj)
-            found.append(key.fileobj)
+            lines.append(key.fileobj)
             continue
         with suppress(BlockingIOError, ConnectionAbortedError):
-            selector.register(strangers.enter_context(listener.accept()[0]), EVENT_READ)
-    return found
+            selector.register(accepted.enter_context(listener.accept()[0]), EVENT_READ)
+    return lines
 
 
-def _rank_of(line: socket.socket, secret: bytes) -> int | None:
-    """Return who is there, None for a stranger."""
+def _take(line: socket.socket, secret: bytes, lines: dict[int, socket.socket]) -> None:
+    """Authenticate a connection; keep a copy of it by its rank, and close it."""
     line.setblocking(True)
-    try:
-        said, rank = _HELLO.unpack(line.recv(_HELLO.size))
-    except (OSError, struct.error):
-        return None
-    return rank if hmac.compare_digest(said, secret) else None
+    with line, suppress(OSError, struct.error):
+        content, rank = _HELLO.unpack(line.recv(_HELLO.size))
+        if hmac.compare_digest(content, secret) and rank not in lines:
+            lines[rank] = line.dup()
 
 
-def _keep_asking(line: socket.socket) -> None:
-    """Let the system ask whether the other host is there, where it can, and as soon as it can."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    wanted = {"TCP_KEEPINTVL": _ASK_EVERY_S, "TCP_KEEPCNT": _ASK_TIMES}
-    first = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"
-    for name, value in {first: _ASK_AFTER_S, **wanted}.items():
-        if hasattr(socket, name):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def listen(interface: str) -> socket.socket:
+    """Listen at an interface's address, or at all addresses if it is ""."""
+    if interface:
+        family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+        listener = socket.create_server((interface, 0), family=family)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", 0))
+    listener.setblocking(False)
+    return listener
 
 
-def _close_in_children(*lines: socket.socket) -> None:
-    """Let forked children close these: one that lives on would keep its parent's line open."""
-    _register()
-    for line in lines:
-        _OPEN.add(line)
+def own_host() -> tuple[str, str]:
+    """Return a name by which the others reach this host, and the address to listen at.
+
+    The name is the address of gloo's interface (GLOO_SOCKET_IFNAME), else of the interface on the
+    route to MASTER_ADDR.  Without both, MASTER_ADDR is on this host, perhaps under an address that
+    no
+    interface shows.  The name is then MASTER_ADDR, and the process listens at all addresses, "".
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        with suppress(OSError):  # no such interface, or none with such an address
+            return (address_of(interface),) * 2
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
+        host, port = socket.gethostname(), "1"
+    routes: list[Any] = []
+    with suppress(OSError):
+        routes = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    for family, kind, _, _, address in routes:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(address)  # sends nothing
+            except OSError:
+                continue
+            source: str = probe.getsockname()[0]
+            is_loopback = ip_address(source.partition("%")[0]).is_loopback
+            if not is_loopback or host in ("localhost", source):
+                return source, source
+            return host, ""
+    return "localhost", ""
 
 
-@cache
-def _register() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_close_all)
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface, on Linux.
 
+    Raises:
+        OSError: there is none.
+    """
+    if sys.platform != "linux":
+        raise OSError
+    import fcntl
 
-def _close_all() -> None:
-    for line in list(_OPEN):
-        line.close()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(
+            probe.fileno(), _REQUEST_ADDRESS, struct.pack("256s", interface.encode())
+        )
+    return socket.inet_ntoa(answer[20:24])

@@ -1,21 +1,22 @@
-"""How the processes of a job meet: torch.distributed's rendezvous, with an answer to restarts.
+"""Rendezvous of the processes of a job: torch.distributed's, safe against restarts.
 
-torchrun's own process keeps the store that all of them meet at (without torchrun, rank 0 does),
-and keeps it when it starts them again; addresses that an earlier attempt left there would be taken
-for this one's.  So rank 0 first gives the attempt a name, and says which ranks do not come for it:
+torchrun's own process keeps the store of the rendezvous (without torchrun, rank 0 does), and keeps
+it across restarts.  Addresses of an earlier attempt would be taken for current ones.  So rank 0
+first names the attempt, and reports the ranks that do not come:
 
-    hello/<rank>   each process: a word that nobody used before
-    echo/<word>    rank 0: the name of the attempt, to whoever said that word
-    ready/<rank>   the process: the name, which it believes since rank 0 knows its word
+    hello/<rank>   each process: a random word, new in each attempt
+    echo/<word>    rank 0: the name of the attempt, for the process with that word
+    ready/<rank>   the process: the name, which it trusts because rank 0 knows its word
 
-How often each asks the store does not grow with their number: rank 0 reads all in one request.
+The number of requests of each process does not grow with the number of processes: rank 0 reads all
+keys in one request.
 """
 
 import atexit
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -29,75 +30,72 @@ from penstock.errors import MeshError
 from .start import meeting_place, num_processes, process_rank
 from .threads import THREAD_PREFIX, end_now, in_thread, note_failure
 
-_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+_PAUSE_S = 0.02
+"""Seconds between rank 0's first two reads; each pause is twice the one before."""
+_LONGEST_PAUSE_S = 0.5
+"""The longest such pause, in seconds."""
 _MARGIN_S = 5.0
+"""Seconds that torch has beyond the deadline to raise its own error."""
 _MOST_NAMED = 8
+"""Absent ranks that an error names."""
 
 
 def join(timeout_s: float, backends: str = "gloo") -> None:
-    """Let the processes of a job meet, if they have not, with these backends of torch.
+    """Initialize torch.distributed with these backends, unless that is done.
 
     Raises:
-        ConfigError: the environment does not say where and who they are.
-        MeshError: they do not find each other in time.
+        ConfigError: the environment lacks a rank, a world size or an address.
+        MeshError: the processes do not find each other in time.
     """
     if dist.is_initialized():
         return
     rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
+    limit = timedelta(seconds=timeout_s)
+
+    def meet() -> None:
+        by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = TCPStore(
+            address,
+            port,
+            is_master=rank == 0 and not by_torchrun,
+            wait_for_workers=False,  # `name_attempt` waits, and names absent ranks
+            multi_tenant=True,
+            timeout=limit,
+        )
+        meeting_store = PrefixStore("penstock/meeting", store)
+        attempt = name_attempt(meeting_store, rank, world_size, timeout_s)
+        dist.init_process_group(
+            backends,
+            store=PrefixStore(f"penstock/{attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+        )
+        dist.all_reduce(torch.zeros(()))  # gloo connects at first use: it waited for nobody so far
+
+    # In a thread: another program may listen at that address and never answer.
     try:
-        _within(timeout_s + _MARGIN_S, lambda: _meet(timeout_s, backends))
-    except (RuntimeError, ValueError) as error:
+        in_thread(meet, f"{THREAD_PREFIX}meeting", daemon=True).result(timeout_s + _MARGIN_S)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        reason = first_line(error).rstrip(".")
+        if isinstance(error, TimeoutError):
+            atexit.register(end_now, 1)  # the thread is left behind
+            reason = "what answers there does not speak as rank 0 would"
         note_failure()
         raise MeshError(
             f"rank {rank} of {world_size} did not find the others at {address}:{port} within "
-            f"{timeout_s:g} s: {first_line(error).rstrip('.')}. See that all "
+            f"{timeout_s:g} s: {reason}. See that all "
             "processes run, each with a RANK of its own, that this host reaches that address "
             "(MASTER_ADDR, firewall), that the port is free on it (MASTER_PORT), and that "
             "GLOO_SOCKET_IFNAME names the right interface"
         ) from error
 
 
-def _meet(timeout_s: float, backends: str) -> None:
-    limit = timedelta(seconds=timeout_s)
-    rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        address,
-        port,
-        is_master=rank == 0 and not by_torchrun,
-        wait_for_workers=False,  # those that do not come are named below
-        multi_tenant=True,
-        timeout=limit,
-    )
-    attempt = name_attempt(PrefixStore("penstock/meeting", store), rank, world_size, timeout_s)
-    dist.init_process_group(
-        backends,
-        store=PrefixStore(f"penstock/{attempt}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=limit,
-    )
-    dist.all_reduce(torch.zeros(()))  # gloo connects at first use: it waited for nobody so far
-
-
-def _within(seconds: float, job: Callable[[], None]) -> None:
-    """Run a job that may wait for ever: what is reached may be another program, which is silent.
-
-    Raises:
-        RuntimeError: it has not ended in time; its thread is left behind.
-    """
-    try:
-        in_thread(job, f"{THREAD_PREFIX}meeting", daemon=True).result(seconds)
-    except TimeoutError:
-        atexit.register(end_now, 1)
-        raise RuntimeError("what answers there does not speak as rank 0 would") from None
-
-
 def name_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
-    """Agree on a name that no earlier attempt at the job had; the store may hold its words.
+    """Agree on a new name for this attempt at the job; the store may hold words of earlier ones.
 
     Raises:
-        RuntimeError: some process does not come in time; says which.
+        RuntimeError: a process does not come in time; names it.
     """
     if rank == 0:
         return _name_for_all(store, range(1, world_size), time.monotonic() + timeout_s)
@@ -114,7 +112,10 @@ def name_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> st
 
 
 def _name_for_all(store: Any, others: Sequence[int], deadline: float) -> str:
-    """Answer each word, also one that takes the place of an earlier attempt's, until all know."""
+    """Answer the word of each process until all are ready; return the name of the attempt.
+
+    A word of an earlier attempt is answered too, and then the word that replaces it.
+    """
     name, pause_s = uuid.uuid4().hex, _PAUSE_S
     answered: set[str] = set()
     hellos, ready = ([f"{what}/{rank}" for rank in others] for what in ("hello", "ready"))
@@ -134,7 +135,7 @@ def _name_for_all(store: Any, others: Sequence[int], deadline: float) -> str:
 
 
 def _read(store: Any, keys: Sequence[str]) -> list[str]:
-    """Read values, in two requests; "" for each key unless all are there."""
+    """Read values, in two requests; "" for each key unless all keys exist."""
     if not keys or not store.check(keys):
         return [""] * len(keys)
     return [value.decode() for value in store.multi_get(keys)]
@@ -142,10 +143,10 @@ def _read(store: Any, keys: Sequence[str]) -> list[str]:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Say clearly what happened if a process leaves while all of them meet.
+    """Explain the error of a process that leaves during the rendezvous.
 
     Raises:
-        MeshError: one did, or fell silent.
+        MeshError: a process left, or fell silent.
     """
     try:
         yield
@@ -158,5 +159,5 @@ def meeting() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says; those of torch go on with a stack of C++."""
+    """Return the first line of an error's text; torch's errors continue with a C++ stack."""
     return str(error).strip().split("\n")[0]

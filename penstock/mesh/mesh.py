@@ -21,12 +21,18 @@ from .threads import in_thread, never_destroy
 from .watch import Watch
 
 DEFAULT_TIMEOUT_S = 600.0
-_CPU, _NOBODY_ELSE = torch.device("cpu"), Control()
+"""Seconds that a wait between processes may last, by default."""
+_CPU = torch.device("cpu")
+"""The device of a process by default."""
+_ALONE = Control()
+"""The control of an axis with one process."""
 
 
 @dataclass(slots=True, eq=False)
 class Processes:
-    """What holds the processes of a mesh together; `point_to_point` is made when it is wanted."""
+    """The threads and connections of one process of a mesh; `point_to_point` is made at its first
+    use.
+    """
 
     watch: Watch
     background: Background
@@ -35,28 +41,32 @@ class Processes:
 
     @property
     def have_ended(self) -> bool:
-        """Whether no thread of these still waits, for a peer that failed."""
+        """True if no thread still waits for a failed peer."""
         return self.background.has_ended and self.watch.has_ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mesh(Shared):
-    """Who runs which stage of which replica.
+    """The processes of a placement, and this one's place among them.
 
-    `placement` says where each place along the stages is.  Where a schedule runs several stages
-    on each rank, `num_stages` counts ranks.  `world` are all processes that take part, `stages`
-    those of this replica and shard, `replicas` those that run the same stages on other samples,
-    `shards` those that share this one's stages, arranged along `shard_axes`; where all stages run
-    in this process, in threads, it is alone in each, and there are no `processes`.
+    `placement` maps stages to ranks; `num_stages` counts ranks if each runs several stages.
+    `world`
+    has all processes, `stages` those of this replica and shard.  `replicas` has those with the
+    same
+    stages and other samples, `shards` those that share these stages.  `shard_axes` are the axes
+    along
+    which the shards are arranged.  With all stages in threads of one process, each has that
+    process
+    alone, and `processes` is None.
     """
 
     placement: Placement
     timeout_s: float = DEFAULT_TIMEOUT_S
     device: torch.device = _CPU
-    world: Control = _NOBODY_ELSE
-    stages: Control = _NOBODY_ELSE
-    replicas: Control = _NOBODY_ELSE
-    shards: Control = _NOBODY_ELSE
+    world: Control = _ALONE
+    stages: Control = _ALONE
+    replicas: Control = _ALONE
+    shards: Control = _ALONE
     shard_axes: tuple[Collectives, ...] = (Collectives(),)
     processes: Processes | None = None
 
@@ -67,69 +77,70 @@ class Mesh(Shared):
 
     @property
     def own_device(self) -> torch.device | None:
-        """What all stages of this process compute on; None where the plan says so for each, since
-        all of them are here.
+        """The device of all stages of this process; None in one process, where the plan names
+        them.
         """
         return None if self.processes is None else self.device
 
     @property
     def transports(self) -> tuple[Transport, ...]:
-        """What can carry values between its stages, the usual one first."""
+        """The transports that work between these stages, the default first."""
         are_several = self.processes is not None
         return tuple(t for t in Transport if t.is_between_processes == are_several)
 
     @property
     def num_stages(self) -> int:
-        """K: ranks of a replica, or the meshes that share a stage each."""
+        """K, the number of ranks of a replica, or of meshes that share a stage each."""
         return self.placement.num_stages
 
     @property
     def num_replicas(self) -> int:
-        """D."""
+        """D, the number of replicas."""
         return self.placement.num_replicas
 
     @property
     def world_size(self) -> int:
-        """Processes that take part."""
+        """The number of processes."""
         return self.world.size
 
     @property
     def rank(self) -> int:
-        """This process's number among them."""
+        """This process's number among all."""
         return self.world.rank
 
     @property
     def stage(self) -> int:
-        """The stage that this process runs, or the first of several; 0 where it runs all."""
+        """The first stage of this process; 0 if it runs all."""
         return self.placement.place_of(self.rank) if self.processes else 0
 
     @property
     def replica(self) -> int:
-        """The replica of the pipeline that this process belongs to."""
+        """The replica of this process."""
         return self.replicas.rank
 
     @property
     def shard(self) -> int:
-        """Which of the processes that share its stages this one is."""
+        """This process's number among those that share its stages."""
         return self.shards.rank
 
     @property
     def is_first_of_stage(self) -> bool:
-        """Whether this process is the first of those that run its stages: it writes what is whole
-        on several of them.
-        """
+        """True for the process that writes tensors of which several processes hold all."""
         return self.replica == 0 and self.shard == 0
 
     @property
     def speaks(self) -> bool:
-        """Whether what this process tells its `stages` counts: where these have unlike meshes, the
-        first shard of each speaks for all; one without a stage has nothing to tell.
+        """True if the values that this process tells its `stages` count.
+
+        If stages have unlike meshes, the first shard of each speaks for all.  A process without a
+        stage
+        never speaks.
         """
         is_first = self.shard == 0 and self.rank not in self.placement.idle
         return self.placement.is_regular or is_first
 
     def speaker_of(self, place: int) -> int:
-        """Return the number among `stages` of who speaks for a place along them."""
+        """Return the number, among `stages`, of the process that speaks for a place along them."""
         if self.stages.size == 1:
             return 0
         shard = self.shard if self.placement.is_regular else 0
@@ -138,25 +149,25 @@ class Mesh(Shared):
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this process is the one that logs and saves."""
+        """True for the process that logs and saves."""
         return self.rank == 0
 
     def processes_of(self, placement: Placement) -> Placement:
-        """Say which process runs each stage; one that is alone runs those of all ranks."""
+        """Return the process of each stage: with one process, the same for all."""
         return placement if self.processes else Placement.of([0] * placement.num_stages)
 
     def reporting(self) -> AbstractContextManager[None]:
-        """Tell all processes of whatever is raised inside, so that none waits for this one."""
+        """Tell all processes of any error raised inside, so that none waits for this one."""
         return self.world.reporting()
 
     @property
     def background(self) -> Background:
-        """The threads that wait for other processes, where there are any."""
+        """The threads that wait for other processes, if there are any."""
         return self._processes.background
 
     @property
     def point_to_point(self) -> PointToPoint:
-        """Torch's sends and receives in this replica; all its processes ask for it alike."""
+        """Sends and receives in this replica; all its processes ask for them together."""
         processes = self._processes
         if processes.point_to_point is None:
             groups = self.placement.groups(STAGE)
@@ -170,26 +181,26 @@ class Mesh(Shared):
         return self.processes
 
     def begin_save(self, job: Callable[[Control], None], what: str) -> Callable[[], None]:
-        """Run a job beside the training, one after the other, in every process alike; the process
-        does not end before it has.
+        """Run a job in a thread beside the training, in every process alike, after earlier ones.
 
-        The job is given the group of all processes to speak over, which is not the training's.
+        The process does not end before the job.  Its argument is a control of all processes over
+        another
+        process group than the training's.
 
         Returns:
-            What waits for its end; each wait within the job has the deadline.
+            A function that waits for its end.  Each wait inside the job has the deadline.
         """
         if self.processes is None:
             return in_thread(lambda: job(self.world), "penstock-save", daemon=False).result
-        return self.background.begin_save(partial(job, self._saves()), what)
-
-    def _saves(self) -> Control:
-        background, world = self.background, self.world
+        background = self.background
         waits = Waits(background=background, controls=background.saves_controls, blames=False)
-        tensors = replace(world.tensors, waits=waits, group=background.saving_group())
-        return replace(world, tensors=tensors, long=background.saves_long)
+        group = background.saving_group()
+        tensors = replace(self.world.tensors, waits=waits, group=group)
+        world = replace(self.world, tensors=tensors, long=background.saves_long)
+        return background.begin_save(partial(job, world), what)
 
     def close(self) -> None:
-        """Leave the mesh: end its threads and process groups; also done when the process ends."""
+        """End the threads and process groups of the mesh; the end of the process does the same."""
         if (processes := self.processes) is None:
             return
         processes.background.end_saves()
@@ -214,5 +225,5 @@ class Mesh(Shared):
         if self.processes:
             where = f"rank {self.rank} of {self.world_size}: {self.placement.name_of(self.rank)}"
         meshes = (f"{len(mesh)} x {len(mesh[0])}" for mesh in self.placement.meshes)
-        each = ", ".join(dict.fromkeys(meshes))
-        return f"Mesh({count_text(self.num_stages, 'stage')} of {each}, {where})"
+        sizes = ", ".join(dict.fromkeys(meshes))
+        return f"Mesh({count_text(self.num_stages, 'stage')} of {sizes}, {where})"

@@ -1,8 +1,7 @@
-"""Compare what ranks of a replica are given for a step, before any of them sends a tensor.
+"""Compare the mini-batches of the ranks of a replica before a step sends any tensor.
 
-Of shards of a stage the shapes are compared at each call.  The values are compared at some, of
-every rank that was given any: ranks whose loaders draw for themselves would train on a mixture of
-their batches, and nothing would look wrong.
+Shards of a stage compare shapes at each call.  All ranks compare values at some calls: with
+loaders that draw different samples they would train on a mixture, and no error would show it.
 """
 
 from collections import Counter
@@ -23,25 +22,26 @@ from penstock.types import CheckBatches
 
 from .control import Control
 
-_NUM_FIRST, _EACH = 8, 100
+_NUM_FIRST = 8
+"""Calls at the start whose values are compared."""
+_EACH = 100
+"""Calls from one comparison to the next after these."""
 _MOST_ELEMENTS = 4096
+"""Floats of a tensor that its digest reads, about."""
 _ABSENT = -1.0
-"""Stands in a row of floats for what a process has none of: no field is below 0."""
+"""None in a row of floats; no field is below 0."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
+"""The integer type with the bytes of an element."""
 Pair = tuple[FlatBatch | None, FlatBatch | None]
-"""Inputs and targets; None for what is not there."""
-
-
+"""Inputs and targets; None if absent."""
 Ranks = Sequence[Sequence[int]]
-"""Those of one replica, stage by stage."""
+"""The ranks of one replica, stage by stage."""
 
 
 class Texts(NamedTuple):
-    """What inputs and targets are, a line for each tensor; empty for what is not compared.
+    """Descriptions of inputs and targets, a line per tensor; empty if not compared.
 
-    `digests` are equal for equal texts; None for none.
+    `digests` are equal for equal texts; None for an empty one.
     """
 
     inputs: tuple[str, ...] = ()
@@ -49,16 +49,21 @@ class Texts(NamedTuple):
     digests: tuple[int | None, int | None] = (None, None)
 
     @classmethod
-    def of(cls, inputs: tuple[str, ...], targets: tuple[str, ...]) -> "Texts":
-        """Digest both."""
-        return cls(inputs, targets, (_digest_of(inputs), _digest_of(targets)))
+    def of(cls, batches: Pair, *, with_values: bool) -> "Texts":
+        """Describe both, by their values or by their shapes."""
+        inputs, targets = (tuple(_lines(batch, with_values=with_values)) for batch in batches)
+        digests = [crc32("\n".join(x).encode()) if x else None for x in (inputs, targets)]
+        return cls(inputs, targets, (digests[0], digests[1]))
 
 
 NOTHING_SAID = Texts()
+"""Texts of a call at which nothing is compared."""
 
 
 class BatchCheck:
-    """Says what of the batches of one pipeline is compared; counts its calls, as all ranks do."""
+    """Chooses the calls of a pipeline whose batches are compared; counts calls, alike on all
+    ranks.
+    """
 
     def __init__(self, when: CheckBatches, *, num_shards: int) -> None:
         self._when = when
@@ -66,30 +71,28 @@ class BatchCheck:
         self._calls: Counter[str] = Counter()
 
     def texts(self, kind: str, given: Pair, read: Pair) -> Texts:
-        """Describe a batch for call number so many of its `kind`: by its values what was `given`,
-        or by its shapes what is `read`; None is neither.
+        """Describe the batch of the next call of this `kind`.
+
+        The text has the values of the batch `given`, the shapes of the part that is `read`, or
+        nothing.
         """
         number = self._calls[kind]
         self._calls[kind] += 1
-        if self._looks_at(number):
-            return Texts.of(*(_lines(value, with_values=True) for value in given))
-        if self._compares_shapes:
-            return Texts.of(*(_lines(value, with_values=False) for value in read))
-        return NOTHING_SAID
-
-    def _looks_at(self, number: int) -> bool:
+        is_due = self._when is CheckBatches.ALWAYS
         if self._when is CheckBatches.FIRST:
-            return number < _NUM_FIRST or number % _EACH == 0
-        return self._when is CheckBatches.ALWAYS
+            is_due = number < _NUM_FIRST or number % _EACH == 0
+        if is_due:
+            return Texts.of(given, with_values=True)
+        return Texts.of(read, with_values=False) if self._compares_shapes else NOTHING_SAID
 
 
 @dataclass(frozen=True, slots=True)
 class CallHeader:
-    """The facts that each process announces before a step, to be compared on all alike.
+    """Facts that each process announces before a step, compared on all alike.
 
-    `number` counts the calls, `trace` grows with how much is to be recorded.  A number of samples
-    is None where none were given, a digest where nothing is compared, and `counted`, by which
-    losses are divided, where the batch holds no such number.
+    `number` counts the calls; `trace` is the level of recording.  The numbers of samples are None
+    without a batch, a digest if nothing is compared.  `counted` divides losses; it is None if the
+    batch holds no such number.
     """
 
     number: int
@@ -108,14 +111,14 @@ class CallHeader:
 
     @classmethod
     def unpack(cls, row: Sequence[float]) -> "CallHeader":
-        """Read what `pack` wrote: six whole numbers, exact as floats, and three of any kind."""
-        found: list[Any] = [None if value == _ABSENT else value for value in row]
-        found[:6] = [value if value is None else int(value) for value in found[:6]]
-        return cls(*found)
+        """Read a row of `pack`: six integers, exact as floats, and three floats."""
+        fields: list[Any] = [None if value == _ABSENT else value for value in row]
+        fields[:6] = [value if value is None else int(value) for value in fields[:6]]
+        return cls(*fields)
 
 
 def check_same_call(headers: Sequence[CallHeader]) -> None:
-    """See that all processes make the same call.
+    """Check that all processes make the same call.
 
     Raises:
         MeshError: they do not, or scale the loss differently.
@@ -145,37 +148,35 @@ def num_samples(
     Raises:
         BatchError: its processes were given different batches, or none where one is needed.
     """
-    return [_num_samples(headers, replicas, replica, readers) for replica in range(len(replicas))]
-
-
-def _num_samples(
-    headers: Sequence[CallHeader],
-    replicas: Sequence[Ranks],
-    replica: int,
-    readers: Sequence[int],
-) -> int:
-    stages, of_replica = replicas[replica], f" of replica {replica}" if len(replicas) > 1 else ""
-    for reader, rank in ((r, rank) for r in readers for rank in stages[r]):
-        if headers[rank].num_inputs is None:
+    counts = []
+    for replica, stages in enumerate(replicas):
+        of_replica = f" of replica {replica}" if len(replicas) > 1 else ""
+        # Each reader of inputs has some.
+        for reader, rank in ((r, rank) for r in readers for rank in stages[r]):
+            if headers[rank].num_inputs is None:
+                raise BatchError(
+                    f"rank {rank} runs stage {reader}{of_replica} and was given no inputs; "
+                    "give them on every rank, or at least where they are read"
+                )
+        # All numbers of samples are the first reader's.
+        first, ranks = stages[readers[0]][0], sorted({*chain.from_iterable(stages)})
+        count = headers[first].num_inputs
+        assert count is not None
+        for rank in ranks:
+            _check_count(first, count, rank, headers[rank])
+        # The last stage has targets, if there are any.
+        missing = [rank for rank in stages[-1] if headers[rank].num_targets is None]
+        if missing and any(headers[rank].num_targets is not None for rank in ranks):
             raise BatchError(
-                f"rank {rank} runs stage {reader}{of_replica} and was given no inputs; "
-                "give them on every rank, or at least where they are read"
+                f"rank {missing[0]} runs the last stage{of_replica} and was given no "
+                "targets; give them on every rank, or at least there"
             )
-    first, every = stages[readers[0]][0], sorted({*chain.from_iterable(stages)})
-    count = headers[first].num_inputs
-    assert count is not None
-    for rank in every:
-        _check_as_many(first, count, rank, headers[rank])
-    missing = [rank for rank in stages[-1] if headers[rank].num_targets is None]
-    if missing and any(headers[rank].num_targets is not None for rank in every):
-        raise BatchError(
-            f"rank {missing[0]} runs the last stage{of_replica} and was given no "
-            "targets; give them on every rank, or at least there"
-        )
-    return count
+        counts.append(count)
+    return counts
 
 
-def _check_as_many(first: int, count: int, rank: int, header: CallHeader) -> None:
+def _check_count(first: int, count: int, rank: int, header: CallHeader) -> None:
+    """Compare the samples of a rank with the `count` of the `first` one."""
     if rank == first and header.num_targets not in (None, count):
         raise BatchError(
             f"inputs hold {count} samples, targets {header.num_targets}; dimension 0 of "
@@ -192,55 +193,52 @@ def _check_as_many(first: int, count: int, rank: int, header: CallHeader) -> Non
 def check_same(
     world: Control,
     replicas: Sequence[Sequence[int]],
-    found: Sequence[tuple[int | None, int | None]],
+    digests: Sequence[tuple[int | None, int | None]],
     mine: Texts,
 ) -> None:
-    """See that the ranks of each of `replicas` are given alike; `found` are every rank's digests.
+    """Check that the ranks of each of `replicas` were given the same; `digests` are of all ranks.
 
     Raises:
-        BatchError: some are not; on every process alike.
+        BatchError: some were not; on every process alike.
     """
     for ranks in replicas:
-        for k in range(2):
-            given = [rank for rank in ranks if found[rank][k] is not None]
-            if len({found[rank][k] for rank in given}) > 1:
+        for k in range(2):  # inputs, targets
+            given = [rank for rank in ranks if digests[rank][k] is not None]
+            if len({digests[rank][k] for rank in given}) > 1:
                 _refuse(world.gather(mine[k], "for what the others were given"), given, k)
 
 
-def _refuse(said: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> None:
-    """Say where the batches of these ranks differ: in the inputs for a `k` of 0, else the targets.
+def _refuse(texts: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> None:
+    """Name the first tensor in which these ranks differ: an input if `k` is 0, else a target.
 
     Raises:
-        BatchError: the first tensor that differs, with what each rank has.
+        BatchError: always; has the tensor of each rank.
     """
     what, first = ("inputs", "targets")[k], ranks[0]
-    places = range(max(len(said[rank]) for rank in ranks))
-    of_rank = {rank: dict(enumerate(said[rank])) for rank in ranks}
+    # The first place at which their lines differ, and the ranks with each line there.
+    of_rank = {rank: dict(enumerate(texts[rank])) for rank in ranks}
+    places = range(max(len(texts[rank]) for rank in ranks))
     place = next(n for n in places if len({of_rank[rank].get(n) for rank in ranks}) > 1)
     by_text: dict[str, list[str]] = {}
     for rank in ranks:
         by_text.setdefault(of_rank[rank].get(place, "nothing"), []).append(str(rank))
-    which = what if len(said[first]) == 1 else f"{what} (tensor {place} of {len(said[first])})"
-    each = "; ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}"
-        for text, who in by_text.items()
+    num_tensors = len(texts[first])
+    which = what if num_tensors == 1 else f"{what} (tensor {place} of {num_tensors})"
+    values = "; ".join(
+        f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}: {text}"
+        for text, names in by_text.items()
     )
     raise BatchError(
-        f"the ranks of a replica were given different {which}: {each}. They work on one "
+        f"the ranks of a replica were given different {which}: {values}. They work on one "
         "mini-batch together: seed their loaders alike, and give a DistributedSampler the number "
         "of the replica (mesh.replica of mesh.num_replicas), not that of the rank"
     )
 
 
-def _digest_of(lines: Sequence[str]) -> int | None:
-    return crc32("\n".join(lines).encode()) if lines else None
-
-
-def _lines(batch: FlatBatch | None, *, with_values: bool) -> tuple[str, ...]:
-    return () if batch is None else tuple(_each_line(batch, with_values=with_values))
-
-
-def _each_line(batch: FlatBatch, *, with_values: bool) -> Iterator[str]:
+def _lines(batch: FlatBatch | None, *, with_values: bool) -> Iterator[str]:
+    """Yield a line per tensor, and with values also one per plain value."""
+    if batch is None:
+        return
     for tensor in batch.tensors:
         shape = f"{tuple(tensor.shape)} {tensor.dtype}"
         has_values = with_values and tensor.layout is torch.strided and not tensor.is_meta
@@ -255,7 +253,7 @@ def _each_line(batch: FlatBatch, *, with_values: bool) -> Iterator[str]:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Return a number of a tensor's bits: of all integers, else of some at even distances."""
+    """Return the CRC-32 of a tensor's bits: of all integers, or of floats at even distances."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if tensor.is_floating_point() or tensor.is_complex():
         flat = flat[:: flat.numel() // _MOST_ELEMENTS | 1]  # an odd distance: not one column only

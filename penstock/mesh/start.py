@@ -1,9 +1,9 @@
-"""Check what a process is started with: its place among others, and torch's backends: gloo for
-agreements, and a device's own for the tensors on it.
+"""Read a process's place and device from its environment, and choose torch's backends.
+
+Agreements go by gloo, tensors on a device by the device's own backend.
 """
 
 import os
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from penstock.errors import ConfigError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of the environment that every launcher of torch sets."""
 _REMEDY = (
     "torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT together; start the job with it, "
     "or unset all four to run in a single process"
@@ -18,7 +19,7 @@ _REMEDY = (
 
 
 def num_processes() -> int:
-    """Count the processes that torchrun, or whoever set its variables, started; 1 without.
+    """Return WORLD_SIZE, the number of processes that a launcher started; 1 without one.
 
     Raises:
         ConfigError: WORLD_SIZE is no number of processes.
@@ -27,10 +28,10 @@ def num_processes() -> int:
 
 
 def process_rank() -> int:
-    """Return this process's number among them.
+    """Return RANK, this process's number among all.
 
     Raises:
-        ConfigError: RANK is no number of one of them.
+        ConfigError: RANK is no number below WORLD_SIZE.
     """
     rank, count = _whole_number("RANK", "0", 0), num_processes()
     if rank >= count:
@@ -41,26 +42,18 @@ def process_rank() -> int:
     return rank
 
 
-def local_rank() -> int:
-    """Return this process's number among those on its host.
-
-    Raises:
-        ConfigError: LOCAL_RANK is no number.
-    """
-    return _whole_number("LOCAL_RANK", "0", 0)
-
-
 def meeting_place() -> tuple[str, int]:
-    """Return address and port where the processes meet.
+    """Return the address and the port of the rendezvous.
 
     Raises:
-        ConfigError: a variable that says so is not set, or is no port.
+        ConfigError: a variable of `_NEEDED` is not set, or MASTER_PORT is no port.
     """
     absent = [name for name in _NEEDED if not os.environ.get(name)]
     if absent:
         raise ConfigError(
             f"WORLD_SIZE={num_processes()} says that this is one of several processes, but "
-            f"{_listed(absent)} not set: they cannot find each other. {_REMEDY}"
+            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set: they cannot "
+            f"find each other. {_REMEDY}"
         )
     return os.environ["MASTER_ADDR"], _whole_number("MASTER_PORT", "", 1)
 
@@ -79,22 +72,22 @@ def _whole_number(name: str, default: str, least: int) -> int:
     return number
 
 
-def _listed(names: Sequence[str]) -> str:
-    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
-
-
 def process_device(asked: torch.device | str | None) -> torch.device:
-    """Return the device of this process: the one of its number on this host, if none is named.
+    """Return the device of this process; of a kind, the one of its number on this host.
 
     Raises:
-        ConfigError: this process sees no such device.
+        ConfigError: this process sees no such device, or LOCAL_RANK is no number.
     """
     device = torch.device(asked or "cpu")
     if device.type == "cpu":
         return device
     here = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count() if here and here.type == device.type else 0
-    index = local_rank() % max(1, count) if device.index is None else device.index
+    index = (
+        _whole_number("LOCAL_RANK", "0", 0) % max(1, count)
+        if device.index is None
+        else device.index
+    )
     if index >= count:
         raise ConfigError(
             f"device={str(asked)!r}: this process sees {count} devices of that kind; name one "
@@ -107,11 +100,19 @@ def check_backends(asked: torch.device | str | None) -> str:
     """Return the backends for a device, as torch writes them.
 
     Raises:
-        ConfigError: torch lacks one, or the processes have met already without it.
+        ConfigError: torch lacks one, or torch.distributed was initialized without it.
     """
     kind = torch.device(asked or "cpu").type
     if dist.is_initialized():
-        return _check_met(kind)
+        met: str = dist.get_backend_config()
+        kinds = {pair.partition(":")[0] for pair in met.split(",")}
+        if absent := [needed for needed in ("cpu", kind) if needed not in kinds]:
+            raise ConfigError(
+                f"torch.distributed was initialized with {met}, which has no backend for "
+                f"{' and '.join(dict.fromkeys(absent))}. Initialize it with cpu:gloo and the "
+                "backend of your device, or let init_mesh do so"
+            )
+        return met
     if kind == "cpu":
         return "gloo"
     try:
@@ -126,20 +127,3 @@ def check_backends(asked: torch.device | str | None) -> str:
             "where each stage has a thread"
         )
     return f"cpu:gloo,{kind}:{name}"
-
-
-def own_backend(backends: str, device: torch.device) -> str:
-    """Return the one of these backends that is for a device."""
-    return dict(pair.split(":") for pair in backends.split(","))[device.type]
-
-
-def _check_met(kind: str) -> str:
-    met: str = dist.get_backend_config()
-    kinds = {pair.partition(":")[0] for pair in met.split(",")}
-    if absent := [needed for needed in ("cpu", kind) if needed not in kinds]:
-        raise ConfigError(
-            f"torch.distributed was initialized with {met}, which has no backend for "
-            f"{' and '.join(dict.fromkeys(absent))}. Initialize it with cpu:gloo and the backend "
-            "of your device, or let init_mesh do so"
-        )
-    return met

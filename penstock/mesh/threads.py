@@ -1,6 +1,6 @@
-"""Threads that may be left behind in a wait that never ends, and how a process ends despite them.
+"""Threads that may stay in a wait that never ends, and the end of a process despite them.
 
-Such a thread would crash the interpreter if it woke while that goes down.
+Such a thread would crash the interpreter if it woke during its shutdown.
 """
 
 import atexit
@@ -10,18 +10,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
 THREAD_PREFIX = "penstock-mesh-"
-"""How the names of threads begin that wait for other processes, or were given up."""
+"""Prefix of the names of threads that wait for other processes, or were given up."""
 _FAILED = threading.Event()
+"""Set once any process of the job has failed."""
 
 
 def in_thread(job: Callable[[], None], name: str, *, daemon: bool) -> "Future[None]":
-    """Run a job in a thread of its own; the process waits for it to end, unless it is `daemon`."""
+    """Run a job in a new thread; the interpreter waits for it at exit, unless it is `daemon`."""
     outcome: Future[None] = Future()
 
     def run() -> None:
@@ -42,35 +43,35 @@ def note_failure() -> None:
 
 
 def must_end_now() -> bool:
-    """Tell whether this process could hang or crash while the interpreter goes down."""
+    """Return True if the shutdown of the interpreter could hang or crash."""
     return _FAILED.is_set() or any(t.name.startswith(THREAD_PREFIX) for t in threading.enumerate())
 
 
 def never_destroy(*things: Any) -> None:
-    """Keep `things`, also while the interpreter goes down."""
+    """Keep `things` alive, also during the shutdown of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(things))
 
 
 @atexit.register  # once imported, so that what a script registers later runs before
 def _end_after_failure() -> None:
-    """End now if an error ends the script, which gives the exit code, and a process has failed."""
+    """End at once if a process has failed and an error ends the script; keep its exit code."""
     raised = getattr(sys, "last_value", None)
     if _FAILED.is_set() and raised is not None:
         end_now(128 + signal.SIGINT if isinstance(raised, KeyboardInterrupt) else 1)
 
 
 def leave_behind(threads: Iterable[threading.Thread]) -> None:
-    """Let the process end despite those of `threads` that are stuck in a layer; then not well."""
+    """Let the process end, with code 1, even if some of `threads` are stuck in a layer."""
     stuck = [thread for thread in threads if thread.is_alive()]
     for thread in stuck:
         thread.name = f"{THREAD_PREFIX}{thread.name}"
+
+    def end_despite() -> None:
+        if any(thread.is_alive() for thread in stuck):
+            end_now(1)
+
     if stuck:
-        atexit.register(_end_despite, stuck)
-
-
-def _end_despite(threads: Sequence[threading.Thread]) -> None:
-    if any(thread.is_alive() for thread in threads):
-        end_now(1)
+        atexit.register(end_despite)
 
 
 def end_now(code: int) -> None:

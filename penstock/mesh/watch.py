@@ -1,16 +1,16 @@
-"""Who is alive: every process says so a few times a second, and tells the others when it fails.
+"""Heartbeats and failure reports: each process learns within seconds that another one failed.
 
-The store that the processes met at holds, under a name of this attempt,
+A thread writes and reads these keys of the rendezvous' store, under the name of this attempt:
 
-    alive/<rank>    a count that grows while the process runs
-    failed          what went wrong first, and where; all others stop waiting when it appears
+    alive/<rank>    the heartbeat: a count that grows while the process runs
+    failed          the first failure and its rank; all others stop waiting when it appears
 """
 
 import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,33 +24,36 @@ from penstock.torch_private import default_store
 from .threads import THREAD_PREFIX, note_failure
 
 _TICK_S = 0.2
-"""How often a process says that it runs, in a small job; rarer in one of many processes."""
+"""Seconds between two heartbeats of a process; more in a job of many processes."""
 _SILENT_TICKS = 6
-"""A process that has said nothing for so many ticks is suspected."""
+"""Ticks without a heartbeat after which a process is suspected."""
 _GRACE_TICKS = 3
-"""How long to wait for the first culprit's own account after a connection broke."""
+"""Ticks to wait for the culprit's own report after a connection broke."""
 _LINGER_TICKS = 4
-"""How long a process that fails stays, so that the others read of it before connections break."""
+"""Ticks that a failing process stays, so that others read its report before connections break."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a process said before it ended."""
+    """The rank of a process that failed, and the text of its error."""
 
     rank: int
     text: str
 
 
 class Watch:
-    """The thread that keeps a process in touch with the others."""
+    """The thread that exchanges heartbeats and failures with the other processes.
+
+    `names` and `hosts` describe each rank in messages; others set them once they know.
+    """
 
     def __init__(self, store: Any, place: str, rank: int, world_size: int) -> None:
         self._place = place
         self.rank, self._world_size = rank, world_size
         self._tick_s = max(_TICK_S, world_size * 1e-3)
         self._store = store
-        self._names = [""] * world_size
-        self._hosts: list[str] = []
+        self.names = [""] * world_size
+        self.hosts: list[str] = []
         self._lock = threading.Lock()
         self._waiting: dict[int, Any] = {}
         self._failure: Failure | None = None
@@ -65,43 +68,34 @@ class Watch:
 
     @classmethod
     def start(cls, rank: int, world_size: int, timeout_s: float, attempt: str) -> "Watch":
-        """Begin to watch; call once the processes have met.
+        """Start the thread; call after the rendezvous.
 
-        `attempt` is a name that all of them have, and no earlier attempt at the job had: the store
-        may be the same for all.
+        `attempt` is the name of this attempt at the job, the same in all processes: one store may
+        serve
+        several attempts.
         """
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if host is not None and port is not None:  # a connection that nobody else blocks
-            store: Any = TCPStore(
-                host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s)
-            )
+            place, limit = f"{host}:{port}", timedelta(seconds=timeout_s)
+            store: Any = TCPStore(host, int(port), is_master=False, timeout=limit)
         else:
-            store = default_store()
-        place = f"{host}:{port}" if host is not None and port is not None else "torch's own store"
+            place, store = "torch's own store", default_store()
         watch = cls(PrefixStore(f"penstock/{attempt}", store), place, rank, world_size)
         watch._thread.start()
         return watch
 
-    def name_ranks(self, names: Iterable[str]) -> None:
-        """Say what each rank is, for messages."""
-        self._names = list(names)
-
-    def name_hosts(self, names: Iterable[str]) -> None:
-        """Say where each rank runs, for messages."""
-        self._hosts = list(names)
-
     def host(self, rank: int) -> str:
-        """Name the host of a rank as messages do."""
-        return f"host {self._hosts[rank]}" if self._hosts else "an unknown host"
+        """Return the host of a rank, for messages."""
+        return f"host {self.hosts[rank]}" if self.hosts else "an unknown host"
 
     def name(self, rank: int) -> str:
-        """Name a rank as messages do."""
-        return f"rank {rank} ({self._names[rank]})" if self._names[rank] else f"rank {rank}"
+        """Return the name of a rank, for messages."""
+        return f"rank {rank} ({self.names[rank]})" if self.names[rank] else f"rank {rank}"
 
     # -- telling the others -----------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
-        """Tell all processes that this one fails; the first to say so counts."""
+        """Tell all processes that this one fails; the first report counts."""
         if isinstance(error, PeerError) or self._failure is not None:
             return
         notes = "; ".join(getattr(error, "__notes__", []))
@@ -110,9 +104,9 @@ class Watch:
             time.sleep(_LINGER_TICKS * self._tick_s)
 
     def lose(self, rank: int, why: str) -> None:
-        """Tell all processes that `rank` is gone, unless something is known to have gone wrong.
+        """Tell all processes that `rank` is gone, unless a failure explains it.
 
-        It may have ended because of a failure, or have said itself what went wrong.
+        The process may have ended because of a failure, or may have reported its own.
         """
         self._await_account()
         if self._failure is None and self._to_tell is None and not self._ended.is_set():
@@ -122,14 +116,14 @@ class Watch:
                 self._tell(failure)
 
     def _announce(self, failure: Failure) -> bool:
-        """Let the thread tell all processes; tells whether it could."""
+        """Let the thread tell all processes; return True if it could."""
         self._to_tell = failure
         note_failure()
         return self._told.wait((_LINGER_TICKS + 1) * self._tick_s)
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Tell all processes of whatever is raised inside, but for what all raise alike."""
+        """Tell all processes of any error raised inside, except one that all raise alike."""
         try:
             yield
         except UncountedError:
@@ -149,15 +143,17 @@ class Watch:
         slot.fail(self._peer_error(self._failure, ""))
 
     def forget(self, slot: Any) -> None:
-        """Stop minding a slot that has its outcome."""
+        """Stop watching for a slot that has its outcome."""
         with self._lock:
             self._waiting.pop(id(slot), None)
 
     def explain(self, error: Exception, what: str, peer: int | None) -> BaseException:
-        """Turn what a broken wait for `peer` raised into who is to blame for it, and tell all.
+        """Turn the error of a broken wait for `peer` into one that names the culprit, and tell
+        all.
 
-        The peer may have left because of another's failure; it then stayed long enough for that
-        to be known.
+        The peer may have left because of another process's failure; it then stayed long enough for
+        its
+        report.
         """
         if isinstance(error, PeerError):
             return error if error.complete else PeerError(f"{error}; {self._waited(what)}")
@@ -169,12 +165,12 @@ class Watch:
             return self._peer_error(self._failure, what)
         who = suspects if peer is None else f"{self.name(peer)} has ended or was killed"
         reason = str(error).strip().splitlines()[0]
-        found = f"{who}: a connection broke while {self._waited(what)} ({reason})"
-        self.report(RuntimeError(found))
-        return PeerError(found, complete=True)
+        text = f"{who}: a connection broke while {self._waited(what)} ({reason})"
+        self.report(RuntimeError(text))
+        return PeerError(text, complete=True)
 
     def overdue(self, what: str, timeout_s: float) -> BaseException:
-        """Say that a wait outlived its deadline, and who is silent; tell all."""
+        """Return the error of an overdue wait, which names silent processes; tell all."""
         suspects = self._suspects()
         if self._failure is not None:
             return self._peer_error(self._failure, what)
@@ -189,7 +185,10 @@ class Watch:
         return f"{self.name(self.rank)} waited {what}"
 
     def _suspects(self) -> str:
-        """Listen for a moment, and name who says nothing; "" if a failure is told meanwhile."""
+        """Compare two rounds of heartbeats; return the ranks without a new one, as a sentence.
+
+        Returns "" if a failure is reported meanwhile.
+        """
         before = self._listen()
         if self._known.wait(_SILENT_TICKS * self._tick_s):
             return ""
@@ -207,7 +206,7 @@ class Watch:
         return "All processes are alive; one may be busy, or may have gone another way"
 
     def _listen(self) -> list[str] | None:
-        """Ask the thread for what everyone said last; None if it gets no answer."""
+        """Ask the thread for all heartbeats; return None if it does not answer."""
         self._counted.clear()
         return list(self._counts) if self._counted.wait(_SILENT_TICKS * self._tick_s) else None
 
@@ -220,14 +219,25 @@ class Watch:
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Do all that needs the store: it may stop to answer, and then only this thread hangs."""
+        """Do all requests of the store here: if the store hangs, only this thread does."""
         count = 0
         while self._failure is None and not self._ended.wait(self._tick_s):
             count += 1
             try:
                 self._store.set(f"alive/{self.rank}", str(count))
-                self._say()
-                self._look()
+                # Tell this process's failure; the first to write the key counts.
+                if self._to_tell is not None and not self._told.is_set():
+                    told = json.dumps([self._to_tell.rank, self._to_tell.text])
+                    self._store.compare_set("failed", "", told)
+                    self._told.set()
+                # Read another's failure; wake all waits.
+                if (
+                    self._failure is None
+                    and self._to_tell is None
+                    and (text := self._read("failed"))
+                ):
+                    self._tell(Failure(*json.loads(text)))
+                # Read heartbeats, if a wait is overdue and asks for them.
                 if not self._counted.is_set():
                     self._counts = [self._read(f"alive/{r}") for r in range(self._world_size)]
                     self._counted.set()
@@ -236,19 +246,6 @@ class Watch:
                     Failure(0, f"it kept the place where all met ({self._place}), now gone")
                 )
                 return
-
-    def _say(self) -> None:
-        """Pass on that this process fails; the first to say so counts."""
-        if self._to_tell is not None and not self._told.is_set():
-            told = json.dumps([self._to_tell.rank, self._to_tell.text])
-            self._store.compare_set("failed", "", told)
-            self._told.set()
-
-    def _look(self) -> None:
-        """Look whether somebody failed; tell those that wait."""
-        if self._failure is None and self._to_tell is None and (said := self._read("failed")):
-            rank, text = json.loads(said)
-            self._tell(Failure(rank, text))
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
@@ -259,12 +256,12 @@ class Watch:
             self._failure = failure
             waiting, self._waiting = list(self._waiting.values()), {}
         self._known.set()
-        for slot in reversed(waiting):  # what waits in torch was there first, and may take long
-            with suppress(Exception):  # all others are to be woken whatever happens to one
+        for slot in reversed(waiting):  # the first ones are torch's waits, which may take long
+            with suppress(Exception):  # an error of one must not keep the others waiting
                 slot.fail(self._peer_error(failure, ""))
 
     def close(self) -> None:
-        """End the thread; rank 0, which may keep the store, first lets all read of a failure."""
+        """End the thread; on rank 0, which may keep the store, after all could read a failure."""
         if self.knows_failure and self.rank == 0 and not self._ended.is_set():
             time.sleep(_LINGER_TICKS * self._tick_s)
         self._ended.set()
@@ -272,10 +269,10 @@ class Watch:
 
     @property
     def knows_failure(self) -> bool:
-        """Whether this process or another one has failed."""
+        """True if this process or another one has failed."""
         return self._failure is not None or self._to_tell is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has ended."""
+        """True if the thread has ended."""
         return not self._thread.is_alive()

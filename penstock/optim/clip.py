@@ -1,4 +1,4 @@
-"""Gradient clipping over all stages, wherever they run."""
+"""Gradient clipping by the norm over all stages, in one process or many."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -34,19 +34,21 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients down so that their norm, over the whole model, is at most `max_norm`.
 
-    Does what `torch.nn.utils.clip_grad_norm_` does on the unsplit model, to the bit, for every
-    number of stages and processes: the norm is taken of the norms of single gradients, in the
-    order of the model's parameters; one that several stages use counts once.  With replicas or
-    shards (`sharding=`) norms are added in float64 instead, so that "zero1" has the bits of plain
-    replicas.  In a mesh of processes all of them call this alike, after `train_step`; replicas
-    hold equal gradients and count once.
+    Has the bits of `torch.nn.utils.clip_grad_norm_` on the unsplit model, for every number of
+    stages
+    and processes.  The norm is taken of the norms of single gradients, in the order of the model's
+    parameters; a parameter of several stages counts once.  With replicas or shards (`sharding=`)
+    norms are added in float64 instead, so that "zero1" has the bits of plain replicas.  In a mesh
+    of
+    processes all of them call this alike, after `train_step`; equal gradients of replicas count
+    once.
 
     Args:
         pipe: the pipeline.
-        max_norm: the most that the norm may be; above 0.
-        norm_type: which p-norm; `float("inf")` for the largest absolute value.
-        error_if_nonfinite: whether a norm that is inf or nan is an error.
-        foreach: whether to use torch's functions over many tensors; None: where torch does.
+        max_norm: the largest norm allowed; above 0.
+        norm_type: the p of the p-norm; `float("inf")` for the largest absolute value.
+        error_if_nonfinite: raise an error if the norm is inf or nan.
+        foreach: use torch's functions over many tensors; None: where torch does.
 
     Returns:
         The norm before clipping, a scalar tensor; the same in every process.
@@ -54,7 +56,7 @@ def clip_grad_norm_(
     Raises:
         ConfigError: `pipe` is no pipeline, `max_norm` or `norm_type` is not above 0, or the
             schedule has moved the weights already.
-        RuntimeError: the norm is inf or nan, and that is to be an error; no gradient is changed.
+        RuntimeError: the norm is inf or nan, and `error_if_nonfinite`; no gradient is changed.
     """
     check_pipeline(pipe)
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
@@ -62,14 +64,14 @@ def clip_grad_norm_(
             raise ConfigError(f"{name}={value!r}; it must be above 0")
     named = pipe.named_parameters()
     gradients: dict[str, Tensor] = {name: p for name, p in named if p.grad is not None}
-    everyone = _of_all_stages(pipe, _norms(pipe, gradients, float(norm_type), foreach))
-    if pipe.plan.schedule.is_asynchronous and not everyone:
+    norms = _of_all_stages(pipe, _norms(pipe, gradients, float(norm_type), foreach))
+    if pipe.plan.schedule.is_asynchronous and not norms:
         raise ConfigError(
             f"schedule={pipe.plan.schedule!r} updates weights while it runs, and there is no "
             "gradient left to clip: the norm over all stages is not known before the first of "
             "them updates. Use a synchronous schedule, or a lower learning rate"
         )
-    total = _total(everyone, float(norm_type))
+    total = _total(norms, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {float(total)}, so it "
@@ -85,14 +87,18 @@ def clip_grad_norm_(
 def _norms(
     pipe: "Pipeline", gradients: dict[str, Tensor], norm_type: float, foreach: bool | None
 ) -> list[_Norm]:
-    """Return the norms of gradients; of weights that are cut, over all their shards."""
-    values = [_values(parameter) for parameter in gradients.values()]
+    """Return the norms of gradients; of weights in slices, over all their shards."""
+    values: list[Tensor] = []
+    for parameter in gradients.values():
+        gradient = parameter.grad
+        assert gradient is not None
+        values.append(gradient.coalesce().values() if gradient.is_sparse else gradient)
     if pipe.sharding is None and pipe.mesh.num_replicas == 1:
         norms = _each_norm(values, norm_type, foreach)
     else:
         wide = [torch.linalg.vector_norm(v.abs().double(), norm_type) for v in values]
-        own = pipe.shards.norms(list(gradients.values()), list(map(float, wide)), norm_type)
-        norms = list(torch.tensor(own, dtype=torch.float64))
+        sums = pipe.shards.norms(list(gradients.values()), list(map(float, wide)), norm_type)
+        norms = list(torch.tensor(sums, dtype=torch.float64))
     return [
         _Norm(name, float(norm), _name(norm), _name(value))
         for name, norm, value in zip(gradients, norms, values, strict=True)
@@ -100,42 +106,36 @@ def _norms(
 
 
 def _each_norm(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
-    """Return the norms of tensors, with the bits that torch's clipping has."""
+    """Return the norm of each tensor, with the bits of torch's clipping."""
     if foreach is False or not tensors or any(type(tensor) is not Tensor for tensor in tensors):
         return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
-    found: dict[int, Tensor] = {}
-    for (own,), places in grouped_by_kind([tensors], with_indices=True).values():
-        found.update(zip(places, foreach_norm(own, norm_type), strict=True))
-    return [found[place] for place in range(len(tensors))]
+    norms: dict[int, Tensor] = {}
+    for (group,), places in grouped_by_kind([tensors], with_indices=True).values():
+        norms.update(zip(places, foreach_norm(group, norm_type), strict=True))
+    return [norms[place] for place in range(len(tensors))]
 
 
 def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _values(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
 def _of_all_stages(pipe: "Pipeline", norms: list[_Norm]) -> list[_Norm]:
-    """Return those of all stages, in the order of the model; the loss's come last."""
+    """Return the norms of all stages in the order of the model, the loss's last."""
     pipe.mesh.world.begin_call("clip_grad_norm_", pipe.number)
-    own = [tuple(norm) for norm in norms] if pipe.mesh.speaks else []
-    everyone = pipe.mesh.stages.gather(own, "for the gradient norms of the other stages")
+    mine = [tuple(norm) for norm in norms] if pipe.mesh.speaks else []
+    gathered = pipe.mesh.stages.gather(mine, "for the gradient norms of the other stages")
     order = {name: place for place, name in enumerate(pipe.held.names)}
-    every = [_Norm(*norm) for of_process in everyone for norm in of_process]
-    return sorted(every, key=lambda norm: order.get(norm.name, len(order)))
+    all_norms = [_Norm(*norm) for of_process in gathered for norm in of_process]
+    return sorted(all_norms, key=lambda norm: order.get(norm.name, len(order)))
 
 
 def _total(norms: Sequence[_Norm], norm_type: float) -> Tensor:
-    """Return the norm of norms, in the order in which torch has them; 0 of none."""
+    """Return the norm of norms, in torch's order of types and devices; 0 without any."""
     if not norms:
         return torch.tensor(0.0)
-    found = [torch.tensor(norm.value, dtype=getattr(torch, norm.dtype)) for norm in norms]
+    values = [torch.tensor(norm.value, dtype=getattr(torch, norm.dtype)) for norm in norms]
     like = [torch.empty((), dtype=getattr(torch, norm.of)) for norm in norms]
     groups = grouped_by_kind([like], with_indices=True).values()
-    in_order = [found[place] for _, places in groups for place in places]
+    in_order = [values[place] for _, places in groups for place in places]
     total: Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
     return total.to(reduce(torch.promote_types, (tensor.abs().dtype for tensor in like)))

@@ -27,18 +27,18 @@ class GradScaler(AbstractSharedScaler):
         scaler.update()
         optimizer.zero_grad()
 
-    Where an optimizer of any process finds an inf or a nan in its gradients, those of all
-    processes skip the step, and all scales shrink alike.  In a mesh of processes each makes a
-    scaler, and calls `unscale_`, `step` and `update` as all others do; a stage without parameters
-    too.  All else is torch's, `state_dict` included: plain numbers, equal on every process.
+    If any process finds an inf or a nan in its gradients, all processes skip the step, and all
+    scales shrink alike.  In a mesh of processes each makes a scaler, and calls `unscale_`, `step`
+    and `update` as all others do, even on a stage without parameters.  The rest is torch's,
+    `state_dict` included: plain numbers, equal on every process.
 
     Args:
-        pipe: whose gradients it scales.
+        pipe: the pipeline whose gradients are scaled.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
 
     Raises:
         ConfigError: `pipe` is no pipeline, `init_scale` is not above 0, or the schedule updates
-            weights while it runs, with nobody to ask the scaler.
+            weights while it runs, before any scaler is asked.
         PeerError: by `unscale_` and `step`: another process failed, or is gone.
         MeshError: likewise: another process makes another call, or for another pipeline.
         WaitTimeout: likewise: the others do not come to the same call within the deadline.
@@ -76,13 +76,13 @@ class GradScaler(AbstractSharedScaler):
     def share(
         self, look: Callable[[], dict[torch.device, Tensor]], found_inf: Tensor
     ) -> dict[torch.device, Tensor]:
-        """Look for inf and nan as torch does; then tell all."""
+        """Look for inf and nan as torch does; then share the result with all processes."""
         world = self._mesh.world
         with world.reporting():
-            found = look()
+            infs = look()
             if world.size == 1:
-                return found or {found_inf.device: found_inf}  # torch wants one, even of nobody
-            mine = float(any(found.values()))
+                return infs or {found_inf.device: found_inf}  # torch needs at least one
+            mine = float(any(infs.values()))
             rows = world.exchange("GradScaler", self._number, (mine,))
         return {found_inf.device: found_inf.fill_(max(anywhere for (anywhere,) in rows))}
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError, OutputWarning
+from penstock.mesh.agreement import encode
 from penstock.mesh.control import Control
-from penstock.mesh.objects import encode
 from penstock.model.compare import first_difference, is_object, leaf_paths
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import constants, flatten, flatten_by, tree_map, unflatten

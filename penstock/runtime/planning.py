@@ -188,7 +188,7 @@ def agree(
     limits = plan.memory_limit_bytes is not None
     if mesh.world_size == 1:
         return plan, 0, balances and (plan.num_stages > 1 or limits)
-    same = {"number of pipelines made before": mesh.world.num_pipelines, **_facts(plan), **alike}
+    same = {"number of pipelines made before": len(mesh.world.pipelines), **_facts(plan), **alike}
     mesh.world.require_same("Pipeline", same)
     modules = [step.module for step in layers]
     tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)

@@ -27,7 +27,7 @@ class _Bucket:
     parameters: list[Tensor]
     flat: Tensor
     has_gradient: Tensor
-    sums: list[Begun]
+    sums: list[Begun[Tensor]]
 
 
 class Replicas:

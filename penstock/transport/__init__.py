@@ -1,1 +1,1 @@
-"""How values move between stages: one file per transport."""
+"""Messages between stages: one file per transport."""

@@ -1,5 +1,6 @@
-"""What travels between stages, the values of a micro-batch or their gradients, and what an
-executor sends them to and receives them from; each transport has its own kind.
+"""Messages between stages, activations and gradients, and the channels that carry them.
+
+Each transport has its own kind of channels.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +18,10 @@ from penstock.sharding.layouts import Layout
 
 
 class AbstractChannels(ABC):
-    """The messages of one run.  Both sides name a message by the same four values."""
+    """The channels of one run.  Both sides name a message by the same four values."""
 
     def post(self, message: Message) -> None:  # noqa: B027 - nothing to do is the usual answer
-        """Get ready for `message`, which will be received soon."""
+        """Prepare for `message`, which will be received soon."""
 
     @abstractmethod
     def send(self, message: Message, payload: Any) -> None:
@@ -28,7 +29,7 @@ class AbstractChannels(ABC):
 
     @abstractmethod
     def receive(self, message: Message, instruction: Instruction) -> Any:
-        """Return the payload of `message`, waiting for it until the deadline.
+        """Wait for the payload of `message`, until the deadline, and return it.
 
         Raises:
             WaitTimeout: it did not come in time.
@@ -41,7 +42,7 @@ class Stopped(BaseException):
 
 
 class LoopbackChannels(AbstractChannels):
-    """A message waits in a dict; the walk never asks for one before it was sent."""
+    """Channels within one thread: a dict of messages, each sent before it is received."""
 
     def __init__(self) -> None:
         self._payloads: dict[Message, Any] = {}
@@ -55,14 +56,14 @@ class LoopbackChannels(AbstractChannels):
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Values on their way to another stage: detached tensors, and which want a gradient.
+    """Values for another stage: detached tensors, and a flag for those that want a gradient.
 
-    `aliases` are the places of tensors that share memory with another value, so that a change in
-    place would have to be seen in both.  `versions` are those the tensors had when they left: a
-    later one means that the sender has changed them in place since.  `lasting` are the places of
-    parameters: the same for all micro-batches of a run.  `hooked` are the places of tensors with
-    hooks on their gradient, which their stage runs.  `layouts` are those of slices, where the
-    processes that share a stage hold slices of a value; None: each has all of it.
+    Sets are of places in `leaves`.  `aliases` share memory with another value, so that a change in
+    place would have to appear in both.  `versions` are the tensors' version counters at the send;
+    a
+    later one shows that the sender has changed the tensor in place.  `lasting` are parameters, the
+    same for all micro-batches of a run.  `hooked` have hooks on their gradient, which their stage
+    runs.  `layouts` are the layouts of tensors in slices, None for a whole one.
     """
 
     leaves: tuple[Tensor, ...]
@@ -78,7 +79,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Gradients on their way back, one for each leaf of the activation, or None."""
+    """Gradients for the leaves of an activation, or None, on their way back."""
 
     leaves: tuple[Tensor | None, ...]
     event: torch.cuda.Event | None = None
@@ -86,11 +87,11 @@ class Gradient:
 
 
 Layouts = tuple[Layout | None, ...]
-"""For each leaf of a message; () if all are whole."""
+"""A layout for each leaf of a message; () if all are whole."""
 
 
 def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
-    """Refuse a value that its sender has changed in place since it left.
+    """Refuse a tensor that its sender has changed in place since the send.
 
     Raises:
         BoundaryError: it has.

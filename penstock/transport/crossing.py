@@ -1,23 +1,22 @@
 """Messages between stages of several shards: each byte crosses once, and senders share the load.
 
-All tensors of a message, one behind the other, are a row of bytes, alike on all shards of the
-sender.  The plan (see `sharding.resharding`) divides it among the shards of both stages:
+The tensors of a message, one behind the other, are a row of bytes, the same on all shards of the
+sender.  The plan of `sharding.resharding` divides the row among the shards of both stages:
 
     shards of the sender    ├──────── 0 ────────┼──────── 1 ────────┤
     of the receiver         ├───── 0 ─────┼───── 1 ─────┼───── 2 ────┤
     links                   ├─── 0 to 0 ──┼─ 0-1 ─┼─ 1-1 ┼─ 1 to 2 ──┤
 
-The receivers then gather the rest from each other, in the thread that runs their program, as all
-collectives.  So few bytes that a message costs more than they do come whole from the first sender
-that a shard hears, and the other ones say only that it was sent.
+The receivers then all-gather the row, in the thread that runs their program, as every collective.
+A message of few bytes comes whole from each receiver's first sender; other links carry its header.
 
-A tensor of which shards hold slices of samples is divided by itself, likewise; the slices of both
-sides are even, so that each link has what its ends share of it, and nobody gathers.  Where both
-sides have as many shards each sends its slice to the one of its number, and they may be uneven.
+A tensor whose shards hold slices of samples is divided alone, in the same way.  Slices are even on
+both sides, so each link has the bytes that both its ends hold, and no all-gather follows.  Between
+equal numbers of shards, each sends its slice to the shard of its number; slices may be uneven.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
@@ -34,18 +33,18 @@ from .torch_distributed import Came, Incoming, Outgoing, Values
 from .wire import TensorKind, fill_rows, num_row_bytes, room_for_rows, row_bytes
 
 _FEW_BYTES = 1 << 16
-"""They cross in less time than it takes to begin a collective."""
+"""Bytes below which a message crosses faster than a collective begins."""
 Sides = tuple[Sequence[int], Sequence[int]]
-"""The ranks of the stage that sends, and of the one that receives."""
+"""The ranks of the sending stage, and of the receiving one."""
 Part = tuple[int, int, int]
-"""The number of a tensor, and which of its bytes: from the first up to the last."""
+"""A tensor's number in a message, and a range of its bytes: the first, and one past the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of each message that goes one way: from one block to another, of equal ones.
+    """The part of each message on one link: blocks `begin` to `end` of `num_blocks` equal ones.
 
-    `has_few`: it is all of a message of few bytes, else nothing of it.
+    `has_few`: the link carries all of a message of few bytes, else nothing of it.
     """
 
     begin: int
@@ -54,16 +53,16 @@ class Share:
     has_few: bool = True
 
     def span(self, num_bytes: int) -> tuple[int, int]:
-        """Return where it begins and ends in a row of so many bytes."""
+        """Return the begin and the end of the part in a row of `num_bytes`."""
         return num_bytes * self.begin // self.num_blocks, num_bytes * self.end // self.num_blocks
 
     def of_whole(self, num_bytes: int) -> tuple[int, int]:
-        """Return the same in what is held whole of a message."""
+        """Return the same for the bytes of tensors that each shard holds whole."""
         few = 0, num_bytes * self.has_few
         return few if num_bytes < _FEW_BYTES else self.span(num_bytes)
 
     def parts(self, content: "_Content") -> Iterator[Part]:
-        """Yield what it has of a message's tensors."""
+        """Yield the parts of a message's tensors."""
         at, (begin, end) = 0, self.of_whole(content.num_whole)
         for number, (size, is_cut) in enumerate(zip(content.sizes, content.is_cut, strict=True)):
             first, last = max(begin - at, 0), min(end - at, size)
@@ -77,8 +76,11 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The tensors of a message as all shards of its sender hold them together: their kinds, bytes,
-    and whether each shard has a slice; between as many shards, that slice.
+    """The tensors of a message, as all shards of the sender hold them: their kinds and bytes.
+
+    `is_cut`: each shard has a slice of the tensor.  With `is_like`, both sides have as many
+    shards, and
+    kinds are those of this shard's slice.
     """
 
     kinds: Sequence[TensorKind]
@@ -91,22 +93,22 @@ class _Content:
         kinds, layouts = kinds_of(header), layouts_of(header)
         if not is_like:
             pairs = zip(kinds, layouts, strict=True)
-            kinds = [_with_samples(k, samples(own)) if own else k for k, own in pairs]
+            kinds = [_with_samples(k, samples(cut)) if cut else k for k, cut in pairs]
         is_cut = [layout is not None for layout in layouts]
         return cls(kinds, [*map(num_row_bytes, kinds)], is_cut, is_like)
 
     @property
     def num_whole(self) -> int:
-        """The bytes of what each shard has all of."""
+        """The bytes of the tensors that each shard holds whole."""
         return sum(n for n, is_cut in zip(self.sizes, self.is_cut, strict=True) if not is_cut)
 
     def begin(self, number: int, shard: int, count: int) -> int:
-        """Return where a shard's own part of a tensor begins."""
+        """Return the first byte of a shard's slice of a tensor."""
         is_part = self.is_cut[number] and not self.is_like
         return self.sizes[number] * shard // count if is_part else 0
 
     def kinds_of_shard(self, count: int) -> list[TensorKind]:
-        """Return the kinds of what one of so many shards holds."""
+        """Return the kinds of the tensors, or slices, of one of `count` shards."""
         if self.is_like:
             return [*self.kinds]
         pairs = zip(self.kinds, self.is_cut, strict=True)
@@ -114,32 +116,26 @@ class _Content:
 
 
 def _with_samples(kind: TensorKind, number: int) -> TensorKind:
+    """Return the kind of a tensor with another number of samples."""
     shape = torch.Size((number, *kind.shape[1:]))
-    inner = prod(kind.shape[1:])  # as far apart as samples are that lie one behind the other
-    if kind.strides[0] == inner:
+    if kind.strides[0] == prod(kind.shape[1:]):  # samples lie one behind the other
         return kind._replace(shape=shape)
-    strides = torch.empty(shape, device="meta").stride()
-    return kind._replace(shape=shape, strides=strides)
+    return kind._replace(shape=shape, strides=torch.empty(shape, device="meta").stride())
 
 
 def shares(sides: Sides) -> dict[tuple[int, int], Share]:
-    """Return what each sender sends to each receiver that it sends anything; a receiver's shares
-    are in the order of a message's bytes.
-    """
+    """Return the share of each (sender, receiver); a receiver's are in the order of the bytes."""
     ranks = [*sides[0], *sides[1]]  # the plan orders by number: that of the shard, not the rank
     count, num_blocks = len(sides[0]), lcm(*map(len, sides))
     whole = [(number, Slice.of_all((num_blocks,))) for number in range(len(ranks))]
-    found, hear = dict[tuple[int, int], Share](), set[int]()
+    links, receivers = dict[tuple[int, int], Share](), set[int]()
     for sender, receiver, part in plan_resharding(whole[:count], whole[count:]).crossing:
         (begin,), (length,) = part.offsets, part.lengths
-        few = receiver not in hear
-        found[ranks[sender], ranks[receiver]] = Share(begin, begin + length, num_blocks, few)
-        hear.add(receiver)
-    return found
-
-
-def _are_like(sides: Sides) -> bool:
-    return len(sides[0]) == len(sides[1])
+        has_few = receiver not in receivers
+        share = Share(begin, begin + length, num_blocks, has_few)
+        links[ranks[sender], ranks[receiver]] = share
+        receivers.add(receiver)
+    return links
 
 
 class _OutgoingShare(Outgoing):
@@ -150,27 +146,27 @@ class _OutgoingShare(Outgoing):
     ) -> None:
         super().__init__(mesh, stage, rank, channel)
         self._share, self._place = share, (mesh.shard, len(sides[0]))
-        self._is_like = _are_like(sides)
+        self._is_like = len(sides[0]) == len(sides[1])
 
     def _own(self, tensors: Sequence[Tensor], header: Header) -> Values:
-        content, found = _Content.of(header, is_like=self._is_like), []
+        content, values = _Content.of(header, is_like=self._is_like), []
         for number, first, last in self._share.parts(content):
-            (shard, count), own = self._place, row_bytes(tensors[number])
+            (shard, count), row = self._place, row_bytes(tensors[number])
             begin = content.begin(number, shard, count)
-            even = content.begin(number, shard + 1, count) - begin  # 0 of what it has all of
-            if even and len(own) != even:
+            even = content.begin(number, shard + 1, count) - begin  # 0 for a whole tensor
+            if even and len(row) != even:
                 raise PlanError(
                     f"shard {shard} of {count} sends a slice of shape "
                     f"{tuple(tensors[number].shape)} to a stage of another mesh, and slices there "
                     "are even; make the micro-batches a multiple of both numbers of shards"
                 )
-            part = own[first - begin : last - begin]
-            found.append((part, TensorKind.of(part)))
-        return found
+            part = row[first - begin : last - begin]
+            values.append((part, TensorKind.of(part)))
+        return values
 
 
 def outgoing_shares(mesh: Mesh, stage: int, sides: Sides, channel: int) -> list[Outgoing]:
-    """Return the sending ends, of `stage`, to all receivers that this process sends anything."""
+    """Return the sending ends, of `stage`, to all receivers with a share from this process."""
     return [
         _OutgoingShare(mesh, stage, receiver, channel, share, sides)
         for (sender, receiver), share in shares(sides).items()
@@ -194,11 +190,13 @@ class _IncomingShare(Incoming):
 
 
 class IncomingShares:
-    """The receiving end of what `stage` sends, used as an `Incoming`; all shards call it alike."""
+    """The receiving end of an edge from `stage`, used as an `Incoming`; all shards
+    call it alike.
+    """
 
     def __init__(self, mesh: Mesh, stage: int, sides: Sides, channel: int) -> None:
         self._mesh, divided = mesh, shares(sides)
-        self._is_like = is_like = _are_like(sides)
+        self._is_like = is_like = len(sides[0]) == len(sides[1])
         self._links = [
             _IncomingShare(mesh, sender, channel, share, is_like=is_like)
             for (sender, receiver), share in divided.items()
@@ -210,26 +208,28 @@ class IncomingShares:
 
     @property
     def rank(self) -> int | None:
-        """The sender, if it is only one."""
+        """The sender, if there is only one."""
         return self._links[0].rank if len(self._links) == 1 else None
 
     @property
     def expects_much(self) -> bool:
-        """As an `Incoming`."""
+        """As of an `Incoming`."""
         return any(link.expects_much for link in self._links)
 
     def forget_lasting(self) -> None:
-        """Begin a run, or end one, as the senders do."""
+        """Begin or end a run, as the senders do."""
         for link in self._links:
             link.forget_lasting()
 
     def post(self) -> None:
-        """Let the next message come in while others are computed on; `bring` is to follow."""
+        """Begin to receive the next message, while others are computed on; `bring`
+        is to follow.
+        """
         for link in self._links:
             link.post()
 
     def bring(self, microbatch: int, timeout_s: float | None = None) -> list[Came]:
-        """Wait for the own parts of the next message, as an `Incoming` does."""
+        """Wait for this process's parts of the next message, as an `Incoming` does."""
         self.post()
         if timeout_s is None:
             return [link.bring(microbatch) for link in self._links]
@@ -237,7 +237,7 @@ class IncomingShares:
         return [link.bring(microbatch, deadline - time.monotonic()) for link in self._links]
 
     def payload(self, came: list[Came]) -> Payload:
-        """Return the message, of which the own parts came; called in the order of messages.
+        """Return the message whose parts came; called in the order of messages.
 
         Raises:
             PeerError: another process failed, or is gone.
@@ -247,33 +247,32 @@ class IncomingShares:
         content = _Content.of(header, is_like=self._is_like)
         kinds = content.kinds_of_shard(place[1])
         rooms = [room_for_rows(kind, self._mesh.device) for kind in kinds]
-        own: list[Tensor] = []
+        # Copy this shard's parts.  `sent` are those of tensors that all shards hold whole.
+        sent: list[Tensor] = []
         for link, (_, contents) in zip(self._links, came, strict=True):
             parts = list(link.share.parts(content))
             for part, (number, first, last) in zip(contents, parts, strict=True):
                 begin = content.begin(number, *place)
                 rooms[number][0][first - begin : last - begin] = part
-                own += [] if content.is_cut[number] else [part]
+                sent += [] if content.is_cut[number] else [part]
+        # Gather the other shards' parts of these.
+        rows: list[Tensor] = []
         if (size := content.num_whole) >= _FEW_BYTES and len(self._of_shards) > 1:
-            for shard, row in enumerate(self._gathered(torch.cat(own), size)):
-                if shard != self._mesh.shard:
-                    every = self._of_shards[shard].parts(content)
-                    parts = [part for part in every if not content.is_cut[part[0]]]
-                    _put(row.split([last - first for _, first, last in parts]), parts, rooms)
-        filled = zip(rooms, kinds, strict=True)
-        tensors = [fill_rows(tensor, received, kind) for (received, tensor), kind in filled]
+            rows = self._gathered(torch.cat(sent), size)
+        for shard, row in enumerate(rows):
+            if shard == self._mesh.shard:
+                continue
+            of_shard = self._of_shards[shard].parts(content)
+            parts = [part for part in of_shard if not content.is_cut[part[0]]]
+            contents = list(row.split([last - first for _, first, last in parts]))
+            for part, (number, first, last) in zip(contents, parts, strict=True):
+                rooms[number][0][first:last] = part
+        pairs = zip(rooms, kinds, strict=True)
+        tensors = [fill_rows(tensor, received, kind) for (received, tensor), kind in pairs]
         return self._links[0].payload(Came(header, tensors))
 
     def _gathered(self, own: Tensor, size: int) -> list[Tensor]:
-        """Return what has come to each shard, of so many bytes in all."""
+        """Return the bytes of each shard, of `size` in all."""
         shapes = [(e - b,) for b, e in (share.of_whole(size) for share in self._of_shards)]
         uneven = shapes if len(set(shapes)) > 1 else None
         return self._mesh.shards.tensors.all_gather(own, self._what, uneven)
-
-
-def _put(
-    contents: Iterable[Tensor], parts: Iterable[Part], rooms: Sequence[tuple[Tensor, Tensor]]
-) -> None:
-    """Put the contents of parts where they belong."""
-    for content, (number, first, last) in zip(contents, parts, strict=True):
-        rooms[number][0][first:last] = content

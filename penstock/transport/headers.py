@@ -1,6 +1,6 @@
-"""Headers: what a message holds beside its values, told to the other side when it is new.
+"""Headers: the description of a message, without its values, sent only when it is new.
 
-Both ends number the headers they have seen alike, so that each travels once.
+Both ends number headers alike, so that each travels once.
 """
 
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.mesh.objects import decode, encode
+from penstock.mesh.agreement import decode, encode
 from penstock.model.entries import version_of
 from penstock.model.pytree import Structure
 from penstock.model.templates import from_template, is_plain, template
@@ -18,18 +18,19 @@ from .channels import Activation, Gradient, Layouts
 from .wire import TensorKind
 
 _MOST_KNOWN = 256
-"""Beyond so many, both ends forget all and number anew."""
+"""Headers after which both ends forget all and begin again at 0."""
 Payload = Activation | Gradient
+"""The content of a message."""
 
 
 class Again(NamedTuple):
-    """Stands for a tensor that lasts as long as the run, and was sent before: the nth such one."""
+    """A reference to the nth lasting tensor, which was sent earlier in this run."""
 
     number: int
 
 
 class About(NamedTuple):
-    """All of an activation but its tensors; the fields are those of `Activation`."""
+    """The fields of an `Activation` but its tensors."""
 
     wants_grad: tuple[bool, ...]
     structure: Structure
@@ -37,7 +38,7 @@ class About(NamedTuple):
     lasting: frozenset[int]
     hooked: frozenset[int]
 
-    def __reduce__(self) -> Any:  # how a structure is put together is no object to be told
+    def __reduce__(self) -> Any:  # a structure itself cannot be pickled
         return _about, (self.wants_grad, template(self.structure), *self[2:])
 
 
@@ -46,7 +47,9 @@ def _about(wants_grad: tuple[bool, ...], form: Any, *places: frozenset[int]) -> 
 
 
 class Header(NamedTuple):
-    """What a message holds; `about` is None for a gradient, `layouts` are () if all is whole."""
+    """The description of a message; `about` is None for a gradient, `layouts` ()
+    if all is whole.
+    """
 
     kinds: tuple[TensorKind | Again | None, ...]
     about: About | None
@@ -59,7 +62,7 @@ def kinds_of(header: Header) -> list[TensorKind]:
 
 
 def layouts_of(header: Header) -> list[Layout | None]:
-    """Return the layouts of these: None where all of a tensor travels."""
+    """Return the layouts of these tensors, None for a whole one."""
     layouts = header.layouts or (None,) * len(header.kinds)
     pairs = zip(header.kinds, layouts, strict=True)
     return [layout for kind, layout in pairs if isinstance(kind, TensorKind)]
@@ -74,14 +77,14 @@ class HeaderWriter:
         self._lasting: dict[tuple[int, TensorKind, int], tuple[Again, Tensor]] = {}
 
     def forget_lasting(self) -> None:
-        """Begin a run, or end one: parameters change between runs."""
+        """Begin or end a run: parameters change between runs."""
         self._lasting.clear()
 
     def write(self, payload: Payload) -> tuple[int, bytes, list[Tensor], Header]:
-        """Return the number of the header, its bytes if it is new, the tensors to send, and it.
+        """Return a header's number, its bytes if it is new, the tensors to send, and the header.
 
         Raises:
-            BoundaryError: it holds what cannot be told.
+            BoundaryError: the payload holds a value that cannot be sent.
         """
         leaves = payload.leaves
         kinds: Any = tuple([None if t is None else TensorKind.of(t) for t in leaves])
@@ -98,31 +101,39 @@ class HeaderWriter:
         return *self._number(header), tensors, header
 
     def _once(self, place: int, kind: TensorKind, payload: Activation) -> TensorKind | Again:
-        """Replace the kind of a lasting tensor that was sent in this run."""
+        """Return the kind of a tensor, or a reference if it is lasting and was
+        sent in this run.
+        """
         if place not in payload.lasting:
             return kind
         tensor = payload.leaves[place]
         key = (tensor.data_ptr(), kind, version_of(tensor))
         if key in self._lasting:
             return self._lasting[key][0]
-        self._lasting[key] = Again(len(self._lasting)), tensor  # held: its address stays its own
+        self._lasting[key] = (
+            Again(len(self._lasting)),
+            tensor,
+        )  # kept alive, so that no other takes its address
         return kind
 
     def _number(self, header: Header) -> tuple[int, bytes]:
-        """Number a header; return its bytes if the other side does not know it."""
-        quick = header if header.about is None or is_plain(header.about.structure) else None
-        number = None if quick is None else self._plain.get(quick)
+        """Return a header's number, and its bytes if it is new to the other side.
+
+        A header with a plain structure is looked up by its value, others by their bytes.
+        """
+        is_plain_header = header.about is None or is_plain(header.about.structure)
+        number = self._plain.get(header) if is_plain_header else None
         if number is not None:
             return number, b""
-        told, new = encode(header), b""
-        if told not in self._known:
+        encoded, new = encode(header), b""
+        if encoded not in self._known:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
                 self._plain.clear()
-            self._known[told], new = len(self._known), told
-        if quick is not None:
-            self._plain[quick] = self._known[told]
-        return self._known[told], new
+            self._known[encoded], new = len(self._known), encoded
+        if is_plain_header:
+            self._plain[header] = self._known[encoded]
+        return self._known[encoded], new
 
 
 class HeaderReader:
@@ -133,23 +144,24 @@ class HeaderReader:
         self._lasting: list[Tensor] = []
 
     def forget_lasting(self) -> None:
-        """Begin a run, or end one, as the writer does."""
+        """Begin or end a run, as the writer does."""
         self._lasting.clear()
 
-    def read(self, number: int, told: bytes | bytearray | memoryview) -> Header:
-        """Return the header of that number; `told` are its bytes, if it is new.
+    def read(self, number: int, encoded: bytes | bytearray | memoryview) -> Header:
+        """Return the header of a number; `encoded` are its bytes, if it is new.
 
         Raises:
             MeshError: it cannot be read.
         """
-        if told:
+        if encoded:
             if number == 0:
                 self._known.clear()
-            self._known.append(decode(told))
+            self._known.append(decode(encoded))
         return self._known[number]
 
     def payload(self, header: Header, tensors: Iterable[Tensor]) -> Payload:
-        """Put a message together from the tensors that came."""
+        """Build a message from its header and the received tensors."""
+        # Leaves are received now, lasting ones of an earlier message, or None.
         new, leaves = iter(tensors), list[Any]()
         lasting = frozenset[int]() if header.about is None else header.about.lasting
         for place, kind in enumerate(header.kinds):

@@ -1,7 +1,7 @@
-"""Processes: values travel by torch.distributed.
+"""Channels between processes: values travel by torch.distributed.
 
-main thread    sends, and receives what was not posted
-background     receives large messages that were posted early; waits until large ones have left
+main thread    sends, and receives messages that were not posted
+background     receives large messages that were posted early; waits for large sends
 """
 
 import copy
@@ -14,7 +14,6 @@ from typing import Any
 
 from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
-from penstock.mesh.point_to_point import PointToPoint
 from penstock.schedules.ir import Instruction, Message, Schedule, sent_message
 from penstock.sharding.layouts import as_on
 
@@ -24,13 +23,14 @@ from .headers import Payload
 from .torch_distributed import Incoming, Outgoing
 
 _WHAT_SENDS = "for stage {} to take what was sent to it"
+"""Completes "rank 1 waited ..."."""
 
 
 class ProcessChannels(AbstractChannels):
-    """The messages of one process; its links to others outlive a run.
+    """The channels of one process; its links to other processes outlive a run.
 
-    What one of its stages sends to another stays here.  Between stages of several shards messages
-    go as `crossing` says.
+    A message between stages of the same ranks stays in this process.  Messages between stages of
+    several shards are divided by `crossing`.
     """
 
     def __init__(self, mesh: Mesh, places: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class ProcessChannels(AbstractChannels):
         self._posted: dict[Message, Slot] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessChannels":
-        """Return links of a copied pipeline's own, over the same wires; nothing is under way."""
+        """Return new links over the same connections; no message is under way."""
         other = copy.copy(self)
         other._incoming, other._outgoing, other._staying, other._posted = {}, {}, {}, {}
         return other
@@ -53,16 +53,40 @@ class ProcessChannels(AbstractChannels):
     def _stays(self, message: Message) -> bool:
         return self._ranks[message[1]] == self._ranks[message[2]]
 
+    def _incoming_of(self, message: Message) -> Incoming | IncomingShares:
+        """Return the receiving end of a message's edge, made at its first use."""
+        key = source, target = message[1:3]
+        if key not in self._incoming:
+            sides, channel = (self._ranks[source], self._ranks[target]), _channel(*key)
+            self._incoming[key] = (
+                Incoming(self._mesh, sides[0][0], channel)
+                if len(sides[0]) == len(sides[1]) == 1
+                else IncomingShares(self._mesh, source, sides, channel)
+            )
+        return self._incoming[key]
+
+    def _outgoing_of(self, message: Message) -> list[Outgoing]:
+        """Return the sending ends of a message's edge, made at their first use."""
+        key = source, target = message[1:3]
+        if key not in self._outgoing:
+            sides, channel = (self._ranks[source], self._ranks[target]), _channel(*key)
+            self._outgoing[key] = (
+                [Outgoing(self._mesh, source, sides[1][0], channel)]
+                if len(sides[0]) == len(sides[1]) == 1
+                else outgoing_shares(self._mesh, source, sides, channel)
+            )
+        return self._outgoing[key]
+
     def post(self, message: Message) -> None:
         if self._stays(message):
             return
         if any(message[:3] == posted[:3] for posted in self._posted):
-            return  # of one link, at most one message is under way
+            return  # a link has at most one message under way
         incoming = self._incoming_of(message)
         try:
             incoming.post()
         except WAIT_FAILURES:
-            return  # who receives it says what for
+            return  # `receive` fails too, and says in which instruction
         if incoming.expects_much:
             job = partial(incoming.bring, message[3])
             self._posted[message] = self._background.receives.submit(job)
@@ -95,55 +119,28 @@ class ProcessChannels(AbstractChannels):
                 f"from stage {source}"
             )
             raise self._background.blame(error, what, incoming.rank) from error
-        return self._as_held_here(incoming.payload(came))
-
-    def _as_held_here(self, payload: Payload) -> Payload:
-        """Return slices in a layout of this mesh, where that of the sender has another shape."""
+        payload: Payload = incoming.payload(came)
         if not payload.layouts:
             return payload
+        # The sender's mesh may have another shape: express slices in layouts of this one.
         mesh = [axis.size for axis in self._mesh.shard_axes]
-        own = (layout and as_on(layout, mesh, self._mesh.shard) for layout in payload.layouts)
-        return replace(payload, layouts=tuple(own))
-
-    def _incoming_of(self, message: Message) -> Incoming | IncomingShares:
-        key = source, target = message[1:3]
-        if key not in self._incoming:
-            sending, receiving = sides = self._ranks[source], self._ranks[target]
-            self._incoming[key] = (
-                Incoming(self._mesh, sending[0], _channel(*key))
-                if len(sending) == len(receiving) == 1
-                else IncomingShares(self._mesh, source, sides, _channel(*key))
-            )
-        return self._incoming[key]
-
-    def _outgoing_of(self, message: Message) -> list[Outgoing]:
-        key = source, target = message[1:3]
-        if key not in self._outgoing:
-            sending, receiving = sides = self._ranks[source], self._ranks[target]
-            self._outgoing[key] = (
-                [Outgoing(self._mesh, source, receiving[0], _channel(*key))]
-                if len(sending) == len(receiving) == 1
-                else outgoing_shares(self._mesh, source, sides, _channel(*key))
-            )
-        return self._outgoing[key]
+        layouts = (layout and as_on(layout, mesh, self._mesh.shard) for layout in payload.layouts)
+        return replace(payload, layouts=tuple(layouts))
 
     @contextmanager
     def run(self, schedule: Schedule) -> Iterator[None]:
-        """Send what lasts as long as a run does anew inside."""
+        """Begin and end a run: inside, lasting tensors are sent once more."""
         self._forget_lasting()
         if self._wires is not None and self._mesh.device.type != "cpu":
-            self._open(schedule, self._wires)
+            # All processes make the groups of all edges, in the same order.
+            sent = (sent_message(instruction) for _, instruction in schedule)
+            for source, target in sorted({message[1:3] for message in sent if message}):
+                if self._ranks[source] != self._ranks[target]:
+                    self._wires.open(_channel(source, target))
         try:
             yield
         finally:
             self._forget_lasting()
-
-    def _open(self, schedule: Schedule, wires: PointToPoint) -> None:
-        """Let all processes connect for all edges, in the same order."""
-        sent = (sent_message(instruction) for _, instruction in schedule)
-        for source, target in sorted({message[1:3] for message in sent if message is not None}):
-            if self._ranks[source] != self._ranks[target]:
-                wires.open(_channel(source, target))
 
     def _forget_lasting(self) -> None:
         for incoming in self._incoming.values():
@@ -152,18 +149,16 @@ class ProcessChannels(AbstractChannels):
             outgoing.forget_lasting()
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        for (_, target), outgoing in self._outgoing.items():
-            for each in outgoing:
+        """Wait until all sends have ended."""
+        for (_, target), links in self._outgoing.items():
+            for link in links:
                 try:
-                    each.finish(self._background.timeout_s)
+                    link.finish(self._background.timeout_s)
                 except WAIT_FAILURES as error:
                     what = _WHAT_SENDS.format(target)
-                    raise self._background.blame(error, what, each.rank) from error
+                    raise self._background.blame(error, what, link.rank) from error
 
 
 def _channel(source: int, target: int) -> int:
-    """Number what goes from one stage to another, alike at both ends: activations if `source` is
-    the lower one, else gradients.
-    """
+    """Return the number of a direction of an edge, the same at both ends."""
     return (source << 16) + target

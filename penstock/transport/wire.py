@@ -1,7 +1,7 @@
-"""Tensors on the wire: what describes them, and how they keep their strides and alignment.
+"""Tensors as bytes: their description, and their exact strides and alignment at the receiver.
 
-The order in which kernels add depends on strides, and on how far data lies from a cache line's
-start; so a tensor arrives with both as it left.
+Kernels add in an order that depends on strides, and on the distance from a cache line's start.  So
+a tensor arrives with both unchanged, and a step has the same bits on every transport.
 """
 
 from ctypes import c_char
@@ -16,10 +16,11 @@ from torch import Tensor
 from penstock.model.entries import as_plain
 
 CACHE_LINE_BYTES = 64
+"""Alignment that kernels may depend on."""
 
 
 class TensorKind(NamedTuple):
-    """All of a tensor but its values; `distance` is in bytes behind a cache line's start."""
+    """The description of a tensor; `distance` is in bytes after a cache line's start."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,11 +41,12 @@ class TensorKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How values lie in memory.
+    """The memory of a tensor.
 
-    `shape` is without repetition: an expanded dimension counts once.  `order` are the dimensions
-    from the widest stride to the narrowest.  `span` counts values from the first to the last one;
-    `is_dense` says that each of them is the tensor's.
+    `shape` has length 1 in expanded dims.  `order` are the dims from the widest stride to the
+    narrowest.  `span` is the number of elements from the first to the last; if `is_dense`, all of
+    them
+    are the tensor's.
     """
 
     shape: tuple[int, ...]
@@ -61,6 +63,7 @@ def _layout(kind: TensorKind) -> _Layout:
     pairs = list(zip(kind.shape, kind.strides, strict=True))
     shape = tuple(min(size, 1) if stride == 0 else size for size, stride in pairs)
     order = tuple(sorted(range(len(shape)), key=lambda d: (-kind.strides[d], d)))
+    # From the narrowest stride outwards: each stride is the product of the lengths inside it.
     num_values, is_dense = 1, True
     for dim in reversed(order):
         is_dense = is_dense and (shape[dim] <= 1 or kind.strides[dim] == num_values)
@@ -77,7 +80,7 @@ def _layout(kind: TensorKind) -> _Layout:
 
 
 def to_bytes(tensor: Tensor, kind: TensorKind) -> Tensor:
-    """Return a tensor's values as bytes, in order of its memory; a view if there are no gaps."""
+    """Return a tensor's values as bytes, in memory order; a view if there are no gaps."""
     layout, plain = _layout(kind), as_plain(tensor).detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -85,32 +88,28 @@ def to_bytes(tensor: Tensor, kind: TensorKind) -> Tensor:
         return plain.as_strided((layout.num_values,), (1,)).view(torch.uint8)
     compact = _without_repetition(plain, kind)
     flat = compact.permute(layout.order).contiguous().view(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one value may have stride 0
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single value may have stride 0
 
 
 def room_for(kind: TensorKind, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Make room: the bytes to receive into, and the tensor that they are, or will be once filled.
+    """Allocate a tensor, aligned as the sent one, and the bytes to receive; return bytes, tensor.
 
-    Where the tensor has gaps between its values the bytes lie elsewhere; `fill` moves them.
+    The bytes are the tensor's memory, or separate if it has gaps; `fill` then copies them.
     """
-    layout = _layout(kind)
-    tensor = _aligned(kind, layout, device)
+    layout, tensor = _layout(kind), None
+    if layout.num_bytes == 0 or not layout.is_expanded:
+        tensor = torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=device)
+        if layout.num_bytes and tensor.data_ptr() % CACHE_LINE_BYTES != kind.distance:
+            tensor = None
+    if tensor is None:  # a line more memory than needed: one start in it has the right distance
+        num_bytes = layout.span * kind.dtype.itemsize
+        base = torch.empty(num_bytes + CACHE_LINE_BYTES, dtype=torch.uint8, device=device)
+        start = (kind.distance - base.data_ptr()) % CACHE_LINE_BYTES
+        values = base[start : start + num_bytes].view(kind.dtype)
+        tensor = values.as_strided(kind.shape, kind.strides, values.storage_offset())
     if layout.is_dense:
         return tensor.as_strided((layout.num_values,), (1,)).view(torch.uint8), tensor
     return torch.empty(layout.num_bytes, dtype=torch.uint8, device=device), tensor
-
-
-def _aligned(kind: TensorKind, layout: _Layout, device: torch.device) -> Tensor:
-    """Make a tensor that begins as far from a cache line's start as the one that was sent."""
-    if layout.num_bytes == 0 or not layout.is_expanded:
-        tensor = torch.empty_strided(kind.shape, kind.strides, dtype=kind.dtype, device=device)
-        if layout.num_bytes == 0 or tensor.data_ptr() % CACHE_LINE_BYTES == kind.distance:
-            return tensor
-    num_bytes = layout.span * kind.dtype.itemsize
-    base = torch.empty(num_bytes + CACHE_LINE_BYTES, dtype=torch.uint8, device=device)
-    start = (kind.distance - base.data_ptr()) % CACHE_LINE_BYTES
-    values = base[start : start + num_bytes].view(kind.dtype)
-    return values.as_strided(kind.shape, kind.strides, values.storage_offset())
 
 
 def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
@@ -118,17 +117,15 @@ def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
     tensor = as_plain(tensor)
     if not _layout(kind).is_dense or tensor.is_conj() or tensor.is_neg():
         tensor = to_bytes(tensor, kind)
-    return _bytes_at(tensor, kind.num_bytes)
-
-
-def _bytes_at(tensor: Tensor, num_bytes: int) -> Any:
-    memory: Any = (c_char * num_bytes).from_address(tensor.data_ptr())
+    memory: Any = (c_char * kind.num_bytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # lives as long as this view of it
     return memory
 
 
 def fill(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
-    """Move received bytes into their tensor, if they are not there already; give it its class."""
+    """Copy received bytes into their tensor, unless they are its memory; return it
+    in its class.
+    """
     layout = _layout(kind)
     if layout.is_dense or layout.num_bytes == 0:
         return _of_class(tensor, kind)
@@ -139,22 +136,22 @@ def fill(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
     return _of_class(tensor, kind)
 
 
-# -- in the order of rows, whatever the strides: alike on all processes with the same values --
+# -- row by row, whatever the strides: the same bytes on all processes with the same values ------
 
 
 def num_row_bytes(kind: TensorKind) -> int:
-    """Return how many `row_bytes` a tensor has; it depends on its type and shape alone."""
+    """Return the length of `row_bytes`; it depends on type and shape alone."""
     return prod(kind.shape) * kind.dtype.itemsize
 
 
 def row_bytes(tensor: Tensor) -> Tensor:
-    """Return all values as bytes, row by row; a view if they lie like that."""
+    """Return all values as bytes, row by row; a view of a contiguous tensor."""
     plain = as_plain(tensor).detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def room_for_rows(kind: TensorKind, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Make room as `room_for`, for bytes row by row; `fill_rows` moves them."""
+    """Allocate as `room_for`, for bytes row by row; `fill_rows` copies them."""
     received, tensor = room_for(kind, device)
     if not tensor.is_contiguous():
         received = torch.empty(num_row_bytes(kind), dtype=torch.uint8, device=device)

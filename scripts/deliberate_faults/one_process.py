@@ -6,8 +6,8 @@ FAULTS = (
     Fault(
         "norms are taken in the order of stages, not of the model",
         "penstock/optim/clip.py",
-        "return sorted(every, key=lambda norm: order.get(norm.name, len(order)))",
-        "return every[::-1]",
+        "return sorted(all_norms, key=lambda norm: order.get(norm.name, len(order)))",
+        "return all_norms[::-1]",
         "tests/optim/test_clip.py",
         "bits_of_torchs",
     ),

@@ -51,7 +51,7 @@ FAULTS = (
     Fault(
         "ranks of a replica do not compare what they are given",
         "penstock/mesh/same_batch.py",
-        "if len({found[rank][k] for rank in given}) > 1:",
+        "if len({digests[rank][k] for rank in given}) > 1:",
         "if False:",
         "tests/distributed/test_same_batch.py",
         "named_and",
@@ -177,7 +177,7 @@ FAULTS = (
     ),
     Fault(
         "a tensor that hides in an object is pickled, without its graph",
-        "penstock/mesh/objects.py",
+        "penstock/mesh/agreement.py",
         "if isinstance(value, Tensor):",
         "if False:",
         "tests/mesh/test_objects.py",
@@ -210,8 +210,8 @@ FAULTS = (
     Fault(
         "a call does not say which pipeline it is for",
         "penstock/mesh/control.py",
-        "kind_of_call(kind), float(pipeline), *row]",
-        "kind_of_call(kind), 0.0, *row]",
+        "float(CALLS.index(kind)), float(pipeline), *row]",
+        "float(CALLS.index(kind)), 0.0, *row]",
         "tests/distributed/test_crossing.py",
         "another_pipeline",
     ),
@@ -306,8 +306,8 @@ FAULTS = (
     Fault(
         "a deadline runs on writing a checkpoint",
         "penstock/mesh/background.py",
-        "self._wait(slot, None, what, None)",
-        "self._wait(slot, self.timeout_s, what, None)",
+        "self.wait(slot, what, has_deadline=False)",
+        "self.wait(slot, what)",
         "tests/distributed/test_checkpoint_processes.py",
         "saves_may_take",
     ),

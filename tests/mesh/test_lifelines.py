@@ -11,8 +11,15 @@ from ipaddress import ip_address
 import pytest
 
 from penstock.errors import PeerError
-from penstock.mesh.addresses import listen, own_host
-from penstock.mesh.lifelines import _HELLO, _Address, _admit, _Failure, _reach
+from penstock.mesh.lifelines import (
+    _HELLO,
+    _Address,
+    _admit,
+    _Failure,
+    _reach,
+    listen,
+    own_host,
+)
 
 SECRET = b"sixteen letters."
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import BoundaryError, MeshError
-from penstock.mesh.objects import decode, encode
+from penstock.mesh.agreement import decode, encode
 from penstock.model.pytree import flatten
 from penstock.model.templates import from_template, template
 

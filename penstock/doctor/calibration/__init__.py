@@ -1,4 +1,4 @@
-"""HOW FAST IS THIS MACHINE: a description of its devices and links, measured in under a minute."""
+"""Calibrate: describe this machine's devices and links, measured in under a minute."""
 
 from .calibrate import Calibration, calibrate
 from .figures import Figure

@@ -1,6 +1,6 @@
 """Measure this machine: its devices alone and all at once, and the links between them.
 
-Nothing of it is measured with a pipeline: what a pipeline does is predicted from these figures.
+No pipeline runs here: Penstock predicts a pipeline from these figures.
 """
 
 import platform
@@ -18,7 +18,7 @@ from penstock.costs.cluster import Cluster, Device, Host
 from penstock.doctor.facts import memory_bytes, quota_cores
 from penstock.planner.shared_cores import num_cores
 
-from .figures import Figure, Spread, rounded, seconds_of
+from .figures import Figure, rounded, seconds_of
 from .links import MeasuredLink, measure_gpus, measure_processes, measure_threads
 from .work import (
     CHAIN,
@@ -34,26 +34,34 @@ from .work import (
 )
 
 BUDGET_S = 16.0
-"""About how long measuring takes; starting two processes comes on top."""
-_OF_DEVICES, _OF_CROWDS, _OF_LINKS = 0.25, 0.5, 0.25
-"""Shares of the budget."""
+"""Seconds that measuring takes, about, without the start of two processes."""
+_OF_DEVICES = 0.25
+"""Share of the budget for devices alone."""
+_OF_CROWDS = 0.5
+"""Share for several threads at once."""
+_OF_LINKS = 0.25
+"""Share for links."""
 _MESSAGE_BYTES = 1 << 20
+"""Bytes of a large message."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_TOO_SLOW, _TRIED = 10, 192
-"""A dtype that is so many times slower on a core than float32, for such a product, is left out."""
+"""Types of matrix products."""
+_TOO_SLOW = 10
+"""Times a core's float32 product over that of a type that is left out."""
+_TRIED = 192
+"""Rows of that product."""
 _QUIET = 0.95
-"""What is left to others on a machine that does nothing else."""
+"""Share of the time that a process has a core on an idle machine, at least."""
 _UNSTEADY = 2.0
-"""Quartiles of one figure that are so many times apart: repeats of it did not agree."""
+"""Ratio of the quartiles of a figure from which its repeats disagree."""
 _NAMED = 3
-"""How many of them a warning names, the worst first."""
+"""Disagreeing figures that a warning names, the worst first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured, and the cluster that is made of it.
+    """The measured figures, and the cluster described by them.
 
-    `had_core` is for which share of the time this process had a core while it measured one.
+    `had_core` is the share of the time in which this process had a core while it measured one.
     """
 
     cluster: Cluster
@@ -62,10 +70,10 @@ class Calibration:
 
     @property
     def warning(self) -> str:
-        """What makes the figures doubtful; empty if nothing does."""
-        found = []
+        """The reasons to doubt the figures; empty without any."""
+        reasons = []
         if self.had_core <= _QUIET:
-            found.append(
+            reasons.append(
                 f"other programs ran: this one had a core for {self.had_core:.0%} of the time, so "
                 "that the figures are too low"
             )
@@ -73,15 +81,15 @@ class Calibration:
         named = [f"{name} {ratio:.1f} times" for ratio, name in unsteady if ratio >= _UNSTEADY]
         if named:
             more = f" and {len(named) - _NAMED} more figures" if len(named) > _NAMED else ""
-            found.append(
+            reasons.append(
                 "repeats of a figure did not agree, from the lower quartile to the upper: "
                 f"{', '.join(named[:_NAMED])}{more}; these may be far off"
             )
-        return f"{'; '.join(found)}; stop other programs and calibrate again" if found else ""
+        return f"{'; '.join(reasons)}; stop other programs and calibrate again" if reasons else ""
 
 
 def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibration:
-    """Measure this machine for about so many seconds: its GPUs, or its cores if it has none.
+    """Measure this machine for about `budget_s` seconds: its GPUs, or its cores if it has none.
 
     Raises:
         MeshError: processes of this host do not start, or do not reach each other.
@@ -99,7 +107,12 @@ def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibra
 def _cores(budget_s: float, sizes: Sizes) -> Calibration:
     count = max(1, min(num_cores(), int(quota_cores() or num_cores())))
     cpu = torch.device("cpu")
-    facts = DeviceFacts("core", memory_bytes() // count, _source(_cpu_name()))
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    source = _source(next(names, platform.machine()))
+    facts = DeviceFacts("core", memory_bytes() // count, source)
+    # One core alone, then all at once, then messages between threads and between processes.
     began_s, used_s = time.perf_counter(), time.thread_time()
     core, figures = measure_device(cpu, facts, sizes, budget_s * _OF_DEVICES)
     had_core = (time.thread_time() - used_s) / (time.perf_counter() - began_s)
@@ -115,9 +128,13 @@ def _cores(budget_s: float, sizes: Sizes) -> Calibration:
         port="threads",
         processes="processes",
         memory_bytes=memory_bytes(),
-        busy_speed=_for_each(mixed, count),
+        busy_speed=tuple(rounded(share_at(mixed, n)) for n in range(1, count + 1)),
     )
-    figures += _crowd_figures("mixed work", mixed)
+    figures += [
+        Figure(f"mixed work, {n} threads at once", "of one alone", spread)
+        for n, spread in mixed.items()
+        if n > 1
+    ]
     return _calibration(described, {"core": core}, links, figures, had_core)
 
 
@@ -129,8 +146,8 @@ def _gpus(budget_s: float, sizes: Sizes) -> Calibration:
         known = torch.cuda.get_device_properties(gpu)
         facts = DeviceFacts(known.name, known.total_memory, _source(known.name))
         kind, share_s = f"gpu{n}", budget_s * _OF_DEVICES / len(gpus)
-        devices[kind], found = measure_device(gpu, facts, sizes, share_s)
-        figures += [Figure(f"{kind}: {f.name}", f.unit, f.spread) for f in found]
+        devices[kind], of_gpu = measure_device(gpu, facts, sizes, share_s)
+        figures += [Figure(f"{kind}: {f.name}", f.unit, f.spread) for f in of_gpu]
     links: dict[str, MeasuredLink] = {}
     if len(gpus) > 1:
         links["peers"] = measure_gpus(gpus[0], gpus[1], budget_s * _OF_LINKS)
@@ -144,7 +161,7 @@ def _gpus(budget_s: float, sizes: Sizes) -> Calibration:
 
 
 class DeviceFacts(NamedTuple):
-    """What is read, not measured."""
+    """Facts of a device that are read, not measured."""
 
     name: str
     memory_bytes: int
@@ -154,7 +171,9 @@ class DeviceFacts(NamedTuple):
 def measure_device(
     device: torch.device, facts: DeviceFacts, sizes: Sizes, budget_s: float
 ) -> tuple[Device, list[Figure]]:
-    """Measure a device alone: what it copies, the peak of each dtype, what issuing takes."""
+    """Measure a device alone: bandwidth of a copy, peak of each dtype, time to
+    issue an operator.
+    """
     is_cpu = device.type == "cpu"
 
     def wait() -> None:
@@ -164,6 +183,7 @@ def measure_device(
     part_s = budget_s / 4
     copy = seconds_of(copy_work(device, sizes.copy_bytes), part_s, wait).per(sizes.copy_bytes)
     figures = [Figure("copy", "B/s", copy)]
+    # A type that a core emulates slowly gets no figure: a full product would take too long.
     peaks: dict[str, float] = {}
     for name, dtype in _DTYPES.items():
         if peaks and is_cpu:
@@ -182,10 +202,10 @@ def measure_device(
         bytes_per_s=rounded(copy.middle),
         memory_bytes=facts.memory_bytes,
         torch_type=device.type,
-        efficiency={"gemm": 1.0},  # the peak is what a product reached
+        efficiency={"gemm": 1.0},  # the peak is a product's own speed
         source=facts.source,
         issue_s=rounded(issue.middle),
-        gap_s=rounded(issue.middle) if is_cpu else 0.0,  # a core issues what it computes
+        gap_s=rounded(issue.middle) if is_cpu else 0.0,  # a core also issues its operators
     )
     return described, figures
 
@@ -208,27 +228,6 @@ def _calibration(
     return Calibration(cluster=cluster, figures=(*figures, *of_links), had_core=had_core)
 
 
-def _crowd_figures(name: str, shares: Mapping[int, Spread]) -> list[Figure]:
-    return [
-        Figure(f"{name}, {n} threads at once", "of one alone", spread)
-        for n, spread in shares.items()
-        if n > 1
-    ]
-
-
-def _for_each(shares: Mapping[int, Spread], most: int) -> tuple[float, ...]:
-    """Return the share of each of 1, 2, 3, ... threads."""
-    return tuple(rounded(share_at(shares, n)) for n in range(1, most + 1))
-
-
 def _source(what: str) -> str:
     measured = f"measured by penstock doctor --calibrate, {date.today()}"
     return f"{what}: {measured}, torch {torch.__version__}"
-
-
-def _cpu_name() -> str:
-    """Return the name of the processor, as far as the system tells."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -1,4 +1,4 @@
-"""What a measurement gave: the median of many, and the quartiles; as a table and a comment."""
+"""Measured figures: the median of repeats and the quartiles, as a table and a comment."""
 
 import json
 import math
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from .calibrate import Calibration
 
 LEAST_TIMES = 5
+"""Repeats of a measurement, at least."""
 _SAMPLE_S = 2e-4
-"""Shorter work is timed several times together."""
-_DIGITS = 4
+"""Seconds of one sample; shorter work is repeated within it."""
 
 
 def rounded(value: float) -> float:
-    """Return a number with four significant digits: no more than a measurement has."""
-    return float(f"{value:.{_DIGITS}g}")
+    """Return a number with four significant digits: a measurement has no more."""
+    return float(f"{value:.4g}")
 
 
 class Spread(NamedTuple):
@@ -35,7 +35,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Return that of measured values."""
+        """Return the median and quartiles of measured values."""
         if len(values) < 2:
             return cls(values[0], values[0], values[0])
         low, _, high = quantiles(values, n=4, method="inclusive")
@@ -43,23 +43,23 @@ class Spread(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times the lower quartile the upper one is."""
+        """The upper quartile over the lower one."""
         if self.high <= self.low:
             return 1.0
         return self.high / self.low if self.low > 0 else math.inf
 
     def per(self, amount: float) -> "Spread":
-        """Return what `amount` in these seconds is a second."""
+        """Return `amount` per second, from seconds."""
         return Spread(amount / self.middle, amount / self.high, amount / self.low)
 
     def times(self, factor: float) -> "Spread":
-        """Return so many times as much."""
+        """Return the spread times a factor."""
         return Spread(self.middle * factor, self.low * factor, self.high * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One line of what was measured; `unit` is what `spread` counts, "s" or "B/s" say."""
+    """One measured figure; `unit` is of `spread`, such as "s" or "B/s"."""
 
     name: str
     unit: str
@@ -69,8 +69,8 @@ class Figure:
 def seconds_of(
     run: Callable[[], object], budget_s: float, wait: Callable[[], None] = lambda: None
 ) -> Spread:
-    """Time `run` again and again for a while, at least `LEAST_TIMES`; `wait` is for its end."""
-    run()
+    """Time `run` for `budget_s`, at least `LEAST_TIMES`; `wait` waits for its end."""
+    run()  # warm up
     wait()
     start_s = time.perf_counter()
     run()
@@ -88,16 +88,24 @@ def seconds_of(
 
 
 def calibration_lines(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield a table of what was measured: medians with their quartiles."""
+    """Yield the lines of a table: medians with their quartiles."""
+
+    def text(figure: Figure, value: float) -> str:
+        if figure.unit == "s":
+            return time_text(value)
+        if figure.unit.endswith("/s"):
+            return rate_text(value, figure.unit.removesuffix("/s"))
+        return percent_text(value)
+
     rows = [("measured", "median", "quartiles")]
     for figure in figures:
-        middle, low, high = (_text(figure, value) for value in figure.spread)
+        middle, low, high = (text(figure, value) for value in figure.spread)
         rows.append((figure.name, middle, f"{low} to {high}"))
     yield from columns(rows, num_left=1)
 
 
 def comment_of(calibration: "Calibration") -> str:
-    """Return what a file says of its figures: what was measured, with its spread."""
+    """Return the comment of a cluster file: the figures with their spread."""
     return "\n".join(
         (
             "Written by penstock doctor --calibrate; edit what you know better.  Measured:",
@@ -109,27 +117,14 @@ def comment_of(calibration: "Calibration") -> str:
 
 
 def as_line(calibration: "Calibration") -> str:
-    """Return all of it as one line of JSON."""
+    """Return the calibration as one line of JSON."""
     figures = [
-        {
-            "name": f.name,
-            "unit": f.unit,
-            **dict(zip(("middle", "low", "high"), f.spread, strict=True)),
-        }
+        dict(
+            zip(
+                ("name", "unit", "middle", "low", "high"), (f.name, f.unit, *f.spread), strict=True
+            )
+        )
         for f in calibration.figures
     ]
-    return json.dumps(
-        {
-            "cluster": json.loads(to_json(calibration.cluster)),
-            "figures": figures,
-            "warning": calibration.warning,
-        }
-    )
-
-
-def _text(figure: Figure, value: float) -> str:
-    if figure.unit == "s":
-        return time_text(value)
-    if figure.unit.endswith("/s"):
-        return rate_text(value, figure.unit.removesuffix("/s"))
-    return percent_text(value)
+    cluster = json.loads(to_json(calibration.cluster))
+    return json.dumps({"cluster": cluster, "figures": figures, "warning": calibration.warning})

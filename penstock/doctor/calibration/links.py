@@ -1,11 +1,11 @@
-"""What a message from one thread, process or GPU to another of this host takes, as in training.
+"""Measure messages between threads, processes and GPUs of this host, sent as in training.
 
-Two processes are started by torchrun, each with one thread:
+torchrun starts two processes, each with one thread:
 
-    rank 0 and rank 1 in turn    a message there and one back, small and large
-    both at once                 each sends a large one, then receives
-    rank 0, then rank 1          a send while nobody receives; a receive of what was sent
-    both at once                 products, with a small all-reduce after every few, and without
+    rank 0 and rank 1 in turn    a round trip, small and large
+    both at once                 each sends a large message, then receives
+    rank 0, then rank 1          a send while nobody receives; a receive of a message that is there
+    both at once                 products with a small all-reduce after every few, and without
 """
 
 import json
@@ -28,7 +28,7 @@ from penstock.costs.cluster import Link
 from penstock.errors import MeshError
 from penstock.mesh import Mesh, init_mesh
 from penstock.runtime.workers import QueueChannels
-from penstock.schedules.ir import Forward, Message
+from penstock.schedules.ir import Forward
 from penstock.schedules.transfers import chain_transfers
 from penstock.transport.channels import Gradient
 from penstock.transport.headers import Payload
@@ -38,24 +38,40 @@ from .figures import LEAST_TIMES, Figure, Spread, rounded, seconds_of
 from .work import gemm_work
 
 _SMALL_BYTES = 64
+"""Bytes of a small message."""
 _TIMEOUT_S = 60.0
-_PRODUCT, _PRODUCTS, _PIECES = 256, 8, 16
-"""Rows of a product; how many a piece of work has; pieces of which the mean is taken."""
+"""Deadline of a message, in seconds."""
+_PRODUCT = 256
+"""Rows of a product."""
+_PRODUCTS = 8
+"""Products between two all-reduces."""
+_PIECES = 16
+"""All-reduces over which the mean is taken."""
 _TO_ADD = "for the other process to add"
-_WARM, _MOST_TIMES = 5, 2000
+"""Completes "rank 1 waited ..."."""
+_WARM = 5
+"""Repeats before the measurement."""
+_MOST_TIMES = 2000
+"""Repeats of a measurement, at most."""
 _HALF_WAY = 0.75
-"""Of what one direction reaches alone; a duplex link has all of it both ways, another one half."""
+"""Share of a direction's speed that a duplex link keeps both ways; others fall to a half."""
+_INSTRUCTION = Forward(0, 0)
+"""Any instruction: a receive names it in errors."""
+_AT_ONCE = 100
+"""Small messages that are timed together."""
 _FOR_A_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of the environment that torchrun sets anew."""
 
 
 class MeasuredLink(NamedTuple):
     """Seconds that messages take, of a few bytes and of `num_bytes`.
 
-    `small_s` and `large_s` are from the begin of a send to the end of a receive that waited;
-    `overhead_s` is for how long either end is busy with a small message, `busy_s` with a large
-    one, None where nobody copies it.  `crossing_s` is as `large_s` while another message comes the
-    other way, None where both are known not to meet.  `collective_s` is what a small all-reduce
-    between pieces of work takes, None where there is none.
+    `small_s` and `large_s` are from the begin of a send to the end of its receive, which waited.
+    In
+    `overhead_s` an end is busy with a small message, in `busy_s` with a large one; None if nobody
+    copies it.  `crossing_s` is `large_s` with another message the other way; None if both never
+    meet.
+    `collective_s` is a small all-reduce between products; None if there is none.
     """
 
     num_bytes: int
@@ -68,12 +84,12 @@ class MeasuredLink(NamedTuple):
 
     @property
     def travel_s(self) -> float:
-        """What the bytes themselves take; at least what the measurement can tell from nothing."""
+        """Seconds of the bytes alone, at least the noise of the measurement."""
         noise_s = (self.large_s.high - self.large_s.low) / 2
         return max(self.large_s.middle - self.small_s.middle, noise_s, 1e-9)
 
     def link(self, source: str) -> Link:
-        """Return what a simulation needs of it."""
+        """Return the link's description for a simulation."""
         overhead_s, both = self.overhead_s.middle, self.crossing_s
         copying_s = 0.0 if self.busy_s is None else self.busy_s.middle - overhead_s
         copies = copying_s > self.travel_s / 10
@@ -92,9 +108,9 @@ class MeasuredLink(NamedTuple):
         )
 
     def figures(self, name: str) -> list[Figure]:
-        """Return what was measured, as lines of a table."""
+        """Return the measured figures, as lines of a table."""
         size = f"{self.num_bytes >> 10} KiB"
-        found = {
+        spreads = {
             "a small message": self.small_s,
             size: self.large_s,
             "either end busy, small": self.overhead_s,
@@ -102,7 +118,7 @@ class MeasuredLink(NamedTuple):
             f"{size}, both ways at once": self.crossing_s,
             "a small all-reduce between products": self.collective_s,
         }
-        return [Figure(f"{name}: {what}", "s", s) for what, s in found.items() if s is not None]
+        return [Figure(f"{name}: {what}", "s", s) for what, s in spreads.items() if s is not None]
 
 
 # -- between GPUs ---------------------------------------------------------------------------------
@@ -119,27 +135,24 @@ def measure_gpus(source: torch.device, target: torch.device, budget_s: float) ->
     def copies_s(num_bytes: int, wait_for_end: Callable[[], None]) -> Spread:
         value = torch.ones(num_bytes // 4, device=source)
         into = torch.empty(num_bytes // 4, device=target)
-        found = seconds_of(
+        spread = seconds_of(
             lambda: into.copy_(value, non_blocking=True), budget_s / 3, wait_for_end
         )
         wait()
-        return found
+        return spread
 
     begun_s = copies_s(_SMALL_BYTES, lambda: None)
-    small_s, large_s = (copies_s(each, wait) for each in (_SMALL_BYTES, num_bytes))
+    small_s, large_s = (copies_s(size, wait) for size in (_SMALL_BYTES, num_bytes))
     return MeasuredLink(num_bytes, small_s, large_s, begun_s)
 
 
 # -- between threads ------------------------------------------------------------------------------
 
-_INSTRUCTION = Forward(0, 0)
-_AT_ONCE = 100
-
 
 def measure_threads(num_bytes: int, budget_s: float) -> MeasuredLink:
     """Measure two threads that pass a tensor to each other, and read and write all of it.
 
-    What reading and writing takes one thread alone is not counted.
+    The time of one thread to read and write it alone is subtracted.
     """
     tensor = torch.zeros(num_bytes // 4)
     part_s = budget_s / 4
@@ -151,16 +164,16 @@ def measure_threads(num_bytes: int, budget_s: float) -> MeasuredLink:
 
 
 def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
-    """Return half of what it takes to another thread and back, with a touch in each."""
+    """Return half of a round trip to another thread, with a `touch` in each."""
     channels = QueueChannels(chain_transfers(2), _TIMEOUT_S, nullcontext())
     end = object()
 
     def answer() -> None:
         torch.set_num_threads(1)
         count = 0
-        while channels.receive(_there(count), _INSTRUCTION) is not end:
+        while channels.receive((False, 0, 1, count), _INSTRUCTION) is not end:
             touch()
-            channels.send(_back(count), None)
+            channels.send((True, 1, 0, count), None)
             count += 1
 
     peer = threading.Thread(target=answer, daemon=True)
@@ -169,41 +182,33 @@ def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
     began_s = time.perf_counter()
     while len(times_s) < LEAST_TIMES or time.perf_counter() - began_s < budget_s:
         start_s = time.perf_counter()
-        channels.send(_there(len(times_s)), None)
-        channels.receive(_back(len(times_s)), _INSTRUCTION)
+        channels.send((False, 0, 1, len(times_s)), None)
+        channels.receive((True, 1, 0, len(times_s)), _INSTRUCTION)
         touch()
         times_s.append((time.perf_counter() - start_s) / 2)
-    channels.send(_there(len(times_s)), end)
+    channels.send((False, 0, 1, len(times_s)), end)
     peer.join(_TIMEOUT_S)
     return Spread.of(times_s)
 
 
 def _overhead_s(budget_s: float) -> Spread:
-    """Return half of what a send and the receive of a message that is there take one thread."""
+    """Return half of a send and a receive in one thread, with no wait."""
     channels = QueueChannels(chain_transfers(2), _TIMEOUT_S, nullcontext())
 
     def run() -> None:
         for _ in range(_AT_ONCE):
-            channels.send(_there(0), None)
+            channels.send((False, 0, 1, 0), None)
         for _ in range(_AT_ONCE):
-            channels.receive(_there(0), _INSTRUCTION)
+            channels.receive((False, 0, 1, 0), _INSTRUCTION)
 
     return seconds_of(run, budget_s).times(1 / (2 * _AT_ONCE))
-
-
-def _there(microbatch: int) -> Message:
-    return False, 0, 1, microbatch
-
-
-def _back(microbatch: int) -> Message:
-    return True, 1, 0, microbatch
 
 
 # -- between processes ----------------------------------------------------------------------------
 
 
 def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
-    """Measure two processes of this host that send each other tensors of so many bytes.
+    """Measure two processes of this host that send each other tensors of `num_bytes`.
 
     Raises:
         MeshError: they failed, or took too long.
@@ -238,7 +243,7 @@ def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
 
 
 class _Ends:
-    """Both directions to the other process, and another connection to say whose turn it is."""
+    """Both directions to the other process, and a second connection that passes turns."""
 
     def __init__(self, mesh: Mesh) -> None:
         mine, theirs = mesh.rank, 1 - mesh.rank
@@ -248,7 +253,7 @@ class _Ends:
         self._in, self._turn_in = (Incoming(mesh, theirs, theirs + n) for n in (0, 2))
 
     def there_and_back(self, payload: Payload) -> float:
-        """Return half of what a message there and one back take."""
+        """Return half of a round trip."""
         start_s = time.perf_counter()
         if self._leads:
             self._out.send(payload, 0)
@@ -259,7 +264,7 @@ class _Ends:
         return (time.perf_counter() - start_s) / 2
 
     def crossing(self, payload: Payload) -> float:
-        """Return what a message takes while another one comes the other way."""
+        """Return the seconds of a message with another one the other way."""
         self._pass_turn(to_first=False)
         self._pass_turn(to_first=True)
         start_s = time.perf_counter()
@@ -269,7 +274,9 @@ class _Ends:
         return time.perf_counter() - start_s
 
     def busy(self, payload: Payload) -> float:
-        """Send while nobody receives, and receive what was sent; return this rank's seconds."""
+        """Send while nobody receives, then receive a waiting message; return this
+        rank's seconds.
+        """
         if not self._leads:
             self._pass_turn(to_first=False)
         start_s = time.perf_counter()
@@ -285,9 +292,7 @@ class _Ends:
         return took_s
 
     def all_reduce(self, payload: Payload) -> float:
-        """Return what an all-reduce after a few products takes: the mean, as a step takes the sum
-        of many.
-        """
+        """Return the mean seconds of an all-reduce after a few products."""
         assert isinstance(payload, Gradient) and payload.leaves[0] is not None
         tensors = self._mesh.world.tensors
         alone_s = self._products_s(lambda: None)
@@ -295,7 +300,7 @@ class _Ends:
         return max(0.0, both_s - alone_s)
 
     def _products_s(self, then: Callable[[], object]) -> float:
-        """Return what a few products take, with something after them."""
+        """Return the seconds of a few products and `then`."""
         self._mesh.world.tensors.all_reduce(torch.zeros(1), _TO_ADD)  # begin together
         start_s = time.perf_counter()
         for _ in range(_PIECES):
@@ -318,14 +323,14 @@ def _payload(num_bytes: int) -> Payload:
 
 
 def _measure(mesh: Mesh, step: Callable[[], float], budget_s: float) -> Spread:
-    """Repeat a step as often on both ranks; return the longer medians of both."""
+    """Repeat a step equally often on both ranks; return the longer medians of both."""
     what = "for the other process to tell what it measured"
     ends_s = [(step(), time.perf_counter())[1] for _ in range(_WARM + 1)]
     warm_s = sorted(b - a for a, b in pairwise(ends_s))[_WARM // 2]
     wanted = mesh.world.highest(int(budget_s / max(warm_s, 1e-7)), what)
     times = max(LEAST_TIMES, min(_MOST_TIMES, wanted))
     spread = Spread.of([step() for _ in range(times)])
-    return max(Spread(*found) for found in mesh.world.gather(tuple(spread), what))
+    return max(Spread(*values) for values in mesh.world.gather(tuple(spread), what))
 
 
 def main() -> None:

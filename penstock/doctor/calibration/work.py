@@ -1,5 +1,6 @@
-"""What a device is timed at: a copy, a matrix product, a mixture, and the issuing of operators;
-and how fast each of several threads works while all do.
+"""Work that is timed on a device: a copy, a matrix product, a mixture, issuing of operators.
+
+Also measures the speed of each of several threads that work at once.
 """
 
 import threading
@@ -13,12 +14,16 @@ from torch.nn import functional
 from .figures import Spread
 
 Run = Callable[[], object]
+"""One repeat of some work."""
 CHAIN = 64
+"""Operators in `issue_work`."""
+ROUNDS = 3
+"""Measurements of each number of threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large the work is: bytes of a copy, rows of a product, images of a convolution."""
+    """Sizes of the work: bytes of a copy, rows of a product, images of a convolution."""
 
     copy_bytes: int = 1 << 27
     gemm: int = 1024
@@ -26,14 +31,15 @@ class Sizes:
 
 
 USUAL = Sizes()
+"""Sizes for a core."""
 LARGE = Sizes(copy_bytes=1 << 30, gemm=8192)
-"""Fills a GPU, and none of its caches holds it."""
+"""Sizes that fill a GPU and exceed its caches."""
 TINY = Sizes(copy_bytes=1 << 16, gemm=32, images=(2, 4, 8, 8))
-"""Gives figures that say little, at once."""
+"""Sizes for tests: fast, with meaningless figures."""
 
 
 def copy_work(device: torch.device, num_bytes: int) -> Run:
-    """Return a copy within the memory of a device, which reads and writes so many bytes."""
+    """Return a copy within the memory of a device that reads and writes `num_bytes` in all."""
     source = torch.ones(num_bytes // 8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
@@ -68,34 +74,33 @@ def mixed_work(sizes: Sizes) -> Run:
     return lambda: (product(), functional.conv2d(images, weight, padding=1), copy())
 
 
-ROUNDS = 3
-
-
 def shares_alone(make: Callable[[], Run], most_threads: int, budget_s: float) -> dict[int, Spread]:
-    """Return how fast each of 1, 2, 4, ... and so many threads works, as a share of one alone."""
+    """Return the speed of each of 1, 2, 4, ..., `most_threads` threads, as a share
+    of one alone.
+    """
     counts = [2**n for n in range((most_threads - 1).bit_length())] + [most_threads]
     window_s = budget_s / (ROUNDS * len(counts))
     rounds: dict[int, list[float]] = {n: [] for n in counts}
     for _ in range(ROUNDS):
         (alone,) = rates(make, 1, window_s)
         for n in counts:
-            found = rates(make, n, window_s) if n > 1 else [alone]
-            rounds[n].append(min(1.0, sum(found) / n / alone))
+            speeds = rates(make, n, window_s) if n > 1 else [alone]
+            rounds[n].append(min(1.0, sum(speeds) / n / alone))
     return {n: Spread.of(shares) for n, shares in rounds.items()}
 
 
 def share_at(known: Mapping[int, Spread], n: int) -> float:
-    """Return the median for n threads, or what lies on the line between its neighbours."""
+    """Return the median for n threads, interpolated between its neighbours."""
     below, above = max(k for k in known if k <= n), min(k for k in known if k >= n)
     weight = (n - below) / max(1, above - below)
     return (1 - weight) * known[below].middle + weight * known[above].middle
 
 
 def rates(make: Callable[[], Run], num_threads: int, window_s: float) -> list[float]:
-    """Return how often a second each of so many threads does its work, all at once."""
+    """Return the repeats per second of each of several threads that work at once."""
     began_s: list[float] = []
     barrier = threading.Barrier(num_threads, lambda: began_s.append(time.perf_counter()))
-    found: list[float] = []
+    speeds: list[float] = []
     failures: list[Exception] = []
 
     def serve() -> None:
@@ -108,7 +113,7 @@ def rates(make: Callable[[], Run], num_threads: int, window_s: float) -> list[fl
             while count == 0 or passed_s < window_s:
                 run()
                 count, passed_s = count + 1, time.perf_counter() - began_s[0]
-            found.append(count / passed_s)
+            speeds.append(count / passed_s)
         except Exception as failure:
             failures.append(failure)
             barrier.abort()
@@ -118,7 +123,7 @@ def rates(make: Callable[[], Run], num_threads: int, window_s: float) -> list[fl
         thread.start()
     for thread in threads:
         thread.join()
-    if failures:  # the others only say that one has left the barrier
+    if failures:  # one is the cause, the others are errors of the barrier
         broken = threading.BrokenBarrierError
         raise next((f for f in failures if not isinstance(f, broken)), failures[0])
-    return found
+    return speeds
