@@ -1,4 +1,4 @@
-"""The laws of every schedule: each a function of the lanes of its stages, which marks the spot."""
+"""The laws of every schedule: functions of its lanes that raise at the first fault."""
 
 from collections import Counter, defaultdict
 
@@ -15,9 +15,7 @@ _STAYS_AWAY = "what it needs was moved away and no Fetch has brought it back"
 
 
 def offloads(lanes: Lanes) -> None:
-    """Check that an Offload follows its Forward, and one Fetch stands between it and the first
-    instruction that needs what was moved away.
-    """
+    """Check that an Offload follows its Forward, and that one Fetch precedes the first use."""
     for stage in range(lanes.num_stages):
         fetches = list(lanes.each(stage, ir.Fetch))
         offloaded = list(lanes.each(stage, ir.Offload))
@@ -171,8 +169,7 @@ def recomputes(lanes: Lanes) -> None:
 def in_order(lanes: Lanes) -> None:
     """Check that the forwards and the backwards of each stage come in micro-batch order.
 
-    It makes the gradients of synchronous families equal to the unsplit model's to the bit: sums
-    are made in the same order.
+    Sums are then made in the order of the unsplit model, so gradients are equal to the bit.
     """
     for stage in range(lanes.num_stages):
         _check(lanes, stage, "the forwards of a stage must come in micro-batch order", ir.Forward)
@@ -265,4 +262,4 @@ _KINDS: tuple[type[ir.Compute], ...] = (
     ir.BackwardWeight,
 )
 _RIGHT = ((1, 1, 0, 0), (1, 0, 1, 1))
-"""How often each of them may come: with a backward in one part, and in two."""
+"""The number of each of `_KINDS` for a micro-batch: with a backward in one part, and in two."""

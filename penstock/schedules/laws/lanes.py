@@ -1,7 +1,7 @@
-"""A schedule sorted by what its instructions do: what the laws look at.
+"""The instructions of a schedule sorted by stage and kind, for the laws.
 
-A schedule has millions of instructions, so laws compare whole lists, which takes little of Python;
-only one that finds a fault goes through them again, to say where.
+A schedule may have millions of instructions, so laws compare whole lists, which is fast.  Only a
+law that finds a fault goes through them again, to locate it.
 """
 
 from collections import defaultdict
@@ -17,18 +17,18 @@ from penstock.schedules.transfers import Transfers, neighbours
 
 Kind = TypeVar("Kind", bound=Instruction | Communication)
 Places = dict[int, int]
-"""Where the instruction of each micro-batch stands."""
+"""The position of the instruction of each micro-batch."""
 
 
 class Lane(NamedTuple):
-    """The micro-batches of some instructions, in the order in which these stand, and where."""
+    """The micro-batches of some instructions, in program order, and their positions."""
 
     microbatches: list[int]
     positions: list[int]
 
 
 class Lanes:
-    """Where the instructions of each kind stand that a stage runs, in order.
+    """The positions of each stage's instructions, by kind, in order.
 
     `producers` and `consumers` are the neighbours of the stages that have any.
 

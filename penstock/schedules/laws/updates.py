@@ -1,4 +1,4 @@
-"""Laws of weights that change within a schedule, and of those that do not."""
+"""The laws of weight updates within a schedule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .lanes import Lanes
 
 Version = Callable[[int, int, int, int], int]
 """(stage, micro-batch, micro-batches between two updates, number of stages) -> the version of the
-weights that the micro-batch's forward is to see there."""
+weights for the micro-batch's forward there."""
 
 
 def one_version(lanes: Lanes) -> None:
@@ -70,7 +70,7 @@ def commits_by_minibatch(lanes: Lanes) -> None:
 
 
 def microbatches_per_update(lanes: Lanes) -> int:
-    """Return how many micro-batches' gradients one update is made of.
+    """Return the number of micro-batches whose gradients make one update.
 
     Raises:
         ScheduleError: not as many on every stage, or not in every update.
@@ -88,7 +88,7 @@ def microbatches_per_update(lanes: Lanes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sees:
-    """Check that each forward sees the version of the weights that the family says."""
+    """Check that each forward sees the family's `version` of the weights."""
 
     version: Version
 
