@@ -146,7 +146,7 @@ def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
 def one_each(
     value: Number | tuple[Number, ...], count: int, name: str, noun: str = "stage"
 ) -> tuple[Number, ...]:
-    """Return one number for each of so many stages, or other things called `noun`.
+    """Return one number for each of `count` stages, or other things called `noun`.
 
     Raises:
         ConfigError: `value` has another number of entries.

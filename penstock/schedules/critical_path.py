@@ -107,7 +107,7 @@ def _schedule(
             end = length(problem, answer)[0]
             if best is None or end < best[0] * (1 - _ROUNDING):
                 best = end, answer, problem
-            if end <= goal:
+            if end <= goal:  # none can be shorter
                 return schedule_of(problem, answer)
     assert best is not None, "some policy is tried"
     return schedule_of(best[2], best[1])
@@ -136,6 +136,7 @@ def _policies(problem: Problem) -> Iterator[Policy]:
         for stages_of_rank in p.stages
     )
     cheaper = frozenset(s for s in stages if of_inputs[s] + of_weights[s] > one[s])
+    # stages with whole backwards: those where the parts cost more, none, or all
     undivided = dict.fromkeys((cheaper, frozenset[int](), frozenset(stages)))
     for whole, pace, patience in product(undivided, _PACES, (0, 1)):
 

@@ -15,8 +15,8 @@ Build = Callable[[int, int], Schedule]
 Deal = Callable[[int, int], tuple[int, ...]]
 """(num_stages, num_ranks) -> the rank of each stage."""
 Argument = Hashable
-"""A number, None, or a tuple or frozen dataclass of these, such as costs: a file can hold it, and
-families with equal arguments are equal."""
+"""A number, None, or a tuple or frozen dataclass of these, such as costs.  A file can hold it.
+Families with equal arguments are equal."""
 
 
 def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:

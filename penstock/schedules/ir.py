@@ -1,8 +1,8 @@
 """The instruction set: every schedule is written in it, and nothing else runs.
 
 Printing an instruction gives its word in a schedule's text; `WORDS` reads it.
-Letters in the "Roughly" lines: s a stage, i a micro-batch, x its input values, y its output
-values, g gradients, kept[s, i] the activations that a forward leaves for its backward.
+Letters in the "Roughly" lines: s a stage, i a micro-batch, x its input values, y its outputs, g
+gradients.  kept[s, i] are the activations that a forward leaves for its backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -58,7 +58,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Add the parameter gradients of `stage` for `microbatch`; free what its forward kept.
+    """Add the parameter gradients of `stage` for `microbatch`; free its activations.
 
     Roughly: g_x[s, i], g_w += vjp(kept.pop((s, i)), g_y[s, i])
     """
@@ -290,7 +290,7 @@ Compute = Forward | Recompute | Backward | BackwardInput | BackwardWeight
 COMPUTES: frozenset[type[Compute]] = frozenset(get_args(Compute))
 """The classes of `Compute`."""
 GIVES_GRADIENTS: tuple[type[Backward | BackwardInput], ...] = (Backward, BackwardInput)
-"""The instructions that turn gradients of a stage's outputs into those of its inputs."""
+"""The instructions that compute gradients of a stage's inputs from gradients of its outputs."""
 ADDS_GRADIENTS: tuple[type[Backward | BackwardWeight], ...] = (Backward, BackwardWeight)
 """The instructions that add to weight gradients, and free the last of a forward's activations."""
 Instruction = (

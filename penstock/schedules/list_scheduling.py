@@ -150,6 +150,7 @@ class _Run:
         ]
         for stage in self.policy.whole:
             room[INPUT][stage] = room[WHOLE][stage]
+        # without an order: leave room for one micro-batch through this stage and the later ones
         if self.policy.orders is None:
             for rank, stages in enumerate(p.stages):
                 for place, s in enumerate(stages):
@@ -159,6 +160,7 @@ class _Run:
     def next_step(self, rank: int, now: float) -> tuple[Step | None, float]:
         """Return the step that begins now, if any, and the first known time of a later one."""
         best, least, soonest = None, None, inf
+        # keys are computed only if two steps are ready: most often one is
         for step in self._allowed(rank):
             is_backward, stage, microbatch = step
             at = self.ready[is_backward][stage][microbatch]

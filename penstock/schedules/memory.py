@@ -127,6 +127,7 @@ def num_versions(schedule: Schedule) -> tuple[int, ...]:
     """
     most = [1] * schedule.num_stages
     for stage, waiting in uses_of_versions(schedule).items():
+        # walk the stage's program: `waiting` counts the backwards left for each version
         newest, version_of = 0, {}
         for x in schedule.programs[schedule.ranks[stage]]:
             if x.stage != stage:

@@ -60,10 +60,12 @@ def add_offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
     """
 
     def rewrite(program: Program) -> Iterator[Instruction]:
+        # position of the first instruction that needs the activations of (stage, micro-batch)
         needed: dict[tuple[int, int], int] = {}
         for n, x in enumerate(program):
             if isinstance(x, ir.Recompute | ir.Backward | ir.BackwardInput) and x.stage in stages:
                 needed.setdefault((x.stage, x.microbatch), n)
+        # fetches by the position that they stand before: one instruction ahead of the use
         back: dict[int, Instruction] = {}
         for n, x in enumerate(program):
             if n in back:
@@ -131,6 +133,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
     """Add up the gradients of each stage over all replicas right after its last backward."""
 
     def rewrite(program: Program) -> Iterator[Instruction]:
+        # gradients leave first, so that the stage before does not wait for the sum
         last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.ADDS_GRADIENTS)}
         sending = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.SendGradient)}
         ends = {max(n, sending.get(stage, n)): stage for stage, n in last.items()}

@@ -51,7 +51,7 @@ class Problem:
     lag: Sequence[float]
     """The time for which the operand travels."""
     result: Sequence[int]
-    """The index under which others find the end: a Backward has that of its BackwardInput."""
+    """The index at which others find the end: for a Backward, the index of its BackwardInput."""
     peak: Sequence[int]
     """Additional bytes that the rank keeps at most while the operation runs."""
     change: Sequence[int]
@@ -199,7 +199,7 @@ def answer_of(problem: Problem, schedule: Schedule) -> Answer:
 def schedule_of(problem: Problem, answer: Answer) -> Schedule:
     """Read a schedule from its numbers."""
     size, m = problem.size, problem.num_microbatches
-    programs = ((KINDS[op // size](*divmod(op % size, m)) for op in each) for each in answer)
+    programs = ((KINDS[op // size](*divmod(op % size, m)) for op in program) for program in answer)
     return Schedule(tuple(map(tuple, programs)))
 
 
@@ -249,7 +249,7 @@ def least_bytes(problem: Problem, stages: Sequence[int]) -> int:
 
 
 def check_is_limit(memory: object) -> None:
-    """Refuse what is neither a limit of bytes nor None.
+    """Refuse a `memory` argument that is neither a limit of bytes nor None.
 
     Raises:
         ConfigError: it is something else.

@@ -97,6 +97,7 @@ def _schedule(
     ranks = like.ranks(num_stages)
     problem = problem_of(costs, memory, ranks, num_microbatches, recompute)
     check_limits(problem)
+    # 1. the named families that have these ranks and keep to the memory
     answers = [
         answer
         for family in families_for(costs, like.stages_per_rank)
@@ -104,6 +105,7 @@ def _schedule(
         and (answer := answer_of(problem, family(num_stages, num_microbatches)))
         and all(fits(problem, *program) for program in enumerate(answer))
     ]
+    # 2. list schedules, which keep to it by construction
     answers += filled(problem)
     return schedule_of(problem, joined(problem, min(answers, key=partial(length, problem))))
 

@@ -60,7 +60,7 @@ def _run(
     runnable: list[int],
     end: int,
 ) -> int:
-    """Run a rank until it must wait; return the position of what waits, or `end`.
+    """Run a rank until it must wait; return the position of its receive, or `end`.
 
     `halfway` maps a message that is sent and not yet received to _SENT, and one that a rank waits
     for to that rank.  A send adds the rank that waits for its message to `runnable`.

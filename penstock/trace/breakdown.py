@@ -159,6 +159,7 @@ def stages_of(timeline: Timeline) -> tuple[StageTimes, ...]:
     ranks: dict[int, int] = {}
     last: dict[int, Span] = {}
     start_s, end_s = timeline.start_s, timeline.end_s
+    # idle time before a span counts for its stage, after a rank's last span for that one's
     for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True):
         number, before = span.instruction.stage, last.get(span.rank)
         ranks[number], last[span.rank] = span.rank, span
@@ -216,6 +217,7 @@ def longest_chain_s(timeline: Timeline, durations_s: Sequence[float]) -> float:
     Each instruction begins as soon as its rank is free and its message is there; messages take no
     time.  A receive without a send in the timeline waits for nothing.
     """
+    # 1. the programs, without receives that nothing is sent to
     num_ranks = timeline.num_ranks
     programs: list[list[Instruction]] = [[] for _ in range(num_ranks)]
     of_ranks: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -224,6 +226,7 @@ def longest_chain_s(timeline: Timeline, durations_s: Sequence[float]) -> float:
         if awaited_message(span.instruction) in sent:
             programs[span.rank].append(span.instruction)
             of_ranks[span.rank].append(duration_s)
+    # 2. run them, sends before their receives
     next_s = [iter(of_rank) for of_rank in of_ranks]
     arrival_s: dict[Message, float] = {}
     free_s: list[float] = [0] * num_ranks

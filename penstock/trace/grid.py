@@ -80,6 +80,7 @@ def _fitting_columns(timeline: Timeline, most: int) -> int:
     origin_s = timeline.start_s
     borders: set[object] = {span.start_s - origin_s for span in timeline.spans}
     borders |= {span.end_s - origin_s for span in timeline.spans}
+    # a tick is the largest time that divides all others: each takes a whole number of columns
     exact = [Fraction(time_s) for time_s in borders if isinstance(time_s, Rational)]
     if not exact or len(exact) < len(borders):
         return most

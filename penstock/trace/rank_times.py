@@ -79,6 +79,7 @@ def rank_times(timeline: Timeline) -> tuple[RankTimes, ...]:
         name = _FIELDS.get(type(span.instruction))
         if name is not None:
             times[name] += span.duration_s - wait_s
+    # idle time is imbalance as far as unequal stages explain it, and else bubble
     step_s = timeline.step_s
     idle_s = [step_s - sum(times.values()) for times in sums]
     imbalance_s = _imbalance_s(timeline)
@@ -111,7 +112,7 @@ def _imbalance_s(timeline: Timeline) -> list[float]:
     equal_works = [means[key] for key in keys]
 
     # 2. compare idle times, in programs of the same order
-    step_s, equal_step_s = (longest_chain_s(timeline, each) for each in (works, equal_works))
+    step_s, equal_step_s = (longest_chain_s(timeline, x) for x in (works, equal_works))
     busy_s: list[float] = [0] * timeline.num_ranks
     equal_busy_s: list[float] = [0] * timeline.num_ranks
     for span, work_s, equal_work_s in zip(timeline.spans, works, equal_works, strict=True):

@@ -284,10 +284,10 @@ def _curve(metrics: Metrics, title: str, names: Sequence[str]) -> Figure:
     notes = []
     for n, name in enumerate(names):
         points = [(line["step"], line[name]) for line in metrics if _is_number(line.get(name))]
-        every = -(-len(points) // MOST_POINTS)
-        if every > 1:
-            notes.append(f"Of {len(points):,} points, one in {every} is drawn.")
-        points = [*points[:-1:every], points[-1]]
+        stride = -(-len(points) // MOST_POINTS)
+        if stride > 1:
+            notes.append(f"Of {len(points):,} points, one in {stride} is drawn.")
+        points = [*points[:-1:stride], points[-1]]
         shown = escape(_LOSSES.get(name) or _title(name))
         data.append(
             {
