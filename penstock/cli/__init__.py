@@ -1,4 +1,4 @@
-"""The command line; and what a package needs that adds a command by `penstock.commands`."""
+"""The command line, and the helpers of packages that add a command by `penstock.commands`."""
 
 from penstock.trace.progress import say
 

@@ -7,7 +7,7 @@ from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES
 from .options import require_torch, set_option, stages_per_rank_option
 
 _NAMES = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS_NAMES]
-"""Those whose training step is the unsplit model's."""
+"""The families whose training step equals the unsplit model's."""
 
 
 @click.command()
@@ -53,23 +53,23 @@ def check(  # noqa: PLR0913 - one for each option
 
     from .targets import load_target
 
-    given = {
+    options = {
         "num_stages": num_stages,
         "stages_per_rank": stages_per_rank,
         "num_microbatches": num_microbatches,
         "schedule": schedule,
         "recompute": recompute,
     }
-    known = {key: value for key, value in given.items() if value is not None}
-    found = load_target(target, overrides, known, needs_values=True)
+    options_set = {key: value for key, value in options.items() if value is not None}
+    loaded = load_target(target, overrides, options_set, needs_values=True)
     report = compare(
-        found.layers_of(found.make_model()),
-        found.inputs,
-        found.targets,
-        loss=found.loss,
-        reduction=found.reduction,
-        example_inputs=found.inputs,
-        **found.options,
+        loaded.layers_of(loaded.make_model()),
+        loaded.inputs,
+        loaded.targets,
+        loss=loaded.loss,
+        reduction=loaded.reduction,
+        example_inputs=loaded.inputs,
+        **loaded.options,
     )
     click.echo(report.to_json() if as_json else str(report))
     return 0 if report.equal else 1

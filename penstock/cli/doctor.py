@@ -65,7 +65,11 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
     """
     as_json, timeout_s = options["as_json"], options["timeout_s"]
     if calibrate:
-        _refuse_several(num_processes)
+        if num_processes is not None or "WORLD_SIZE" in os.environ:
+            raise click.UsageError(
+                "--calibrate measures a machine from one process: start it without torchrun and "
+                "without --num-processes"
+            )
         return _calibrate(options["budget_s"], options["save"], as_json)
     if options["save"] is not None:
         raise click.UsageError("--save is for --calibrate: give both, or neither")
@@ -73,52 +77,43 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
         raise click.UsageError("--json is for --calibrate: give both, or neither")
     if num_processes is not None:
         refuse_inside_torchrun()
-        words = ["doctor", "--timeout", str(timeout_s)]
-        return launch(num_processes, 0, words)
+        return launch(num_processes, 0, ["doctor", "--timeout", str(timeout_s)])
     require_torch()
     from penstock.doctor import examine
 
     return examine(os.environ, timeout_s, _write)
 
 
-def _refuse_several(num_processes: int | None) -> None:
-    """See that nobody else measures this machine meanwhile.
+def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
+    """Measure this machine, print its figures and save its cluster.
 
     Raises:
-        click.UsageError: this is one of several processes, or is to start some.
+        click.UsageError: the file `save` cannot be written.
     """
-    if num_processes is not None or "WORLD_SIZE" in os.environ:
-        raise click.UsageError(
-            "--calibrate measures a machine from one process: start it without torchrun and "
-            "without --num-processes"
-        )
-
-
-def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
-    """Measure this machine, write what was found, and save it."""
     require_torch()
     from penstock.doctor.calibration import calibrate
     from penstock.doctor.calibration.figures import as_line, calibration_lines, comment_of
 
     if save is not None:
-        _refuse_unwritable(save)
-    found = calibrate(budget_s)
+        _refuse_unwritable(save)  # before anything is measured
+    calibration = calibrate(budget_s)
+    cluster = calibration.cluster
     if save is not None:
-        found.cluster.save(save, comment_of(found))
+        cluster.save(save, comment_of(calibration))
     if as_json:
-        click.echo(as_line(found))
+        click.echo(as_line(calibration))
         return 0
-    for line in (*calibration_lines(found.figures), "", *str(found.cluster).splitlines()):
+    for line in (*calibration_lines(calibration.figures), "", *str(cluster).splitlines()):
         click.echo(line)
-    if found.warning:
-        click.echo(f"penstock: warning: {found.warning}", err=True)
+    if calibration.warning:
+        click.echo(f"penstock: warning: {calibration.warning}", err=True)
     if save is not None:
         click.echo(f"written to {save}")
     return 0
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """See, before anything is measured, that a file can be written; leave none behind.
+    """Check that a file can be written; leave none behind.
 
     Raises:
         click.UsageError: it cannot.
@@ -133,7 +128,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 def _write(report: "Report") -> None:
-    """Write the report on rank 0; on all of them what kept the job from ending well."""
+    """Print the report on rank 0; print the findings on every rank if the job was broken off."""
     if report.rank == 0 and not report.stopped:
         for line in (*report.lines, *map(str, report.findings), report.verdict):
             click.echo(line)

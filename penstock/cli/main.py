@@ -20,28 +20,30 @@ from .profile import profile
 from .simulate import simulate
 
 _GROUP = "penstock.commands"
+"""The group of entry points by which packages add commands."""
 _OF_RECIPES = ("recipes", "report", "train")
+"""The commands of the recipes package."""
 
 
 class _Commands(click.Group):
-    """Our commands, and those that installed packages add by entry points."""
+    """The library's commands, and those that installed packages add by entry points."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         """Return the names of all commands, sorted."""
         return sorted({*super().list_commands(context), *entry_points(group=_GROUP).names})
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Return a command; one of a package is imported when it is asked for.
+        """Return a command; import one of another package only now.
 
         Raises:
             click.UsageError: it is a command of recipes, which are not installed.
         """
-        own = super().get_command(context, name)
-        if own is not None:
-            return own
-        for entry in entry_points(group=_GROUP, name=name):
-            command: click.Command = entry.load()
+        command = super().get_command(context, name)
+        if command is not None:
             return command
+        for entry in entry_points(group=_GROUP, name=name):
+            added: click.Command = entry.load()
+            return added
         if name in _OF_RECIPES:
             raise click.UsageError(
                 f"`penstock {name}` comes with {RECIPES_PACKAGE}; pip install {RECIPES_PACKAGE}"
@@ -81,34 +83,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and give its exit code; a mistake is said in one line, on stderr."""
+    """Run the command line and return its exit code; report a mistake in one line on stderr."""
     try:
         code = penstock.main(arguments, prog_name="penstock", standalone_mode=False)
     except click.ClickException as error:
-        click.echo(f"penstock: {error.format_message().rstrip('.')}{_hint(error)}", err=True)
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        hint = f"; see {context.command_path} --help" if context is not None else ""
+        click.echo(f"penstock: {error.format_message().rstrip('.')}{hint}", err=True)
         return USER_ERROR
     except PenstockError as error:
-        click.echo(f"penstock: {_who()}{error}{_where(error)}", err=True)
+        notes = getattr(error, "__notes__", [])  # the place in the pipeline, if it is known
+        place = f" ({'; '.join(notes)})" if notes else ""
+        click.echo(f"penstock: {_speaker()}{error}{place}", err=True)
         return USER_ERROR
     except (click.Abort, KeyboardInterrupt):
-        click.echo(f"penstock: {_who()}interrupted", err=True)
+        click.echo(f"penstock: {_speaker()}interrupted", err=True)
         return INTERRUPTED
     return code if isinstance(code, int) else 0
 
 
-def _who() -> str:
-    """Say which of several processes speaks."""
+def _speaker() -> str:
+    """Name the rank of this process, if it is one of several."""
     is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"
     return f"rank {os.environ.get('RANK', '?')}: " if is_one_of_many else ""
-
-
-def _where(error: PenstockError) -> str:
-    """Say where in the pipeline it was raised, where that is known."""
-    notes = getattr(error, "__notes__", [])
-    return f" ({'; '.join(notes)})" if notes else ""
-
-
-def _hint(error: click.ClickException) -> str:
-    """Name the command whose help tells more."""
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    return f"; see {context.command_path} --help" if context is not None else ""

@@ -1,4 +1,4 @@
-"""The words of the command line with the values they stand for, and its exit codes."""
+"""Options that several commands share, the launcher of processes, and exit codes."""
 
 import logging
 import os
@@ -10,14 +10,19 @@ import click
 from penstock.schedules.names import stages_on_ranks
 
 FAILED = 1
+"""The exit code of a process that was ended without one."""
+USER_ERROR = 2
+"""The exit code after a user's mistake."""
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 RECIPES_PACKAGE = "penstock-recipes"
 """The package that trains the papers' tasks; the library does not need it."""
 
 
 def launch(num_processes: int, max_restarts: int, arguments: Sequence[str]) -> int:
-    """Run `penstock ARGUMENTS` in `num_processes` processes; give the code the command ends with.
+    """Run `penstock ARGUMENTS` in `num_processes` processes; return the exit code of the command.
 
-    Each process says itself what went wrong, so that torchrun's own report is left out.
+    Each process reports its own errors, so torchrun's report is left out.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -43,9 +48,6 @@ def launch(num_processes: int, max_restarts: int, arguments: Sequence[str]) -> i
         return INTERRUPTED if error.sigval == signal.SIGINT else 128 + error.sigval
     return 0
 
-
-USER_ERROR = 2
-INTERRUPTED = 130
 
 num_processes_option = click.option(
     "--num-processes",
@@ -78,10 +80,10 @@ def require_torch() -> None:
 
 
 def refuse_inside_torchrun() -> None:
-    """See that this process was not started as one of several already.
+    """Check that torchrun has not started this process already.
 
     Raises:
-        click.UsageError: it was.
+        click.UsageError: it has.
     """
     if "WORLD_SIZE" in os.environ:
         raise click.UsageError(

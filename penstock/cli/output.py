@@ -1,7 +1,7 @@
-"""Standard output and error that cannot end a command: what cannot be written is dropped.
+"""Standard output and error that cannot end a command: lines that cannot be written are dropped.
 
-A closed pipe (`penstock train ... 2>&1 | head`), a terminal that is gone or a full disk ends what
-is shown, not what is done.
+A closed pipe (`penstock train ... 2>&1 | head`), a closed terminal or a full disk ends the output,
+not the command.
 """
 
 import errno
@@ -17,9 +17,9 @@ _STANDARD_ERROR = 2
 
 
 class _LastingFile(io.FileIO):
-    """A file whose writes never fail: after the first failure all goes to the null device.
+    """A file whose writes never fail: after the first failure they go to the null device.
 
-    With `is_told`, standard error says so.
+    With `is_told`, a line on standard error reports that.
     """
 
     def __init__(self, descriptor: int, *, is_told: bool) -> None:
@@ -35,14 +35,19 @@ class _LastingFile(io.FileIO):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())  # for child processes and libraries in C, too
             os.close(null)
-            if self._is_told and error.errno != errno.EPIPE:  # who closes a pipe saw enough
-                _say(f"standard output is lost ({error.strerror}): nothing more is written to it")
+            # a closed pipe is no fault: its reader saw enough
+            if self._is_told and error.errno != errno.EPIPE and sys.stderr is not None:
+                sys.stderr.write(
+                    f"penstock: standard output is lost ({error.strerror}): nothing more is "
+                    "written to it\n"
+                )
+                sys.stderr.flush()
             return memoryview(data).nbytes
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let nothing that is written to sys.stdout and sys.stderr raise an OSError meanwhile."""
+    """Let writes to sys.stdout and sys.stderr raise no OSError within the block."""
     before = sys.stdout, sys.stderr
     while (spare := os.open(os.devnull, os.O_RDWR)) <= _STANDARD_ERROR:
         pass  # it was closed at the start: else a file of the run would take its place
@@ -59,6 +64,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO, *, is_told: bool) -> TextIO:
+    """Return the stream over a lasting file; one of another kind as it is."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
@@ -70,10 +76,3 @@ def _lasting(stream: TextIO, *, is_told: bool) -> TextIO:
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
-
-
-def _say(what: str) -> None:
-    """Write a line to standard error, if there is one."""
-    if sys.stderr is not None:
-        sys.stderr.write(f"penstock: {what}\n")
-        sys.stderr.flush()

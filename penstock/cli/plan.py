@@ -12,7 +12,6 @@ from penstock.trace.units import count_text
 from .options import require_torch, set_option
 
 if TYPE_CHECKING:
-    from penstock.automatic.target import Target
     from penstock.planner.placement import Placement
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -144,10 +143,14 @@ def plan(  # noqa: PLR0913 - one for each option
         check_page(html)
     if (target_name is None) == (not profiles):
         raise click.UsageError("give either a TARGET or --profile")
-    given: Any
+    model: Any
     if target_name is not None:
-        given = _target(target_name, overrides)
-        batch_size = batch_size or given.batch_size
+        say(f"loading PyTorch, to plan for {target_name}")
+        require_torch()
+        from .targets import load_target
+
+        model = load_target(target_name, overrides)
+        batch_size = batch_size or model.batch_size
     else:
         from penstock.costs.profile import Profile
 
@@ -155,10 +158,10 @@ def plan(  # noqa: PLR0913 - one for each option
             raise click.UsageError(
                 "--set, --microbatch-size and --measure are for a TARGET, not for a profile"
             )
-        given = [Profile.load(path) for path in profiles]
+        model = [Profile.load(path) for path in profiles]
     if batch_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
-    asked = Constraints(
+    constraints = Constraints(
         batch_size=batch_size,
         offload=not decided.pop("no_offload"),
         schedules=decided.pop("schedules") or None,
@@ -166,10 +169,10 @@ def plan(  # noqa: PLR0913 - one for each option
     )
     say(f"planning for {cluster.name} ({count_text(len(cluster.places), 'device')})")
     choice = choose(
-        given,
+        model,
         cluster,
         batch_size,
-        constraints=asked,
+        constraints=constraints,
         num_best=best,
         sizes=sizes,
         threads=sorted({1, num_cores()}) if on_cores(cluster) else (),
@@ -186,16 +189,11 @@ def plan(  # noqa: PLR0913 - one for each option
     click.echo(choice.plan.to_json() if as_json else str(choice), nl=False)
 
 
-def _target(name: str, overrides: tuple[str, ...]) -> "Target":
-    say(f"loading PyTorch, to plan for {name}")
-    require_torch()
-    from .targets import load_target
-
-    return load_target(name, overrides)
-
-
 def _run_command(name: str | None, path: Path, placement: "Placement") -> str:
-    """Say how a plan is run: replicas and shards are processes, stages can be threads of one."""
+    """Return the command that runs a plan.
+
+    Replicas and shards are processes; stages can be threads of one process.
+    """
     is_alone = placement.num_replicas == placement.most_shards == 1
     processes = count_text(placement.num_ranks, "process")
     if name is None or ":" in name:

@@ -49,7 +49,7 @@ def profile(  # noqa: PLR0913 - one for each option
 
     Seconds of a forward (F), of a whole backward (B), of its weight part (W) and of a recompute;
     FLOPs, what is kept for the backward, what lives between a layer and the next, parameters.
-    What is only counted needs no memory for weights, and no such device.
+    Counting needs no memory for weights, and no such device.
 
     \b
     Examples:
@@ -60,32 +60,28 @@ def profile(  # noqa: PLR0913 - one for each option
     """
     if busy and device is not None:
         raise click.UsageError("--busy measures, and --device counts; leave out one of them")
-    described = None if device is None else _device(device)
+    from penstock.costs.cluster.cluster import load_device
+
+    described = None if device is None else load_device(device)
     say(f"loading PyTorch, to profile {target}")
     require_torch()
     from .targets import load_target
 
-    found = load_target(target, overrides).profile(sizes, described, busy=busy)
+    counted = load_target(target, overrides).profile(sizes, described, busy=busy)
     if save is not None:
-        found.save(save)
+        counted.save(save)
     if as_json:
-        click.echo(found.to_json(), nl=False)
+        click.echo(counted.to_json(), nl=False)
         return
-    click.echo("\n".join(_shown(found, described)))
+    click.echo("\n".join(_shown(counted, described)))
 
 
-def _device(name: str) -> "Device":
-    """Find a device by its name, or in a file."""
-    from penstock.costs.cluster.cluster import load_device
-
-    return load_device(name)
-
-
-def _shown(found: "Profile", device: "Device | None") -> list[str]:
+def _shown(profile: "Profile", device: "Device | None") -> list[str]:
+    """Return the lines of a table, with the costs on `device` if there is one."""
     from penstock.costs.layer_costs import layer_costs
     from penstock.costs.profile import profile_lines
 
     if device is None:
-        return list(profile_lines(found))
-    priced = [layer_costs(found, device, each.microbatch_size) for each in found.sizes]
-    return [f"priced for {device.name}", *profile_lines(found, priced)]
+        return list(profile_lines(profile))
+    priced = [layer_costs(profile, device, size.microbatch_size) for size in profile.sizes]
+    return [f"priced for {device.name}", *profile_lines(profile, priced)]

@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MANY = 200_000
-"""Instructions from which on it takes seconds, and what is being done is said."""
-
-
+"""Instructions from which on a phase takes seconds, and is reported."""
 _NAMES = (*SCHEDULE_NAMES, searched.__name__)
+"""The families that can be drawn."""
 _TO_READ = click.Path(dir_okay=False, exists=True, path_type=Path)
 _TO_WRITE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -98,7 +97,7 @@ def simulate(  # noqa: PLR0913 - one for each option
 
     Families that are filled for costs, such as zb_h1 and searched, are made for these.
 
-    Where a micro-batch would be narrower than a column, a summary is written instead. CSV files
+    If a micro-batch would be narrower than a column, a summary is written instead. CSV files
     are those of torch.distributed.pipelining: a line for each rank, a cell for each action.
 
     \b
@@ -124,7 +123,10 @@ def simulate(  # noqa: PLR0913 - one for each option
         )
         program = read_csv(csv)
     if write_csv is not None:
-        _write(write_csv, to_csv(program))
+        try:
+            write_csv.write_text(to_csv(program), encoding="utf-8")
+        except OSError as error:
+            raise click.UsageError(f"--write-csv {write_csv}: {error.strerror}") from None
     _say("simulating its instructions", sum(map(len, program.programs)))
     timeline = predict(add_recompute(program) if recompute else program, costs)
     _say("adding up where the time goes", len(timeline.spans))
@@ -133,17 +135,17 @@ def simulate(  # noqa: PLR0913 - one for each option
         click.echo(
             json.dumps({"breakdown": breakdown, "timeline": json.loads(timeline.to_json())})
         )
-    elif _can_be_read(timeline, width):
+    elif timeline.step_s <= width - len(f"rank {timeline.num_ranks} ||"):  # a column for each unit
         click.echo(render_grid(timeline, width, text_of=_number))
     else:
         click.echo(_summary(timeline))
 
 
 def _refuse_beside_csv(*names: str) -> None:
-    """See that nothing was asked for that the file says.
+    """Refuse options of a schedule beside a file that contains one.
 
     Raises:
-        click.UsageError: something was.
+        click.UsageError: one of them is given.
     """
     context = click.get_current_context()
     for name in names:
@@ -152,14 +154,8 @@ def _refuse_beside_csv(*names: str) -> None:
             raise click.UsageError(f"the file of --csv says that itself; leave out {option}")
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.UsageError(f"--write-csv {path}: {error.strerror}") from None
-
-
 def _costs(units: Mapping[str, Fraction | int]) -> "Costs":
+    """Return the costs of a stage from the values of the cost options."""
     from penstock.schedules.costs import Costs
 
     backward = units["backward_input"], units["backward_weight"]
@@ -174,18 +170,13 @@ def _costs(units: Mapping[str, Fraction | int]) -> "Costs":
 
 
 def _say(what: str, num_instructions: int) -> None:
-    """Say on a terminal what is being done, if it takes long."""
+    """Report the work `what` if it has so many instructions that it takes seconds."""
     if num_instructions >= _MANY:
         say(what)
 
 
-def _can_be_read(timeline: "Timeline", width: int) -> bool:
-    """Tell whether a unit of time is at least as wide as a column."""
-    return timeline.step_s <= width - len(f"rank {timeline.num_ranks} ||")
-
-
 def _summary(timeline: "Timeline") -> str:
-    """Say in short lines what a picture would show."""
+    """Return the main numbers of a timeline in short lines, instead of a grid."""
     from penstock.trace.units import percent_text
 
     breakdown = timeline.breakdown()

@@ -1,4 +1,4 @@
-"""Find what a command is pointed at: package.module:function, or what another package reads."""
+"""Find a command's TARGET: package.module:function, or a name that another package reads."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,7 @@ from penstock.types import Recompute
 from .options import RECIPES_PACKAGE
 
 _GROUP = "penstock.targets"
+"""The group of entry points by which packages read targets."""
 _DEFAULTS: Mapping[str, Any] = {
     "num_stages": 2,
     "stages_per_rank": None,
@@ -27,6 +28,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "schedule": "gpipe",
     "recompute": "stage",
 }
+"""The options of a function's pipeline that the command line leaves open."""
 
 
 def load_target(
@@ -60,32 +62,35 @@ def load_target(
 
 
 def _of_function(name: str, options: Mapping[str, Any]) -> Target:
+    """Call the user's function and return the target it describes."""
     result = _find(name)()
     if not isinstance(result, tuple) or len(result) not in (2, 4):
+        kind = type(result).__name__
+        described = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {kind}"
         raise ConfigError(
-            f"{name} returned {_described(result)}; return (layers, inputs, targets, loss), or "
+            f"{name} returned {described}; return (layers, inputs, targets, loss), or "
             "(model, example_inputs)"
         )
     layers, inputs, targets, loss = result if len(result) == 4 else (*result, None, loss_of_all)
-    named = {**_DEFAULTS, **options}
-    number, per_rank = named["num_stages"], named.pop("stages_per_rank")
-    named["schedule"] = named_schedule(named["schedule"], number, per_rank)
-    named["recompute"] = Recompute(named["recompute"])
+    arguments = {**_DEFAULTS, **options}
+    number, per_rank = arguments["num_stages"], arguments.pop("stages_per_rank")
+    arguments["schedule"] = named_schedule(arguments["schedule"], number, per_rank)
+    arguments["recompute"] = Recompute(arguments["recompute"])
     return Target(
         name=name,
         make_model=lambda: layers,
         inputs=inputs,
         targets=targets,
         loss=loss,
-        options=named,
+        options=arguments,
     )
 
 
 def loss_of_all(output: Any, _target: Any) -> Tensor:
-    """Return the loss that a model computes itself; else a number to which all outputs add."""
-    own = loss_in(output)
-    if own is not None:
-        return own
+    """Return the loss in the model's output, or else a number to which all outputs add."""
+    loss = loss_in(output)
+    if loss is not None:
+        return loss
     parts = [leaf for leaf in flatten(output)[0] if leaf.requires_grad]
     if not parts:
         raise ConfigError(
@@ -96,6 +101,7 @@ def loss_of_all(output: Any, _target: Any) -> Tensor:
 
 
 def _find(target: str) -> Callable[[], Any]:
+    """Import the function that package.module:function names."""
     module_name, _, name = target.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -116,7 +122,3 @@ def _find(target: str) -> Callable[[], Any]:
         )
     result: Callable[[], Any] = function
     return result
-
-
-def _described(value: Any) -> str:
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"

@@ -1,38 +1,30 @@
-"""What each instruction costs: the simulator's only input besides the schedule."""
+"""Costs: the seconds of each kind of instruction, the simulator's input besides the schedule."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from numbers import Real
-from typing import cast
+from typing import TypeVar, cast
 
 from penstock.errors import ConfigError
 
+Number = TypeVar("Number", int, float)
 Seconds = float | Fraction
 """A time in seconds; ints and Fractions stay exact through the simulator and the breakdown."""
 PerStage = Seconds | tuple[Seconds, ...]
 """One number for all stages, or one for each."""
 Edges = tuple[tuple[tuple[int, int], Seconds], ...]
+"""The items of a mapping of edges, sorted."""
 PerEdge = Seconds | Mapping[tuple[int, int], Seconds] | Edges
-"""One number for all edges, or one for each (producer stage, consumer stage), both ways alike: a
-mapping, or its items."""
+"""One number for all edges, or one for each (producer stage, consumer stage), for both ways."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of a stage's forward, backward and recompute of one micro-batch, and of a transfer.
+    """Seconds of a stage's instructions for one micro-batch, and of a transfer.
 
-    `backward_input_s` and `backward_weight_s` are those of a backward in two parts; where they are
-    not given, each is half of the whole one.  Without `recompute_s` it is `forward_s`.
-    `transfer_s` is how long a message travels from one rank to another; a mapping is kept as its
-    items, sorted. `send_s` and `receive_s` are for how long the rank of a stage computes nothing
-    while it sends a message off to another rank, or takes one in that has come (LogP's overheads,
-    Culler et al. 1993). `reduce_s` is what adding up a stage's gradients over replicas takes after
-    its last backward, `commit_s` what moving its running statistics takes after its last forward,
-    `update_s` what the optimizer takes for a stage where the schedule lets it move the weights.
-    `offload_s` and `fetch_s` are for how long a rank computes nothing while what
-    it keeps is moved away, or back: on a CPU all of it, elsewhere what does not overlap.
+    `send_s` and `receive_s` are LogP's overheads (Culler et al. 1993).
 
     Raises:
         ConfigError: a cost is negative, no finite number, or neither one nor a tuple.
@@ -40,38 +32,48 @@ class Costs:
 
     forward_s: PerStage
     backward_s: PerStage
+    """A whole backward."""
     recompute_s: PerStage | None = None
+    """None: as long as a forward."""
     transfer_s: PerEdge = 0
+    """The travel time of a message between two ranks; a mapping is kept as its sorted items."""
     send_s: PerStage = 0
+    """The time for which a rank computes nothing while it sends a message to another rank."""
     receive_s: PerStage = 0
+    """The time for which a rank computes nothing while it takes in a message that has come."""
     reduce_s: PerStage = 0
+    """The sum of a stage's gradients over replicas, after its last backward."""
     commit_s: PerStage = 0
+    """The update of a stage's running statistics, after its last forward."""
     update_s: PerStage = 0
+    """The optimizer's step of a stage, in schedules that update weights."""
     backward_input_s: PerStage | None = None
+    """The first part of a backward in two parts; None: half of the whole one."""
     backward_weight_s: PerStage | None = None
+    """The second part; None: half of the whole one."""
     offload_s: PerStage = 0
+    """The time for which a rank computes nothing during an Offload: on a CPU all of it, elsewhere
+    the part that does not overlap."""
     fetch_s: PerStage = 0
+    """The same during a Fetch."""
 
     def __post_init__(self) -> None:
         if isinstance(self.transfer_s, Mapping):
             object.__setattr__(self, "transfer_s", tuple(sorted(self.transfer_s.items())))
-        for name, value in self._numbers():
-            _check_seconds(name, value)
-
-    def _numbers(self) -> Iterator[tuple[str, Seconds]]:
         for cost in fields(self):
-            name, given = cost.name, getattr(self, cost.name)
-            if given is None and cost.default is None:
-                continue
-            if name == "transfer_s" and isinstance(given, tuple):
-                yield from _of_edges(given)
-            elif isinstance(given, tuple):
-                yield from ((f"{name}[{stage}]", value) for stage, value in enumerate(given))
-            else:
-                yield name, given
+            name, value = cost.name, getattr(self, cost.name)
+            numbers: Iterable[tuple[str, object]] = [(name, value)]
+            if value is None and cost.default is None:
+                numbers = ()
+            elif name == "transfer_s" and isinstance(value, tuple):
+                numbers = _of_edges(value)
+            elif isinstance(value, tuple):
+                numbers = ((f"{name}[{stage}]", seconds) for stage, seconds in enumerate(value))
+            for label, seconds in numbers:
+                _check_seconds(label, seconds)
 
     def again(self, num_stages: int) -> tuple[float, ...]:
-        """Return what a recompute takes on each stage.
+        """Return the seconds of a recompute on each stage.
 
         Raises:
             ConfigError: costs are given for another number of stages.
@@ -81,24 +83,28 @@ class Costs:
         return per_stage(self.recompute_s, num_stages, "recompute_s")
 
     def parts(self, num_stages: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return what the two parts of a backward take on each stage: of inputs, of weights.
+        """Return the seconds of both parts of a backward on each stage: inputs, weights.
 
         Raises:
             ConfigError: costs are given for another number of stages.
         """
         whole = per_stage(self.backward_s, num_stages, "backward_s")
-        halves = tuple(s / 2 if isinstance(s, float) else _half(s) for s in whole)
-        of_inputs, of_weights = self.backward_input_s, self.backward_weight_s
-        return (
-            halves if of_inputs is None else per_stage(of_inputs, num_stages, "backward_input_s"),
-            halves
-            if of_weights is None
-            else per_stage(of_weights, num_stages, "backward_weight_s"),
+        # half a float is a float, any other half exact: an int if possible, as they are faster
+        halves = [s / 2 if isinstance(s, float) else Fraction(s) / 2 for s in whole]
+        halves = [int(s) if not isinstance(s, float) and s == int(s) else s for s in halves]
+        inputs, weights = (
+            halves if part is None else per_stage(part, num_stages, name)
+            for name, part in (
+                ("backward_input_s", self.backward_input_s),
+                ("backward_weight_s", self.backward_weight_s),
+            )
         )
+        return tuple(inputs), tuple(weights)
 
 
-def _of_edges(given: Edges) -> Iterator[tuple[str, Seconds]]:
-    for item in given:
+def _of_edges(edges: Edges) -> Iterator[tuple[str, Seconds]]:
+    """Yield the name and the seconds of each edge."""
+    for item in edges:
         match item:
             case ((int(), int()) as edge, value):
                 yield f"transfer_s[{edge}]", value
@@ -123,47 +129,54 @@ def _check_seconds(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value}: give a finite number of seconds.")
 
 
-def _half(seconds: float) -> float:
-    half = Fraction(seconds) / 2
-    return cast(float, half if half.denominator > 1 else half.numerator)  # exact, and fast
-
-
 UNIT_COSTS = Costs(forward_s=1, backward_s=2, recompute_s=1)
-"""A backward costs two forwards, communication nothing: the costs that laws are stated in."""
+"""Costs for stating laws: a backward costs two forwards, communication nothing."""
 
 
 def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
-    """Spell out one cost for each stage.
+    """Return one cost for each stage.
 
     Raises:
         ConfigError: `costs` holds another number of stages.
     """
-    spelled = costs if isinstance(costs, tuple) else (costs,) * num_stages
-    if len(spelled) != num_stages:
+    # a Fraction does all that a float does here, exactly
+    return one_each(cast(float | tuple[float, ...], costs), num_stages, f"Costs.{name}")
+
+
+def one_each(
+    value: Number | tuple[Number, ...], count: int, name: str, noun: str = "stage"
+) -> tuple[Number, ...]:
+    """Return one number for each of `count` stages, or other things called `noun`.
+
+    Raises:
+        ConfigError: `value` has another number of entries.
+    """
+    numbers = value if isinstance(value, tuple) else (value,) * count
+    if len(numbers) != count:
         raise ConfigError(
-            f"Costs.{name} has {len(spelled)} entries, the schedule has {num_stages} stages: "
-            f"give one number for each stage, or one for all."
+            f"{name} has {len(numbers)} entries, the schedule has {count} {noun}s: give one "
+            f"number for each {noun}, or one for all"
         )
-    return cast(tuple[float, ...], spelled)  # a Fraction does all that a float does here, exactly
+    return numbers
 
 
 def per_edge(costs: PerEdge) -> Callable[[int, int], float]:
-    """Return the function (from stage, to stage) -> seconds, both ways alike.
+    """Return the function (from stage, to stage) -> seconds, the same for both ways.
 
     The function raises ConfigError if `costs` leaves the edge out.
     """
 
     def look_up(source: int, target: int) -> float:
         edge = (min(source, target), max(source, target))
-        if edge not in given:
+        if edge not in of_edges:
             raise ConfigError(
                 f"Costs.transfer_s has no entry for edge {edge}, along which the schedule sends: "
                 f"add it, or give one number for all edges."
             )
-        return cast(float, given[edge])
+        return cast(float, of_edges[edge])
 
     if isinstance(costs, Mapping | tuple):
-        given = dict(costs)
+        of_edges = dict(costs)
         return look_up
     everywhere = cast(float, costs)
     return lambda source, target: everywhere

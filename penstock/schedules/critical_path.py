@@ -16,6 +16,7 @@ from .problem import (
     FORWARD,
     Answer,
     Problem,
+    check_is_limit,
     check_limits,
     joined,
     length,
@@ -25,11 +26,9 @@ from .problem import (
 )
 
 _PACES = (8, 2, 1, 0.5)
-"""How far apart micro-batches are due, in what the busiest rank takes for one: first those that
-keep least.
-"""
+"""Time between the dues of two micro-batches, in periods: first those that keep least."""
 _ROUNDING = 1e-9
-"""Steps that differ by less are as long."""
+"""Steps that differ by a smaller share are as long."""
 
 
 def critical_path(
@@ -37,7 +36,7 @@ def critical_path(
     ranks: tuple[int, ...] | None = None,
     memory: AtMostBytes | None = None,
 ) -> Family:
-    """Let a free rank begin, of what is ready, that with the longest way to the end of the step.
+    """Let a free rank begin the ready step with the longest path to the end of its micro-batch.
 
         Pipeline(layers, num_stages=3, schedule=schedules.critical_path(costs))
         schedules.critical_path(costs, ranks=(0, 1, 2, 1, 0))  # two stages on ranks 0 and 1
@@ -60,32 +59,24 @@ def critical_path(
     keeps R, 2 R or all micro-batches of each of its stages on R ranks: the fewest that make the
     step shortest.
 
-    Making it raises ConfigError where costs are of another number of stages, limits of another
+    Making it raises ConfigError if costs are of another number of stages, limits of another
     number of ranks, or a limit is too low for even one micro-batch.
 
     Raises:
         ConfigError: `ranks` leave out a rank, or `memory` is no limit.
     """
-    _check_arguments(ranks, memory)
-    laws: tuple[Law, ...] = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
-    arguments = (("costs", costs), ("ranks", ranks), ("memory", memory))
-    deal = in_turn if ranks is None else OnRanks("critical_path", ranks)
-    return Family("critical_path", _schedule, 1, arguments, deal, laws)
-
-
-def _check_arguments(ranks: object, memory: object) -> None:
-    given = ranks if isinstance(ranks, tuple) else ()
-    is_whole = given and all(type(rank) is int for rank in given)
-    if ranks is not None and not (is_whole and {*given} == {*range(1 + max(given))}):
+    numbers = ranks if isinstance(ranks, tuple) else ()
+    is_whole = numbers and all(type(rank) is int for rank in numbers)
+    if ranks is not None and not (is_whole and {*numbers} == {*range(1 + max(numbers))}):
         raise ConfigError(
             f"ranks={ranks!r}: give the rank of each stage as a tuple, each rank from 0 up at "
             "least once, such as (0, 1, 1, 0), or None for a rank for each"
         )
-    if not isinstance(memory, AtMostBytes | None):
-        raise ConfigError(
-            f"memory={memory!r} is no limit of bytes: write AtMostBytes(Sizes(kept_bytes=...), "
-            "limit_bytes=...), or None for no limit; with kept_bytes=1 it counts micro-batches"
-        )
+    check_is_limit(memory)
+    laws: tuple[Law, ...] = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
+    arguments = (("costs", costs), ("ranks", ranks), ("memory", memory))
+    deal = in_turn if ranks is None else OnRanks("critical_path", ranks)
+    return Family("critical_path", _schedule, 1, arguments, deal, laws)
 
 
 def _schedule(
@@ -95,55 +86,57 @@ def _schedule(
     ranks: tuple[int, ...] | None,
     memory: AtMostBytes | None,
 ) -> Schedule:
-    on = ranks or tuple(range(num_stages))
-    best: tuple[tuple[float, float], Answer, Problem] | None = None
-    for limit in _limits(on, num_microbatches) if memory is None else (memory,):
-        problem = problem_of(costs or UNIT_COSTS, limit, on, num_microbatches, ())
+    of_stages = ranks or tuple(range(num_stages))
+    limits = [memory]
+    if memory is None:
+        # limits from low to none: micro-batches in flight on each stage of a rank
+        counted = Counter(of_stages)
+        depths = [min(n * len(counted), num_microbatches) for n in (1, 2)]
+        limits = [
+            AtMostBytes(
+                Sizes(kept_bytes=1), tuple(depth * counted[rank] for rank in sorted(counted))
+            )
+            for depth in dict.fromkeys((*depths, num_microbatches))
+        ]
+    best: tuple[float, Answer, Problem] | None = None
+    for limit in limits:
+        problem = problem_of(costs or UNIT_COSTS, limit, of_stages, num_microbatches, ())
         check_limits(problem)
         goal = lower_bound(problem) * (1 + _ROUNDING)
-        for made in filled(problem):
-            took = length(problem, made)
-            if best is None or took[0] < best[0][0] * (1 - _ROUNDING):
-                best = took, made, problem
-            if took[0] <= goal:
-                return schedule_of(problem, made)
+        for answer in filled(problem):
+            end = length(problem, answer)[0]
+            if best is None or end < best[0] * (1 - _ROUNDING):
+                best = end, answer, problem
+            if end <= goal:  # none can be shorter
+                return schedule_of(problem, answer)
     assert best is not None, "some policy is tried"
     return schedule_of(best[2], best[1])
 
 
 def filled(problem: Problem) -> Iterator[Answer]:
-    """Yield what ranks do that begin first what is due first, in each of the ways to fill."""
+    """Yield an answer for each policy by due times."""
     for policy in _policies(problem):
         answer = built(problem, policy)
         assert answer is not None, "no order is given that ranks could wait in"
         yield joined(problem, answer)
 
 
-def _limits(ranks: tuple[int, ...], num_microbatches: int) -> Iterator[AtMostBytes]:
-    """Yield limits from low to none: micro-batches that a rank keeps of each of its stages."""
-    counted = Counter(ranks)
-    depths = (min(depth, num_microbatches) for depth in (len(counted), 2 * len(counted)))
-    for depth in dict.fromkeys((*depths, num_microbatches)):
-        yield AtMostBytes(
-            Sizes(kept_bytes=1), tuple(depth * counted[rank] for rank in sorted(counted))
-        )
-
-
 def _policies(problem: Problem) -> Iterator[Policy]:
-    """Yield the ways to fill that are tried."""
+    """Yield policies by due times: every pace, patience, and set of undivided backwards."""
     p, stages = problem, range(problem.num_stages)
     forward, of_inputs, of_weights, one = p.times()
     give = list(map(min, of_inputs, one))
     lag = [p.lag[p.op(FORWARD, s, 0)] for s in stages]
-    # what is still to do of a micro-batch from the beginning of a step on, as seconds
+    # seconds that a micro-batch still needs from the begin of a step on: back, and there and back
     back = list(accumulate(a + b for a, b in zip(give, lag, strict=True)))
     there = [*accumulate(reversed([a + b for a, b in zip(forward, [*lag[1:], 0], strict=True)]))]
     to_go = [[back[-1] + t for t in reversed(there)], back]
     period = max(
-        sum(forward[s] + min(of_inputs[s] + of_weights[s], one[s]) for s in own)
-        for own in p.stages
+        sum(forward[s] + min(of_inputs[s] + of_weights[s], one[s]) for s in stages_of_rank)
+        for stages_of_rank in p.stages
     )
     cheaper = frozenset(s for s in stages if of_inputs[s] + of_weights[s] > one[s])
+    # stages with whole backwards: those where the parts cost more, none, or all
     undivided = dict.fromkeys((cheaper, frozenset[int](), frozenset(stages)))
     for whole, pace, patience in product(undivided, _PACES, (0, 1)):
 

@@ -46,6 +46,7 @@ def _program(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Compu
     stages = rank, 2 * num_ranks - 1 - rank
     forwards, backwards = (count(), count()), (count(), count())
     left: deque[Compute] = deque()
+    # `left` is the queue of weights' parts: a W runs the oldest
     for word in _words(rank, num_ranks - rank - 1, num_microbatches - 2 * num_ranks):
         if word == "W":
             yield left.popleft()
@@ -62,14 +63,18 @@ _KINDS = {"F": Forward, "B": Backward, "I": BackwardInput}
 
 
 def _words(before: int, after: int, more: int) -> list[str]:
-    """Write what a rank does, with `before` and `after` others on the way there, and `more`
-    micro-batches than the order needs to fill all ranks.
+    """Write the order of a rank with `before` and `after` others on the way there.
+
+    The order fills all ranks without the `more` micro-batches.
     """
     return [
+        # warm-up: forwards of both ways, then the first gradients
         *["F0"] * (2 * after),
         *["F0", "F1"] * (before + 1),
         *["I1", "W", "F1"] * after,
+        # steady state: one forward and one backward of each way
         *["F0", "B1", "F1", "B0"] * (more + before + 1),
+        # drain: the last forwards, then backwards in two parts
         *["B1", "F1", "B0"] * after,
         *[("B" if n <= before else "I") + "10"[n % 2] for n in range(2 * before + 2)],
         *["W", "I0"] * after,

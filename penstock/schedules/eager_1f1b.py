@@ -6,7 +6,7 @@ from .one_f_one_b import alternating
 
 
 def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
-    """Alternate as 1F1B does, nearly twice as many forwards ahead: 2(p - s) - 1 on stage s.
+    """Alternate like 1F1B, with nearly twice the forwards ahead: 2(p - s) - 1 on stage s.
 
     In 1F1B each stage waits for its neighbours' messages.  Here an activation has a whole turn
     of the stage before it to arrive.  Stage s keeps p - s - 1 more live micro-batches for that.

@@ -1,4 +1,4 @@
-"""A schedule family: what makes schedules of any size, and what is known of them beforehand."""
+"""Schedule families: each makes schedules of any size, and states their ranks and laws."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ Build = Callable[[int, int], Schedule]
 Deal = Callable[[int, int], tuple[int, ...]]
 """(num_stages, num_ranks) -> the rank of each stage."""
 Argument = Hashable
-"""A number, None, a tuple of such, or a frozen dataclass of such, as costs are: families with
-equal ones are equal, and a file can hold them."""
+"""A number, None, or a tuple or frozen dataclass of these, such as costs.  A file can hold it.
+Families with equal arguments are equal."""
 
 
 def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OnRanks:
-    """Deals stages out as `ranks` says, for the family called `name`.
+    """Deals stages out by `ranks`, for the family called `name`.
 
     Calling it raises ConfigError for another number of stages.
     """
@@ -44,14 +44,14 @@ class OnRanks:
 
 
 class Updates(Enum):
-    """When weights change."""
+    """The times at which weights change."""
 
     AFTER = "after"
-    """When all is done: the caller's optimizer moves all weights at once."""
+    """After the step: the caller's optimizer moves all weights at once."""
     EACH_MINIBATCH = "each mini-batch"
-    """Where the schedule says, on each stage, once for every mini-batch."""
+    """Within the schedule, on each stage, once for every mini-batch."""
     EACH_MICROBATCH = "each micro-batch"
-    """Likewise, once for every micro-batch: each is what a mini-batch is to others."""
+    """Within the schedule, on each stage, once for every micro-batch."""
 
 
 def zigzag(num_stages: int, num_ranks: int) -> tuple[int, ...]:
@@ -65,17 +65,14 @@ def zigzag(num_stages: int, num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Makes schedules when it is called, and says without a call which rank runs which stage.
+    """A schedule family: calling it makes a schedule, and `ranks` needs no schedule.
 
         one_f_one_b(num_stages=3, num_microbatches=4)
         interleaved_1f1b(stages_per_rank=2)(num_stages=8, num_microbatches=4)
 
-    `build` is called with the numbers of stages and micro-batches, and `arguments` by name.  What
-    it makes runs `stages_per_rank` stages on each rank, on those that `deal` gives, and keeps the
-    `laws`.  Printing a family gives what a user writes for it.
-
-    One whose weights change in between (`updates`) is asynchronous: it also makes schedules of
-    several mini-batches, one after the other without a flush, and `build` is told how many.
+    Printing a family gives the expression that a user writes for it.  A family whose weights
+    change within a schedule (`updates`) is asynchronous.  It also makes schedules of several
+    mini-batches, one after the other without a flush.
 
     Raises:
         ConfigError: an argument called `costs` is neither Costs nor None.
@@ -83,10 +80,13 @@ class Family:
 
     name: str
     build: Callable[..., Schedule]
+    """The function of the numbers of stages and micro-batches (and of mini-batches, if it is
+    asynchronous), and of `arguments` by name."""
     stages_per_rank: int = 1
     arguments: tuple[tuple[str, Argument], ...] = ()
     deal: Deal = in_turn
     laws: tuple[Law, ...] = SYNCHRONOUS
+    """The laws that each of its schedules obeys."""
     updates: Updates = Updates.AFTER
 
     def __post_init__(self) -> None:
@@ -99,17 +99,15 @@ class Family:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether weights change while micro-batches are under way."""
+        """True if weights change while micro-batches are in flight."""
         return self.updates is not Updates.AFTER
 
     def microbatches_per_update(self, num_microbatches: int) -> int:
-        """Return how many micro-batches' gradients move the weights together, if a mini-batch has
-        `num_microbatches`.
-        """
+        """Return the micro-batches of one update, if a mini-batch has `num_microbatches`."""
         return 1 if self.updates is Updates.EACH_MICROBATCH else num_microbatches
 
     def num_ranks(self, num_stages: int) -> int:
-        """Return how many ranks run `num_stages` stages.
+        """Return the number of ranks that run `num_stages` stages.
 
         Raises:
             ConfigError: the stages cannot be dealt out to ranks evenly.
@@ -160,17 +158,15 @@ class Family:
         return schedule
 
     def __repr__(self) -> str:
-        given = (f"{name}={value!r}" for name, value in self.arguments if value is not None)
-        return f"{self.name}({', '.join(given)})" if self.arguments else self.name
+        return self._written(repr)
 
     def __str__(self) -> str:
-        """The same in short: numbers that fill lines are left out."""
-        given = [
-            f"{name}={'...' if isinstance(value, Costs) else repr(value)}"
-            for name, value in self.arguments
-            if value is not None
-        ]
-        return f"{self.name}({', '.join(given)})" if self.arguments else self.name
+        """Write it as `repr` does, but costs, which fill lines, as dots."""
+        return self._written(lambda value: "..." if isinstance(value, Costs) else repr(value))
+
+    def _written(self, write: Callable[[Argument], str]) -> str:
+        pairs = (f"{name}={write(value)}" for name, value in self.arguments if value is not None)
+        return f"{self.name}({', '.join(pairs)})" if self.arguments else self.name
 
 
 def check_size(schedule: Schedule, num_stages: int, num_microbatches: int) -> None:

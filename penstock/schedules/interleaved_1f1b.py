@@ -50,6 +50,7 @@ def _schedule(num_stages: int, num_microbatches: int, stages_per_rank: int) -> S
 def _program(
     rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> tuple[Instruction, ...]:
+    # 1. the order of each direction: R micro-batches through a stage, then through the next
     whole = -(-num_microbatches // num_ranks) * num_ranks
     forwards = [
         Forward(rank + n * num_ranks, first + i)
@@ -63,6 +64,7 @@ def _program(
         for n in reversed(range(stages_per_rank))
         for i in range(num_ranks)
     ]
+    # 2. warm-up, one forward for each backward, drain
     warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks
     warmup = min(warmup, len(forwards))
     steady = zip(forwards[warmup:], backwards, strict=False)
@@ -71,4 +73,5 @@ def _program(
         *(instruction for pair in steady for instruction in pair),
         *backwards[len(forwards) - warmup :],
     ]
+    # 3. strike out the micro-batches that only fill up the last R
     return tuple(x for x in order if x.microbatch < num_microbatches)

@@ -1,8 +1,8 @@
 """The instruction set: every schedule is written in it, and nothing else runs.
 
-Printing an instruction gives the word that stands for it in a schedule's text; `WORDS` reads it.
-Letters in the "Roughly" lines: s a stage, i a micro-batch, x its input values, y its output
-values, g gradients, kept[s, i] what a forward leaves behind for its backward.
+Printing an instruction gives its word in a schedule's text; `WORDS` reads it.
+Letters in the "Roughly" lines: s a stage, i a micro-batch, x its input values, y its outputs, g
+gradients.  kept[s, i] are the activations that a forward leaves for its backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from itertools import chain
 from typing import ClassVar, get_args
 
 Message = tuple[bool, int, int, int]
-"""(is a gradient, from stage, to stage, micro-batch): what a send and its receive share."""
+"""(is a gradient, from stage, to stage, micro-batch): the key of a send and its receive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Forward:
     Roughly: y[s, i] = stage[s](x[s, i]); kept[s, i] = graph, or x[s, i] only
 
     With `keep_graph` everything the backward needs stays alive until the Backward, or the
-    BackwardInput, of the same pair. Without, only the stage's inputs and the random key stay, or
-    those of some of its layers, and a Recompute must come first.
+    BackwardInput, of the same pair.  Without it, only the inputs and the random key of the stage,
+    or of some of its layers, stay.  A Recompute must then come first.
 
     `version` counts the updates of the stage's weights in this run that the forward sees; the
     backward of the pair sees the same.  Without updates it is 0.
@@ -58,7 +58,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Add the parameter gradients of `stage` for `microbatch`; free what its forward kept.
+    """Add the parameter gradients of `stage` for `microbatch`; free its activations.
 
     Roughly: g_x[s, i], g_w += vjp(kept.pop((s, i)), g_y[s, i])
     """
@@ -72,12 +72,12 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
-    """Compute what gradients other stages wait for; leave those of weights to BackwardWeight.
+    """Compute the gradients that other stages wait for; leave those of weights to BackwardWeight.
 
-    Roughly: g_x[s, i] = vjp_x(kept[s, i], g_y[s, i]); kept[s, i] = what the weights' part needs
+    Roughly: g_x[s, i] = vjp_x(kept[s, i], g_y[s, i]); kept[s, i] = operands of the weights' part
 
-    What cannot be computed later is computed here, and kept: gradients of weights change in
-    BackwardWeight only.  Frees the graph (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+    Weight gradients that cannot be computed later are computed here and kept.  They are added up
+    in BackwardWeight only.  Frees the graph (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
     """
 
     stage: int
@@ -105,7 +105,7 @@ class BackwardWeight:
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """What crosses between `stage` and stage `peer` for `microbatch`."""
+    """A message between `stage` and stage `peer` for `microbatch`."""
 
     stage: int
     microbatch: int
@@ -116,7 +116,7 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class Send(Communication):
-    """What `stage` hands over to stage `peer`."""
+    """A message that `stage` hands over to stage `peer`."""
 
     @property
     def message(self) -> Message:
@@ -128,7 +128,7 @@ class Send(Communication):
 
 @dataclass(frozen=True, slots=True)
 class Receive(Communication):
-    """What `stage` waits for from stage `peer`."""
+    """A message that `stage` awaits from stage `peer`."""
 
     @property
     def message(self) -> Message:
@@ -140,7 +140,7 @@ class Receive(Communication):
 
 @dataclass(frozen=True, slots=True)
 class SendActivation(Send):
-    """Hand the values of `microbatch` that stage `peer` needs from `stage` over to it.
+    """Hand the values of `microbatch` that stage `peer` needs over to it.
 
     Roughly: channel[s -> peer].put(y[s, i])
 
@@ -162,7 +162,7 @@ class ReceiveActivation(Receive):
 
 @dataclass(frozen=True, slots=True)
 class SendGradient(Send):
-    """Hand the gradients of what `stage` got from stage `peer` for `microbatch` back to it.
+    """Hand the gradients of the values that `stage` received from stage `peer` back to it.
 
     Roughly: channel[s -> peer].put(g_x[s, i]); freed here once taken.
     """
@@ -172,7 +172,7 @@ class SendGradient(Send):
 
 @dataclass(frozen=True, slots=True)
 class ReceiveGradient(Receive):
-    """Wait for the gradients of what `stage` gave to stage `peer` for `microbatch`.
+    """Wait for the gradients of the values that `stage` sent to stage `peer` for `microbatch`.
 
     Roughly: g_y[s, i] += channel[peer -> s].get()
     """
@@ -198,8 +198,8 @@ class CommitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class PostReceive:
-    """Get ready for what `stage` will receive from stage `peer` for `microbatch`: an activation,
-    or with `gradient` the gradient of one.
+    """Get ready for a message that `stage` will receive from stage `peer` for `microbatch`: an
+    activation, or with `gradient` the gradient of one.
 
     Roughly: channel[peer -> s].make_room()
 
@@ -227,8 +227,7 @@ class ReduceGradients:
     Roughly: g_w = sum over replicas of g_w
 
     Comes after the last Backward or BackwardWeight of the stage.  Begins the sums and does not
-    wait for them: they run while other stages still go backward, and are awaited where the program
-    ends.
+    wait for them.  They run beside backwards of other stages; the end of the program awaits them.
     """
 
     stage: int
@@ -239,8 +238,8 @@ class ReduceGradients:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Move what `stage` keeps of `microbatch` out of the device's memory, to its host's, or on a
-    CPU to a file.
+    """Move the activations of `stage` for `microbatch` out of the device's memory, to its host's,
+    or on a CPU to a file.
 
     Roughly: away[s, i] = kept.pop((s, i))
 
@@ -256,7 +255,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring back what an Offload of the same pair moved away, with the same bits.
+    """Bring back the activations that an Offload of the pair moved away, with the same bits.
 
     Roughly: kept[s, i] = away.pop((s, i))
 
@@ -272,12 +271,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class UpdateWeights:
-    """Let the optimizer move the weights of `stage` by the gradients gathered since the last time.
+    """Let the optimizer move the weights of `stage` by the gradients since its last update.
 
     Roughly: w[s, v + 1] = optimizer(w[s, v], g_w); g_w = 0; v += 1
 
-    Keeps w[s, v] until the backward of the last Forward that names it; where none is left, its
-    memory is that of w[s, v + 1].
+    Keeps w[s, v] until the backward of the last Forward that names it.  If none is left,
+    w[s, v + 1] takes its memory.
     """
 
     stage: int
@@ -287,13 +286,13 @@ class UpdateWeights:
 
 
 Compute = Forward | Recompute | Backward | BackwardInput | BackwardWeight
-"""What a schedule function may write, or a pass add, that runs layers."""
+"""The instructions that run layers: schedule functions write them, and passes add some."""
 COMPUTES: frozenset[type[Compute]] = frozenset(get_args(Compute))
-"""The classes of these."""
+"""The classes of `Compute`."""
 GIVES_GRADIENTS: tuple[type[Backward | BackwardInput], ...] = (Backward, BackwardInput)
-"""What needs the gradients of a stage's results, and finds those of what it received."""
+"""The instructions that compute gradients of a stage's inputs from gradients of its outputs."""
 ADDS_GRADIENTS: tuple[type[Backward | BackwardWeight], ...] = (Backward, BackwardWeight)
-"""What adds to the gradients of weights, and frees the last of what a forward kept."""
+"""The instructions that add to weight gradients, and free the last of a forward's activations."""
 Instruction = (
     Compute
     | SendActivation
@@ -330,7 +329,7 @@ WORDS: Mapping[str, Callable[..., Instruction]] = {
     "0G": ReduceGradients,
     "0U": UpdateWeights,
 }
-"""What makes an instruction of the numbers in its word, by the word with each number a 0."""
+"""The constructor of an instruction from the numbers in its word, by the word with zeros."""
 
 
 def sent_message(instruction: Instruction) -> Message | None:
@@ -386,10 +385,10 @@ class Schedule:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The rank that runs each stage; 0 of a stage that no rank runs."""
-        found: dict[int, int] = {}
+        rank_of: dict[int, int] = {}
         for rank, program in enumerate(self.programs):
-            found.update(dict.fromkeys({instruction.stage for instruction in program}, rank))
-        return tuple(found.get(stage, 0) for stage in range(1 + max(found, default=-1)))
+            rank_of.update(dict.fromkeys({instruction.stage for instruction in program}, rank))
+        return tuple(rank_of.get(stage, 0) for stage in range(1 + max(rank_of, default=-1)))
 
     def __str__(self) -> str:
         from .text import to_text  # the text form knows the instructions, not the other way round

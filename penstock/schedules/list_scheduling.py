@@ -1,7 +1,7 @@
-"""List scheduling: a rank that is free begins the first, by a policy, of what could start.
+"""List scheduling: a free rank begins, of the steps that could start, the first by a policy.
 
-What comes out is a run of the ranks under given costs and limits, so it ends, for any number of
-stages, ranks and micro-batches: nothing is divided, and no rank waits for what cannot come.
+The result is a run of the ranks under given costs and limits.  So it ends, for any number of
+stages, ranks and micro-batches.
 """
 
 from collections import deque
@@ -32,27 +32,26 @@ from .problem import (
 Step = tuple[bool, int, int]
 """(is a backward, stage, micro-batch): a forward, or the backward of its inputs."""
 Priority = Callable[[bool, int, int], tuple[float, ...]]
-"""What a step is compared by: the least begins first."""
+"""(is a backward, stage, micro-batch) -> the key of a step: the least begins first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a free rank begins with.
+    """The rules by which a free rank chooses its next instruction.
 
-    Of the steps that could start, that of the least `priority` begins.  `ahead[stage]` is the most
-    forwards whose backward has not begun.  With `orders`, each rank takes its steps in that order
-    instead.
-
-    Stages in `whole` have backwards in one part.  The weights' part of a backward begins only
-    where no step could, the oldest first, and if no step is known to come in before `patience`
-    of its time has passed.
+    It begins a step that is ready.  If none is, it begins the oldest weights' part.
     """
 
     priority: Priority = lambda is_backward, stage, microbatch: ()
+    """The order among steps that could start."""
     ahead: Sequence[int] = ()
+    """The most forwards of each stage whose backward has not begun; empty: no limit."""
     orders: Sequence[Sequence[Step]] | None = None
+    """The fixed order of each rank's steps, instead of `priority` and `ahead`."""
     whole: frozenset[int] = frozenset()
+    """The stages with backwards in one part."""
     patience: float = 0
+    """A weights' part waits if a step is known to become ready within this share of its time."""
 
 
 def order_of(schedule: Schedule) -> list[list[Step]]:
@@ -76,33 +75,46 @@ def best_of(
 ) -> Schedule:
     """Return the shortest schedule of these policies under `costs`, UNIT_COSTS if there are none.
 
-    `ranks[stage]` is who runs a stage.  Each of `most_live` is tried: no rank then has more
-    forwards whose backward, or its weights' part, has not ended.
+    `ranks[stage]` is the rank that runs a stage.  Each of `most_live` is tried as a limit of the
+    micro-batches in flight on a rank, counted on each of its stages.
 
     Raises:
         ConfigError: `costs` are those of another number of stages.
     """
-    policies, found = tuple(policies), []
+    policies, answers = tuple(policies), []
     for limit in most_live:
         memory = AtMostBytes(Sizes(kept_bytes=1), limit)
         problem = problem_of(costs or UNIT_COSTS, memory, tuple(ranks), num_microbatches, ())
-        found += [made for policy in policies if (made := built(problem, policy))]
-    return schedule_of(problem, joined(problem, min(found, key=partial(length, problem))))
+        answers += [answer for policy in policies if (answer := built(problem, policy))]
+    return schedule_of(problem, joined(problem, min(answers, key=partial(length, problem))))
 
 
 def built(problem: Problem, policy: Policy) -> Answer | None:
-    """Return what ranks do that follow `policy`; None if an order in it makes them wait for ever.
+    """Run the ranks by `policy` and return their operations; None if its order deadlocks.
 
-    A rank leaves bytes for one micro-batch to go on through its later stages and back, which alone
-    could free what the earlier ones keep; with an order, it does not.
+    Without an order, a rank keeps bytes free for one micro-batch to pass its later stages and come
+    back.  Only that could free the bytes of its earlier stages.
     """
     run = _Run(problem, policy)
-    run.to_the_end()
+    calls, free = run.calls, run.free
+    while calls:
+        now, rank = heappop(calls)
+        if free[rank] > now:
+            continue
+        step, soonest = run.next_step(rank, now)
+        if step is not None:
+            run.begin(rank, *step, now)
+        elif run.left[rank]:
+            stage, microbatch = run.left[rank][0]
+            # a step that comes in soon calls the rank again
+            if soonest >= now + policy.patience * run.time[WEIGHT][stage]:
+                run.left[rank].popleft()
+                run.do(rank, WEIGHT, stage, microbatch, now)
     return run.answer if min(run.begun[True]) == problem.num_microbatches else None
 
 
 class _Run:
-    """The ranks on their way through a step."""
+    """The state of all ranks within a step."""
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
         self.p = p = problem
@@ -130,6 +142,7 @@ class _Run:
         self.calls: list[tuple[float, int]] = [(0, rank) for rank in ranks]
 
     def _room(self) -> list[list[float]]:
+        """Return the most bytes that a rank may keep for each kind to begin, by stage."""
         p, limits = self.p, self.p.limits or [inf] * len(self.p.stages)
         room = [
             [limits[rank] - p.peak[p.op(kind, s, 0)] for s, rank in enumerate(p.ranks)]
@@ -137,28 +150,17 @@ class _Run:
         ]
         for stage in self.policy.whole:
             room[INPUT][stage] = room[WHOLE][stage]
+        # without an order: leave room for one micro-batch through this stage and the later ones
         if self.policy.orders is None:
             for rank, stages in enumerate(p.stages):
                 for place, s in enumerate(stages):
                     room[FORWARD][s] = limits[rank] - least_bytes(p, stages[place:])
         return room
 
-    def to_the_end(self) -> None:
-        """Run everything."""
-        calls, free = self.calls, self.free
-        while calls:
-            now, rank = heappop(calls)
-            if free[rank] > now:
-                continue
-            step, soonest = self._next(rank, now)
-            if step is not None:
-                self._begin(rank, *step, now)
-            elif self.left[rank]:
-                self._fill(rank, now, soonest)
-
-    def _next(self, rank: int, now: float) -> tuple[Step | None, float]:
-        """Return the step that begins, if any, and when the next one can whose time is known."""
+    def next_step(self, rank: int, now: float) -> tuple[Step | None, float]:
+        """Return the step that begins now, if any, and the first known time of a later one."""
         best, least, soonest = None, None, inf
+        # keys are computed only if two steps are ready: most often one is
         for step in self._allowed(rank):
             is_backward, stage, microbatch = step
             at = self.ready[is_backward][stage][microbatch]
@@ -175,8 +177,8 @@ class _Run:
         return best, soonest
 
     def _allowed(self, rank: int) -> list[Step]:
-        """List the steps that order and memory let come next, whether they are ready or not."""
-        live, may_begin, may_give = self.live[rank], self.room[FORWARD], self.room[INPUT]
+        """List the steps that order and memory let come next, ready or not."""
+        live, (may_begin, may_give, _, may_be_whole) = self.live[rank], self.room
         forwards, backwards = self.begun
         if self.policy.orders is not None:
             done = sum(forwards[s] + backwards[s] for s in self.p.stages[rank])
@@ -184,24 +186,22 @@ class _Run:
             if done == len(order) or not (order[done][0] or live <= may_begin[order[done][1]]):
                 return []
             return [order[done]]
-        found: list[Step] = []
+        steps: list[Step] = []
         m, ahead = self.p.num_microbatches, self.ahead
         for stage in self.p.stages[rank]:
-            number, backward = forwards[stage], backwards[stage]
-            if number < m and live <= may_begin[stage] and number - backward < ahead[stage]:
-                found.append((False, stage, number))
-            if backward < number and (live <= may_give[stage] or self._may_be_whole(rank, stage)):
-                found.append((True, stage, backward))
-        return found
+            forward, backward = forwards[stage], backwards[stage]
+            if forward < m and live <= may_begin[stage] and forward - backward < ahead[stage]:
+                steps.append((False, stage, forward))
+            if backward < forward and (
+                live <= may_give[stage]
+                # a whole backward must not overtake an earlier weights' part of its stage
+                or (live <= may_be_whole[stage] and stage not in dict(self.left[rank]))
+            ):
+                steps.append((True, stage, backward))
+        return steps
 
-    def _may_be_whole(self, rank: int, stage: int) -> bool:
-        """Tell whether bytes and earlier weights' parts allow a backward in one part."""
-        fits = self.live[rank] <= self.room[WHOLE][stage]
-        return fits and stage not in dict(self.left[rank])
-
-    def _begin(
-        self, rank: int, is_backward: bool, stage: int, microbatch: int, now: float
-    ) -> None:
+    def begin(self, rank: int, is_backward: bool, stage: int, microbatch: int, now: float) -> None:
+        """Run a step, in one part or its first, and call the rank that waits for its result."""
         p, redo, ready = self.p, self.redo[is_backward], self.ready[is_backward]
         kind = FORWARD
         if is_backward:
@@ -209,13 +209,15 @@ class _Run:
             kind = INPUT if divides else WHOLE
             if divides:
                 self.left[rank].append((stage, microbatch))
+        # recompute while the gradient is on its way, unless the forward stands right before
         if redo[stage]:
-            given = ready[stage][microbatch] + redo[stage]
+            arrival = ready[stage][microbatch] + redo[stage]
             if self.answer[rank][-1] != p.op(FORWARD, stage, microbatch):
                 now += redo[stage]
-            now = max(now, given)
+            now = max(now, arrival)
         self.begun[is_backward][stage] += 1
-        end = self._do(rank, kind, stage, microbatch, now)
+        end = self.do(rank, kind, stage, microbatch, now)
+        # hand the result on: forwards to the next stage, gradients to the one before
         target = stage - 1 if is_backward else stage + 1
         if target == p.num_stages:  # the loss: its gradient is there at once
             self.ready[True][stage][microbatch] = end - self.redo[True][stage]
@@ -226,19 +228,12 @@ class _Run:
             if look >= self.free[other]:
                 heappush(self.calls, (look, other))
 
-    def _fill(self, rank: int, now: float, soonest: float) -> None:
-        stage, microbatch = self.left[rank][0]
-        if soonest < now + self.policy.patience * self.time[WEIGHT][stage]:
-            return  # what comes in calls the rank again
-        self.left[rank].popleft()
-        self._do(rank, WEIGHT, stage, microbatch, now)
-
-    def _do(self, rank: int, kind: int, stage: int, microbatch: int, now: float) -> float:
-        p = self.p
-        op = (kind * p.num_stages + stage) * p.num_microbatches + microbatch
+    def do(self, rank: int, kind: int, stage: int, microbatch: int, now: float) -> float:
+        """Run an operation from `now` on; return its end."""
+        op = self.p.op(kind, stage, microbatch)
         end = now + self.time[kind][stage]
         self.answer[rank].append(op)
-        self.live[rank] += p.change[op]
+        self.live[rank] += self.p.change[op]
         self.free[rank] = end
         heappush(self.calls, (end, rank))
         return end

@@ -1,4 +1,4 @@
-"""From a schedule family to what the executor runs: the passes in order, then the proof."""
+"""Lower a schedule family to the executor's programs: the passes in order, then the proof."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from .transfers import Transfers
 from .verify import verify
 
 Make = Callable[[Family, int, int, int], Schedule]
-"""(family, num_stages, num_microbatches, num_minibatches) -> what the family makes."""
+"""(family, num_stages, num_microbatches, num_minibatches) -> the family's schedule."""
 
 
 class Mode(Enum):
-    """Which part of a schedule a call runs."""
+    """The part of a schedule that a call runs."""
 
     TRAIN = "train"
     """Everything, as the schedule orders it; the loss is part of the last stage."""
@@ -45,21 +45,22 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowering:
-    """What a pipeline's schedules have to provide for, whatever the call.
-
-    `ranks[stage]` is who runs a stage.  The stages in `recompute` drop their graphs, those in
-    `offload` move what they keep away, those in `commits` have running statistics.  `posts`
-    receives early, as processes want it; `reduces` gradients over replicas.
-    """
+    """The properties of a pipeline that decide its passes, the same for every call."""
 
     family: Family
     ranks: tuple[int, ...]
+    """The rank that runs each stage."""
     transfers: Transfers = ()
     recompute: Collection[int] = ()
+    """The stages that drop their graphs."""
     offload: Collection[int] = ()
+    """The stages that move their activations away."""
     commits: Collection[int] = ()
+    """The stages with running statistics."""
     posts: bool = False
+    """True: receives are posted early, as between processes."""
     reduces: bool = False
+    """True: gradients are summed over replicas."""
 
 
 def lower(
@@ -70,9 +71,8 @@ def lower(
 ) -> Schedule:
     """Make a schedule, apply the passes that `mode` needs, and prove the result.
 
-    Only where a whole asynchronous schedule is run do weights change in it, and only for a whole
-    schedule does a family's limit of memory hold: the other modes run all forwards first.
-    Equal arguments are looked up: the last schedules are kept, if all of `how` can be hashed.
+    All modes but TRAIN run all forwards first.  They change no weights, and do not obey a family's
+    limit of memory.  The last schedules are cached, if `how` can be hashed.
 
     Raises:
         ScheduleError: the schedule is wrong; see `verify`.
@@ -88,7 +88,7 @@ def _lower(how: Lowering, num_microbatches: int, mode: Mode, num_minibatches: in
     laws = how.family.laws
     if mode is not Mode.TRAIN:
         laws = SYNCHRONOUS if how.family.is_asynchronous else laws
-        # what is kept is limited in the order in which a family trains, and in no other
+        # a limit of memory holds for the order in which a family trains, and for no other
         laws = tuple(law for law in laws if not isinstance(law, AtMostBytes))
     verify(schedule, how.transfers, laws)
     match mode:
@@ -109,10 +109,9 @@ def lower_unproved(
     *,
     make: Make = Family.__call__,
 ) -> Schedule:
-    """Make a whole schedule and apply the passes that `mode` needs; nothing is proved of it.
+    """Make a whole schedule and apply the passes that `mode` needs, without a proof.
 
-    For those who price many schedules and run none; with `make` they may look up what a family
-    makes.
+    Planners use it to price many schedules.  With `make` they may look up a family's schedule.
 
     Raises:
         ConfigError: it is of another size than asked for, or runs a stage on another rank.
@@ -133,7 +132,7 @@ _kept = lru_cache(maxsize=8)(_lower)  # train and evaluate, whole and last batch
 
 
 def _can_be_hashed(how: Lowering) -> bool:
-    """Tell whether equal ways to lower can be found: a user's callable may be mutable."""
+    """Tell whether `how` can be a key of the cache: a user's callable may be mutable."""
     try:
         hash(how)
     except TypeError:
@@ -148,7 +147,7 @@ def _saving_memory(schedule: Schedule, how: Lowering) -> Schedule:
 
 
 def _made(how: Lowering, num_microbatches: int, num_minibatches: int, make: Make) -> Schedule:
-    """Make the schedule, and see that each stage is where the pipeline has it."""
+    """Make the schedule, and check that each stage is on the pipeline's rank for it."""
     schedule = make(how.family, len(how.ranks), num_microbatches, num_minibatches)
     if schedule.ranks != how.ranks:
         raise ConfigError(

@@ -1,6 +1,4 @@
-"""What a rank keeps for its backwards, in bytes, after each instruction of its program; and how
-many versions of its weights.
-"""
+"""Activation memory of a rank after each instruction, in bytes, and versions of its weights."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +8,7 @@ from itertools import accumulate
 from penstock.errors import ConfigError
 
 from . import ir
+from .costs import one_each
 from .ir import ADDS_GRADIENTS, Forward, Instruction, Program, Schedule, UpdateWeights
 
 BytesPerStage = int | tuple[int, ...]
@@ -20,7 +19,7 @@ BytesPerRank = int | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that one stage keeps of one micro-batch: its graph, or less of it."""
+    """Bytes that one stage keeps of one micro-batch; the fields of `Sizes`, for one stage."""
 
     graph: int
     inputs: int
@@ -28,7 +27,7 @@ class Kept:
     stays: int = 0
 
     def moves(self, *, keeps_graph: bool) -> int:
-        """Return how much of it an Offload moves away."""
+        """Return the bytes that an Offload moves away."""
         return max(0, (self.graph if keeps_graph else self.inputs) - self.stays)
 
 
@@ -36,38 +35,37 @@ class Kept:
 class Sizes:
     """Bytes that a stage keeps of one micro-batch.
 
-    `kept_bytes` is the graph of a forward, `input_bytes` what a Forward that drops its graph keeps
-    until the Recompute, `weight_bytes` what a BackwardInput leaves for its BackwardWeight.  None
-    is a guess, as much as the graph, and no bound: gradients are kept there that the graph has
-    not, and a stage may keep twice as much.  `stay_bytes` is what an Offload leaves where it
-    is: the caller's batch.
-
     Raises:
         ConfigError: a number is negative.
     """
 
     kept_bytes: BytesPerStage
+    """The graph of a forward."""
     input_bytes: BytesPerStage = 0
+    """The part that a Forward without its graph keeps until the Recompute."""
     weight_bytes: BytesPerStage | None = None
+    """The part that a BackwardInput leaves for its BackwardWeight.  None is a guess, as much as
+    the graph.  It is no bound: with gradients beside the graph it may be twice as much."""
     stay_bytes: BytesPerStage = 0
+    """The part that an Offload leaves on the device: the caller's batch."""
 
     def __post_init__(self) -> None:
         for name in ("kept_bytes", "input_bytes", "weight_bytes", "stay_bytes"):
-            given = getattr(self, name)
-            if min(given if isinstance(given, tuple) else (given or 0,), default=0) < 0:
-                raise ConfigError(f"{name} is {given}: nothing takes less than 0 bytes")
+            size = getattr(self, name)
+            if min(size if isinstance(size, tuple) else (size or 0,), default=0) < 0:
+                raise ConfigError(f"{name} is {size}: nothing takes less than 0 bytes")
 
     def of_stages(self, num_stages: int) -> tuple[Kept, ...]:
-        """Return what each stage keeps.
+        """Return the sizes of each stage.
 
         Raises:
             ConfigError: sizes are given for another number of stages.
         """
-        graphs = _each(self.kept_bytes, num_stages, "kept_bytes")
-        inputs = _each(self.input_bytes, num_stages, "input_bytes")
-        left = self.weight_bytes
-        weights = graphs if left is None else _each(left, num_stages, "weight_bytes")
-        stays = _each(self.stay_bytes, num_stages, "stay_bytes")
+        left = self.kept_bytes if self.weight_bytes is None else self.weight_bytes
+        graphs = one_each(self.kept_bytes, num_stages, "Sizes.kept_bytes")
+        inputs = one_each(self.input_bytes, num_stages, "Sizes.input_bytes")
+        weights = one_each(left, num_stages, "Sizes.weight_bytes")
+        stays = one_each(self.stay_bytes, num_stages, "Sizes.stay_bytes")
         return tuple(map(Kept, graphs, inputs, weights, stays))
 
 
@@ -78,13 +76,13 @@ CHANGES: Mapping[type[Instruction], Callable[[Kept], int]] = {
     ir.BackwardInput: lambda kept: kept.weights - kept.graph,
     ir.BackwardWeight: lambda kept: -kept.weights,
 }
-"""By how many bytes each kind of instruction changes what is kept; others change nothing."""
+"""The bytes that each kind of instruction adds to the activation memory; others add none."""
 
 
 def live_bytes(program: Program, kept: Sequence[Kept]) -> Iterator[int]:
-    """Yield what the rank that runs `program` keeps after each instruction."""
-    dropped: set[tuple[int, int]] = set()
-    changes = {kind: [of(each) for each in kept] for kind, of in CHANGES.items()}
+    """Yield the activation memory of the rank that runs `program` after each instruction."""
+    dropped: set[tuple[int, int]] = set()  # (stage, micro-batch) of forwards without their graph
+    changes = {kind: [of(sizes) for sizes in kept] for kind, of in CHANGES.items()}
 
     def change(instruction: Instruction) -> int:
         kind, stage = instruction.__class__, instruction.stage
@@ -103,23 +101,13 @@ def live_bytes(program: Program, kept: Sequence[Kept]) -> Iterator[int]:
 
 
 def peak_bytes(schedule: Schedule, sizes: Sizes) -> tuple[int, ...]:
-    """Return the most that each rank keeps at once.
+    """Return the peak activation memory of each rank.
 
     Raises:
         ConfigError: sizes are given for another number of stages.
     """
     kept = sizes.of_stages(schedule.num_stages)
     return tuple(max(live_bytes(program, kept), default=0) for program in schedule.programs)
-
-
-def _each(given: BytesPerStage, num_stages: int, name: str) -> tuple[int, ...]:
-    each = given if isinstance(given, tuple) else (given,) * num_stages
-    if len(each) != num_stages:
-        raise ConfigError(
-            f"Sizes.{name} has {len(each)} entries, the schedule has {num_stages} stages: give "
-            "one number for each stage, or one for all"
-        )
-    return each
 
 
 def uses_of_versions(schedule: Schedule) -> dict[int, Counter[int]]:
@@ -133,11 +121,13 @@ def uses_of_versions(schedule: Schedule) -> dict[int, Counter[int]]:
 
 
 def num_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each stage the most versions of its weights that are there at once: 1 where
-    nothing updates them, or nothing needs an old one.
+    """Return the largest number of weight versions on each stage at one time.
+
+    It is 1 if nothing updates the weights, or nothing needs an old version.
     """
     most = [1] * schedule.num_stages
     for stage, waiting in uses_of_versions(schedule).items():
+        # walk the stage's program: `waiting` counts the backwards left for each version
         newest, version_of = 0, {}
         for x in schedule.programs[schedule.ranks[stage]]:
             if x.stage != stage:
@@ -154,6 +144,6 @@ def num_versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def version_bytes(schedule: Schedule, parameter_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Return the bytes of each stage's versions beside the newest, at the most."""
+    """Return the peak bytes of each stage's weight versions beside the newest."""
     pairs = zip(num_versions(schedule), parameter_bytes, strict=True)
     return tuple((number - 1) * size for number, size in pairs)

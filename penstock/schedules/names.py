@@ -1,4 +1,4 @@
-"""Find a schedule family: by its name, or from what a user gave."""
+"""Find a schedule family by its name, or from a user's argument."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from .zb_h2 import zb_h2
 from .zb_v import zb_v
 
 Maker = Callable[..., Family]
-"""Makes a family from arguments, each of which has a default."""
+"""A function that makes a family; each argument has a default."""
 
 SYNCHRONOUS_FAMILIES: tuple[Family | Maker, ...] = (
     gpipe,
@@ -48,35 +48,36 @@ SYNCHRONOUS_FAMILIES: tuple[Family | Maker, ...] = (
     dualpipe_v,
     critical_path,
 )
-"""Every family whose step gives the unsplit model's gradients, or what makes it.
+"""The families whose step gives the unsplit model's gradients, or their makers.
 
 A law that holds for such schedules is tested on each of them.
 """
 ASYNCHRONOUS_FAMILIES: tuple[Family | Maker, ...] = (pipedream, pipedream_2bw)
-"""Every family whose weights change within a schedule, or what makes it."""
+"""The families whose weights change within a schedule, or their makers."""
 _EVERY_FAMILY = (*SYNCHRONOUS_FAMILIES, *ASYNCHRONOUS_FAMILIES)
 
 
-def by_default(given: Family | Maker) -> Family:
-    """Return a family with what its arguments are unless they are given."""
-    return given if isinstance(given, Family) else given()
+def by_default(family: Family | Maker) -> Family:
+    """Return a family, one with arguments with their defaults."""
+    return family if isinstance(family, Family) else family()
 
 
-_NAMED = {by_default(given).name: given for given in _EVERY_FAMILY}
+_NAMED = {by_default(family).name: family for family in _EVERY_FAMILY}
 SCHEDULE_NAMES = (*_NAMED,)
-"""The families that a word can stand for, in recipes and commands."""
+"""The names of families in recipes and commands."""
 _MADE = (searched, segmented, from_csv)
+"""Makers of families that need more than a name."""
 _IN_FILES = {**_NAMED, **{maker.__name__: maker for maker in _MADE}}
 NAMES_IN_FILES = (*_IN_FILES,)
-"""The families that a plan's file can hold, with their arguments."""
+"""The names of families that a plan's file can hold, with their arguments."""
 _STAGES_PER_RANK = "stages_per_rank"
 ALL_SCHEDULES = tuple(
     family for family in map(by_default, SYNCHRONOUS_FAMILIES) if family.stages_per_rank == 1
 )
-"""The synchronous ones that run one stage on each rank, and so take any number of stages."""
+"""The synchronous families with one stage on each rank: they take any number of stages."""
 ASYNCHRONOUS_SCHEDULES = (pipedream(), pipedream(vertical_sync=True), pipedream_2bw)
-"""The asynchronous ones, with each choice of their arguments."""
-ASYNCHRONOUS_NAMES = tuple(by_default(given).name for given in ASYNCHRONOUS_FAMILIES)
+"""The asynchronous families, with each value of their arguments."""
+ASYNCHRONOUS_NAMES = tuple(by_default(family).name for family in ASYNCHRONOUS_FAMILIES)
 
 
 def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
@@ -95,10 +96,10 @@ def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
             f"schedule {name} takes the arguments {list(expected)}, and was given "
             f"{list(arguments)}"
         )
-    given = _IN_FILES[name]
-    if given is from_csv:  # a file of a plan holds the text itself, never a path to open
+    maker = _IN_FILES[name]
+    if maker is from_csv:  # a file of a plan holds the text itself, never a path to open
         return from_csv(f"{arguments['source']}\n")
-    return given if isinstance(given, Family) else given(**arguments)
+    return maker if isinstance(maker, Family) else maker(**arguments)
 
 
 def argument_types(name: str) -> Mapping[str, Any]:
@@ -111,16 +112,12 @@ def argument_types(name: str) -> Mapping[str, Any]:
 
 
 def families_for(costs: Costs, stages_per_rank: int) -> Iterator[Family]:
-    """Yield every synchronous family that can run so many stages on a rank, made for these costs
-    where it takes any.
-    """
+    """Yield the synchronous families with so many stages on a rank, made for these costs."""
     arguments = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
-    for given in SYNCHRONOUS_FAMILIES:
-        if isinstance(given, Family):
-            family = given
-        else:
-            taken = signature(given).parameters.keys() & arguments.keys()
-            family = given(**{name: arguments[name] for name in taken})
+    for family in SYNCHRONOUS_FAMILIES:
+        if not isinstance(family, Family):
+            taken = signature(family).parameters.keys() & arguments.keys()
+            family = family(**{name: arguments[name] for name in taken})
         if family.stages_per_rank == stages_per_rank:
             yield family
 
@@ -130,17 +127,23 @@ def named_schedule(
 ) -> Family:
     """Return the family called `name` if it suits these numbers, made for `costs` if it takes any.
 
-    It is one of SCHEDULE_NAMES, or `searched` if there are costs.  Where stages per rank are not
-    given, they are what the family has by default.
+    The name is one of SCHEDULE_NAMES, or `searched` if there are costs.  Without stages per rank,
+    the family's default holds.
 
     Raises:
         ConfigError: it does not run so many stages on a rank, or they are not dealt out evenly.
     """
-    _check_stages_per_rank(name, stages_per_rank)
-    wanted: dict[str, Any] = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
-    taken = argument_types(name).keys() & {key for key, value in wanted.items() if value}
-    given = _IN_FILES[name]
-    family = given if isinstance(given, Family) else given(**{key: wanted[key] for key in taken})
+    types = argument_types(name)
+    if stages_per_rank == 1 and _STAGES_PER_RANK in types:
+        raise ConfigError(
+            f"schedule {name} runs several stages on each rank, and stages per rank is 1; make it "
+            "2 or more"
+        )
+    values: dict[str, Any] = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
+    taken = types.keys() & {key for key, value in values.items() if value}
+    family = _IN_FILES[name]
+    if not isinstance(family, Family):
+        family = family(**{key: values[key] for key in taken})
     expected = family.stages_per_rank
     if expected != (stages_per_rank or expected):
         runs, remedy = (
@@ -161,7 +164,7 @@ def named_schedule(
 
 
 def suits(name: str, stages_per_rank: int) -> bool:
-    """Tell whether the family called `name`, of SCHEDULE_NAMES, can have so many on a rank."""
+    """Tell whether the family called `name`, of SCHEDULE_NAMES, can have so many stages a rank."""
     try:
         named_schedule(name, stages_per_rank, stages_per_rank)
     except ConfigError:
@@ -170,35 +173,24 @@ def suits(name: str, stages_per_rank: int) -> bool:
 
 
 def least_stages_per_rank(name: str) -> int:
-    """Return how many stages the family called `name`, of SCHEDULE_NAMES, has on a rank, if
-    nobody asks for more.
-    """
+    """Return the default number of stages on a rank of a family of SCHEDULE_NAMES."""
     return by_default(_NAMED[name]).stages_per_rank
 
 
-def _check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
-    if stages_per_rank == 1 and _STAGES_PER_RANK in argument_types(name):
-        raise ConfigError(
-            f"schedule {name} runs several stages on each rank, and stages per rank is 1; make it "
-            "2 or more"
-        )
-
-
 def stages_on_ranks() -> str:
-    """Say of each family with several stages on a rank how many: for help texts."""
-    found = [(name, by_default(given)) for name, given in _NAMED.items()]
+    """List the families with several stages on a rank, and their numbers, for help texts."""
     is_open = {name: _STAGES_PER_RANK in argument_types(name) for name in _NAMED}
-    several = [name for name, family in found if family.stages_per_rank > 1 and not is_open[name]]
+    several = [n for n in _NAMED if least_stages_per_rank(n) > 1 and not is_open[n]]
     of_choice = [name for name in _NAMED if is_open[name]]
     return f"2 for {', '.join(several)}; 2 or more for {', '.join(of_choice)}"
 
 
 def family_of(given: Build | Schedule, num_microbatches: int) -> Family:
-    """Return what a user gave as a schedule as a family.
+    """Return a user's `schedule` argument as a family.
 
-    A function of the user's own cannot say which ranks run its stages: `ranks` of its family makes
-    a schedule of `num_microbatches` to see.  A `Schedule` is a family of its own size, as one that
-    was read from a file is: its forwards and backwards count.
+    A user's function does not state the ranks of its stages.  `ranks` of its family makes a
+    schedule of `num_microbatches` to see them.  A `Schedule` becomes a family of one size, like a
+    schedule from a file: its forwards and backwards count.
 
     Raises:
         ConfigError: it makes families and is none, or is no schedule at all.

@@ -1,4 +1,4 @@
-"""Passes: each turns a schedule into another one, and does one thing.
+"""Passes: each rewrites a schedule, and does one thing.
 
     schedule(p, m) -> add_recompute -> add_offload -> add_commits -> add_communication
                    -> verify -> executor
@@ -51,19 +51,21 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
 
 
 def add_offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Move what `stages` keep away right after each forward, and bring it back one compute
-    instruction before it is needed.
+    """Offload the activations of `stages` right after each forward, and fetch them one compute
+    instruction before their use.
 
     0F0 0F1 0F2 0B0   ->   0F0 0H0 0F1 0D0 0F2 0B0
 
-    What is needed before there is time for both stays.
+    Activations stay if there is no time for both in between.
     """
 
     def rewrite(program: Program) -> Iterator[Instruction]:
+        # position of the first instruction that needs the activations of (stage, micro-batch)
         needed: dict[tuple[int, int], int] = {}
         for n, x in enumerate(program):
             if isinstance(x, ir.Recompute | ir.Backward | ir.BackwardInput) and x.stage in stages:
                 needed.setdefault((x.stage, x.microbatch), n)
+        # fetches by the position that they stand before: one instruction ahead of the use
         back: dict[int, Instruction] = {}
         for n, x in enumerate(program):
             if n in back:
@@ -99,7 +101,7 @@ def add_commits(schedule: Schedule, stages: Collection[int], every: int | None =
 
 
 def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
-    """Surround each forward and backward with the receives and sends that `transfers` ask for.
+    """Surround each forward and backward with the receives and sends of `transfers`.
 
     On stage 1 of 3:   1F0   ->   1F0<0 1F0 1F0>2
                        1B0   ->   1B0<2 1B0 1B0>0
@@ -113,7 +115,7 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
 
     def rewrite(program: Program) -> Iterator[Instruction]:
         for x in program:
-            if not isinstance(x, _MEETS_OTHERS):
+            if not isinstance(x, ir.Forward | ir.Backward | ir.BackwardInput):
                 yield x
                 continue
             receive, sources, send, targets = forward if isinstance(x, ir.Forward) else backward
@@ -127,13 +129,11 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
     return _rewrite(schedule, rewrite)
 
 
-_MEETS_OTHERS = (ir.Forward, *ir.GIVES_GRADIENTS)
-
-
 def add_reductions(schedule: Schedule) -> Schedule:
     """Add up the gradients of each stage over all replicas right after its last backward."""
 
     def rewrite(program: Program) -> Iterator[Instruction]:
+        # gradients leave first, so that the stage before does not wait for the sum
         last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.ADDS_GRADIENTS)}
         sending = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.SendGradient)}
         ends = {max(n, sending.get(stage, n)): stage for stage, n in last.items()}
@@ -152,25 +152,26 @@ def post_receives(schedule: Schedule) -> Schedule:
     """
 
     def rewrite(program: Program) -> Iterator[Instruction]:
-        room: list[list[Instruction]] = [[]]  # what to post at the start, and before each compute
+        # posts[n] stands before groups[n]: the start of the program, or the n-th compute on
+        posts: list[list[Instruction]] = [[]]
         groups: list[list[Instruction]] = [[]]
         for instruction in program:
             if isinstance(instruction, ir.Compute):
-                room.append([])
+                posts.append([])
                 groups.append([])
             elif isinstance(instruction, ir.Receive):
                 x = instruction
-                room[-1].append(ir.PostReceive(x.stage, x.microbatch, x.peer, x.gradient))
+                posts[-1].append(ir.PostReceive(x.stage, x.microbatch, x.peer, x.gradient))
             groups[-1].append(instruction)
-        for posts, group in zip(room, groups, strict=True):
-            yield from posts
+        for post, group in zip(posts, groups, strict=True):
+            yield from post
             yield from group
 
     return _rewrite(schedule, rewrite)
 
 
 def without_updates(schedule: Schedule) -> Schedule:
-    """Let all forwards see the weights that are there at the start, and leave these as they are.
+    """Let all forwards see the weights of the start, and leave out updates.
 
     0F0 0B0 0U 0F1@1 0B1 0U   ->   0F0 0B0 0F1 0B1
     """
@@ -191,12 +192,12 @@ def forwards_first(schedule: Schedule) -> Schedule:
 
 
 def forward_half(schedule: Schedule) -> Schedule:
-    """Keep what can run before any gradient exists."""
+    """Keep the instructions that can run before any gradient exists."""
     return _rewrite(schedule, lambda program: (x for x in program if not is_backward_half(x)))
 
 
 def backward_half(schedule: Schedule) -> Schedule:
-    """Keep what runs once the outputs' gradients are known: `forward_half`'s other half."""
+    """Keep the instructions that need the outputs' gradients: the rest of `forward_half`."""
     return _rewrite(schedule, lambda program: (x for x in program if is_backward_half(x)))
 
 

@@ -25,6 +25,7 @@ def without_flush(
     def program(stage: int) -> Iterator[Instruction]:
         warmup, forwards, updates = num_stages - stage - 1, 0, 0
         for i in range(num_microbatches):
+            # up to `warmup` forwards ahead, as far as their versions are there
             while forwards < num_microbatches and forwards <= i + warmup:
                 if version(stage, forwards) > updates:
                     break

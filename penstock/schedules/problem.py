@@ -1,7 +1,7 @@
-"""What a scheduler is given, as arrays of numbers, and the price of an answer.
+"""The search problem of the list schedulers, as arrays of numbers, and the price of an answer.
 
-An operation is a number: kind * K * M + stage * M + micro-batch, for K stages and M micro-batches;
-the kinds are those of KINDS.  An answer is a list of operations for each rank.
+An operation is a number: kind * K * M + stage * M + micro-batch, for K stages and M micro-batches.
+KINDS lists the kinds.  An answer is a list of operations for each rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import inf, lcm
-from operator import mul
+from typing import TypeVar
 
 from penstock.errors import ConfigError
 
@@ -17,6 +17,7 @@ from . import ir
 from .costs import Costs, Seconds, per_edge, per_stage
 from .ir import Schedule
 from .laws import AtMostBytes
+from .memory import Sizes
 
 FORWARD, INPUT, WEIGHT, WHOLE = range(4)
 KINDS: tuple[Callable[[int, int], ir.Compute], ...] = (
@@ -26,48 +27,49 @@ KINDS: tuple[Callable[[int, int], ir.Compute], ...] = (
     ir.Backward,
 )
 Answer = list[list[int]]
-_Flags = Sequence[bool]
+"""The operations of each rank, in the order in which it runs them."""
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Numbers by operation: its time, what it waits for and how long that travels, its bytes.
-
-    `redo[x]` is a recompute that stands before x: it does not wait for x's operand, and is left
-    out where the Forward stands right before.  `result[x]` is where others find x's end: a
-    Backward's at its BackwardInput.  A rank that keeps `live` bytes keeps live + `peak[x]` at most
-    while x runs, and live + `change[x]` after it.
-    """
+    """Times, operands and bytes of every operation, and the limits of the ranks."""
 
     num_stages: int
     num_microbatches: int
     ranks: tuple[int, ...]
+    """The rank of each stage."""
     stages: tuple[tuple[int, ...], ...]
+    """The stages of each rank, in order."""
     time: Sequence[float]
+    """The duration of each operation, with its messages."""
     redo: Sequence[float]
+    """The duration of the Recompute before an operation; 0 if there is none.  It does not wait for
+    the operand, and is left out right after its Forward."""
     operand: Sequence[int]
+    """The operation whose result this one waits for; -1 for none."""
     lag: Sequence[float]
+    """The time for which the operand travels."""
     result: Sequence[int]
+    """The index at which others find the end: for a Backward, the index of its BackwardInput."""
     peak: Sequence[int]
+    """Additional bytes that the rank keeps at most while the operation runs."""
     change: Sequence[int]
+    """Additional bytes that the rank keeps after the operation."""
     limits: tuple[int, ...] | None
+    """The bytes that each rank may keep."""
 
     @property
     def size(self) -> int:
-        """How many forwards there are."""
+        """The number of forwards."""
         return self.num_stages * self.num_microbatches
 
     def op(self, kind: int, stage: int, microbatch: int) -> int:
         """Return the number of an operation."""
         return (kind * self.num_stages + stage) * self.num_microbatches + microbatch
 
-    def parts(self, op: int) -> tuple[int, int, int]:
-        """Return the kind, stage and micro-batch of an operation."""
-        of_all, microbatch = divmod(op, self.num_microbatches)
-        return (*divmod(of_all, self.num_stages), microbatch)
-
     def times(self) -> list[list[float]]:
-        """Return what each kind of operation takes on each stage."""
+        """Return the durations of each kind of operation, by stage."""
         stages = range(self.num_stages)
         return [[self.time[self.op(kind, s, 0)] for s in stages] for kind in range(4)]
 
@@ -85,16 +87,27 @@ def problem_of(
         ConfigError: costs, sizes or limits are of another number of stages or ranks.
     """
     num_stages, num_ranks, m = len(ranks), 1 + max(ranks), num_microbatches
+    recompute, nothing = set(recompute), (0,) * num_stages
     forward, of_inputs, of_weights, whole, again, travel = _times(costs, ranks)
-    redone = tuple(again[s] if s in set(recompute) else 0 for s in range(num_stages))
-    nothing = (0,) * num_stages
+    redone = tuple(again[s] if s in recompute else 0 for s in range(num_stages))
+
+    # operands: a forward waits for the stage before, a backward for the stage behind
     size, first, last = num_stages * m, range(m), range((num_stages - 1) * m, num_stages * m)
     before = [-1 if x in first else x - m for x in range(size)]
     behind = [-1 if x in last else size + x + m for x in range(size)]
     free = [-1] * size
-    changes, peaks = _bytes(memory, num_stages, set(recompute))
 
-    def spread(*by_stage: Sequence[float]) -> list[float]:
+    # bytes of each kind on a stage, in the order of KINDS
+    sizes = Sizes(kept_bytes=0) if memory is None else memory.sizes
+    changes: list[tuple[int, ...]] = []
+    peaks: list[tuple[int, ...]] = []
+    for stage, kept in enumerate(sizes.of_stages(num_stages)):
+        stored = kept.inputs if stage in recompute else kept.graph
+        rebuilt, part = kept.graph - stored, kept.weights - stored
+        changes.append((stored, part, -kept.weights, -stored))
+        peaks.append((stored, max(rebuilt, part), 0, rebuilt))
+
+    def spread(*by_stage: Sequence[_Number]) -> list[_Number]:
         return [value for values in by_stage for value in values for _ in range(m)]
 
     return Problem(
@@ -109,33 +122,32 @@ def problem_of(
         operand=[*before, *behind, *free, *behind],
         lag=spread((0, *travel), (*travel, 0), nothing, (*travel, 0)),
         result=[*range(3 * size), *range(size, 2 * size)],
-        change=[x for values in changes for x in values for _ in range(m)],
-        peak=[x for values in peaks for x in values for _ in range(m)],
+        change=spread(*zip(*changes, strict=True)),
+        peak=spread(*zip(*peaks, strict=True)),
         limits=memory.limits(num_ranks) if memory else None,
     )
 
 
 def length(problem: Problem, answer: Answer) -> tuple[float, float]:
-    """Return when the last rank ends, as the simulator says, and for equal ones the sum of all
-    ranks' ends; infinite if ranks wait for each other for ever.  Floats are added in another order
-    than there where messages take a rank's time.
+    """Return the end of the last rank, and the sum of all ranks' ends to order equal ones.
+
+    Both are infinite if ranks deadlock.  The simulator finds the same end of the last rank, but
+    for rounding: it adds floats in another order if messages take a rank's time.
     """
     ran = run(problem, answer)
     return (max(ran[0]), sum(ran[0])) if ran else (inf, inf)
 
 
 def run(problem: Problem, answer: Answer) -> tuple[list[float], list[float]] | None:
-    """Return when each rank ends, and each operation by its `result`; None if ranks wait for each
-    other for ever.
-    """
-    p = problem
+    """Return the end of each rank, and of each operation by its `result`; None for a deadlock."""
+    p, size = problem, problem.size
     time, redo, operand, lag, result = p.time, p.redo, p.operand, p.lag, p.result
-    size = p.size
     ends: list[float] = [-1] * (3 * size)
     waiting, position = [-1] * (3 * size), [0] * len(answer)
     free: list[float] = [0] * len(answer)
     runnable, left = list(range(len(answer))), len(answer)
     while runnable:
+        # run one rank until its operand is missing; its producer makes it runnable again
         rank = runnable.pop()
         program, now = answer[rank], free[rank]
         for index in range(position[rank], len(program)):
@@ -144,6 +156,7 @@ def run(problem: Problem, answer: Answer) -> tuple[list[float], list[float]] | N
             if need >= 0 and ends[need] < 0:
                 waiting[need], position[rank], free[rank] = rank, index, now
                 break
+            # a recompute runs while the operand is still on its way
             if redo[op] and program[index - 1] != op % size:
                 now += redo[op]
             if need >= 0 and ends[need] + lag[op] > now:
@@ -185,17 +198,16 @@ def answer_of(problem: Problem, schedule: Schedule) -> Answer:
 
 def schedule_of(problem: Problem, answer: Answer) -> Schedule:
     """Read a schedule from its numbers."""
-
-    def instruction(op: int) -> ir.Instruction:
-        kind, stage, microbatch = problem.parts(op)
-        return KINDS[kind](stage, microbatch)
-
-    return Schedule(tuple(tuple(map(instruction, program)) for program in answer))
+    size, m = problem.size, problem.num_microbatches
+    programs = ((KINDS[op // size](*divmod(op % size, m)) for op in program) for program in answer)
+    return Schedule(tuple(map(tuple, programs)))
 
 
 def joined(problem: Problem, answer: Answer) -> Answer:
-    """Make one backward of two parts that stand together, where nothing then ends later: it takes
-    no longer, and the stage before uses the gradient only once both are done.
+    """Make one backward of two adjacent parts if nothing then ends later.
+
+    The whole backward takes no longer than both parts.  The stage before uses the gradient only
+    once both are done.
     """
     p, size, m = problem, problem.size, problem.num_microbatches
     ran = run(problem, answer)
@@ -204,6 +216,7 @@ def joined(problem: Problem, answer: Answer) -> Answer:
     wholes = {p.result[op] for program in answer for op in program if op >= WHOLE * size}
 
     def are_one(op: int, after: int) -> bool:
+        # `user`: the backward of the stage before, which waits for this gradient
         whole, user = op + (WHOLE - INPUT) * size, op - m
         if op // size != INPUT or after != op + size:
             return False
@@ -224,7 +237,7 @@ def joined(problem: Problem, answer: Answer) -> Answer:
 
 
 def least_bytes(problem: Problem, stages: Sequence[int]) -> int:
-    """Return what a rank needs to take one micro-batch through some of its stages and back."""
+    """Return the bytes a rank needs to run one micro-batch through some of its stages and back."""
     live = most = 0
     for op in (
         *(problem.op(FORWARD, stage, 0) for stage in stages),
@@ -233,6 +246,19 @@ def least_bytes(problem: Problem, stages: Sequence[int]) -> int:
         most = max(most, live + problem.peak[op])
         live += problem.change[op]
     return most
+
+
+def check_is_limit(memory: object) -> None:
+    """Refuse a `memory` argument that is neither a limit of bytes nor None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(memory, AtMostBytes | None):
+        raise ConfigError(
+            f"memory={memory!r} is no limit of bytes: write AtMostBytes(Sizes(kept_bytes=...), "
+            "limit_bytes=...), or None for no limit; with kept_bytes=1 it counts micro-batches"
+        )
 
 
 def check_limits(problem: Problem) -> None:
@@ -253,12 +279,14 @@ def check_limits(problem: Problem) -> None:
 
 
 def lower_bound(problem: Problem) -> float:
-    """Return a time that no answer can beat: the busiest rank's, or a micro-batch's way."""
+    """Return a time that no answer can beat: the busiest rank's, or that of one micro-batch."""
     p, m = problem, problem.num_microbatches
     forward, of_inputs, of_weights, whole = p.times()
     lag = [p.lag[p.op(FORWARD, s, 0)] for s in range(p.num_stages)]
+    # least seconds until a stage's backward hands on its gradient, and until all of it is done
     give = list(map(min, of_inputs, whole))
     add = [min(i + w, b) for i, w, b in zip(of_inputs, of_weights, whole, strict=True)]
+    # least seconds before a stage's first forward, and after its last gradient
     heads = [0, *accumulate(f + g for f, g in zip(forward, lag[1:], strict=False))]
     tails = [0, *accumulate(i + g for i, g in zip(give, lag[1:], strict=False))]
     turn = forward[-1] + give[-1]
@@ -271,11 +299,11 @@ def lower_bound(problem: Problem) -> float:
 
 
 def _times(costs: Costs, ranks: tuple[int, ...]) -> Sequence[Sequence[float]]:
-    """Return what a forward, the parts of a backward, a whole one and a recompute take on each
-    stage, and how long a message travels from each stage but the last to the next.
+    """Return the times of each stage: forward, both parts of a backward, whole one, recompute.
 
-    A rank takes a message in right before what it is for, and sends one off right after: both are
-    in the times of these.
+    Last comes the time for which a message travels from each stage but the last to the next.  A
+    rank receives right before the instruction that needs the message, and sends right after the
+    one that makes it.  The times of forwards and backwards include both.
     """
     num_stages, wire_s = len(ranks), per_edge(costs.transfer_s)
     apart = [here != there for here, there in pairwise(ranks)]
@@ -292,9 +320,11 @@ def _times(costs: Costs, ranks: tuple[int, ...]) -> Sequence[Sequence[float]]:
     )
     above, below = (False, *apart), (*apart, False)  # is the stage before, after, elsewhere?
 
-    def with_messages(alone: Sequence[float], comes: _Flags, goes: _Flags) -> tuple[float, ...]:
-        taken = zip(alone, map(mul, receive, comes), map(mul, send, goes), strict=True)
-        return tuple(map(sum, taken))
+    def with_messages(
+        alone: Sequence[float], comes: Sequence[bool], goes: Sequence[bool]
+    ) -> list[float]:
+        rows = zip(alone, receive, comes, send, goes, strict=True)
+        return [s + in_s * arrives + out_s * leaves for s, in_s, arrives, out_s, leaves in rows]
 
     return (
         with_messages(forward, above, below),
@@ -307,28 +337,9 @@ def _times(costs: Costs, ranks: tuple[int, ...]) -> Sequence[Sequence[float]]:
 
 
 def _alike(times: Sequence[Sequence[Seconds]]) -> list[tuple[float, ...]]:
-    """Make ints of ints and Fractions, all times the same factor; leave floats as they are."""
+    """Scale ints and Fractions to ints by one common factor; return floats if any is one."""
     numbers = [x for values in times for x in values]
     if any(isinstance(x, float) for x in numbers):
         return [tuple(float(x) for x in values) for values in times]
     scale = lcm(*(Fraction(x).denominator for x in numbers))
     return [tuple(int(x * scale) for x in values) for values in times]
-
-
-def _bytes(
-    memory: AtMostBytes | None, num_stages: int, recompute: set[int]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Return what each kind of operation changes on each stage, and keeps at most meanwhile."""
-    changes: list[list[int]] = [[], [], [], []]
-    peaks: list[list[int]] = [[], [], [], []]
-    if memory is None:
-        return [[0] * num_stages] * 4, [[0] * num_stages] * 4
-    for stage, kept in enumerate(memory.sizes.of_stages(num_stages)):
-        first = kept.inputs if stage in recompute else kept.graph
-        rebuilt = kept.graph - first
-        after = (first, kept.weights - first, -kept.weights, -first)
-        during = (first, max(rebuilt, kept.weights - first), 0, rebuilt)
-        for kind in range(4):
-            changes[kind].append(after[kind])
-            peaks[kind].append(during[kind])
-    return changes, peaks

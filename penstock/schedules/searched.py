@@ -1,6 +1,5 @@
 """Searched: the shortest of many schedules for measured costs, under a limit of each rank."""
 
-from collections.abc import Iterator
 from functools import lru_cache, partial
 
 from penstock.errors import ConfigError
@@ -12,9 +11,8 @@ from .ir import Schedule
 from .laws import SYNCHRONOUS, AtMostBytes, Law
 from .one_f_one_b import one_f_one_b
 from .problem import (
-    Answer,
-    Problem,
     answer_of,
+    check_is_limit,
     check_limits,
     fits,
     joined,
@@ -45,11 +43,11 @@ def searched(
     Stages lie on ranks as in the family `like`, and form a chain.  No rank keeps more than
     `memory` allows, which is proved before a step.  The stages in `recompute` drop their graphs.
 
-    It is the shortest of those of all families with stages on the same ranks, as far as they keep
-    to `memory`, and of list schedules by critical paths that do, with these recomputes.  The same
-    arguments give the same schedule in every process.
+    It is the shortest of two kinds of schedules that keep to `memory`.  The first are those of all
+    families with stages on the same ranks.  The second are list schedules by critical paths, with
+    these recomputes.  The same arguments give the same schedule in every process.
 
-    Making it raises ConfigError where costs are of another number of stages, limits of another
+    Making it raises ConfigError if costs are of another number of stages, limits of another
     number of ranks, or a limit is too low for even one micro-batch.
 
     Raises:
@@ -57,10 +55,8 @@ def searched(
     """
     _check_arguments(costs, memory, like, recompute)
     arguments = (
-        ("costs", costs),
-        ("memory", memory),
-        ("like", like),
-        ("recompute", recompute),
+        *(("costs", costs), ("memory", memory)),
+        *(("like", like), ("recompute", recompute)),
     )
     laws: tuple[Law, ...] = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
     return Family("searched", _schedule, like.stages_per_rank, arguments, like.deal, laws)
@@ -73,11 +69,7 @@ def _check_arguments(costs: object, memory: object, like: object, recompute: obj
             "backward_s=..., recompute_s=...), or measured_costs(pipe.last_timeline) of a step "
             "with trace=True"
         )
-    if not isinstance(memory, AtMostBytes | None):
-        raise ConfigError(
-            f"memory={memory!r} is no limit of bytes: write AtMostBytes(Sizes(kept_bytes=...), "
-            "limit_bytes=...), or None for no limit; with kept_bytes=1 it counts micro-batches"
-        )
+    check_is_limit(memory)
     if not isinstance(like, Family):
         raise ConfigError(
             f"like={like!r:.80} is no schedule family, on whose ranks stages could lie: write "
@@ -99,29 +91,27 @@ def _schedule(
     like: Family,
     recompute: tuple[int, ...],
 ) -> Schedule:
+    from .names import families_for  # the names know the families, not the other way round
+
     _check_stages(num_stages, costs, recompute)
     ranks = like.ranks(num_stages)
     problem = problem_of(costs, memory, ranks, num_microbatches, recompute)
     check_limits(problem)
-    every = [
+    # 1. the named families that have these ranks and keep to the memory
+    answers = [
         answer
-        for answer in _named(problem, costs, like)
-        if all(fits(problem, *program) for program in enumerate(answer))
+        for family in families_for(costs, like.stages_per_rank)
+        if family.ranks(num_stages) == ranks
+        and (answer := answer_of(problem, family(num_stages, num_microbatches)))
+        and all(fits(problem, *program) for program in enumerate(answer))
     ]
-    every += filled(problem)
-    return schedule_of(problem, joined(problem, min(every, key=partial(length, problem))))
-
-
-def _named(problem: Problem, costs: Costs, like: Family) -> Iterator[Answer]:
-    """Yield the schedules of all named families with the same stages on each rank."""
-    from .names import families_for  # the names know the families, not the other way round
-
-    for family in families_for(costs, like.stages_per_rank):
-        if family.ranks(problem.num_stages) == problem.ranks:
-            yield answer_of(problem, family(problem.num_stages, problem.num_microbatches))
+    # 2. list schedules, which keep to it by construction
+    answers += filled(problem)
+    return schedule_of(problem, joined(problem, min(answers, key=partial(length, problem))))
 
 
 def _check_stages(num_stages: int, costs: Costs, recompute: tuple[int, ...]) -> None:
+    """Refuse costs and recomputes of stages that there are not."""
     edges = costs.transfer_s if isinstance(costs.transfer_s, tuple) else ()
     for name, stages in (
         ("costs: transfer_s", [stage for edge, _ in edges for stage in edge]),

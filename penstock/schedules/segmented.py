@@ -1,4 +1,4 @@
-"""Segmented: each stage of a schedule is cut into several that follow each other on its rank."""
+"""Segmented: each stage of a schedule is cut into several in a row on its rank."""
 
 from collections.abc import Iterator
 from itertools import accumulate, chain, pairwise, repeat
@@ -12,7 +12,7 @@ from .one_f_one_b import one_f_one_b
 
 
 def segmented(sizes: tuple[int, ...], base: Family = one_f_one_b) -> Family:
-    """Run the schedule of `base`, each stage of which is cut into so many segments of `sizes`.
+    """Run the schedule of `base` with its stages cut into segments, as many as `sizes` says.
 
         schedules.segmented((2, 2))                        # 1F1B on 2 ranks, 4 stages
         schedules.segmented((3, 1, 2), schedules.gpipe)    # GPipe on 3 ranks, 6 stages
@@ -53,14 +53,14 @@ def segmented(sizes: tuple[int, ...], base: Family = one_f_one_b) -> Family:
 def _schedule(
     num_stages: int, num_microbatches: int, sizes: tuple[int, ...], base: Family
 ) -> Schedule:
-    own = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
+    segments = [range(*ends) for ends in pairwise(accumulate(sizes, initial=0))]
 
     def cut(x: Instruction) -> Iterator[Instruction]:
         match x:
             case Forward(stage, i):
-                yield from (Forward(segment, i) for segment in own[stage])
+                yield from (Forward(segment, i) for segment in segments[stage])
             case Backward(stage, i) | BackwardInput(stage, i) | BackwardWeight(stage, i):
-                yield from (type(x)(segment, i) for segment in reversed(own[stage]))
+                yield from (type(x)(segment, i) for segment in reversed(segments[stage]))
 
     programs = base(len(sizes), num_microbatches).programs
     return Schedule(tuple(tuple(chain(*map(cut, program))) for program in programs))

@@ -1,4 +1,4 @@
-"""Schedules as torch.distributed.pipelining writes them: read theirs, write ours for them.
+"""Read and write schedules in the CSV form of torch.distributed.pipelining.
 
 One line a rank, one cell an action, empty where the rank is idle:
 
@@ -34,7 +34,7 @@ _ACTION = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _LEFT_OUT = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
 _SHOWN_CHARACTERS = 40
-"""How much of a cell an error shows."""
+"""Characters of a cell that an error shows."""
 
 
 def from_csv(source: str | Path) -> Family:
@@ -42,8 +42,8 @@ def from_csv(source: str | Path) -> Family:
 
         Pipeline(layers, num_stages=4, schedule=schedules.from_csv("mine.csv"))
 
-    It makes schedules of as many stages as the file has, and of as many micro-batches or fewer, as
-    a smaller last batch may need: those beyond are struck out.
+    The family takes the number of stages in the file, and the number of micro-batches there or
+    fewer, as a smaller last batch may need.  Those beyond are struck out.
 
     Raises:
         ScheduleError: the file cannot be read, a cell is no action, or together they are no valid
@@ -67,9 +67,9 @@ def from_csv(source: str | Path) -> Family:
 def read_csv(source: str | Path) -> Schedule:
     """Read a schedule from a CSV file, or from the text of one, and prove it.
 
-    A string with a comma or the end of a line in it, or with nothing, is the text; any other is a
-    path.  Forwards and backwards are taken, those of an OVERLAP_F_B one after the other.  Sends,
-    receives and what is for sharded weights are left out: passes add what a pipeline needs.
+    An empty string, or one with a comma or a line end, is the text; any other is a path.  Forwards
+    and backwards count, those of an OVERLAP_F_B one after the other.  Sends, receives and actions
+    for sharded weights are left out: passes add the communication of a pipeline.
 
     Raises:
         ScheduleError: the file cannot be read, a cell is no action, or together they are no valid
@@ -109,14 +109,15 @@ def to_csv(schedule: Schedule) -> str:
                 f"rank {rank}, {x}: weights are updated within the schedule, and the CSV form has "
                 "no word for that; write the text form instead, str(schedule)"
             )
-    rows = (filter(None, map(_cell, program)) for program in schedule.programs)
+    rows = (
+        (
+            f"{x.stage}{_LETTERS[type(x)]}{x.microbatch}"
+            for x in program
+            if isinstance(x, ir.Compute) and type(x) in _LETTERS
+        )
+        for program in schedule.programs
+    )
     return "".join(",".join(row) + "\n" for row in rows)
-
-
-def _cell(x: Instruction) -> str:
-    if not isinstance(x, ir.Compute) or type(x) not in _LETTERS:
-        return ""
-    return f"{x.stage}{_LETTERS[type(x)]}{x.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,25 +136,32 @@ def _schedule(num_stages: int, num_microbatches: int, source: str) -> Schedule:
     whole = _read(source)
     _check_size("stages", num_stages, whole.num_stages, exactly=True)
     _check_size("micro-batches", num_microbatches, whole.num_microbatches, exactly=False)
+    programs = (
+        (x for x in program if isinstance(x, ir.Compute) and x.microbatch < num_microbatches)
+        for program in whole.programs
+    )
+    return Schedule(tuple(map(tuple, programs)))
 
-    def is_wanted(x: Instruction) -> bool:
-        return isinstance(x, ir.Compute) and x.microbatch < num_microbatches
 
-    return Schedule(tuple(tuple(filter(is_wanted, program)) for program in whole.programs))
-
-
-def _check_size(what: str, asked: int, found: int, *, exactly: bool) -> None:
-    if asked > found or (exactly and asked != found):
+def _check_size(noun: str, asked: int, count: int, *, exactly: bool) -> None:
+    if asked > count or (exactly and asked != count):
         raise ConfigError(
-            f"the schedule that was read as CSV has {found} {what}, and {asked} were asked for: "
-            f"make it {found}{'' if exactly else ' or fewer'}, or read another schedule"
+            f"the schedule that was read as CSV has {count} {noun}, and {asked} were asked for: "
+            f"make it {count}{'' if exactly else ' or fewer'}, or read another schedule"
         )
 
 
 @lru_cache(maxsize=8)
 def _read(text: str) -> Schedule:
     """Read a schedule and prove it, for stages of which each feeds the next."""
-    rows = _rows(text)
+    # 1. divide the text into cells; programs that write tables may put a byte-order mark first
+    reader = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
+    try:
+        rows = list(reader)
+    except csv.Error as error:  # a cell is too long
+        raise ScheduleError(f"line {reader.line_num}: it is no row of actions: {error}") from None
+
+    # 2. read the actions, a program for each line
     programs: list[list[Instruction]] = [[] for _ in rows]
     lines: dict[int, int] = {}
     seen: set[Instruction] = set()
@@ -168,6 +176,8 @@ def _read(text: str) -> Schedule:
     if not all(programs):
         line = 1 + programs.index([])
         raise ScheduleError(f"line {line} has no action: each line is a rank, and runs a stage")
+
+    # 3. prove the schedule with its communication
     schedule = Schedule(tuple(map(tuple, programs)))
     transfers = chain_transfers(schedule.num_stages)
     try:
@@ -177,24 +187,15 @@ def _read(text: str) -> Schedule:
     return schedule
 
 
-def _rows(text: str) -> list[list[str]]:
-    """Divide a text into cells; programs that write tables may put a byte-order mark first."""
-    reader = csv.reader(text.removeprefix("\ufeff").rstrip().splitlines())
-    try:
-        return list(reader)
-    except csv.Error as error:  # a cell is too long
-        raise ScheduleError(f"line {reader.line_num}: it is no row of actions: {error}") from None
-
-
 class _Spot(NamedTuple):
-    """A cell, by its line and its place in that, both from 1 on."""
+    """A cell with its line and its place in the line, both from 1 on."""
 
     text: str
     line: int
     cell: int
 
     def fault(self, problem: str) -> ScheduleError:
-        """Make the error that says what is wrong with the cell."""
+        """Make the error that states the cell's problem."""
         text = self.text
         if len(text) > _SHOWN_CHARACTERS:
             text = f"{text[:_SHOWN_CHARACTERS]}..."
@@ -202,6 +203,7 @@ class _Spot(NamedTuple):
 
 
 def _actions(rows: list[list[str]]) -> Iterator[tuple[_Spot, ir.Compute]]:
+    """Yield each forward and backward with its cell; a cell of a pair has two."""
     most = sum(1 + cell.count(";") for row in rows for cell in row)
     for line, row in enumerate(rows, 1):
         for number, cell in enumerate(row, 1):
@@ -212,13 +214,14 @@ def _actions(rows: list[list[str]]) -> Iterator[tuple[_Spot, ir.Compute]]:
 
 
 def _parsed(word: str, spot: _Spot, most: int) -> Iterator[ir.Compute]:
+    """Yield the instruction of a word, whose numbers are below `most`; none if it is left out."""
     action = _ACTION.fullmatch(word)
     if action:
         stage, letter, microbatch = action.groups()
-        for what, digits in (("stage", stage), ("micro-batch", microbatch)):
+        for noun, digits in (("stage", stage), ("micro-batch", microbatch)):
             if len(digits.lstrip("0")) > len(str(most)) or int(digits) >= most:
                 raise spot.fault(
-                    f"there is no {what} of this number, since they count from 0 without a gap, "
+                    f"there is no {noun} of this number, since they count from 0 without a gap, "
                     f"and all lines together have {most:,} cells"
                 )
         yield _KINDS[letter](int(stage), int(microbatch))

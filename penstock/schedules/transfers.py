@@ -1,4 +1,4 @@
-"""What crosses between stages: the edges along which a schedule sends and receives."""
+"""Transfers: the edges between stages along which a schedule sends and receives."""
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What stage `consumer` needs of stage `producer` for each micro-batch.
+    """The values that stage `consumer` needs of stage `producer` for each micro-batch.
 
-    Its values travel from the producer to the consumer after a forward, their gradients back after
-    a backward.  It may skip stages.
-
-    `values` are names; `shapes` those of a whole micro-batch, where they are known before it runs.
-    `laid_out` and `wanted` are the layouts in which the producer has the values and the consumer
-    wants them, where stages are sharded; None: as they are.
+    They travel to the consumer after a forward, and their gradients back after a backward.  A
+    transfer may skip stages.
     """
 
     producer: int
     consumer: int
     values: tuple[str, ...] = ()
+    """The names of the values."""
     shapes: tuple[tuple[int, ...], ...] | None = None
+    """Their shapes for a whole micro-batch, if known before a step."""
     laid_out: Hashable = None
+    """Their layouts on a sharded producer; None: unsharded."""
     wanted: Hashable = None
+    """Their layouts on a sharded consumer; None: unsharded."""
 
     def __str__(self) -> str:
         return f"{self.producer} -> {self.consumer}: {', '.join(self.values)}"

@@ -3,10 +3,11 @@
 Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3.
 """
 
-from .blocks import repeated
 from .costs import Costs
 from .family import Family, zigzag
 from .ir import Schedule
+from .list_scheduling import Policy, Step, best_of
+from .zb_v import on_a_v
 
 
 def v_half(costs: Costs | None = None) -> Family:
@@ -37,3 +38,43 @@ def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Sc
     pause = 0 if num_ranks % 2 else 3  # or two steps of a rank would meet in one slot
     live = 2 * (num_ranks // 2 + 1)
     return repeated(num_stages, num_microbatches, costs, pace=2, pause=pause, live=live)
+
+
+def repeated(
+    num_stages: int,
+    num_microbatches: int,
+    costs: Costs | None,
+    *,
+    pace: int,
+    pause: int,
+    live: int,
+) -> Schedule:
+    """Repeat a building block, one micro-batch's path through a V, every six slots.
+
+    A slot is the time of one forward or half a backward.  A rank spends six on a micro-batch: if
+    the block leaves none free, two of them are those of weights.  The schedule keeps the block's
+    order on each rank and fills its gaps.  Ranks run ahead of the slots as early as operands and
+    `live` micro-batches allow.  If filling a V without an order makes a shorter step, it takes
+    that instead.
+    """
+    # slots between the begins of a micro-batch on two stages in a row, for 3 ranks:
+    #
+    #   stage     0 --> 1 --> 2 --> 3 --> 4 --> 5
+    #   forward    pace  pace   1     1     1        then `pause` more slots, and back:
+    #   backward    1     1   pace  pace  pace
+    num_ranks = num_stages // 2
+    down = [pace * s for s in range(num_ranks)]
+    up = [down[-1] + s for s in range(1, num_ranks + 1)]
+    turn = up[-1] + pause + 1
+    down_again = [turn + pace * s for s in range(num_ranks + 1)]
+    up_again = [down_again[-1] + s for s in range(1, num_ranks)]
+    begins = {False: [*down, *up], True: [*down_again, *up_again][::-1]}
+
+    def order(rank: int) -> list[Step]:
+        stages, microbatches = (rank, num_stages - 1 - rank), range(num_microbatches)
+        steps = [(b, s, i) for s in stages for i in microbatches for b in (False, True)]
+        return sorted(steps, key=lambda step: begins[step[0]][step[1]] + 6 * step[2])
+
+    orders = [order(rank) for rank in range(num_ranks)]
+    policies = (*(Policy(orders=orders, patience=patience) for patience in (0, 1)), *on_a_v())
+    return best_of(policies, zigzag(num_stages, num_ranks), num_microbatches, costs, live)

@@ -3,10 +3,10 @@
 Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3.
 """
 
-from .blocks import repeated
 from .costs import Costs
 from .family import Family, zigzag
 from .ir import Schedule
+from .v_half import repeated
 
 
 def v_min(costs: Costs | None = None) -> Family:

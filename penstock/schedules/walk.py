@@ -13,7 +13,7 @@ from .ir import Instruction, Message, Receive, Schedule, Send
 from .text import marked_text
 
 Run = tuple[int, int, int]
-"""(rank, start, stop): what the rank runs at a stretch, program[start:stop]."""
+"""(rank, start, stop): the rank runs program[start:stop] without a wait."""
 _SENT = -1
 
 
@@ -30,7 +30,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
 
 
 def walk_runs(schedule: Schedule) -> Iterator[Run]:
-    """Yield what `walk` does, run by run: each ends where its rank would have to wait.
+    """Yield the same as `walk` in runs: each ends before its rank would have to wait.
 
     Raises:
         ScheduleError: ranks wait for each other for ever, or for a message nobody sends.
@@ -44,7 +44,13 @@ def walk_runs(schedule: Schedule) -> Iterator[Run]:
         start = position[rank]
         position[rank] = _run(rank, rest[rank], halfway, runnable, len(schedule.programs[rank]))
         yield rank, start, position[rank]
-    _raise_if_stuck(schedule, position)
+    stuck = [r for r, program in enumerate(schedule.programs) if position[r] < len(program)]
+    if stuck:
+        reasons = (f"rank {r} waits at {schedule.programs[r][position[r]]}" for r in stuck)
+        raise ScheduleError(
+            f"the schedule cannot end: {', '.join(reasons)}, and nobody left can send what they "
+            f"wait for.\n{marked_text(schedule, {r: position[r] for r in stuck})}"
+        )
 
 
 def _run(
@@ -54,10 +60,10 @@ def _run(
     runnable: list[int],
     end: int,
 ) -> int:
-    """Run a rank until it must wait; return the position of what waits, or `end`.
+    """Run a rank until it must wait; return the position of its receive, or `end`.
 
-    `halfway` has the messages that are sent and not received yet, each with _SENT, and those that
-    a rank waits for, each with that rank; `runnable` gets the ranks that need not wait longer.
+    `halfway` maps a message that is sent and not yet received to _SENT, and one that a rank waits
+    for to that rank.  A send adds the rank that waits for its message to `runnable`.
     """
     for position, x in rest:
         if isinstance(x, Send):
@@ -70,14 +76,3 @@ def _run(
             halfway[x.message] = rank
             return position
     return end
-
-
-def _raise_if_stuck(schedule: Schedule, position: list[int]) -> None:
-    stuck = [r for r, program in enumerate(schedule.programs) if position[r] < len(program)]
-    if not stuck:
-        return
-    reasons = ", ".join(f"rank {r} waits at {schedule.programs[r][position[r]]}" for r in stuck)
-    raise ScheduleError(
-        f"the schedule cannot end: {reasons}, and nobody left can send what they wait for.\n"
-        + marked_text(schedule, {r: position[r] for r in stuck})
-    )

@@ -14,7 +14,7 @@ from .list_scheduling import Policy, best_of
 
 
 def wave(stages_per_rank: int = 2) -> Family:
-    """Run stages r, 2 R - 1 - r, 2 R + r, ... on rank r of R; a rank at a turn runs two in a row.
+    """Run stages r, 2 R - 1 - r, 2 R + r, ... on rank r of R; at a turn a rank runs two in a row.
 
         Pipeline(layers, num_stages=4, schedule=schedules.wave(stages_per_rank=2))
 
@@ -44,6 +44,7 @@ def _schedule(num_stages: int, num_microbatches: int, stages_per_rank: int) -> S
 
 
 def _policies(num_stages: int) -> Iterator[Policy]:
+    """Yield orders of forwards: late stages first, or waves of micro-batches at some pace."""
     for apart, pace in product((False, True), (0, 2, 3, 4)):
 
         def priority(

@@ -14,7 +14,7 @@ from .one_f_one_b import one_f_one_b
 
 
 def zb_h1(costs: Costs | None = None) -> Family:
-    """Run backwards of inputs early and those of weights where a rank would wait.
+    """Run backwards of inputs early, and backwards of weights when a rank would wait.
 
         Pipeline(layers, num_stages=4, schedule=schedules.zb_h1())
         Pipeline(layers, num_stages=4, schedule=schedules.zb_h1(costs))
@@ -43,7 +43,7 @@ def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Sc
 
 
 def zero_bubble(num_stages: int, num_microbatches: int) -> Iterator[Policy]:
-    """Yield ways to fill, 1F1B among them."""
+    """Yield policies, 1F1B among them."""
     to_go = [num_stages - stage for stage in range(num_stages)]
     for patience, backwards_first in product((0, 1), (False, True)):
         for ahead in (to_go, [2 * stages - 1 for stages in to_go]):

@@ -48,18 +48,23 @@ def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Sc
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
-    """Return the paper's order of a rank: that of 2 R - 1 micro-batches at least, those beyond m
-    struck out.
+    """Return the paper's order of a rank, which needs 2 R - 1 micro-batches or more.
+
+    Micro-batches beyond m are struck out.
     """
+    # "there" is the stage on the way from rank 0 to the turn, "back" the one on the way back
     more = max(0, num_microbatches - (2 * num_ranks - 1))
     after = num_ranks - rank
     there, back = (False, rank), (False, 2 * num_ranks - 1 - rank)
     from_there, from_back = (True, rank), (True, 2 * num_ranks - 1 - rank)
     kinds = (
+        # warm-up
         *[there] * (2 * after - 1),
         *[back, there] * rank,
         *[back, from_back] * after,
+        # steady state
         *[there, from_there, back, from_back] * (more + rank),
+        # drain
         *[from_there, back, from_back] * (after - 1),
         *[from_there, from_back] * rank,
         *[from_there] * after,
@@ -70,7 +75,7 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
 
 
 def on_a_v() -> Iterator[Policy]:
-    """Yield ways to fill a V."""
+    """Yield policies for a V."""
     for patience, backwards_first, pace in product((0, 1), (False, True), (2, 3, 6)):
 
         def priority(

@@ -1,4 +1,4 @@
-"""PREDICT: a schedule and what its instructions cost -> the Timeline that will be."""
+"""PREDICT: a schedule and the costs of its instructions -> the predicted Timeline."""
 
 from penstock.schedules.costs import UNIT_COSTS, Costs
 

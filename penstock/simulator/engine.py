@@ -1,17 +1,16 @@
 """Run a compiled schedule on a clock: when does each instruction end?
 
-Each rank runs its program in order.  What ranks share is asked for in the order of time, and the
-lower rank first where times are equal:
+Each rank runs its program in order.  Ranks get shared resources in the order of time, and at
+equal times the lower rank comes first:
 
     lanes    of links: a message holds all of its lanes until its last byte has left, and waits
-             where one is taken: first come, first served
-    pools    of ranks on the same cores: n of them that compute at a time are each as fast as n
-             let them be
+             for a busy one: first come, first served
+    pools    of ranks on the same cores: the more of them compute at a time, the slower each is
 
-Where nothing is shared ranks run on until they have to wait, in any order: the times are the same.
+Without shared resources a rank runs on until it has to wait: the order does not change the times.
 
-A schedule comes in numbers, so that it is priced many times without being read again.  Every
-instruction is an integer, its code:
+A compiled schedule is priced many times without being read again.  Every instruction is an
+integer, its code:
 
     k >= 0        takes the seconds of price k: of a kind of instruction on a stage
     -2 m - 1      sends message m
@@ -33,19 +32,18 @@ Edge = tuple[bool, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A lowered schedule in numbers.
-
-    `codes[rank]` are those of its program.  `prices[k]` is one of the instructions that take
-    price k, `edges[edge_of[m]]` is the edge along which message m goes.
-    """
+    """A lowered schedule in numbers."""
 
     schedule: ir.Schedule
     ranks: tuple[int, ...]
     """The rank that runs each stage."""
     codes: tuple[list[int], ...]
+    """The program of each rank."""
     prices: tuple[ir.Instruction, ...]
+    """One instruction for each price."""
     edges: tuple[Edge, ...]
     edge_of: list[int]
+    """The index in `edges` of each message."""
 
 
 @collection_paused()
@@ -82,11 +80,12 @@ def compiled(schedule: ir.Schedule) -> Compiled:
 
 
 class Way(NamedTuple):
-    """How a message goes from rank to rank.
+    """The path and the times of a message from rank to rank.
 
-    The sender computes nothing for `send_s`, then the message takes `lane_s` on all `lanes` at
-    once, waiting for none if there are none, and is there `latency_s` later; if it `blocks`, the
-    sender waits until it has left.  The receiver computes nothing for `receive_s` from then on.
+    sender     ████ send_s, and lane_s too if the message `blocks`
+    lanes          ▒▒▒▒▒▒ lane_s on all of them at once, once they are free
+    on its way           ┄┄┄ latency_s
+    receiver                ████ receive_s
     """
 
     lanes: tuple[Hashable, ...] = ()
@@ -99,15 +98,15 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Ranks that share cores: `speeds[n - 1]` is how fast each computes, beside being alone, while
-    n of them do; more than there are entries share what that many get.
-    """
+    """Ranks that share cores."""
 
     ranks: tuple[int, ...]
     speeds: tuple[float, ...]
+    """speeds[n - 1] is the speed of each of n computing ranks, relative to one alone.  More ranks
+    than entries share the total speed of the last."""
 
     def speed(self, num_busy: int) -> float:
-        """Return how fast each of so many ranks computes."""
+        """Return the speed of each of so many computing ranks."""
         known = len(self.speeds)
         if num_busy <= known:
             return self.speeds[num_busy - 1]
@@ -115,10 +114,10 @@ class Pool:
 
 
 class _Shared:
-    """A pool at work.
+    """The state of a pool.
 
-    `done` is how many seconds of work a rank would have done that had computed all the time: all
-    that are busy are equally fast, so each ends when `done` has grown by its own work.
+    `done` counts the seconds of work of a rank that computes all the time.  All busy ranks are
+    equally fast, so each ends when `done` has grown by its work.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -140,7 +139,7 @@ class _Shared:
         heappush(self._busy, (self._done + work_s, rank))
 
     def next_end_s(self, now_s: float) -> float | None:
-        """Return when the next rank will end its work, if no other begins before."""
+        """Return the time at which the next rank ends its work, if no other begins before."""
         if not self._busy:
             return None
         left = max(0, self._busy[0][0] - self._done)
@@ -154,9 +153,9 @@ class _Shared:
 
 
 class Engine:
-    """One run of a compiled schedule; `ends_s[rank]` begins with 0 and grows as it is run.
+    """One run of a compiled schedule; `ends_s[rank]` begins with 0 and gets an end for each code.
 
-    `seconds[k]` is price k, `ways[e]` how messages go along edge e; None: they stay on a rank.
+    `seconds[k]` is price k, `ways[e]` the way of messages along edge e; None: they stay on a rank.
     """
 
     def __init__(
@@ -186,26 +185,25 @@ class Engine:
         self.ends_s: list[list[float]] = [[0] for _ in program.codes]
 
     def run(self) -> None:
-        """Run everything that can be run."""
+        """Run every instruction whose message comes."""
         ready, num_ranks = self._ready, len(self._program.codes)
         ready.extend(zip(repeat(0), range(num_ranks), repeat(0)))
         while ready:
-            now_s, who, version = heappop(ready)
-            if who < num_ranks:
-                self._advance(who, now_s)
+            # numbers from num_ranks on are pools: the work of a rank on shared cores ends
+            now_s, number, version = heappop(ready)
+            if number < num_ranks:
+                self._advance(number, now_s)
                 continue
-            pool = self._pools[who - num_ranks]
-            if version == pool.version:
+            pool = self._pools[number - num_ranks]
+            if version == pool.version:  # else the number of busy ranks has changed since
                 rank = pool.end(now_s)
                 self.ends_s[rank].append(now_s)
                 self.position[rank] += 1
                 heappush(ready, (now_s, rank, 0))
-                self._schedule_end(who - num_ranks, now_s)
+                self._schedule_end(number - num_ranks, now_s)
 
     def _advance(self, rank: int, now_s: float) -> None:
-        """Run a rank until it has to wait, has begun to compute on cores that it shares, or
-        another one is to go first.
-        """
+        """Run a rank until it waits, computes on shared cores, or another one goes first."""
         seconds, ends_s, number = self._seconds, self.ends_s[rank], self._pool_of[rank]
         add, ways, edge_of = ends_s.append, self._ways, self._edge_of
         for code in self._rest[rank]:
@@ -226,7 +224,7 @@ class Engine:
         self.position[rank] = len(ends_s) - 1
 
     def _begin(self, rank: int, code: int, now_s: float, number: int) -> None:
-        """Begin to compute on the cores of a pool, or after what is to happen before."""
+        """Begin to compute on the cores of a pool, or return later if others go first."""
         if self._is_early(rank, now_s):
             heappush(self._ready, (now_s, rank, 0))
             self._hold(rank, code)
@@ -235,7 +233,7 @@ class Engine:
         self._schedule_end(number, now_s)
 
     def _is_early(self, rank: int, now_s: float) -> bool:
-        """Tell whether something else is to happen before a rank goes on."""
+        """Tell whether something else happens before a rank goes on."""
         return bool(self._ready) and self._ready[0] < (now_s, rank, 0)
 
     def _hold(self, rank: int, code: int) -> None:
@@ -246,11 +244,10 @@ class Engine:
         pool = self._pools[number]
         end_s = pool.next_end_s(now_s)
         if end_s is not None:
-            who = len(self._program.codes) + number
-            heappush(self._ready, (end_s, who, pool.version))
+            heappush(self._ready, (end_s, len(self._program.codes) + number, pool.version))
 
     def _receive(self, rank: int, message: int, way: Way | None, now_s: float) -> float | None:
-        """Return when a message has been received, None if the rank has to wait."""
+        """Return the end of a receive, None if the rank has to wait."""
         came_s = self._arrival_s[message]
         if came_s is None:
             self._waiting[message] = now_s, rank
@@ -260,7 +257,7 @@ class Engine:
         return now_s if way is None else now_s + way.receive_s
 
     def _send(self, rank: int, message: int, way: Way | None, now_s: float) -> float | None:
-        """Return when a message has been sent, None if another rank is to go first."""
+        """Return the end of a send, None if another rank goes first."""
         came_s = now_s
         if way is not None:
             _, lane_s, latency_s, send_s, _, blocks = way
@@ -281,7 +278,7 @@ class Engine:
         return now_s
 
     def _pass(self, lanes: tuple[Hashable, ...], since_s: float, lane_s: float) -> float:
-        """Hold all the lanes as soon as they are free; return when that has ended."""
+        """Hold all lanes once they are free; return the time at which they are free again."""
         free_s = self._free_s
         for lane in lanes:
             if free_s[lane] > since_s:

@@ -1,4 +1,4 @@
-"""Predict what each stage holds in memory over time, by kind."""
+"""Predict the memory of each stage over time, by kind."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +13,13 @@ from .engine import Edge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWeights:
-    """Bytes of a stage's weights and of what belongs to them.
-
-    `version_bytes` are those of a version that is kept beside the newest.
-    """
+    """Bytes of a stage's weights, gradients and optimizer state."""
 
     weight_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     version_bytes: int = 0
+    """The bytes of one version of the weights beside the newest."""
 
 
 def memory_of(
@@ -30,27 +28,27 @@ def memory_of(
     weights: Sequence[StageWeights],
     num_bytes: Mapping[Edge, int],
 ) -> tuple[MemorySample, ...]:
-    """Return what each stage holds, whenever that changes, in the order of time.
+    """Return a sample for each change of each stage's memory, in the order of time.
 
-    `kept` is what a stage keeps of one micro-batch, `num_bytes` what a message of each edge is.
-    Weights, what the optimizer keeps and gradients that exist are there all the time: gradients
-    from the stage's first backward on, as a step begins without any.  A message counts at its
-    receiver, from when it was sent until it has been taken in.
+    `kept` are the sizes of a stage for one micro-batch, `num_bytes` the size of a message of each
+    edge.  Weights and optimizer state are there all the time.  Gradients exist from the stage's
+    first backward on.  A message counts at its receiver, from its send to the end of its receive.
     """
-    found = [
+    samples = [
         *_of_weights(timeline, weights),
         *_of_activations(timeline, kept),
         *_of_messages(timeline, num_bytes),
         *_of_versions(timeline, weights),
     ]
-    return tuple(sorted(found, key=lambda sample: sample.time_s))
+    return tuple(sorted(samples, key=lambda sample: sample.time_s))
 
 
 def _of_weights(timeline: Timeline, weights: Sequence[StageWeights]) -> Iterator[MemorySample]:
+    """Yield weights and optimizer state at the start, gradients at each stage's first backward."""
     start_s = timeline.start_s
-    for stage, own in enumerate(weights):
-        yield MemorySample(stage, start_s, own.weight_bytes, MemoryKind.WEIGHTS)
-        yield MemorySample(stage, start_s, own.optimizer_bytes, MemoryKind.OPTIMIZER)
+    for stage, sizes in enumerate(weights):
+        yield MemorySample(stage, start_s, sizes.weight_bytes, MemoryKind.WEIGHTS)
+        yield MemorySample(stage, start_s, sizes.optimizer_bytes, MemoryKind.OPTIMIZER)
     seen: set[int] = set()
     for span in timeline.spans:
         stage = span.instruction.stage
@@ -61,7 +59,7 @@ def _of_weights(timeline: Timeline, weights: Sequence[StageWeights]) -> Iterator
 
 
 def _of_activations(timeline: Timeline, kept: Sequence[Kept]) -> Iterator[MemorySample]:
-    """Yield what is kept for backwards, where it changes: at the end of an instruction."""
+    """Yield the activation memory after each instruction that changes it."""
     of_stage: dict[int, list[Span]] = {}
     for span in timeline.spans:
         of_stage.setdefault(span.instruction.stage, []).append(span)
@@ -74,6 +72,7 @@ def _of_activations(timeline: Timeline, kept: Sequence[Kept]) -> Iterator[Memory
 
 
 def _of_messages(timeline: Timeline, num_bytes: Mapping[Edge, int]) -> Iterator[MemorySample]:
+    """Yield the bytes of messages in flight to each stage."""
     ranks = timeline.schedule.ranks
     changes: dict[int, list[tuple[float, int]]] = {}
     for span in timeline.spans:
@@ -82,15 +81,11 @@ def _of_messages(timeline: Timeline, num_bytes: Mapping[Edge, int]) -> Iterator[
             size = num_bytes.get(x.message[:3], 0)
             change = (span.start_s, size) if isinstance(x, ir.Send) else (span.end_s, -size)
             changes.setdefault(x.message[2], []).append(change)
-    for stage, of_stage in changes.items():
-        total = 0
-        for time_s, size in sorted(of_stage):
-            total += size
-            yield MemorySample(stage, time_s, total, MemoryKind.BOUNDARIES)
+    yield from _summed(changes, MemoryKind.BOUNDARIES)
 
 
 def _of_versions(timeline: Timeline, weights: Sequence[StageWeights]) -> Iterator[MemorySample]:
-    """Yield what versions of weights beside the newest take: each until its last backward."""
+    """Yield the bytes of versions beside the newest: each from its update to its last backward."""
     last_use: dict[tuple[int, int], float] = {}
     version_of: dict[tuple[int, int], int] = {}
     updated_s: dict[int, list[float]] = {}
@@ -102,17 +97,22 @@ def _of_versions(timeline: Timeline, weights: Sequence[StageWeights]) -> Iterato
             last_use[x.stage, version_of.get((x.stage, x.microbatch), 0)] = span.end_s
         elif isinstance(x, ir.UpdateWeights):
             updated_s.setdefault(x.stage, []).append(span.end_s)
+    changes: dict[int, list[tuple[float, int]]] = {}
     for stage, times_s in updated_s.items():
-        until_s = [last_use.get((stage, n), time_s) for n, time_s in enumerate(times_s)]
-        yield from _while_older(stage, times_s, until_s, weights[stage].version_bytes)
+        size = weights[stage].version_bytes
+        # the n-th update makes version n old, which then lives on until its last use
+        uses_s = [(old_s, last_use.get((stage, n), old_s)) for n, old_s in enumerate(times_s)]
+        lives_s = [(old_s, end_s) for old_s, end_s in uses_s if end_s > old_s]
+        changes[stage] = [c for old_s, end_s in lives_s for c in ((old_s, size), (end_s, -size))]
+    yield from _summed(changes, MemoryKind.VERSIONS)
 
 
-def _while_older(
-    stage: int, since_s: Sequence[float], until_s: Sequence[float], size: int
+def _summed(
+    changes: Mapping[int, list[tuple[float, int]]], kind: MemoryKind
 ) -> Iterator[MemorySample]:
-    """Yield how much versions take that each are older than the newest from `since_s` on."""
-    lasting = [(a, b) for a, b in zip(since_s, until_s, strict=True) if b > a]
-    count = 0
-    for time_s, change in sorted([*((a, 1) for a, _ in lasting), *((b, -1) for _, b in lasting)]):
-        count += change
-        yield MemorySample(stage, time_s, count * size, MemoryKind.VERSIONS)
+    """Add up (time, bytes) changes of each stage, in the order of time."""
+    for stage, of_stage in changes.items():
+        total = 0
+        for time_s, size in sorted(of_stage):
+            total += size
+            yield MemorySample(stage, time_s, total, kind)

@@ -1,6 +1,6 @@
-"""Predict when each instruction of a schedule runs, from what each costs."""
+"""Predict the start and end of each instruction of a schedule, from costs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -16,20 +16,19 @@ from penstock.trace.timeline import Span, Timeline
 
 from .engine import Compiled, Edge, Engine, Pool, Way, compiled
 
-_span = partial(tuple.__new__, Span)  # what Span() does in the end, without Python in between
+_span = partial(tuple.__new__, Span)  # the same as Span(), without a call of Python code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What the ranks of a schedule share, and what their messages are.
-
-    `way_of` says how a message of an edge goes, (is a gradient, from stage, to stage), where it
-    leaves its rank; `num_bytes` are those of its tensors.  `pools` are ranks on the same cores.
-    """
+    """The links and cores that ranks share, and the sizes of messages."""
 
     way_of: Callable[[Edge], Way]
+    """The way of a message along an edge between two ranks."""
     num_bytes: Mapping[Edge, int] = field(default_factory=dict)
+    """The bytes of a message of each edge."""
     pools: tuple[Pool, ...] = ()
+    """The ranks on the same cores."""
 
 
 @collection_paused()
@@ -42,27 +41,32 @@ def simulate(
 ) -> Timeline:
     """Price `schedule`: each rank runs its program in order and starts each instruction when free.
 
-    A message leaves when its send ends, which takes `send_s`, and arrives `transfer_s` later; its
-    receive takes `receive_s` from then on.  On the same rank all that takes no time.  With
-    `sharing` that says so instead, and messages may wait for others on their links, computing for
-    computing on the same cores.  Sums over replicas run one after the other beside all else, and
-    the last one of a rank ends when they have; they wait for no link.
-    Where the schedule has no communication yet, it is added for `transfers`; without these, for a
-    chain in which every stage feeds the next.
-    The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.
+    A send takes `send_s`.  Its message arrives `transfer_s` later, and the receive then takes
+    `receive_s`.  Messages within a rank take no time.  With `sharing` its ways hold instead:
+    messages may wait for others on their links, and ranks may share cores.
+
+    Sums over replicas run one after the other beside all else, and wait for no link.  The last
+    instruction of a rank ends no sooner than its sums.
+
+    A schedule without communication gets it for `transfers`, or for a chain in which every stage
+    feeds the next.  The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.
 
     Raises:
         ConfigError: `costs` lacks a stage or an edge of the schedule.
         ScheduleError: ranks would wait for each other for ever.
     """
-    program = compiled(_with_communication(schedule, transfers))
+    if not any(isinstance(instruction, ir.Communication) for instruction in schedule.instructions):
+        if transfers is None:
+            transfers = chain_transfers(schedule.num_stages)
+        schedule = add_communication(schedule, transfers)
+    program = compiled(schedule)
     ends_s = _ends_s(program, costs, sharing)
     num_bytes = sharing.num_bytes if sharing is not None else {}
     return Timeline(tuple(_spans(program.schedule, ends_s, num_bytes)))
 
 
 def step_s(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> float:
-    """Return what `simulate` finds for the whole step, to the last digit, and nothing else.
+    """Return the length of the step alone, equal to that of `simulate` to the last digit.
 
     Raises:
         ConfigError: `costs` lacks a stage or an edge of the schedule.
@@ -72,31 +76,34 @@ def step_s(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> f
 
 
 def _ends_s(program: Compiled, costs: Costs, sharing: Sharing | None) -> list[list[float]]:
-    """Return when each instruction of each rank ends, after a 0."""
-    engine = _engine(program, costs, sharing)
-    engine.run()
-    if any(p < len(codes) for p, codes in zip(engine.position, program.codes, strict=True)):
-        for _ in walk_runs(program.schedule):  # raises, and says who waits for whom
-            pass
-    _await_reductions(program.schedule, costs, engine.ends_s)
-    return engine.ends_s
-
-
-def _engine(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> Engine:
-    """Return what runs a compiled schedule at these costs.
-
-    Raises:
-        ConfigError: `costs` lacks a stage or an edge of the schedule.
-    """
+    """Return, for each rank, a 0 and the end of each instruction."""
+    # 1. price the instructions and the edges, and run
     ranks, num_stages = program.ranks, len(program.ranks)
     seconds = _seconds(costs, num_stages)
     way_of = _ways(costs, num_stages) if sharing is None else sharing.way_of
     ways = [None if ranks[edge[1]] == ranks[edge[2]] else way_of(edge) for edge in program.edges]
     prices = [seconds(x)[x.stage] for x in program.prices]
-    return Engine(program, prices, ways, () if sharing is None else sharing.pools)
+    engine = Engine(program, prices, ways, () if sharing is None else sharing.pools)
+    engine.run()
+    if any(p < len(codes) for p, codes in zip(engine.position, program.codes, strict=True)):
+        for _ in walk_runs(program.schedule):  # raises, and names the ranks that wait
+            pass
+
+    # 2. let each rank's last instruction end no sooner than its sums over replicas
+    reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
+    if not any(reduce_s):
+        return engine.ends_s
+    for instructions, of_rank in zip(program.schedule.programs, engine.ends_s, strict=True):
+        done_s: float = 0
+        for instruction, end_s in zip(instructions, of_rank[1:], strict=True):
+            if isinstance(instruction, ir.ReduceGradients):
+                done_s = max(done_s, end_s) + reduce_s[instruction.stage]
+        of_rank[-1] = max(of_rank[-1], done_s)
+    return engine.ends_s
 
 
 def _ways(costs: Costs, num_stages: int) -> Callable[[Edge], Way]:
+    """Return the function from an edge to the way of its messages, with links for each alone."""
     send_s = per_stage(costs.send_s, num_stages, "send_s")
     receive_s = per_stage(costs.receive_s, num_stages, "receive_s")
     transfer_s = per_edge(costs.transfer_s)
@@ -112,19 +119,6 @@ def _ways(costs: Costs, num_stages: int) -> Callable[[Edge], Way]:
     return way_of
 
 
-def _await_reductions(schedule: ir.Schedule, costs: Costs, ends_s: Sequence[list[float]]) -> None:
-    """Let each rank's last instruction end no sooner than its sums over replicas."""
-    reduce_s = per_stage(costs.reduce_s, schedule.num_stages, "reduce_s")
-    if not any(reduce_s):
-        return
-    for program, of_rank in zip(schedule.programs, ends_s, strict=True):
-        done_s: float = 0
-        for instruction, end_s in zip(program, of_rank[1:], strict=True):
-            if isinstance(instruction, ir.ReduceGradients):
-                done_s = max(done_s, end_s) + reduce_s[instruction.stage]
-        of_rank[-1] = max(of_rank[-1], done_s)
-
-
 def _spans(
     schedule: ir.Schedule, ends_s: list[list[float]], num_bytes: Mapping[Edge, int]
 ) -> Iterable[Span]:
@@ -138,18 +132,10 @@ def _spans(
         yield from map(_span, fields)
 
 
-def _with_communication(schedule: ir.Schedule, transfers: Transfers | None) -> ir.Schedule:
-    if any(isinstance(instruction, ir.Communication) for instruction in schedule.instructions):
-        return schedule
-    if transfers is None:
-        transfers = chain_transfers(schedule.num_stages)
-    return add_communication(schedule, transfers)
-
-
 def _seconds(  # noqa: C901 - one flat match
     costs: Costs, num_stages: int
 ) -> Callable[[ir.Instruction], tuple[float, ...]]:
-    """Return what spells out the seconds of an instruction's kind on each stage.
+    """Return the function from an instruction to the seconds of its kind on each stage.
 
     Raises:
         ConfigError: `costs` lacks a stage.
@@ -184,9 +170,7 @@ def _seconds(  # noqa: C901 - one flat match
                 return fetch_s
             case ir.CommitStatistics():
                 return commit_s
-            case ir.PostReceive():
-                return nothing
-            case ir.ReduceGradients():  # runs beside the rest; see _await_reductions
+            case ir.PostReceive() | ir.ReduceGradients():  # sums run beside the rest
                 return nothing
             case ir.SendActivation() | ir.SendGradient():
                 return nothing

@@ -1,4 +1,4 @@
-"""SEEN: what happened when, where the time went, and how it is drawn."""
+"""SEEN: timelines of steps, breakdowns of their time, and drawings."""
 
 from .breakdown import Breakdown, StageTimes, breakdown
 from .chrome import to_chrome

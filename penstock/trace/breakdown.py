@@ -1,5 +1,6 @@
-"""Where the time of a step went: work, waiting for messages, and bubble, stage by stage; and the
-longest chain of work that its order and messages allow.
+"""Divide the time of a step into work, waiting for messages and bubble, stage by stage.
+
+The longest chain of work that its order and messages allow is the ideal step.
 """
 
 import json
@@ -31,13 +32,7 @@ from .units import columns, percent_text, unit_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds of one stage in one step; they add up to the step on a rank with one stage.
-
-    `wait_s` is spent on moving messages: in sends, in receives after their message was sent
-    (transfer and wake-up), and in adding up gradients over replicas.  `bubble_s` is the rest of
-    the step.  A rank with several stages counts idle time for the stage that runs next, and for
-    the one that ran last at the end.
-    """
+    """Seconds of one stage in one step; they add up to the step on a rank with one stage."""
 
     stage: int
     rank: int
@@ -45,13 +40,17 @@ class StageTimes:
     recompute_s: float
     backward_s: float
     wait_s: float
+    """Sends, receives after their message was sent (transfer and wake-up), and sums of gradients
+    over replicas."""
     bubble_s: float
+    """The rest of the step.  A rank with several stages counts idle time for the stage that runs
+    next, and at the end for the one that ran last."""
     update_s: float = 0
-    """In which the optimizer moved weights, where the schedule says when."""
+    """The optimizer, in schedules that update weights."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which layers ran, or the optimizer; a recompute counts."""
+        """Seconds of layers, recomputes among them, and the optimizer."""
         return self.forward_s + self.recompute_s + self.backward_s + self.update_s
 
 
@@ -60,15 +59,15 @@ _SUMS = tuple(field.name for field in fields(StageTimes) if field.name.endswith(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where `num_ranks` times `step_s` seconds went, stage by stage; printing it gives a table."""
+    """The times of all stages and their shares of the step; printing it gives a table."""
 
     stages: tuple[StageTimes, ...]
     num_ranks: int
     num_microbatches: int
     step_s: float
     ideal_step_s: float
-    """What the same work would take, in the same order on each rank, if no message took time and
-    each instruction began as soon as it could: the longest chain of work."""
+    """The longest chain of work: the step with the same order on each rank, if messages took no
+    time and each instruction began as soon as it could."""
 
     @property
     def utilisation(self) -> float:
@@ -89,17 +88,17 @@ class Breakdown:
     def ideal_utilisation(self) -> float:
         """Share of the ranks' time in which layers run in the ideal step.
 
-        The v m / (v m + p - 1) of p equal ranks, v stages each; less where stages are unequal, and
-        more where ranks recompute while they wait for gradients.
+        For p equal ranks with v stages each it is v m / (v m + p - 1).  Unequal stages lower it.
+        Recomputes while ranks wait for gradients raise it.
         """
         busy_s = sum(stage.busy_s for stage in self.stages)
         return share(busy_s, self.num_ranks * self.ideal_step_s)
 
     @property
     def share_of_ideal(self) -> float:
-        """How much of the ideal utilisation was reached, from 0 to 1; a recompute counts as use.
+        """Utilisation as a share of the ideal one, from 0 to 1; recomputes count as use.
 
-        What is missing went into messages and into starting late.
+        The rest is the time of messages and of late starts.
         """
         return share(self.ideal_step_s, self.step_s)
 
@@ -136,7 +135,7 @@ class Breakdown:
 
 @collection_paused()
 def breakdown(timeline: Timeline) -> Breakdown:
-    """Say where each rank's time went between the step's first instruction and its last."""
+    """Divide each rank's time between the step's first instruction and its last."""
     return Breakdown(
         stages=stages_of(timeline),
         num_ranks=timeline.num_ranks,
@@ -148,18 +147,19 @@ def breakdown(timeline: Timeline) -> Breakdown:
 
 @collection_paused()
 def bubble(timeline: Timeline) -> float:
-    """Return `Breakdown.bubble` without the ideal step, which takes as long again to find."""
+    """Return `Breakdown.bubble` alone, in half the time: without the ideal step."""
     return share(
         sum(x.bubble_s for x in stages_of(timeline)), timeline.num_ranks * timeline.step_s
     )
 
 
 def stages_of(timeline: Timeline) -> tuple[StageTimes, ...]:
-    """Say where the time of each stage's rank went."""
+    """Divide the time of each stage's rank."""
     totals: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_SUMS, 0))
     ranks: dict[int, int] = {}
     last: dict[int, Span] = {}
     start_s, end_s = timeline.start_s, timeline.end_s
+    # idle time before a span counts for its stage, after a rank's last span for that one's
     for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True):
         number, before = span.instruction.stage, last.get(span.rank)
         ranks[number], last[span.rank] = span.rank, span
@@ -178,8 +178,8 @@ def stages_of(timeline: Timeline) -> tuple[StageTimes, ...]:
 def waits_s(timeline: Timeline) -> tuple[float, ...]:
     """Compute, for each span, the seconds at its end in which a message was on its way.
 
-    All of a send; of a receive what follows the end of its send; nothing of other instructions.  A
-    receive whose send the timeline lacks counts as waiting for the sender throughout.
+    A send counts whole, and a receive from the end of its send on.  A receive without a send in
+    the timeline counts as waiting for the sender throughout.
     """
     sent_s = {sent_message(span.instruction): span.end_s for span in timeline.spans}
 
@@ -195,7 +195,7 @@ def waits_s(timeline: Timeline) -> tuple[float, ...]:
 
 
 def share(part: float, whole: float) -> float:
-    """Divide; exactly (into a Fraction) if both numbers are exact, and by nothing into 0."""
+    """Divide, exactly into a Fraction if both numbers are exact; the share of nothing is 0."""
     if not whole:
         return 0
     if isinstance(part, Rational) and isinstance(whole, Rational):
@@ -204,7 +204,7 @@ def share(part: float, whole: float) -> float:
 
 
 def works_s(timeline: Timeline) -> tuple[float, ...]:
-    """Return, for each span, the seconds in which layers ran or the optimizer: 0 of all others."""
+    """Return the seconds of each span that ran layers or the optimizer; 0 for all others."""
     return tuple(
         span.duration_s if isinstance(span.instruction, Compute | UpdateWeights) else 0
         for span in timeline.spans
@@ -212,11 +212,12 @@ def works_s(timeline: Timeline) -> tuple[float, ...]:
 
 
 def longest_chain_s(timeline: Timeline, durations_s: Sequence[float]) -> float:
-    """Compute the seconds that the programs take if each span takes what `durations_s` says.
+    """Compute the length of the step if each span took its entry of `durations_s`.
 
-    Each instruction begins as soon as the one before it on its rank and the message that it takes
-    in allow; messages take no time.  A receive whose send the timeline lacks waits for nothing.
+    Each instruction begins as soon as its rank is free and its message is there; messages take no
+    time.  A receive without a send in the timeline waits for nothing.
     """
+    # 1. the programs, without receives that nothing is sent to
     num_ranks = timeline.num_ranks
     programs: list[list[Instruction]] = [[] for _ in range(num_ranks)]
     of_ranks: list[list[float]] = [[] for _ in range(num_ranks)]
@@ -225,6 +226,7 @@ def longest_chain_s(timeline: Timeline, durations_s: Sequence[float]) -> float:
         if awaited_message(span.instruction) in sent:
             programs[span.rank].append(span.instruction)
             of_ranks[span.rank].append(duration_s)
+    # 2. run them, sends before their receives
     next_s = [iter(of_rank) for of_rank in of_ranks]
     arrival_s: dict[Message, float] = {}
     free_s: list[float] = [0] * num_ranks

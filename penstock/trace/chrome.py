@@ -13,7 +13,9 @@ from .timeline import MemoryKind, Timeline
 Event = dict[str, Any]
 """One event of the trace format; `ts` and `dur` are microseconds."""
 Clock = Callable[[float], float]
-"""Turns seconds of the timeline into microseconds since the step began."""
+"""Converts seconds of the timeline to microseconds since the step began."""
+_WORDS = {MemoryKind.ACTIVATIONS: "kept"}
+"""The names of counters that differ from those of their kinds."""
 
 
 def to_chrome(timeline: Timeline) -> str:
@@ -26,20 +28,24 @@ def to_chrome(timeline: Timeline) -> str:
     def to_us(time_s: float) -> float:
         return float((time_s - start_s) * 1_000_000)
 
-    events = [*_threads(timeline), *_slices(timeline, to_us)]
-    events += [*_arrows(timeline, to_us), *_counters(timeline, to_us)]
+    # phases: M names, X slices, s and f the ends of a flow, C counters
+    process: Event = {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "Penstock"}}
+    events = [process]
+    for rank in range(timeline.num_ranks):
+        thread = {"ph": "M", "pid": 0, "tid": rank}
+        events.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+        events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
+    events += [*_slices(timeline, to_us), *_arrows(timeline, to_us)]
+    for sample in timeline.memory:
+        kind = _WORDS.get(sample.kind, sample.kind.value)
+        counter = {"ph": "C", "pid": 0, "name": f"stage {sample.stage} {kind} bytes"}
+        values = {"ts": to_us(sample.time_s), "args": {"bytes": sample.kept_bytes}}
+        events.append({**counter, **values})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _threads(timeline: Timeline) -> Iterator[Event]:
-    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "Penstock"}}
-    for rank in range(timeline.num_ranks):
-        where = {"ph": "M", "pid": 0, "tid": rank}
-        yield {**where, "name": "thread_name", "args": {"name": f"rank {rank}"}}
-        yield {**where, "name": "thread_sort_index", "args": {"sort_index": rank}}
-
-
 def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
+    """Yield a slice for each instruction on its rank's thread."""
     for span in timeline.spans:
         category = look_of(span.instruction).name
         moved = {"bytes": span.num_bytes} if category == "send" else {}
@@ -56,7 +62,7 @@ def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
-    """Draw a flow from each send's start to the end of its receive."""
+    """Yield a flow from each send's start to the end of its receive."""
     sends = {ir.sent_message(span.instruction): span for span in timeline.spans}
     sends.pop(None, None)  # those that send nothing
     for number, span in enumerate(timeline.spans):
@@ -65,20 +71,6 @@ def _arrows(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
             flow = {"pid": 0, "id": number, "cat": "message", "name": "message"}
             yield {**flow, "ph": "s", "tid": send.rank, "ts": to_us(send.start_s)}
             yield {**flow, "ph": "f", "bp": "e", "tid": span.rank, "ts": to_us(span.end_s)}
-
-
-_WORDS = {MemoryKind.ACTIVATIONS: "kept"}
-
-
-def _counters(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
-    for sample in timeline.memory:
-        yield {
-            "ph": "C",
-            "pid": 0,
-            "name": f"stage {sample.stage} {_WORDS.get(sample.kind, sample.kind.value)} bytes",
-            "ts": to_us(sample.time_s),
-            "args": {"bytes": sample.kept_bytes},
-        }
 
 
 def _name(instruction: ir.Instruction) -> str:

@@ -19,7 +19,9 @@ from .timeline import Timeline
 from .units import percent_text, time_text
 
 _LOOK_OF = {look.letter: look for look in (*DRAWN.values(), IDLE)}
+"""The look of each letter."""
 _ROUNDING = 1e-6
+"""Columns by which a box may be narrower than its label."""
 
 
 def render_grid(
@@ -30,9 +32,9 @@ def render_grid(
 ) -> str:
     """Draw `timeline` in rows of at most `width` characters, with a legend below.
 
-    A box begins with its letter and micro-batch (and before them its stage, if a rank has several)
-    where these fit; elsewhere it is its letter throughout.  Dots are time without layers running.
-    `text_of` writes how long the step took.
+    A box begins with its letter and micro-batch, and before them its stage, if a rank has several.
+    If these do not fit, its letter fills it.  Dots are time without layers running.  `text_of`
+    writes the length of the step.
     """
     heads = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     margin = max(map(len, heads), default=0)
@@ -48,12 +50,15 @@ def render_grid(
 
 
 def _cells(timeline: Timeline, columns: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Return each rank's characters and, column by column, the letter of what ran there."""
+    """Return each rank's characters, and the letter of the instruction in each column."""
     texts = [["."] * columns for _ in range(timeline.num_ranks)]
     letters = [["."] * columns for _ in range(timeline.num_ranks)]
     many = timeline.schedule.num_stages > timeline.num_ranks
     origin_s, column_s = timeline.start_s, (timeline.step_s or 1) / columns
-    instants_s = [origin_s + (n + _instant(n)) * column_s for n in range(columns)]
+    # a column shows one instant: its place in the column is spread by the golden ratio, since the
+    # middle would show only every n-th of boxes that are narrower than a column
+    places = ((0.5 + n * (5**0.5 - 1) / 2) % 1 for n in range(columns))
+    instants_s = [origin_s + (n + place) * column_s for n, place in enumerate(places)]
     for span in timeline.spans:
         box = span.instruction
         if isinstance(box, ir.Compute):
@@ -67,20 +72,15 @@ def _cells(timeline: Timeline, columns: int) -> tuple[list[list[str]], list[list
     return texts, letters
 
 
-def _instant(column: int) -> float:
-    """Say at which share of a column to look what runs there.
-
-    Spread by the golden ratio: always looking at the middle would show only every n-th box of a
-    regular schedule whose boxes are narrower than a column.
-    """
-    return (0.5 + column * (5**0.5 - 1) / 2) % 1
-
-
 def _fitting_columns(timeline: Timeline, most: int) -> int:
-    """Return the most columns up to `most` that set exact times on borders; else `most`."""
+    """Return the largest number of columns up to `most` that puts exact times on their borders.
+
+    It is `most` if there is none, or times are floats.
+    """
     origin_s = timeline.start_s
     borders: set[object] = {span.start_s - origin_s for span in timeline.spans}
     borders |= {span.end_s - origin_s for span in timeline.spans}
+    # a tick is the largest time that divides all others: each takes a whole number of columns
     exact = [Fraction(time_s) for time_s in borders if isinstance(time_s, Rational)]
     if not exact or len(exact) < len(borders):
         return most

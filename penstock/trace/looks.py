@@ -1,4 +1,4 @@
-"""How each kind of instruction is shown: the one table of all renderers."""
+"""Names, letters and colours of instructions and kinds of time: the table of all renderers."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from .timeline import MemoryKind
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The name of a kind of time, what a breakdown counts it as, and how it is drawn.
-
-    `letter` stands for it in a grid; a page has boxes filled with `fill`, and numbers in `ink`.
-    Without a letter it stands in no grid; with a `fill` it is drawn on the page of a report.
-    """
+    """The look of a kind of time, in texts, grids and pages."""
 
     name: str
     counts_as: str = "bubble_s"
+    """The field of `StageTimes` that counts it."""
     letter: str = ""
+    """Its letter in a grid; empty: it stands in no grid."""
     fill: str = ""
+    """The colour of its boxes on a page; empty: it has none."""
     ink: str = ""
+    """The colour of the numbers in its boxes."""
 
 
 # Hues and lightness both differ, so that the kinds stay apart for the colour-blind and in print.
@@ -43,7 +43,9 @@ LOOKS: dict[type[ir.Instruction], Look] = {
 IDLE = Look("idle", letter=".", fill="#eeeeeb", ink="#333333")
 """Time in which nothing runs."""
 WAIT = Look("message on its way", fill="#bcbcb6", ink="#333333")
+"""Time of a send or receive in which its message moves."""
 KEPT = Look("kept", fill="#9db8ad", ink="#33503f")
+"""Activation memory."""
 PARTS = {
     "forward_s": LOOKS[ir.Forward],
     "recompute_s": LOOKS[ir.Recompute],
@@ -56,7 +58,7 @@ PARTS = {
     "optimizer_s": Look("optimizer", fill="#b0594f", ink="white"),
     "set_up_s": Look("set-up", fill="#6b6258", ink="white"),
 }
-"""What a step's time is divided into, rank by rank: see rank_times.py."""
+"""The kinds of a rank's time, the fields of `RankTimes`."""
 MEMORY = {
     MemoryKind.WEIGHTS: Look("weights", fill="#3f74a8"),
     MemoryKind.GRADIENTS: Look("gradients", fill="#e89f45"),
@@ -65,10 +67,11 @@ MEMORY = {
     MemoryKind.BOUNDARIES: Look("boundaries in flight", fill="#8f8f88"),
     MemoryKind.ACTIVATIONS: Look("kept for backward passes", fill="#9db8ad"),
 }
-"""What memory is used for, from the bottom of a stack to its top."""
+"""The kinds of memory, from the bottom of a stack to its top."""
 DRAWN = {kind: look for kind, look in LOOKS.items() if look.letter}
+"""The looks that have a letter."""
 
 
 def look_of(instruction: ir.Instruction) -> Look:
-    """Return how an instruction is shown."""
+    """Return the look of an instruction."""
     return LOOKS[type(instruction)]

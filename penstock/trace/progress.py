@@ -1,4 +1,4 @@
-"""Say what is being done while it takes long: a line on a terminal, elsewhere a log record."""
+"""Report the progress of long work: a line on a terminal, elsewhere a log record."""
 
 import logging
 import sys
@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from threading import Timer
 
 AFTER_S = 1.0
+"""Seconds after which work is reported."""
 _LOG = logging.getLogger("penstock")
 
 
 @contextmanager
 def saying(what: str, after_s: float | None = None) -> Iterator[None]:
-    """Say `what` is being done, if the block takes longer than so many seconds (`AFTER_S`)."""
+    """Report the work `what` if the block takes longer than `after_s` (None: `AFTER_S`)."""
     timer = Timer(AFTER_S if after_s is None else after_s, say, (what,))
     timer.daemon = True
     timer.start()
@@ -24,7 +25,7 @@ def saying(what: str, after_s: float | None = None) -> Iterator[None]:
 
 
 def say(what: str) -> None:
-    """Write a line to stderr where that is a terminal; log it elsewhere."""
+    """Write a line to stderr if that is a terminal; log it otherwise."""
     if sys.stderr.isatty():
         sys.stderr.write(f"penstock: {what} ...\n")
         sys.stderr.flush()

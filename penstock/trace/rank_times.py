@@ -1,4 +1,4 @@
-"""Where each rank's time went, by kind: the paper's chart, and what it leaves out."""
+"""Divide each rank's time by kind: the paper's chart, and the kinds that it leaves out."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,49 +22,42 @@ _FIELDS: dict[type[ir.Instruction], str] = {
     ir.Fetch: "communication_s",
     ir.UpdateWeights: "optimizer_s",
 }
-"""What the work of an instruction counts as; of the others only waiting for messages counts."""
+"""The kind of each instruction's work; sends and receives count only while a message moves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
-    """Seconds of one rank in one step, by kind; they add up to the step.
-
-    forward, recompute, backward    layers ran, and running statistics moved; a backward whole, or
-                                    its part for gradients of inputs
-    weight          the other part of backwards: gradients of weights
-    communication   sends, receives after their message was sent, moving to and from the host
-    bubble          idle, as with equal stages; and idle because messages were late elsewhere
-    imbalance       idle beyond that: what unequal stages add
-    reduction       gradients were summed over replicas
-    optimizer       weights were moved
-    set_up          before the first instruction of a step, and between its parts
-
-    `imbalance_s` is how much longer this rank is idle than it would be with equal stages, both
-    without messages: each instruction's work is replaced by the mean, over the stages, of the same
-    instruction of the same micro-batch, and the programs run in the same order.  It is 0 where
-    stages are equal, and never more than the rank was idle.
-    """
+    """Seconds of one rank in one step, by kind; they add up to the step."""
 
     rank: int
     forward_s: float = 0
+    """Forwards, and updates of running statistics."""
     recompute_s: float = 0
     backward_s: float = 0
+    """Whole backwards, and the parts for gradients of inputs."""
     weight_s: float = 0
+    """The parts of backwards for gradients of weights."""
     communication_s: float = 0
+    """Sends, receives after their message was sent, and moves to and from the host."""
     bubble_s: float = 0
+    """Idle time, as with equal stages, and because of late messages elsewhere."""
     imbalance_s: float = 0
+    """The additional idle time of unequal stages, both without messages.  Equal stages have, for
+    each instruction, the mean work of the same kind and micro-batch over the stages."""
     reduction_s: float = 0
+    """Sums of gradients over replicas."""
     optimizer_s: float = 0
     set_up_s: float = 0
+    """The time before the first instruction of a step, and between its parts."""
 
     @property
     def total_s(self) -> float:
-        """The whole step."""
+        """Seconds of the whole step."""
         times_s: tuple[float, ...] = astuple(self)[1:]
         return sum(times_s)
 
     def with_rest(self, *, optimizer_s: float, set_up_s: float) -> "RankTimes":
-        """Add what a step spent outside of its timeline."""
+        """Add the times outside of the timeline."""
         return replace(
             self,
             optimizer_s=self.optimizer_s + optimizer_s,
@@ -78,7 +71,7 @@ KINDS = tuple(field.name for field in fields(RankTimes) if field.name.endswith("
 
 @collection_paused()
 def rank_times(timeline: Timeline) -> tuple[RankTimes, ...]:
-    """Say where each rank's time went between the step's first instruction and its last."""
+    """Divide each rank's time between the step's first instruction and its last."""
     sums: list[dict[str, float]] = [dict.fromkeys(KINDS, 0) for _ in range(timeline.num_ranks)]
     for span, wait_s in zip(timeline.spans, waits_s(timeline), strict=True):
         times = sums[span.rank]
@@ -86,6 +79,7 @@ def rank_times(timeline: Timeline) -> tuple[RankTimes, ...]:
         name = _FIELDS.get(type(span.instruction))
         if name is not None:
             times[name] += span.duration_s - wait_s
+    # idle time is imbalance as far as unequal stages explain it, and else bubble
     step_s = timeline.step_s
     idle_s = [step_s - sum(times.values()) for times in sums]
     imbalance_s = _imbalance_s(timeline)
@@ -106,31 +100,25 @@ def kinds_of(times: Sequence[RankTimes]) -> list[str]:
 
 
 def _imbalance_s(timeline: Timeline) -> list[float]:
-    """Compute how much longer each rank is idle than with equal stages, without messages."""
-    own, equal = works_s(timeline), _equal_works_s(timeline)
-    own_step_s, equal_step_s = longest_chain_s(timeline, own), longest_chain_s(timeline, equal)
+    """Compute each rank's idle time beyond that of equal stages, both without messages."""
+    # 1. give each instruction the mean work of its kind and micro-batch over the stages
+    works = works_s(timeline)
+    instructions = [span.instruction for span in timeline.spans]
+    keys = [(type(x), x.microbatch if isinstance(x, ir.Compute) else None) for x in instructions]
+    groups: dict[tuple[type, int | None], list[float]] = defaultdict(list)
+    for key, work_s in zip(keys, works, strict=True):
+        groups[key].append(work_s)
+    means = {key: share(sum(times), len(times)) for key, times in groups.items()}
+    equal_works = [means[key] for key in keys]
+
+    # 2. compare idle times, in programs of the same order
+    step_s, equal_step_s = (longest_chain_s(timeline, x) for x in (works, equal_works))
     busy_s: list[float] = [0] * timeline.num_ranks
     equal_busy_s: list[float] = [0] * timeline.num_ranks
-    for span, own_s, equal_s in zip(timeline.spans, own, equal, strict=True):
-        busy_s[span.rank] += own_s
-        equal_busy_s[span.rank] += equal_s
+    for span, work_s, equal_work_s in zip(timeline.spans, works, equal_works, strict=True):
+        busy_s[span.rank] += work_s
+        equal_busy_s[span.rank] += equal_work_s
     return [
-        max(0, (own_step_s - own_s) - (equal_step_s - equal_s))
-        for own_s, equal_s in zip(busy_s, equal_busy_s, strict=True)
+        max(0, (step_s - work_s) - (equal_step_s - equal_work_s))
+        for work_s, equal_work_s in zip(busy_s, equal_busy_s, strict=True)
     ]
-
-
-def _equal_works_s(timeline: Timeline) -> list[float]:
-    """Return each span's work if all stages took as long for the same of a micro-batch."""
-    groups: dict[tuple[type, int | None], list[float]] = defaultdict(list)
-    keys = [
-        (
-            type(span.instruction),
-            span.instruction.microbatch if isinstance(span.instruction, ir.Compute) else None,
-        )
-        for span in timeline.spans
-    ]
-    for key, work_s in zip(keys, works_s(timeline), strict=True):
-        groups[key].append(work_s)
-    means = {key: share(sum(works), len(works)) for key, works in groups.items()}
-    return [means[key] for key in keys]

@@ -1,4 +1,4 @@
-"""What happened when: one value for what the executor measured and the simulator predicted."""
+"""Timelines: one value for the executor's measured steps and the simulator's predicted ones."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -14,16 +14,14 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):  # made a million times over, in half the time of a frozen dataclass
-    """One instruction on one rank, from `start_s` to `end_s` (seconds since the step began).
-
-    `num_bytes` are those of the tensors that a send takes along, as far as they are known.
-    """
+    """One instruction on one rank, from `start_s` to `end_s` (seconds since the step began)."""
 
     rank: int
     instruction: Instruction
     start_s: float
     end_s: float
     num_bytes: int = 0
+    """The bytes of a send's tensors, if known."""
 
     @property
     def duration_s(self) -> float:
@@ -31,22 +29,22 @@ class Span(NamedTuple):  # made a million times over, in half the time of a froz
 
 
 class MemoryKind(Enum):
-    """What memory is used for."""
+    """The kinds of memory."""
 
     ACTIVATIONS = "activations"
-    """What is kept for backward passes.  Where it was measured, older versions of weights too."""
+    """Activations for backwards; measured ones include older versions of weights."""
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
     BOUNDARIES = "boundaries"
-    """Values on their way from stage to stage."""
+    """Messages in flight."""
     VERSIONS = "versions"
     """Versions of weights beside the newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
-    """Bytes of one kind that `stage` holds from `time_s` on, until its next sample of the kind."""
+    """Bytes of one kind on `stage` from `time_s` on, until its next sample of the kind."""
 
     stage: int
     time_s: float
@@ -55,11 +53,11 @@ class MemorySample:
 
 
 def most_bytes(memory: Sequence[MemorySample], stages: Collection[int]) -> int:
-    """Return the most bytes of all kinds that some stages together hold at once."""
+    """Return the peak bytes of some stages together, over all kinds."""
     held: dict[tuple[int, MemoryKind], int] = {}
     total = most = 0
-    own = (sample for sample in memory if sample.stage in stages)
-    for sample in sorted(own, key=lambda sample: sample.time_s):
+    samples = (sample for sample in memory if sample.stage in stages)
+    for sample in sorted(samples, key=lambda sample: sample.time_s):
         place = sample.stage, sample.kind
         total += sample.kept_bytes - held.get(place, 0)
         held[place] = sample.kept_bytes
@@ -69,13 +67,11 @@ def most_bytes(memory: Sequence[MemorySample], stages: Collection[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of one step, in order of rank and start, and how many bytes each stage kept.
-
-    `memory` is empty unless the step was traced with Trace.MEMORY, or predicted.
-    """
+    """The spans of one step, in order of rank and start, and the memory of its stages."""
 
     spans: tuple[Span, ...]
     memory: tuple[MemorySample, ...] = ()
+    """Empty unless the step was traced with Trace.MEMORY, or predicted."""
 
     @property
     def num_ranks(self) -> int:
@@ -91,12 +87,12 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """From the first instruction's start to the last one's end, over all ranks, in seconds."""
+        """Seconds from the first instruction's start to the last one's end, over all ranks."""
         return self.end_s - self.start_s
 
     @property
     def schedule(self) -> Schedule:
-        """The programs these spans came from, in the order they ran."""
+        """The programs of these spans, in the order they ran."""
         programs: list[list[Instruction]] = [[] for _ in range(self.num_ranks)]
         for span in self.spans:
             programs[span.rank].append(span.instruction)
@@ -104,19 +100,19 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in the step in which they had nothing to do."""
+        """Share of the ranks' time in which they were idle."""
         from .breakdown import bubble  # a breakdown knows timelines, not the other way round
 
         return bubble(self)
 
     def breakdown(self) -> "Breakdown":
-        """Say where each rank's time went: work, waiting for messages, bubble; printable."""
+        """Divide each rank's time into work, waiting for messages and bubble; printable."""
         from .breakdown import breakdown  # a breakdown knows timelines, not the other way round
 
         return breakdown(self)
 
     def peak_bytes(self) -> dict[int, int]:
-        """Most bytes kept for backwards at once, by stage; empty unless memory was traced."""
+        """Return the peak activation memory of each stage; empty unless memory was traced."""
         peak: dict[int, int] = {}
         for sample in self.memory:
             if sample.kind is MemoryKind.ACTIVATIONS:
@@ -124,15 +120,16 @@ class Timeline:
         return peak
 
     def peak_bytes_of_ranks(self) -> tuple[int, ...]:
-        """Most bytes of all kinds together that each rank holds at once."""
+        """Return the peak memory of each rank, over all kinds."""
         stages: list[set[int]] = [set() for _ in range(self.num_ranks)]
         for span in self.spans:
             stages[span.rank].add(span.instruction.stage)
-        return tuple(most_bytes(self.memory, own) for own in stages)
+        return tuple(most_bytes(self.memory, of_rank) for of_rank in stages)
 
     def moved_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes of all tensors sent from one stage to another: activations to the higher one,
-        gradients to the lower one.
+        """Return the bytes sent from one stage to another, over the step.
+
+        Activations go to the higher stage, gradients to the lower one.
         """
         moved: dict[tuple[int, int], int] = {}
         for span in self.spans:
@@ -157,7 +154,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
-        """Read what `to_json` wrote."""
+        """Read the text of `to_json`."""
         data = json.loads(text)
         return cls(
             spans=tuple(

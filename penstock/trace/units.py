@@ -1,11 +1,11 @@
-"""Write times, shares and sizes in the unit that a person reads them in, and tables as text."""
+"""Write times, shares and sizes in readable units, and tables as text."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """A unit of time: how many of it make a second, and its sign."""
+    """A unit of time: its number in a second, and its sign."""
 
     per_s: int
     sign: str

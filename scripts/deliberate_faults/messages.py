@@ -29,7 +29,7 @@ FAULTS = (
     ),
     Fault(
         "a message on its way is counted among those that lay there",
-        "penstock/simulator/measured_messages.py",
+        "penstock/simulator/measured.py",
         "crossing.send.end_s + took_s",
         "crossing.send.end_s",
         "tests/simulator/test_measured.py",
@@ -37,7 +37,7 @@ FAULTS = (
     ),
     Fault(
         "taking a message in is counted as its transfer, too",
-        "penstock/simulator/measured_messages.py",
+        "penstock/simulator/measured.py",
         "c.took_s - receive_s.get(c.way[1], others_s)",
         "c.took_s",
         "tests/simulator/test_measured.py",

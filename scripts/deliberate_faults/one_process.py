@@ -107,7 +107,7 @@ FAULTS = (
     Fault(
         "the verifier lets any backward order pass",
         "penstock/schedules/laws/common.py",
-        "if found != list(range(len(found))):",
+        "if microbatches != list(range(len(microbatches))):",
         "if False:",
         "tests/schedules/test_verify.py::test_what_is_wrong_is_named",
     ),

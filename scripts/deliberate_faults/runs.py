@@ -110,8 +110,8 @@ FAULTS = (
     Fault(
         "load imbalance is the whole idle time",
         "penstock/trace/rank_times.py",
-        "max(0, (own_step_s - own_s) - (equal_step_s - equal_s))",
-        "max(0, own_step_s - own_s)",
+        "max(0, (step_s - work_s) - (equal_step_s - equal_work_s))",
+        "max(0, step_s - work_s)",
         "tests/trace/test_rank_times.py",
         "equal_stages",
     ),

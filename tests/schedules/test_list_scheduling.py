@@ -116,7 +116,8 @@ def test_no_rank_keeps_more_than_it_may(run: Run) -> None:
     for rank, program in enumerate(answer):
         begun = [0] * problem.num_stages
         assert fits(problem, rank, program)
-        for kind, stage, _ in map(problem.parts, map(problem.result.__getitem__, program)):
+        for result in map(problem.result.__getitem__, program):
+            kind, stage = divmod(result // problem.num_microbatches, problem.num_stages)
             begun[stage] += (kind == FORWARD) - (kind == INPUT)
             assert not policy.ahead or begun[stage] <= policy.ahead[stage]
 

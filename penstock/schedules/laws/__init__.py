@@ -1,4 +1,4 @@
-"""What must hold for a schedule before anything runs: a list of small laws."""
+"""The laws that are proved of a schedule before anything runs."""
 
 from collections.abc import Callable
 
@@ -46,4 +46,4 @@ SYNCHRONOUS: tuple[Law, ...] = (*_COMMON, commits, reductions, one_version)
 A law may take for granted that `complete` holds.
 """
 ASYNCHRONOUS: tuple[Law, ...] = (*_COMMON, commits_by_minibatch, updates)
-"""The laws of schedules in which weights change; a family adds which version a forward sees."""
+"""The laws of schedules in which weights change; a family adds `Sees`, the law of versions."""

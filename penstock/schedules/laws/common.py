@@ -1,4 +1,4 @@
-"""The laws of every schedule: each a function of the lanes of its stages, which marks the spot."""
+"""The laws of every schedule: functions of its lanes that raise at the first fault."""
 
 from collections import Counter, defaultdict
 
@@ -15,9 +15,7 @@ _STAYS_AWAY = "what it needs was moved away and no Fetch has brought it back"
 
 
 def offloads(lanes: Lanes) -> None:
-    """Check that an Offload follows its Forward, and one Fetch stands between it and the first
-    instruction that needs what was moved away.
-    """
+    """Check that an Offload follows its Forward, and that one Fetch precedes the first use."""
     for stage in range(lanes.num_stages):
         fetches = list(lanes.each(stage, ir.Fetch))
         offloaded = list(lanes.each(stage, ir.Offload))
@@ -36,6 +34,7 @@ def _check_offloads(
         **lanes.computes(stage, *ir.GIVES_GRADIENTS),
         **lanes.computes(stage, ir.Recompute),  # before the backward: `recomputes` holds
     }
+    # an Offload between its Forward and the first use
     away: dict[int, int] = {}
     for position, x in offloaded:
         i = x.microbatch
@@ -44,12 +43,14 @@ def _check_offloads(
         if not forwards.get(i, position) < position < needs.get(i, position):
             raise lanes.fault(stage, position, _NOTHING_KEPT)
         away[i] = position
+    # a Fetch after its Offload
     back: dict[int, int] = {}
     for position, y in fetches:
         i = y.microbatch
         if i in back or away.get(i, position) >= position:
             raise lanes.fault(stage, position, _NOT_AWAY)
         back[i] = position
+    # and before the first use
     for i in away:
         if back.get(i, needs[i]) >= needs[i]:
             raise lanes.fault(stage, needs[i], _STAYS_AWAY)
@@ -171,8 +172,7 @@ def recomputes(lanes: Lanes) -> None:
 def in_order(lanes: Lanes) -> None:
     """Check that the forwards and the backwards of each stage come in micro-batch order.
 
-    It makes the gradients of synchronous families equal to the unsplit model's to the bit: sums
-    are made in the same order.
+    Sums are then made in the order of the unsplit model, so gradients are equal to the bit.
     """
     for stage in range(lanes.num_stages):
         _check(lanes, stage, "the forwards of a stage must come in micro-batch order", ir.Forward)
@@ -187,9 +187,9 @@ def in_order(lanes: Lanes) -> None:
 
 
 def _check(lanes: Lanes, stage: int, problem: str, *kinds: type[ir.Compute]) -> None:
-    found = lanes.microbatches(stage, *kinds)
-    if found != list(range(len(found))):
-        number = next(number for number, i in enumerate(found) if i != number)
+    microbatches = lanes.microbatches(stage, *kinds)
+    if microbatches != list(range(len(microbatches))):
+        number = next(number for number, i in enumerate(microbatches) if i != number)
         raise lanes.fault(stage, lanes.positions(stage, *kinds)[number], problem)
 
 
@@ -234,19 +234,19 @@ def complete(lanes: Lanes) -> None:
     """Check that every stage has one Forward and one Backward for every micro-batch, or in its
     place a BackwardInput and a BackwardWeight.
     """
-    every = list(range(lanes.num_microbatches))
+    numbers = list(range(lanes.num_microbatches))
     for stage in range(lanes.num_stages):
-        found = [sorted(lanes.microbatches(stage, kind)) for kind in _KINDS]
-        forwards, whole, inputs, weights = found
-        if forwards == every and inputs == weights and sorted(whole + inputs) == every:
+        by_kind = [sorted(lanes.microbatches(stage, kind)) for kind in _KINDS]
+        forwards, whole, inputs, weights = by_kind
+        if forwards == numbers and inputs == weights and sorted(whole + inputs) == numbers:
             continue
-        times = dict(zip(_KINDS, map(Counter, found), strict=True))
+        times = dict(zip(_KINDS, map(Counter, by_kind), strict=True))
         for i in range(lanes.num_microbatches):
-            numbers = tuple(times[kind][i] for kind in _KINDS)
-            if numbers in _RIGHT:
+            counts = tuple(times[kind][i] for kind in _KINDS)
+            if counts in _RIGHT:
                 continue
-            right = _RIGHT[numbers[1] == 0 and numbers[2] > 0]
-            of_each = zip(_KINDS, numbers, right, strict=True)
+            right = _RIGHT[counts[1] == 0 and counts[2] > 0]
+            of_each = zip(_KINDS, counts, right, strict=True)
             kind, number, wanted = next(x for x in of_each if x[1] != x[2])
             problem = (
                 f"stage {stage} has {number} {kind.__name__} instructions for micro-batch {i}; it "
@@ -265,4 +265,4 @@ _KINDS: tuple[type[ir.Compute], ...] = (
     ir.BackwardWeight,
 )
 _RIGHT = ((1, 1, 0, 0), (1, 0, 1, 1))
-"""How often each of them may come: with a backward in one part, and in two."""
+"""The number of each of `_KINDS` for a micro-batch: with a backward in one part, and in two."""

@@ -1,7 +1,7 @@
-"""A schedule sorted by what its instructions do: what the laws look at.
+"""The instructions of a schedule sorted by stage and kind, for the laws.
 
-A schedule has millions of instructions, so laws compare whole lists, which takes little of Python;
-only one that finds a fault goes through them again, to say where.
+A schedule may have millions of instructions, so laws compare whole lists, which is fast.  Only a
+law that finds a fault goes through them again, to locate it.
 """
 
 from collections import defaultdict
@@ -17,18 +17,18 @@ from penstock.schedules.transfers import Transfers, neighbours
 
 Kind = TypeVar("Kind", bound=Instruction | Communication)
 Places = dict[int, int]
-"""Where the instruction of each micro-batch stands."""
+"""The position of the instruction of each micro-batch."""
 
 
 class Lane(NamedTuple):
-    """The micro-batches of some instructions, in the order in which these stand, and where."""
+    """The micro-batches of some instructions, in program order, and their positions."""
 
     microbatches: list[int]
     positions: list[int]
 
 
 class Lanes:
-    """Where the instructions of each kind stand that a stage runs, in order.
+    """The positions of each stage's instructions, by kind, in order.
 
     `producers` and `consumers` are the neighbours of the stages that have any.
 
@@ -56,20 +56,20 @@ class Lanes:
             self._lanes.update(lanes)
         self.num_stages = 1 + max((stage for _, stage in self._lanes), default=-1)
         computes = [key for key in self._lanes if key[0] in COMPUTES]
-        found = [max(self.microbatches(stage, kind)) for kind, stage in computes]
-        self.num_microbatches = 1 + max(found, default=-1)
+        largest = [max(self.microbatches(stage, kind)) for kind, stage in computes]
+        self.num_microbatches = 1 + max(largest, default=-1)
 
     def positions(self, stage: int, *kinds: type) -> list[int]:
-        """List where the instructions of some kinds stand in the program that runs `stage`."""
-        found = [places for kind in kinds if (places := self._lanes.get((kind, stage)))]
-        return found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
+        """List the positions of `stage`'s instructions of some kinds in its rank's program."""
+        lists = [places for kind in kinds if (places := self._lanes.get((kind, stage)))]
+        return lists[0] if len(lists) == 1 else sorted(chain.from_iterable(lists))
 
     def each(self, stage: int, *kinds: type[Kind]) -> Iterator[tuple[int, Kind]]:
         """Yield (position, instruction) for the instructions of some kinds on `stage`."""
         positions = self.positions(stage, *kinds)
         program = self.schedule.programs[self._ranks.get(stage, 0)]
-        found = cast(Iterator[Kind], map(program.__getitem__, positions))
-        return zip(positions, found, strict=True)
+        instructions = cast(Iterator[Kind], map(program.__getitem__, positions))
+        return zip(positions, instructions, strict=True)
 
     def microbatches(self, stage: int, *kinds: type[Compute]) -> list[int]:
         """List the micro-batches of the instructions of some kinds on `stage`, as they come."""
@@ -79,12 +79,12 @@ class Lanes:
         return self._microbatches[key]
 
     def computes(self, stage: int, *kinds: type[Compute]) -> Places:
-        """Map each micro-batch to where its instruction of one of the kinds stands."""
+        """Map each micro-batch to the position of its instruction of one of the kinds."""
         positions = self.positions(stage, *kinds)
         return dict(zip(self.microbatches(stage, *kinds), positions, strict=True))
 
     def by_peer(self, kind: type[Communication], stage: int) -> dict[int, Lane]:
-        """Return what `stage` sends to each peer, or receives from it."""
+        """Return the messages of a kind on `stage`, by peer."""
         if (kind, stage) not in self._by_peer:
             self._by_peer[kind, stage] = self._find_by_peer(kind, stage)
         return self._by_peer[kind, stage]
@@ -95,19 +95,19 @@ class Lanes:
         if len(peers) == 1:
             microbatches = [x.microbatch for x in messages]
             return {peers.pop(): Lane(microbatches, self.positions(stage, kind))}
-        found = {peer: Lane([], []) for peer in peers}
+        lanes = {peer: Lane([], []) for peer in peers}
         for position, x in self.each(stage, kind):
-            found[x.peer].microbatches.append(x.microbatch)
-            found[x.peer].positions.append(position)
-        return found
+            lanes[x.peer].microbatches.append(x.microbatch)
+            lanes[x.peer].positions.append(position)
+        return lanes
 
     def messages(self, kind: type[Communication], stage: int, peer: int) -> Places:
-        """Map each micro-batch to where `stage` sends it to `peer`, or receives it from there."""
+        """Map each micro-batch to the position of its message between `stage` and `peer`."""
         lane = self.by_peer(kind, stage).get(peer)
         return {} if lane is None else dict(zip(lane.microbatches, lane.positions, strict=True))
 
     def fault(self, stage: int, position: int, problem: str) -> ScheduleError:
-        """Make the error that says what is wrong with an instruction, and marks it."""
+        """Make the error that states an instruction's problem, and marks it in the schedule."""
         rank = self._ranks[stage]
         return ScheduleError(
             f"rank {rank}, {self.schedule.programs[rank][position]}: {problem}.\n"
@@ -116,7 +116,7 @@ class Lanes:
 
 
 def first_too_early(uses: Places, needed: Places) -> int | None:
-    """Return the first micro-batch used before what it needs stands; None if none is."""
+    """Return the first micro-batch with a use before its need; None if there is none."""
     if needed.keys() >= uses.keys() and all(map(lt, map(needed.__getitem__, uses), uses.values())):
         return None
     return next(i for i, position in uses.items() if needed.get(i, position) >= position)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.errors import ConfigError
+from penstock.schedules.costs import one_each
 from penstock.schedules.memory import BytesPerRank, Sizes, live_bytes
 
 from .lanes import Lanes
@@ -10,9 +10,9 @@ from .lanes import Lanes
 
 @dataclass(frozen=True, slots=True)
 class AtMostBytes:
-    """Check that what each rank keeps, in bytes of `sizes`, is at most `limit_bytes`.
+    """Check that each rank's activation memory, by `sizes`, is at most `limit_bytes`.
 
-    With `Sizes(kept_bytes=1)` the limit is one of micro-batches alive.
+    With `Sizes(kept_bytes=1)` it limits the number of micro-batches in flight.
 
     Raises:
         ConfigError: sizes or limits are given for another number of stages or ranks.
@@ -37,11 +37,4 @@ class AtMostBytes:
         Raises:
             ConfigError: limits are given for another number of ranks.
         """
-        given = self.limit_bytes
-        each = given if isinstance(given, tuple) else (given,) * num_ranks
-        if len(each) != num_ranks:
-            raise ConfigError(
-                f"limit_bytes has {len(each)} entries, the schedule has {num_ranks} ranks: give "
-                "one number for each rank, or one for all"
-            )
-        return each
+        return one_each(self.limit_bytes, num_ranks, "limit_bytes", "rank")

@@ -1,4 +1,4 @@
-"""Laws of weights that change within a schedule, and of those that do not."""
+"""The laws of weight updates within a schedule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .lanes import Lanes
 
 Version = Callable[[int, int, int, int], int]
 """(stage, micro-batch, micro-batches between two updates, number of stages) -> the version of the
-weights that the micro-batch's forward is to see there."""
+weights for the micro-batch's forward there."""
 
 
 def one_version(lanes: Lanes) -> None:
@@ -31,8 +31,8 @@ def updates(lanes: Lanes) -> None:
     every = microbatches_per_update(lanes)
     for stage in range(lanes.num_stages):
         ended = lanes.positions(stage, *ir.ADDS_GRADIENTS)
-        found = lanes.positions(stage, ir.UpdateWeights)
-        for number, position in enumerate(found, 1):
+        made_at = lanes.positions(stage, ir.UpdateWeights)
+        for number, position in enumerate(made_at, 1):
             if not ended[number * every - 1] < position < [*ended, position + 1][number * every]:
                 raise lanes.fault(
                     stage,
@@ -42,7 +42,7 @@ def updates(lanes: Lanes) -> None:
                 )
         made = 0
         for position, x in lanes.each(stage, ir.Forward):
-            while made < len(found) and found[made] < position:
+            while made < len(made_at) and made_at[made] < position:
                 made += 1
             if x.version > made:
                 problem = f"its stage's weights were updated {made} times so far"
@@ -55,22 +55,22 @@ def commits_by_minibatch(lanes: Lanes) -> None:
     """
     every = microbatches_per_update(lanes)
     for stage in range(lanes.num_stages):
-        found = lanes.positions(stage, ir.CommitStatistics)
-        if not found:
+        positions = lanes.positions(stage, ir.CommitStatistics)
+        if not positions:
             continue
         forwards = lanes.positions(stage, ir.Forward)
         ends = forwards[every - 1 :: every]
-        starts = [*forwards[every::every], found[-1] + 1]
-        for n, position in enumerate(found):
+        starts = [*forwards[every::every], positions[-1] + 1]
+        for n, position in enumerate(positions):
             if n >= len(ends) or not ends[n] < position < starts[n]:
                 problem = f"statistics are committed once for every {every} micro-batches"
                 raise lanes.fault(stage, position, f"{problem}, after their last forward")
-        if len(found) < len(ends):
-            raise lanes.fault(stage, ends[len(found)], "its statistics are not committed")
+        if len(positions) < len(ends):
+            raise lanes.fault(stage, ends[len(positions)], "its statistics are not committed")
 
 
 def microbatches_per_update(lanes: Lanes) -> int:
-    """Return how many micro-batches' gradients one update is made of.
+    """Return the number of micro-batches whose gradients make one update.
 
     Raises:
         ScheduleError: not as many on every stage, or not in every update.
@@ -88,7 +88,7 @@ def microbatches_per_update(lanes: Lanes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sees:
-    """Check that each forward sees the version of the weights that the family says."""
+    """Check that each forward sees the family's `version` of the weights."""
 
     version: Version
 

@@ -1,6 +1,4 @@
-"""The charts of a page: bars of where each rank's time went, memory on each rank with its limit,
-and curves of a run, one for each number that its metrics have.
-"""
+"""The charts of a page: times and memory of the ranks, and the curves of a run."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,16 +20,16 @@ COLOURS = (
     *("#3f74a8", "#e08a1e", "#5f9140", "#8673b0", "#b0594f"),
     *("#86c2bf", "#d98c9f", "#b3d0e8", "#f0bd6e", "#9cc069"),
 )
-"""Of kinds that no table of looks has, in order."""
+"""The colours of kinds without an entry in looks.py, in order."""
 
 
 def rounded(value: float) -> float:
-    """Round to six significant digits, which no chart can show more of."""
+    """Round to six significant digits: a chart cannot show more."""
     return float(f"{float(value):.6g}")
 
 
 def spread(number: int, most: int) -> tuple[int, ...]:
-    """Choose at most `most` of so many, evenly, the first and the last among them."""
+    """Choose at most `most` of so many numbers, evenly, with the first and the last."""
     if number <= most:
         return tuple(range(number))
     return tuple(round(n * (number - 1) / (most - 1)) for n in range(most))
@@ -40,7 +38,7 @@ def spread(number: int, most: int) -> tuple[int, ...]:
 def layout_of(
     height_px: float, *, left: int = 74, top: int = 34, bottom: int = 50, **more: Any
 ) -> Layout:
-    """Return the layout of a chart of so many pixels, with what is the same in all."""
+    """Return the layout of a chart of so many pixels, with the entries that all charts share."""
     place = {"x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
     return {
         "height": height_px,
@@ -74,8 +72,9 @@ def rows_of(names: Sequence[str]) -> Layout:
 def stacked(parts: Sequence[tuple[str, int]], gap_px: int, step_s: float, **more: Any) -> Layout:
     """Return the layout of charts one above the other, on one axis of time: yaxis1, yaxis2, ...
 
-    Of each of `parts` there is the caption and the height in pixels.
+    `parts` are the caption and the height in pixels of each.
     """
+    # plotly measures in shares of the inner height, from the bottom up
     unit = unit_for(step_s)
     inner_px = sum(px for _, px in parts) + gap_px * (len(parts) - 1)
     layout = layout_of(inner_px + 110, top=58, bottom=52, shapes=[], annotations=[], **more)
@@ -99,11 +98,13 @@ def once_in_legend(data: Sequence[Trace]) -> tuple[Trace, ...]:
 
 
 MOST_BARS = 64
+"""Bars of a chart of times."""
 _BAR_PX = 26
+"""Height of a bar in pixels."""
 
 
 def time_chart(times: Mapping[str, Sequence[RankTimes]]) -> Figure:
-    """Draw a stacked bar for each rank, for a predicted step beside that of the measured one."""
+    """Draw a stacked bar for each rank; the predicted and the measured one side by side."""
     num_ranks = max(map(len, times.values()))
     ranks = spread(num_ranks, MOST_BARS // len(times))
     bars = [
@@ -136,20 +137,25 @@ def time_chart(times: Mapping[str, Sequence[RankTimes]]) -> Figure:
     left = 74 if len(times) == 1 else 128
     layout = layout_of(len(bars) * _BAR_PX + 94, left=left, top=40, barmode="stack")
     layout |= {"xaxis": axis_of(f"time ({unit.sign})"), "yaxis": rows_of([n for n, _ in bars])}
-    said = f"{len(ranks)} of {num_ranks:,} ranks are drawn, evenly chosen."
-    return Figure("times", tuple(data), layout, said if len(ranks) < num_ranks else "")
+    note = f"{len(ranks)} of {num_ranks:,} ranks are drawn, evenly chosen."
+    return Figure("times", tuple(data), layout, note if len(ranks) < num_ranks else "")
 
 
 MOST_STRIPS = 16
+"""Strips of a chart of memory, one for each rank."""
 _MOST_POINTS = 40_000
-"""Of all strips together."""
-_STRIP_PX, _GAP_PX = 92, 30
+"""Points of all strips together."""
+_STRIP_PX = 92
+"""Height of a strip in pixels."""
+_GAP_PX = 30
+"""Pixels between two strips."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+"""Units of memory and their bytes, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that a rank holds: `num_bytes[kind][n]` from `times_s[n]` on, until the next."""
+    """Bytes on a rank: `num_bytes[kind][n]` from `times_s[n]` on, until the next time."""
 
     times_s: tuple[float, ...]
     num_bytes: Mapping[MemoryKind, tuple[int, ...]]
@@ -161,35 +167,38 @@ class Held:
 
 
 def held_bytes(timeline: Timeline) -> dict[int, Held]:
-    """Return what each rank holds of each kind, all its stages together."""
+    """Return the memory of each rank by kind, summed over its stages."""
     rank_of = {span.instruction.stage: span.rank for span in timeline.spans}
     of_ranks: dict[int, list[MemorySample]] = defaultdict(list)
     for sample in sorted(timeline.memory, key=lambda sample: sample.time_s):
         of_ranks[rank_of.get(sample.stage, sample.stage)].append(sample)
-    return {rank: _held(of_ranks[rank], timeline.start_s) for rank in sorted(of_ranks)}
-
-
-def _held(samples: Sequence[MemorySample], zero_s: float) -> Held:
-    seen = {sample.kind for sample in samples}
-    now = {kind: 0 for kind in MEMORY if kind in seen}
-    last: dict[tuple[int, MemoryKind], int] = defaultdict(int)
-    rows: dict[float, tuple[int, ...]] = {}
-    for sample in samples:
-        key = sample.stage, sample.kind
-        now[sample.kind] += sample.kept_bytes - last[key]
-        last[key] = sample.kept_bytes
-        rows[float(sample.time_s - zero_s)] = tuple(now.values())
-    return Held(tuple(rows), dict(zip(now, zip(*rows.values(), strict=True), strict=True)))
+    held: dict[int, Held] = {}
+    for rank, samples in sorted(of_ranks.items()):
+        kinds = {sample.kind for sample in samples}
+        now = {kind: 0 for kind in MEMORY if kind in kinds}
+        last: dict[tuple[int, MemoryKind], int] = defaultdict(int)
+        rows: dict[float, tuple[int, ...]] = {}
+        for sample in samples:
+            key = sample.stage, sample.kind
+            now[sample.kind] += sample.kept_bytes - last[key]
+            last[key] = sample.kept_bytes
+            rows[float(sample.time_s - timeline.start_s)] = tuple(now.values())
+        by_kind = zip(now, zip(*rows.values(), strict=True), strict=True)
+        held[rank] = Held(tuple(rows), dict(by_kind))
+    return held
 
 
 def memory_chart(timeline: Timeline, limits_bytes: Sequence[int], name: str = "memory") -> Figure:
     """Draw a strip for each rank, all to one scale."""
+    # 1. choose the ranks with the highest peaks, and one unit for all
     held = held_bytes(timeline)
-    peaks = {rank: max(own.totals) for rank, own in held.items()}
+    peaks = {rank: max(of_rank.totals) for rank, of_rank in held.items()}
     ranks = sorted(sorted(peaks, key=lambda rank: -peaks[rank])[:MOST_STRIPS])
     limits = {rank: limits_bytes[rank] for rank in ranks if rank < len(limits_bytes)}
     top = max([*peaks.values(), *limits.values()]) or 1
     sign, size = next((unit for unit in _UNITS if top >= unit[1]), _UNITS[-1])
+
+    # 2. draw a strip for each, with a dashed line at its limit
     limited = {rank: f", limit {bytes_text(limit)}" for rank, limit in limits.items()}
     heads = (
         f"<b>rank {rank}</b>   peak {bytes_text(peaks[rank])}{limited.get(rank, '')}"
@@ -208,18 +217,24 @@ def memory_chart(timeline: Timeline, limits_bytes: Sequence[int], name: str = "m
             layout["shapes"].append({"name": "limit", **line, **ends})
         data += _areas(held[rank], timeline.step_s, most, size, f"y{n}")
     layout["showlegend"] = len({trace["name"] for trace in data}) > 1
-    said = []
+
+    # 3. say what is left out
+    notes = []
     if len(ranks) < len(peaks):
-        said.append(f"The {len(ranks)} of {len(peaks):,} ranks that keep most are drawn.")
+        notes.append(f"The {len(ranks)} of {len(peaks):,} ranks that keep most are drawn.")
     if any(len(held[rank].times_s) > most for rank in ranks):
-        said.append(f"Of each line at most {most:,} points are drawn, the highest among them.")
-    return Figure(name, once_in_legend(data), layout, " ".join(said))
+        notes.append(f"Of each line at most {most:,} points are drawn, the highest among them.")
+    return Figure(name, once_in_legend(data), layout, " ".join(notes))
 
 
 def _areas(held: Held, step_s: float, most: int, size: int, axis: str) -> Iterator[Trace]:
-    """Yield what a rank holds of each kind, one above the other, in units of `size` bytes."""
-    kept, unit = _thinned(held.totals, most), unit_for(step_s)
-    times_s = [*(held.times_s[n] for n in kept), float(step_s)]
+    """Yield the memory of a rank by kind, stacked, in units of `size` bytes."""
+    totals, unit = held.totals, unit_for(step_s)
+    points = list(range(len(totals)))
+    if len(totals) > most:  # of each of `most` parts the point with the most bytes
+        bounds = [len(totals) * n // most for n in range(most + 1)]
+        points = [max(range(a, b), key=totals.__getitem__) for a, b in pairwise(bounds)]
+    times_s = [*(held.times_s[n] for n in points), float(step_s)]
     for kind, num_bytes in held.num_bytes.items():
         look = MEMORY[kind]
         yield {
@@ -231,23 +246,19 @@ def _areas(held: Held, step_s: float, most: int, size: int, axis: str) -> Iterat
             "line": {"shape": "hv", "width": 1, "color": look.fill},
             "fillcolor": look.fill,
             "x": [rounded(time_s * unit.per_s) for time_s in times_s],
-            "y": [*(rounded(num_bytes[n] / size) for n in kept), rounded(num_bytes[-1] / size)],
+            "y": [*(rounded(num_bytes[n] / size) for n in points), rounded(num_bytes[-1] / size)],
             "hovertemplate": f"{look.name}: %{{y:.4g}}<extra></extra>",
         }
 
 
-def _thinned(totals: Sequence[int], most: int) -> list[int]:
-    """Choose points: of each of so many parts the one with the most bytes."""
-    if len(totals) <= most:
-        return list(range(len(totals)))
-    bounds = [len(totals) * n // most for n in range(most + 1)]
-    return [max(range(a, b), key=totals.__getitem__) for a, b in pairwise(bounds)]
-
-
 MOST_POINTS = 3_000
+"""Points of a curve."""
 _FEW_POINTS = 60
+"""Points up to which a curve has markers."""
 _NO_CURVE = ("kind", "step", "epoch")
+"""Metrics that are no curve."""
 _LOSSES = {"loss": "of a step", "train_loss": "mean of an epoch"}
+"""The labels of the two training losses."""
 
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -273,10 +284,10 @@ def _curve(metrics: Metrics, title: str, names: Sequence[str]) -> Figure:
     notes = []
     for n, name in enumerate(names):
         points = [(line["step"], line[name]) for line in metrics if _is_number(line.get(name))]
-        every = -(-len(points) // MOST_POINTS)
-        if every > 1:
-            notes.append(f"Of {len(points):,} points, one in {every} is drawn.")
-        points = [*points[:-1:every], points[-1]]
+        stride = -(-len(points) // MOST_POINTS)
+        if stride > 1:
+            notes.append(f"Of {len(points):,} points, one in {stride} is drawn.")
+        points = [*points[:-1:stride], points[-1]]
         shown = escape(_LOSSES.get(name) or _title(name))
         data.append(
             {

@@ -1,6 +1,6 @@
-"""The chart of lanes: what each rank did when; predicted above measured, on one time axis.
+"""The chart of lanes: a box for each span on the lane of its rank, predicted above measured.
 
-There is a box for each span, and fewer where there are many.
+Both share one time axis.  Of too many spans only the longest have a box.
 """
 
 from collections import defaultdict
@@ -17,14 +17,16 @@ from .charts import Layout, Trace, once_in_legend, rounded, rows_of, spread, sta
 from .page import Figure
 
 MOST_BOXES = 9_000
-"""Drawn of one timeline, so that a page stays small and quick."""
+"""Boxes of one timeline, so that a page stays small and quick."""
 MOST_LANES = 48
+"""Lanes of one timeline."""
 _FEWEST_LANES = 2
+"""Lanes of a timeline however many spans they have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is drawn of a span on the lane of its rank; seconds since the step's start."""
+    """A span as a box on the lane of its rank; seconds since the step's start."""
 
     span: Span
     look: Look
@@ -35,29 +37,30 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What is drawn of a timeline: ranks that have a lane, their boxes, and what is left out."""
+    """The ranks of a timeline that have a lane, and their boxes."""
 
     ranks: tuple[int, ...]
     boxes: tuple[Box, ...]
     left_out: str = ""
+    """A note of the ranks and spans that are not drawn."""
 
 
 def lanes_of(timeline: Timeline) -> Lanes:
-    """Choose what to draw: ranks, evenly chosen, and of too many spans the longest."""
+    """Choose ranks, evenly, and of too many spans the longest."""
     fitting = MOST_BOXES * timeline.num_ranks // len(timeline.spans)
     ranks = spread(timeline.num_ranks, max(_FEWEST_LANES, min(MOST_LANES, fitting)))
     boxes = list(_boxes(timeline, set(ranks)))
-    said = []
+    notes = []
     if len(ranks) < timeline.num_ranks:
-        said.append(f"{len(ranks)} of {timeline.num_ranks:,} ranks are drawn, evenly chosen")
+        notes.append(f"{len(ranks)} of {timeline.num_ranks:,} ranks are drawn, evenly chosen")
     if len(boxes) > MOST_BOXES:
-        said.append(f"the {MOST_BOXES:,} longest of {len(boxes):,} spans are drawn")
+        notes.append(f"the {MOST_BOXES:,} longest of {len(boxes):,} spans are drawn")
         boxes = sorted(boxes, key=lambda box: box.start_s - box.end_s)[:MOST_BOXES]
-    return Lanes(ranks, tuple(boxes), "; ".join(said))
+    return Lanes(ranks, tuple(boxes), "; ".join(notes))
 
 
 def _boxes(timeline: Timeline, ranks: set[int]) -> Iterator[Box]:
-    """Yield a box for each span of these ranks in which something ran or a message moved."""
+    """Yield a box for each span of these ranks that ran layers or moved a message."""
     zero_s = timeline.start_s
     sent_bytes = {
         ir.sent_message(span.instruction): span.num_bytes
@@ -68,7 +71,7 @@ def _boxes(timeline: Timeline, ranks: set[int]) -> Iterator[Box]:
         if span.rank not in ranks:
             continue
         look, start_s = look_of(span.instruction), span.start_s
-        if not look.fill:
+        if not look.fill:  # of a send or receive only the time in which its message moves
             look, start_s = WAIT, span.end_s - wait_s
         if span.end_s > start_s:
             awaited = ir.awaited_message(span.instruction)
@@ -78,19 +81,22 @@ def _boxes(timeline: Timeline, ranks: set[int]) -> Iterator[Box]:
 
 
 _GAP_PX = 40
+"""Pixels between two timelines."""
 _LANE_HEIGHT = 0.84
+"""The height of a box as a share of its row."""
 _MOST_NUMBERED = 2_500
 """Boxes up to which micro-batch numbers are written into them."""
 _ORDER = {look.name: n for n, look in enumerate([*LOOKS.values(), WAIT])}
+"""The order of kinds in the legend."""
 
 
 def lane_chart(
     timelines: Mapping[str, Timeline], bubbles: Mapping[str, float], *, optimizer_s: float = 0.0
 ) -> Figure:
-    """Draw timelines, by what they are; each has an axis of lanes, and all share that of time.
+    """Draw timelines by title; each has an axis of lanes, and all share the time axis.
 
-    `bubbles` are the shares of idle time, by the same names; `optimizer_s` is what each step takes
-    beyond its timeline.
+    `bubbles` are the shares of idle time by title, `optimizer_s` the optimizer's time after each
+    timeline.
     """
     drawn = {title: lanes_of(timeline) for title, timeline in timelines.items()}
     steps_s = {title: float(timeline.step_s) for title, timeline in timelines.items()}
@@ -108,19 +114,17 @@ def lane_chart(
     data: list[Trace] = []
     for n, (title, lanes) in enumerate(drawn.items(), start=1):
         layout[f"yaxis{n}"] |= rows_of([f"rank {rank}" for rank in lanes.ranks])
-        layout["shapes"] += _grounds(len(lanes.ranks), steps_s[title] * unit.per_s, f"y{n}")
+        # the ground behind each lane is idle time
+        ground: Layout = {"name": "ground", "type": "rect", "layer": "below", "line": {"width": 0}}
+        ground |= {"xref": "x", "yref": f"y{n}"}
+        ground |= {"x0": 0, "x1": rounded(steps_s[title] * unit.per_s)}
+        for lane in range(len(lanes.ranks)):
+            ends = {"y0": lane - _LANE_HEIGHT / 2, "y1": lane + _LANE_HEIGHT / 2}
+            layout["shapes"].append({**ground, **ends})
         data += _traces(lanes, unit, f"y{n}")
     data.sort(key=lambda trace: _ORDER[trace["name"]])
     notes = [f"{title}: {lanes.left_out}." for title, lanes in drawn.items() if lanes.left_out]
     return Figure("timeline", once_in_legend(data), layout, " ".join(notes).capitalize())
-
-
-def _grounds(num_lanes: int, width: float, axis: str) -> Iterator[Layout]:
-    """Yield the ground behind each lane: idle time."""
-    ground: Layout = {"name": "ground", "type": "rect", "layer": "below", "line": {"width": 0}}
-    ground |= {"xref": "x", "yref": axis, "x0": 0, "x1": rounded(width)}
-    for lane in range(num_lanes):
-        yield {**ground, "y0": lane - _LANE_HEIGHT / 2, "y1": lane + _LANE_HEIGHT / 2}
 
 
 def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
@@ -156,6 +160,7 @@ def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
 
 
 def _microbatch(instruction: ir.Instruction) -> int | None:
+    """Return the micro-batch of an instruction, if it has one."""
     match instruction:
         case ir.CommitStatistics() | ir.ReduceGradients() | ir.UpdateWeights():
             return None
@@ -164,7 +169,7 @@ def _microbatch(instruction: ir.Instruction) -> int | None:
 
 
 def _hover(box: Box, unit: Unit) -> str:
-    """Say what a box is: short, as there are thousands."""
+    """Describe a box in few characters, as there are thousands."""
     start, duration = box.start_s * unit.per_s, (box.end_s - box.start_s) * unit.per_s
     when = f"{number_text(duration)} {unit.sign} from {number_text(start)}"
     number = _microbatch(box.span.instruction)

@@ -9,17 +9,18 @@ from typing import Any, ClassVar
 from penstock.errors import ConfigError
 
 SIGNATURE = '<meta name="generator" content="penstock">'
-"""Stands near the top of every page, so that a page of ours can be told from other files."""
+"""A tag near the top of every page, which tells our pages from other files."""
 _HEAD_CHARACTERS = 500
-"""Of a page, in which its signature stands."""
+"""Characters at the top of a page that contain its signature."""
 _NUMBER = re.compile(r"[-+]?\d[\d,.]*(%| ?(s|ms|µs|bytes|[KMG]iB))?|-|\?|")
+"""A cell of a column of numbers."""
 _MANY_LETTERS = 60
-"""Letters of a cell beyond which the words of its column may go on in a second line."""
+"""Letters of a cell beyond which its column may break lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One figure of the page's head: what it is, and its value with unit."""
+    """One figure of the page's head: its name, and its value with unit."""
 
     name: str
     value: str
@@ -28,8 +29,8 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A paragraph of "words", or in small print: a "note", or a "hint" for the screen only; or
-    "code", lines as they are.
+    """A paragraph of one kind: "words", a "note" in small print, a "hint" for the screen only, or
+    lines of "code".
     """
 
     text: str
@@ -59,17 +60,17 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A chart as data and layout for plotly.js; colours that depend on dark or light are set by
-    the page's script.
+    """A chart as data and layout for plotly.js.
 
-    Shapes are named for what they are: "ground" behind a lane, "limit" a line of memory.
+    The page's script sets the colours that depend on dark or light.  It knows shapes by name:
+    "ground" behind a lane, "limit" a line of memory.
     """
 
     name: str
     data: tuple[dict[str, Any], ...]
     layout: dict[str, Any]
     note: str = ""
-    """What is left out of it."""
+    """A note of the data that is not drawn."""
     title: str = ""
     kind: ClassVar = "figure"
 
@@ -85,18 +86,18 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A title and sections, with figures above them; what is empty is left out."""
+    """A title and sections, with figures above them; empty parts are left out."""
 
     title: str
     subtitle: str = ""
     facts: tuple[Fact, ...] = ()
     sections: tuple[Section, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the reader should know of the page itself, such as what could not be read."""
+    """Notes on the page itself, such as files that could not be read."""
 
 
 def check_page(output: Path) -> None:
-    """See that a page can be written into the file `output`: none is there, or a page of ours.
+    """Check that a page can be written into the file `output`: it is new, or a page of ours.
 
     Raises:
         ConfigError: plotly is not installed, or something else is there.
@@ -113,7 +114,7 @@ def check_page(output: Path) -> None:
 
 
 def _plotly_js() -> str:
-    """Return the library that draws the charts."""
+    """Return plotly.js, the library that draws the charts."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -126,7 +127,7 @@ def _plotly_js() -> str:
 
 
 def write_page(page: Page, output: Path) -> None:
-    """Write a page into the file `output`; renew one of ours.
+    """Write a page into the file `output`; replace a page of ours.
 
     Raises:
         ConfigError: plotly is not installed, another file is in the way, or the page cannot be
@@ -142,7 +143,7 @@ def write_page(page: Page, output: Path) -> None:
 
 
 def render_page(page: Page) -> str:
-    """Write `page` as HTML, with all that it holds escaped.
+    """Write `page` as HTML, with all its text escaped.
 
     Raises:
         ConfigError: plotly is not installed.

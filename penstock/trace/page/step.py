@@ -1,4 +1,4 @@
-"""A step as sections of a page: what each rank did when, where the time went, and memory."""
+"""A step as sections of a page: its timeline, the time of each rank by kind, and memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from .lane_chart import lane_chart
 from .page import Fact, Figure, Page, Section, Table, Text
 
 MOST_ROWS = 24
-
+"""Rows of a table of ranks."""
 _HINT = (
     "Drag to zoom, shift and drag to move, double-click for the whole step; a click in the legend "
     "hides a kind."
@@ -24,21 +24,20 @@ _IMBALANCE = "Load imbalance is idle time beyond that of equal stages; bubble is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step, predicted or measured or both; what is None or empty is left out of the page."""
+    """A step, predicted or measured or both; the page leaves out None and empty values."""
 
     predicted: Timeline | None = None
     measured: Timeline | None = None
     optimizer_s: float = 0.0
-    """What the step spends on moving weights outside of its timeline: the measured one, or else
-    the predicted one."""
+    """Seconds of the optimizer outside of the timeline: measured, or else predicted."""
     set_up_s: float = 0.0
-    """What it spent outside of its timeline on all else."""
+    """Seconds outside of the measured timeline for all else."""
     memory: Timeline | None = None
-    """The step whose memory was measured; without it `measured`."""
+    """The step whose memory was measured; None: `measured`."""
     memory_limits_bytes: tuple[int, ...] = ()
-    """What the device of each rank has."""
+    """The memory of each rank's device."""
     kept_limits_bytes: tuple[int, ...] = ()
-    """What each rank may keep for backward passes."""
+    """The limit of each rank's activation memory."""
 
 
 def with_step(page: Page, step: Step) -> Page:
@@ -51,7 +50,7 @@ def with_step(page: Page, step: Step) -> Page:
 
 
 def _facts(step: Step, breakdowns: Mapping[str, Breakdown]) -> Iterator[Fact]:
-    """Yield the figures of the measured step, or of the one that was predicted."""
+    """Yield the figures of the measured step, or else of the predicted one."""
     predicted, measured = breakdowns.get("predicted"), breakdowns.get("measured")
     parts = measured or predicted
     if parts is None:
@@ -79,10 +78,10 @@ def _sections(
         lanes = lane_chart(timelines, bubbles, optimizer_s=after_s)
         times = {title: rank_times(timeline) for title, timeline in timelines.items()}
         yield Section("Timeline", (Text(_HINT, "hint"), lanes))
-        own = "predicted" if step.measured is None else "measured"
-        if own in times:
+        main = "predicted" if step.measured is None else "measured"
+        if main in times:
             rest = {"optimizer_s": step.optimizer_s, "set_up_s": step.set_up_s}
-            times[own] = tuple(rank.with_rest(**rest) for rank in times[own])
+            times[main] = tuple(rank.with_rest(**rest) for rank in times[main])
         titles = {title: title.capitalize() if len(times) > 1 else "" for title in times}
         tables = (time_table(ranks, titles[title]) for title, ranks in times.items())
         yield Section(
@@ -94,20 +93,20 @@ def _sections(
 
 
 def _memory(step: Step) -> Iterator[Figure]:
-    """Draw what was predicted of memory, and what was measured, with its limits."""
+    """Draw predicted and measured memory, with its limits."""
     steps = {"predicted": step.predicted, "measured": step.memory or step.measured}
     for title, timeline in steps.items():
         if timeline is None or not timeline.memory:
             continue
         kept_only = {sample.kind for sample in timeline.memory} == {MemoryKind.ACTIVATIONS}
         limits = step.kept_limits_bytes if kept_only else step.memory_limits_bytes
-        what = "kept for backward passes" if kept_only else "all memory"
+        content = "kept for backward passes" if kept_only else "all memory"
         chart = memory_chart(timeline, limits, f"memory-{title}")
-        yield replace(chart, title=f"{title.capitalize()}: {what}")
+        yield replace(chart, title=f"{title.capitalize()}: {content}")
 
 
 def time_table(times: Sequence[RankTimes], title: str = "") -> Table:
-    """Write the times of ranks, evenly chosen where they are many, and the mean of all."""
+    """Tabulate the times of at most MOST_ROWS ranks, evenly chosen, and the mean of all."""
     kinds, mean = kinds_of(times), mean_times(times)
     unit = unit_for(max(float(rank.total_s) for rank in times))
     total_s = sum(mean.values())
