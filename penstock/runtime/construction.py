@@ -1,4 +1,4 @@
-"""Make an engine: cut layers into stages on devices, and choose what drives them."""
+"""Make an engine: cut layers into stages, place them on devices, choose a driver."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,17 +35,17 @@ from .stage.stage import Keeping, Stage
 from .workers import ThreadDriver
 
 _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
-"""Just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX; blocks above teach it nothing."""
+"""Bytes of the block: just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX."""
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Keep freed memory in the process: a step frees and takes the same megabytes again and again.
+    """Keep freed memory in the process: each step frees and takes the same megabytes.
 
-    glibc gives free memory at the end of a heap back once it exceeds twice the largest block that
-    was ever mapped on its own and freed; the next micro-batch pays with page faults, 5 % of a step
-    of small blocks (benchmarks/throughput).  Mapping and freeing one large block, whose pages are
-    never touched, raises that bound to 64 MiB.  Other allocators are not impressed.
+    glibc returns the free end of a heap to the system above a bound: twice the largest block that
+    was mapped alone and freed.  The next micro-batch then pays with page faults, 5 % of a step of
+    small blocks (benchmarks/throughput).  One large block, mapped, never touched and freed, raises
+    the bound to 64 MiB.  Other allocators ignore this.
     """
     torch.empty(_LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
@@ -60,16 +60,16 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     sharding: Sharding | None = None,
     before: Engine | None = None,
 ) -> Engine:
-    """Cut layers into stages, and move those that run here to their devices.
+    """Cut layers into stages, and move the stages of this process to their devices.
 
-    Layers that another process runs give back their memory.  With `draws`, layers without values
-    get drawn ones; else a file has them.  With `before`, the engine takes over from that of
-    another plan for the same layers, nothing of which is running now: its processes, its threads
-    and its turn.
+    Layers of other processes free their memory.  With `draws`, layers without values get random
+    ones; else a file has them.  The engine takes over the processes, threads and lock of `before`,
+    an idle engine of another plan for the same layers.
 
     Raises:
-        PartitionError: layers on different stages share what only one stage can have.
+        PartitionError: layers on different stages share state that only one stage can have.
     """
+    # 1. Find the state that stages share; take over what outlives a plan.
     stage_of = stage_of_layers(plan.partition)
     layers.check_sharing(stage_of)
     parties = before.aside.parties if before else parties_of(layers, loss)
@@ -77,6 +77,8 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     lasting = _lasting(layers, loss, plan, mesh) if before is None else before.lasting
     replicas, plans = lasting.replicas, tuple(layers.plan_stages(plan.partition))
     lasting.splitter.readers = tuple(p.index for p in plans if p.reads_input)
+
+    # 2. Put the layers of this process's stages on their devices, whole or in shards.
     devices = stage_devices(plan, mesh)
     here = lasting.processes.stages_of(mesh.rank)
     mine = [(p, devices[p.index]) for p in plans if p.index in here]
@@ -91,6 +93,8 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
         return Stage(p, device, len(layers), own_loss, replicas, keeping, shards.calls)
 
     stages = tuple(stage_on(*planned) for planned in mine)
+
+    # 3. Say how schedules become programs: which stages recompute, offload and commit statistics.
     modules = {
         p.index: [*(step.module for step in p.steps), *modules_of_loss(loss if p.output else None)]
         for p in plans
@@ -119,6 +123,8 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
         lowering=lowering,
         places=layers.places(),
     )
+
+    # 4. Let replicas start from the same values.
     if replicas is not None:
         replicas.partial = shards.partial
         refuse_sparse(chain.from_iterable(p.steps for p, _ in mine), shards)
@@ -129,7 +135,7 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
 
 
 def _lasting(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Lasting:
-    """Make what outlives the plan."""
+    """Make the parts of an engine that outlive its plan."""
     keep_freed_memory()
     cache_weights_per_thread()
     pools, connects = plan.batch_norm_over_replicas, plan.transport.is_between_processes
@@ -148,7 +154,7 @@ def _lasting(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Lasting:
 
 
 def described(engine: Engine) -> Iterator[str]:
-    """Say in one line a stage where it runs, its layers and parameters."""
+    """Yield one line per stage: its device or rank, layers and number of parameters."""
     here = {stage.index: str(stage.device.device) for stage in engine.stages}
     for plan in engine.stage_plans:
         index, steps = plan.index, plan.steps
@@ -164,9 +170,9 @@ def described(engine: Engine) -> Iterator[str]:
 
 
 def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
-    """Return the engine's plan with each stage where its parameters are now.
+    """Return the engine's plan with each stage on the device of its parameters.
 
-    Without any, it is where `function` moves a tensor.
+    A stage without tensors is on the device to which `function` moves an empty one.
     """
     placement = engine.plan.placement
     names = list(placement.devices)
@@ -179,7 +185,7 @@ def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
 
 
 class PipelineLike(Protocol):
-    """What saving, loading and clipping use of a `penstock.Pipeline`, whose class stands above."""
+    """The part of `penstock.Pipeline` that checkpoints and clipping use, for types."""
 
     step: int
     evaluations: int
@@ -199,15 +205,15 @@ class PipelineLike(Protocol):
 
 
 def is_pipeline(module: object) -> TypeGuard[PipelineLike]:
-    """Tell whether something is a `penstock.Pipeline`: it has a plan."""
+    """Tell whether an object is a `penstock.Pipeline`: it has a plan."""
     return isinstance(getattr(module, "plan", None), Plan)
 
 
 def check_pipeline(pipe: object) -> None:
-    """Refuse what is no pipeline.
+    """Refuse an object that is no pipeline.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `pipe` is no `penstock.Pipeline`.
     """
     if not is_pipeline(pipe):
         raise ConfigError(f"pipe={shown(pipe)}; give the pipeline, a penstock.Pipeline")

@@ -1,5 +1,6 @@
-"""Say which gradients a backward in two parts cannot leave to the second, and why; and how much
-memory those need that it can.
+"""Explain which weight gradients cannot wait for the second part of a split backward.
+
+Also count the memory of those that can.
 """
 
 from collections import Counter
@@ -25,11 +26,10 @@ NumberedLayers = Sequence[tuple[int, nn.Module]]
 def why_unsplit(
     layers: NumberedLayers, division: Division, marks: Sequence[tuple[int, Step]] = ()
 ) -> list[Unsplit]:
-    """Name the layers because of which gradients of weights do not wait for the second part of a
-    backward, with the reasons; none where all wait.
+    """Return the layers whose weight gradients do not wait for the second part, with reasons.
 
-    Biases and the scales of norms never wait, for their gradients are but sums.  `layers` are
-    those of a stage, or one alone, by number; `marks` say which nodes of the graph they made.
+    Biases and scales of norms are left out: their gradients are only sums.  `layers` are those of
+    a stage, or one alone, by number; `marks` tell which layer made a node of the graph.
     """
     names = {
         id(parameter): (index, name)
@@ -55,7 +55,7 @@ def why_unsplit(
 def why_stage_unsplit(
     layers: NumberedLayers, division: Division, marks: Sequence[tuple[int, Step]]
 ) -> list[Unsplit]:
-    """Name the same of a stage; also where all its gradients are but sums."""
+    """Return the reasons for a stage; also report a stage whose gradients are only sums."""
     found = why_unsplit(layers, division, marks)
     if not found and division.is_whole and division.now:
         found.append(Unsplit(layers[0][0], "nothing in the stage can be cut", whole=True))
@@ -63,7 +63,7 @@ def why_stage_unsplit(
 
 
 def together(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ...]:
-    """Put together what stages have found in each of their backwards."""
+    """Merge the reasons from all backwards of the stages."""
     found = []
     for backwards in stages:
         times = Counter(each for backward in backwards for each in dict.fromkeys(backward))
@@ -76,8 +76,10 @@ def together(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ..
 
 
 def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
-    """Count from the graph of what a layer gave what the first part of its backward leaves, at
-    most: what operators have read, gradients of their results, and those of all other weights.
+    """Return the bytes that the first part of a layer's backward keeps for the second, at most.
+
+    They are the inputs of operators that wait, the gradients of their results, and the gradients
+    of all other weights.
     """
     arrivals = arrivals_of([get_gradient_edge(t).node for t in results if t.requires_grad])
     leaves, cuts, *_ = leaves_and_cuts(arrivals)
@@ -97,7 +99,7 @@ def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
 
 
 _Users = Mapping[Node, Sequence[Node]]
-"""The nodes whose edges lead to a node, as often as they do."""
+"""The nodes whose edges lead to each node; a node with two such edges stands twice."""
 
 
 def _users(nodes: Iterable[Node]) -> _Users:
@@ -110,7 +112,7 @@ def _users(nodes: Iterable[Node]) -> _Users:
 
 
 def _operators(leaf: Node, users: _Users) -> Iterator[Node]:
-    """Yield the operators that use a leaf, as it is or by nodes that only pass gradients on."""
+    """Yield the operators that use a leaf, directly or through nodes that pass gradients on."""
     for node in users.get(leaf, ()):
         if node.name() in PASSING:
             yield from _operators(node, users)
@@ -125,7 +127,7 @@ def _of_obstacle(
     layers: NumberedLayers,
     marks: Sequence[tuple[int, Step]],
 ) -> Unsplit:
-    """Name the layer that keeps all gradients of a stage from waiting."""
+    """Return the layer and the reason that make a stage's backward whole."""
     if node.name() == CHECKPOINT:
         reason = "a checkpoint with use_reentrant=True runs a backward of its own"
         return Unsplit(_layer_of(node, layers, marks), reason, whole=True)
@@ -137,7 +139,7 @@ def _of_obstacle(
 
 
 def _layer_of(node: Node, layers: NumberedLayers, marks: Sequence[tuple[int, Step]]) -> int:
-    """Return the number of the layer that made a node, as nearly as it can be known."""
+    """Return the number of the layer that made a node; the first layer if it is unknown."""
     step = layer_at(node_number(node) or 0, marks)
     return layers[0][0] if step is None else step.index
 
@@ -152,7 +154,7 @@ def _variable(leaf: Any) -> Tensor:
 
 
 def _reason(leaf: Any, division: Division, users: _Users) -> str:
-    """Tell why the gradient of a weight cannot wait."""
+    """Return why the gradient of a weight cannot wait."""
     operators = list(_operators(leaf, users))
     if len(operators) > 2:
         return f"one is used {len(operators)} times"

@@ -1,11 +1,10 @@
-"""Run a forward again as it was: buffers, modes, weights and inputs, and what it gave.
+"""Run a forward again under the same conditions: buffers, modes, weights and inputs.
 
     forward      note Seen: modes, changing buffers, versions of weights and inputs, one result;
                  layers run, and autograd saves nothing
     recompute    put modes and buffers back as Seen ──► layers run again ──► compare ──► undo
 
-Buffers and modes are put back for the recompute.  Weights and inputs are the caller's: if they
-changed in between, there is nothing right to compute, and that is an error.
+Weights and inputs are the caller's.  If they changed in between, the recompute raises.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,10 +27,10 @@ from .slots import Slots
 
 
 class Repeatable(LayersGuard):
-    """Lets the layers of a stage run again as they ran in a forward that kept no graph.
+    """Lets the layers of a stage repeat a forward that kept no graph.
 
-    `stateful` are the modules whose buffers and tensor attributes have to be as they were.  Where
-    the code between layers `differentiates`, graphs are kept until it has run.
+    `stateful` are the modules whose buffers and tensor attributes are restored.  If the code
+    between layers `differentiates`, the graph stays until that code has run.
     """
 
     def __init__(
@@ -50,9 +49,7 @@ class Repeatable(LayersGuard):
         self._drops = _dropping_late if differentiates else _dropping
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
-        """Note what the layers see, where a recompute will follow; keep no graph, or all but what
-        some layers drop by themselves.
-        """
+        """Note the conditions of a forward that will be recomputed; keep no graph."""
         return self._noting(tape) if tape.graph_dropped or tape.dropped_layers else None
 
     @contextmanager
@@ -72,10 +69,10 @@ class Repeatable(LayersGuard):
 
     @contextmanager
     def around_recompute(self, run: Run, tape: Tape) -> Iterator[None]:
-        """Let the layers see what they saw, and compare what they give.
+        """Restore the conditions of the forward, and compare a result.
 
         Raises:
-            RecomputeError: weights or inputs changed since, or something else did.
+            RecomputeError: weights or inputs changed since, or the result differs.
         """
         seen = tape.seen
         assert seen is not None
@@ -86,11 +83,11 @@ class Repeatable(LayersGuard):
             undo()
         if seen.result is not None:
             compare(seen.result, tape.results)
-            self._compares = not seen.result[0].is_cuda  # it has to be waited for
+            self._compares = not seen.result[0].is_cuda  # on a GPU the comparison must wait
             seen.result = None
 
     def _put_back(self, seen: Seen, inputs: Sequence[Tensor]) -> Callable[[], None]:
-        """Let the modules be as the forward saw them; return what undoes that.
+        """Restore modes and state as the forward saw them; return a function that undoes it.
 
         Raises:
             RecomputeError: weights or inputs changed since.
@@ -131,7 +128,7 @@ def _dropping() -> Context:
 
 @contextmanager
 def _dropping_late() -> Iterator[None]:
-    """Let autograd save, and drop it all in the end."""
+    """Let autograd save tensors, and drop all of them at the end."""
     slots = Slots(())
     try:
         with slots.hooks():
@@ -153,7 +150,7 @@ def _never(nothing: None) -> Tensor:
 
 
 def first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:
-    """Choose a result to compare, with its version; keeps its memory."""
+    """Return the first floating-point tensor, detached, with its version; or None."""
     for tensor in tensors:
         if tensor.is_floating_point():
             return tensor.detach(), version_counter(tensor)
@@ -161,16 +158,17 @@ def first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:
 
 
 def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
-    """Compare with what a recompute gave: to the bit, on a GPU to rounding, since some of its
-    kernels add in an order that differs from run to run.
+    """Compare a forward's result with the recompute's: to the bit, on a GPU to rounding.
+
+    Some GPU kernels add in another order in each run.
 
     Raises:
-        RecomputeError: it gave something else, so a layer reads what changed in between.
+        RecomputeError: the results differ, so a layer reads state that changed in between.
     """
     tensor, version = result
     again, _ = first_floating(results) or (None, 0)
     if version_counter(tensor) != version or again is None:
-        return  # the caller has changed the output in place since
+        return  # the caller changed the output in place since
     rounding = torch.finfo(again.dtype).eps ** 0.5 if again.is_cuda else 0.0
     if again.shape != tensor.shape or not _close(tensor, again, rounding):
         raise RecomputeError(
@@ -188,7 +186,7 @@ def _close(a: Tensor, b: Tensor, rounding: float) -> bool:
 
 
 def changed(what: str, remedy: str) -> RecomputeError:
-    """Make the error that says what a recompute misses."""
+    """Return the error for a weight or an input that changed before its recompute."""
     return RecomputeError(
         f"{what} was changed in place between a forward and its recompute, so the activations "
         f"cannot be computed again as they were; {remedy}, or use recompute=Recompute.NEVER"

@@ -1,7 +1,8 @@
-"""Convert what each device holds from one layout to another, and gradients on their way back.
+"""Convert values from one layout to another, and their gradients back.
 
-A conversion is made for each use, is kept for a step (`convert_kept`), or is freed after a layer
-and made again for its backward (`Again`).
+convert        for each use
+convert_kept   once for a step
+Again          for a layer's forward, and again for its backward; freed in between
 """
 
 import weakref
@@ -24,7 +25,7 @@ _WHAT = "for the other shards of the stage"
 
 
 class _How(NamedTuple):
-    """A move along an axis, and the states before and after it."""
+    """A move along one axis, and the states before and after it."""
 
     axis: "Collectives"
     move: Move
@@ -35,10 +36,9 @@ class _How(NamedTuple):
 def convert(
     tensor: Tensor, before: Layout, after: Layout, axes: "Sequence[Collectives]"
 ) -> Tensor:
-    """Return what this device holds of a value that is to be in another layout; slices of both
-    have their sizes.
+    """Return this device's part of a value in another layout; both layouts have sizes.
 
-    Every device of an axis makes the same calls.  The gradient is converted back.
+    All devices of an axis must make the same calls.  The gradient is converted back.
     """
     for number, old, new in steps(before, after):
         axis = axes[number]
@@ -58,8 +58,9 @@ def convert_kept(
     axes: "Sequence[Collectives]",
     kept: dict[Layout, Tensor],
 ) -> Tensor:
-    """Return a value in another layout, converted once and kept there; its gradient is converted
-    back each time.
+    """Return a value in another layout, converted once and cached in `kept`.
+
+    The gradient is converted back for each use.
     """
     if after not in kept:
         kept[after] = convert(tensor.detach(), before, after, axes)
@@ -105,10 +106,10 @@ class _Conversion(torch.autograd.Function):
 
 
 def _moved(tensor: Tensor, how: _How) -> Tensor:
-    """Return what the device holds afterwards; what comes from others is new memory.
+    """Return the device's part after a move; received values are in new memory.
 
     Raises:
-        ConfigError: it is a sparse gradient.
+        ConfigError: the tensor is a sparse gradient.
     """
     if tensor.layout is not torch.strided:
         raise sparse_gradient("a layer", tuple(tensor.shape))
@@ -167,7 +168,7 @@ _MOVES: dict[Move, Callable[[Tensor, _How], Tensor]] = {
 
 
 def _parts(tensor: Tensor, how: _How) -> Sequence[Tensor]:
-    """Cut a tensor as it is to be afterwards."""
+    """Split a tensor into the slices of the state after a move."""
     cut = _cut(how.after)
     parts: Sequence[Tensor] = torch.split(tensor, list(cut.sizes), cut.dim)
     return parts
@@ -185,14 +186,14 @@ def _cut(state: State) -> S:
 
 
 class Again:
-    """Weights of one call of a layer that are gathered for it, freed after it, and gathered again
-    for its backward; each is freed with the last node that has saved it.
+    """Gathers the weights of one layer call for its forward, and again for its backward.
 
-        forward     gather ──► calls of the layer ──► freed: what they save is where it will be
-        backward    gather, when the gradient of what the layer gave arrives ──► calls ──► freed
+        forward     gather ──► calls of the layer ──► free; autograd saves a place, not the tensor
+        backward    gather, when the gradient of a result arrives ──► calls ──► free with the last
+                    node that has saved the weight
 
-    All are gathered at once, and so in one order on all devices; at what time a saved one is
-    wanted differs, since kernels on empty slices save other things.  (ZeRO's third stage,
+    All are gathered at once, so in the same order on all devices.  Gathering each at its first use
+    would deadlock: kernels on empty slices save other tensors.  (The third stage of ZeRO,
     Rajbhandari et al. 2020, section 5.3.)
     """
 
@@ -204,7 +205,7 @@ class Again:
         self._pack, self._unpack = around
 
     def note(self, made: Tensor, how: tuple[Any, ...]) -> None:
-        """Note what a weight was converted to: memory of its own."""
+        """Note a converted weight, if it has its own memory."""
         if made is not how[0]:
             whole = _Whole()
             self._made[storage_id(made)] = made, whole
@@ -213,13 +214,13 @@ class Again:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Save no such conversion."""
+        """Let autograd save places in these weights instead of the tensors."""
         with saved_tensors_hooks(self._packed, self._unpacked):
             yield
         self._made.clear()
 
     def before_backward(self, results: Sequence[Any]) -> None:
-        """Gather them when the gradient of one of these comes."""
+        """Gather the weights when the gradient of one of the results arrives."""
         for tensor in results:
             if isinstance(tensor, Tensor) and tensor.requires_grad and self._hows:
                 tensor.register_hook(self._gather)
@@ -247,13 +248,13 @@ class Again:
 
 
 class _Whole:
-    """A weight that will be gathered again."""
+    """The holder of a weight that will be gathered again."""
 
     tensor: Tensor | None = None
 
 
 class _Saved(NamedTuple):
-    """Where in a weight that is gathered again a saved tensor lies."""
+    """The shape, strides and offset of a saved tensor in a weight that is gathered again."""
 
     whole: _Whole
     place: tuple[Any, ...]

@@ -1,7 +1,7 @@
-"""The operators whose gradients of weights can be computed later, apart from all others.
+"""Formulas of operators whose weight gradients can be computed later, apart from all others.
 
-Known are those that do most of the work.  What each one computes here is what its own backward in
-torch computes, to the bit.
+The table has the operators with most of the work.  Each formula repeats the operator's backward in
+torch, to the bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from penstock.torch_private import (
 )
 
 Formula = Callable[..., list[Tensor]]
-"""Computes gradients of an operator's arguments from that of its result, and from what it read."""
+"""(gradient of the result, saved tensors) -> gradients of the operator's arguments."""
 Found = tuple[list[int], Formula, list[Tensor]]
-"""The places of the arguments, their formula, and the tensors that it reads."""
+"""The places of the arguments, their formula, and the saved tensors that it reads."""
 
 LEAF = "torch::autograd::AccumulateGrad"
 """The name of a node that adds to the `.grad` of a tensor, its `variable`."""
@@ -38,16 +38,17 @@ PASSING = {
     "UnsqueezeBackward0",
     "ViewBackward0",
 }
-"""Nodes with one edge that save no tensor: a gradient passes them as well later as now."""
+"""Nodes with one edge that save no tensor: a gradient may pass them later."""
 
 
 @dataclass(slots=True)
 class Cut:
-    """An operator whose gradients of weights are computed later.
+    """An operator whose weight gradients are computed later.
 
-    `ways` are the nodes that each gradient passes, from the operator to a leaf.  `reads` are the
-    tensors to compute from, with their versions, besides the gradient of the result, which is
-    `caught`.  `is_whole`: the operator has no other gradients to compute, or that of a bias only.
+        operator ──► cast ──► transpose ──► leaf        `ways`: the nodes behind each cut edge
+
+    `reads` are the saved tensors of the formula, with their versions.  `caught` is the gradient of
+    the operator's result.  `is_whole`: the operator has no other gradients, or only a bias's.
     """
 
     edges: dict[int, GradientEdge]
@@ -58,23 +59,23 @@ class Cut:
     caught: list[tuple[Tensor, int] | None] = field(default_factory=list)
 
     def catch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Note the gradient of the result."""
+        """Keep the gradient of the result, and its version."""
         gradient = gradients[0]
         self.caught.append(None if gradient is None else (gradient, version_of(gradient)))
 
     @property
     def needs(self) -> list[tuple[Tensor, int]]:
-        """The gradient of the result, if there is one, and `reads`."""
+        """The gradient of the result, if any, and `reads`."""
         return [found for found in (*self.caught, *self.reads) if found is not None]
 
     def compute(self) -> tuple[list[Tensor], int]:
-        """Compute the gradients of the weights; forget what that was computed from.
+        """Compute the gradients of the weights; free the tensors that the formula read.
 
         Returns:
-            These, and by how many elements they are more than what is forgotten.
+            The gradients, and their number of elements minus that of the freed tensors.
 
         Raises:
-            StateError: a tensor that it reads was changed in place since.
+            StateError: a tensor of the formula was changed in place since.
         """
         reads, more = [], 0
         for tensor, version in self.needs:
@@ -92,9 +93,7 @@ class Cut:
 
 
 def cut_of(node: Node, name: str) -> Cut | str:
-    """Cut the edges of an operator to its weights; or say why their gradients have to be computed
-    with all others.
-    """
+    """Cut the edges of an operator to its weights; or return why they cannot be cut."""
     found = OPERATORS[name](node)
     if found is None:
         return "has read what a checkpoint computes again, or has a form that is not known"
@@ -121,9 +120,7 @@ def cut_of(node: Node, name: str) -> Cut | str:
 
 
 def _way(after: Node | None) -> list[Node]:
-    """List the nodes from an operator's edge to the leaf that is its argument, or where the
-    argument comes from by nodes that only pass the gradient on; empty if there is no such leaf.
-    """
+    """Return the nodes from an operator's edge to a leaf; [] if other than passing nodes are."""
     way: list[Node] = []
     while after is not None:
         way.append(after)
@@ -138,7 +135,7 @@ def _has_hooks(node: Node) -> bool:
     """Tell whether hooks run before or after a node."""
     for register in (node.register_hook, node.register_prehook):
         handle = register(_no_hook)
-        hooks = handle.hooks_dict_ref()  # where the others are, if there are any
+        hooks = handle.hooks_dict_ref()  # torch keeps all hooks of a node in this dictionary
         handle.remove()
         if hooks:
             return True
@@ -149,7 +146,7 @@ def _no_hook(*_: object) -> None:
     """Change nothing."""
 
 
-# -- operators: what their own backward computes, and nothing else ------------------------------
+# -- operators: the formulas of torch's own backward --------------------------------------------
 
 
 def _mm(node: Node) -> Found | None:
@@ -157,7 +154,7 @@ def _mm(node: Node) -> Found | None:
 
 
 def _addmm(node: Node) -> Found | None:
-    """Leave the bias to the input backward: its gradient is a small sum over what is at hand."""
+    """Leave the bias to the input backward: its gradient is a small sum of what is at hand."""
     found = _product(node, "mat1", 2)
     if found is None or saved_numbers(node, "alpha") != [1]:
         return None
@@ -251,4 +248,4 @@ OPERATORS: dict[str, Callable[[Node], Found | None]] = {
     "ConvolutionBackward0": _convolution,
     "EmbeddingBackward0": _embedding,
 }
-"""By the names of nodes.  An operator that is not here is computed by the input backward."""
+"""The formulas by node name; the input backward computes all other operators."""
