@@ -19,7 +19,7 @@ from penstock.model.state import Held, in_evaluation
 from penstock.planner.arguments import Arguments, check_wanted
 from penstock.planner.plan import Plan
 from penstock.runtime.asynchronous import (
-    Updating,
+    WeightUpdater,
     as_pairs,
     check_updating,
     cut_all,
@@ -250,7 +250,7 @@ class Pipeline(AbstractMovable):
                 "synchronous schedule"
             )
         check_targets(targets)
-        with self._engine.lasting.turn.taken(), self._engine.reporting():
+        with self._engine.shared.lock.taken(), self._engine.reporting():
             scale = check_loss_scale(loss_scale)
             call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
             run = self._begin_step(inputs, targets, call)
@@ -295,7 +295,7 @@ class Pipeline(AbstractMovable):
             Exception: whatever `train_step` raises.  With an asynchronous schedule stages may have
                 made some of the updates: load a checkpoint.
         """
-        updating = Updating(optimizer, lr_scheduler)
+        updating = WeightUpdater(optimizer, lr_scheduler)
         check_updating(updating, dict(self.named_parameters()).values())
         pairs = as_pairs(batches)
         if not self._engine.is_asynchronous:
@@ -303,7 +303,7 @@ class Pipeline(AbstractMovable):
         self._check_can_train("train_steps")
         for _, targets in pairs:
             check_targets(targets)
-        with self._engine.lasting.turn.taken(), self._engine.reporting():
+        with self._engine.shared.lock.taken(), self._engine.reporting():
             call = replace(self._wanted, trains=True, trace=self._trace)
             cut = cut_all(self._engine, pairs, call)
             self._balance_by(cut[0].inputs[0])
@@ -349,7 +349,7 @@ class Pipeline(AbstractMovable):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.lasting.turn.taken():  # before the modes change: a step may be running
+        with self._engine.shared.lock.taken():  # before the modes change: a step may be running
             everyone = [*self.modules(), *self.original.modules()]
             with in_evaluation(everyone):
                 return self._outputs(inputs, keywords)
@@ -376,7 +376,7 @@ class Pipeline(AbstractMovable):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.lasting.turn.taken():
+        with self._engine.shared.lock.taken():
             if not torch.is_grad_enabled():
                 return self._outputs(inputs, keywords)
             check_all_here(self.mesh)

@@ -24,7 +24,7 @@ Pair = tuple[Any, Any]
 """Inputs and targets."""
 
 
-class Updating(NamedTuple):
+class WeightUpdater(NamedTuple):
     """The optimizer, and the scheduler that changes its options after each batch."""
 
     optimizer: Optimizer
@@ -53,7 +53,7 @@ def as_pairs(batches: Iterable[Pair]) -> list[Pair]:
     return found
 
 
-def check_updating(updating: Updating, parameters: Iterable[Tensor]) -> None:
+def check_updating(updating: WeightUpdater, parameters: Iterable[Tensor]) -> None:
     """Check that the optimizer moves some of these parameters, and the scheduler its rates.
 
     The optimizer of a synchronous step may hold parameters of other models too.
@@ -83,7 +83,7 @@ def check_updating(updating: Updating, parameters: Iterable[Tensor]) -> None:
 
 
 def train_one_by_one(
-    train_step: Callable[..., Tensor], batches: Sequence[Pair], updating: Updating
+    train_step: Callable[..., Tensor], batches: Sequence[Pair], updating: WeightUpdater
 ) -> Tensor:
     """Take a synchronous step and an update for each batch."""
     _check_steps_alone(updating, len(batches))
@@ -97,7 +97,7 @@ def train_one_by_one(
     return torch.stack(found)
 
 
-def _check_steps_alone(updating: Updating, num_batches: int) -> None:
+def _check_steps_alone(updating: WeightUpdater, num_batches: int) -> None:
     """Check that the optimizer and the scheduler work with `step()` without arguments.
 
     Raises:
@@ -143,7 +143,7 @@ def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:
     return [engine.splitter.cut(inputs, targets, call) for inputs, targets in batches]
 
 
-def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Updating) -> Run:
+def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: WeightUpdater) -> Run:
     """Run mini-batches as the steps from number `step` on, and update the weights.
 
     Raises:

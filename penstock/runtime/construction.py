@@ -24,14 +24,14 @@ from penstock.types import Transport
 from .aside import Aside
 from .batch_norm import batch_norms, warn_of_unpooled
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver
-from .engine import Engine, Lasting, Turn
+from .engine import Engine, Shared, StepLock
 from .memory.stores import store_on
 from .microbatches import Splitter
 from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
 from .shards.at_rest import CutWeights
 from .shards.divided import Shards
-from .stage.stage import Keeping, Stage
+from .stage.stage import ActivationPolicy, Stage
 from .workers import ThreadDriver
 
 _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
@@ -74,13 +74,13 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     layers.check_sharing(stage_of)
     parties = before.aside.parties if before else parties_of(layers, loss)
     aside = Aside(parties, stage_of, across=mesh.stages.size > 1)
-    lasting = _lasting(layers, loss, plan, mesh) if before is None else before.lasting
-    replicas, plans = lasting.replicas, tuple(layers.plan_stages(plan.partition))
-    lasting.splitter.readers = tuple(p.index for p in plans if p.reads_input)
+    shared = _shared_parts(layers, loss, plan, mesh) if before is None else before.shared
+    replicas, plans = shared.replicas, tuple(layers.plan_stages(plan.partition))
+    shared.splitter.readers = tuple(p.index for p in plans if p.reads_input)
 
     # 2. Put the layers of this process's stages on their devices, whole or in shards.
     devices = stage_devices(plan, mesh)
-    here = lasting.processes.stages_of(mesh.rank)
+    here = shared.processes.stages_of(mesh.rank)
     mine = [(p, devices[p.index]) for p in plans if p.index in here]
     shards = Shards(sharding, mesh) if before is None else before.shards
     cuts = sharding is not None and before is None
@@ -88,9 +88,9 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
 
     def stage_on(p: StagePlan, device: torch.device) -> Stage:
         store = store_on(device, plan.offload_folder) if p.index in plan.offloading else None
-        keeping = Keeping(store, plan.dropped_layers(p.index))
+        policy = ActivationPolicy(store, plan.dropped_layers(p.index))
         own_loss = loss if p.output else None
-        return Stage(p, device, len(layers), own_loss, replicas, keeping, shards.calls)
+        return Stage(p, device, len(layers), own_loss, replicas, policy, shards.calls)
 
     stages = tuple(stage_on(*planned) for planned in mine)
 
@@ -114,7 +114,7 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
         loss=loss,
         plan=plan,
         mesh=mesh,
-        lasting=lasting,
+        shared=shared,
         aside=aside,
         shards=shards,
         devices=devices,
@@ -134,7 +134,7 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     return engine
 
 
-def _lasting(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Lasting:
+def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Shared:
     """Make the parts of an engine that outlive its plan."""
     keep_freed_memory()
     cache_weights_per_thread()
@@ -149,8 +149,8 @@ def _lasting(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Lasting:
         driver = ProcessDriver(mesh, plan)
     elif plan.transport is not Transport.LOOPBACK:
         driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)
-    splitter, turn = Splitter(mesh, processes), Turn(is_connected=connects)
-    return Lasting(processes, splitter, replicas, driver, in_caller, turn)
+    splitter, lock = Splitter(mesh, processes), StepLock(is_connected=connects)
+    return Shared(processes, splitter, replicas, driver, in_caller, lock)
 
 
 def described(engine: Engine) -> Iterator[str]:

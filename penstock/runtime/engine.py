@@ -32,14 +32,14 @@ from .replicas import Replicas
 from .run import Run, Streams
 from .shards.divided import Shards
 from .stage.stage import Stage
-from .unsplit import together
+from .unsplit import merged_reasons
 from .workers import ThreadDriver
 
 _Key = tuple[Mode, int, int]
 """Cache key of a lowered program: mode, micro-batches per mini-batch, mini-batches."""
 
 
-class Turn:
+class StepLock:
     """Lets one call at a time run the stages, in the process that owns their threads.
 
     That process is the first to run them, or the one that other processes are connected with.
@@ -51,7 +51,7 @@ class Turn:
         self._in_backward = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Turn, ()  # a copied pipeline runs on its own
+        return StepLock, ()  # a copied pipeline runs on its own
 
     @contextmanager
     def taken(self, *, backward: bool = False) -> Iterator[None]:
@@ -95,7 +95,7 @@ def _busy(*, in_backward: bool) -> PenstockError:
 
 
 @dataclass(frozen=True, slots=True)
-class Lasting:
+class Shared:
     """The parts of an engine that a new plan keeps: placement, splitter, replicas, drivers."""
 
     processes: Placement
@@ -103,7 +103,7 @@ class Lasting:
     replicas: Replicas | None
     driver: AbstractDriver
     in_caller: AbstractDriver
-    turn: Turn
+    lock: StepLock
 
 
 @dataclass(kw_only=True, eq=False)
@@ -118,7 +118,7 @@ class Engine:
     loss: Any
     plan: Plan
     mesh: Mesh
-    lasting: Lasting
+    shared: Shared
     aside: Aside
     shards: Shards
     devices: tuple[torch.device, ...]
@@ -133,7 +133,7 @@ class Engine:
     _has_looked: bool = False
 
     def __post_init__(self) -> None:
-        self.splitter, self.processes = self.lasting.splitter, self.lasting.processes
+        self.splitter, self.processes = self.shared.splitter, self.shared.processes
         self.is_asynchronous = self.plan.schedule.is_asynchronous
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
 
@@ -246,7 +246,7 @@ class Engine:
         run.looks = not self._has_looked and self._key(run, mode) in self._dividing
 
         # 2. Set earlier gradients and hooks aside: only this step's gradients are summed.
-        replicas = self.lasting.replicas if mode is Mode.TRAIN else None
+        replicas = self.shared.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
             parameters = [p for stage in self.stages for p in stage.weights.owned.parameters]
             replicas.hooks = summed_hooks(parameters, self.shards, self.layers, self.plan)
@@ -255,9 +255,9 @@ class Engine:
         # 3. Choose the driver: a mode that no worker can enter keeps the run in this thread.
         for device in self._with_streams:
             device.wait_for_caller()
-        driver = self.lasting.driver
+        driver = self.shared.driver
         stays = in_caller or (isinstance(driver, ThreadDriver) and caller.stays())
-        driver = self.lasting.in_caller if stays else driver
+        driver = self.shared.in_caller if stays else driver
 
         # 4. Run; sum gradients over replicas and shards, then add the earlier ones.
         try:
@@ -286,12 +286,12 @@ class Engine:
         seen = [here.divided for here in run.stages.values()]
         what = "for what their backwards in two parts have shown"
         everyone = self.mesh.world.gather(seen, what)
-        self.plan = replace(self.plan, unsplit=together(chain.from_iterable(everyone)))
+        self.plan = replace(self.plan, unsplit=merged_reasons(chain.from_iterable(everyone)))
         self._has_looked = True
 
     def _leave(self, run: Run) -> None:
-        if self.lasting.replicas is not None:
-            self.lasting.replicas.hooks.put_back()
+        if self.shared.replicas is not None:
+            self.shared.replicas.hooks.put_back()
         if run.aside is not None:
             run.aside.end()
         for stage in self.stages:
@@ -308,4 +308,4 @@ class Engine:
 
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""
-        self.lasting.driver.close()
+        self.shared.driver.close()

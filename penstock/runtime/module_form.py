@@ -199,7 +199,7 @@ class _Pending:
         # On a GPU autograd's device thread runs this function.  Workers would wait for that thread
         # while it waits for them, so the run stays in it.
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
-        with self.engine.lasting.turn.taken(backward=True):
+        with self.engine.shared.lock.taken(backward=True):
             here = CallerContext.capture(run.caller.with_grad, self.engine.devices)
             self.engine.drive(run, Mode.BACKWARDS, caller=here, in_caller=on_gpu)
         return input_gradients(run)

@@ -19,7 +19,7 @@ from .run import Recorded
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class ProcessRecord:
     """The record of a traced step in one process.
 
     `times_s` has for each rank the start and end of all instructions in order; `sent_bytes` the
@@ -33,12 +33,12 @@ class Noted:
     sent_bytes: dict[int, list[int]]
     memory: list[MemorySample]
 
-    def by_the_clock_of(self, other: "Noted") -> "Noted":
+    def by_the_clock_of(self, other: "ProcessRecord") -> "ProcessRecord":
         """Return the record with its times on the clock of `other`."""
         if self.clock is not None and self.clock == other.clock:
             return self
         later_s = other.agreed_s - self.agreed_s
-        return Noted(
+        return ProcessRecord(
             other.clock,
             other.agreed_s,
             {rank: [time_s + later_s for time_s in times] for rank, times in self.times_s.items()},
@@ -52,7 +52,7 @@ class Record:
     """The programs of a traced step, and the records of all stages."""
 
     schedule: Schedule
-    noted: Noted
+    noted: ProcessRecord
 
     def timeline(self) -> Timeline:
         """Make the timeline, with time 0 at the first instruction's start."""
@@ -74,15 +74,15 @@ class Record:
             yield Span(rank, instruction, start_s, end_s, num_bytes)
 
 
-def gather_noted(mesh: Mesh, recorded: Recorded, agreed_s: float) -> Noted:
+def gather_noted(mesh: Mesh, recorded: Recorded, agreed_s: float) -> ProcessRecord:
     """Gather the records of a traced run from all stages of this replica."""
     times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
-    mine = Noted(clock_name(), agreed_s, times_s, sent_bytes, memory)
+    mine = ProcessRecord(clock_name(), agreed_s, times_s, sent_bytes, memory)
     told = mesh.stages.gather(mine if mesh.speaks else None, "for what the other stages traced")
     return put_together([part for part in told if part is not None], mine)
 
 
-def put_together(parts: Sequence[Noted], mine: Noted) -> Noted:
+def put_together(parts: Sequence[ProcessRecord], mine: ProcessRecord) -> ProcessRecord:
     """Merge the records of all processes, on this process's clock."""
     aligned = [part.by_the_clock_of(mine) for part in parts]
     return replace(

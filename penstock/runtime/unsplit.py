@@ -62,7 +62,7 @@ def why_stage_unsplit(
     return found
 
 
-def together(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ...]:
+def merged_reasons(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ...]:
     """Merge the reasons from all backwards of the stages."""
     found = []
     for backwards in stages:

@@ -92,14 +92,14 @@ class ThreadDriver(AbstractDriver):
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._most_at_once = max(1, num_cores() // num_threads)
-        self._crew: _Crew | None = None
+        self._workers: _Workers | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ThreadDriver, (self._num_threads, self._timeout_s)  # a copy has its own threads
 
     def drive(self, work: Work) -> None:
         programs = work.schedule.programs
-        crew = self._crew_for(len(programs))
+        workers = self._workers_for(len(programs))
         transfers = [t for stage in work.stages.values() for t in stage.plan.transfers]
         channels = QueueChannels(transfers, self._timeout_s, self._turns(work))
         done: SimpleQueue[None] = SimpleQueue()
@@ -108,12 +108,12 @@ class ThreadDriver(AbstractDriver):
             for rank, program in enumerate(programs)
         ]
         try:
-            self._run(crew, jobs, work, done)
+            self._run(workers, jobs, work, done)
         except BaseException as error:  # Ctrl-C: the workers must not outlive the call
             try:
                 work.run.fail(error)
                 channels.abort()
-                self._run(crew, jobs, work, done)
+                self._run(workers, jobs, work, done)
             except BaseException as again:  # nobody waits a second time
                 work.run.fail(again)
                 channels.abort()
@@ -130,24 +130,24 @@ class ThreadDriver(AbstractDriver):
         return threading.Semaphore(self._most_at_once)
 
     def close(self) -> None:
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.finalizer()
-            crew.leave()
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.finalizer()
+            workers.leave()
 
-    def _crew_for(self, num_ranks: int) -> "_Crew":
-        if self._crew is None or len(self._crew.inboxes) < num_ranks:
+    def _workers_for(self, num_ranks: int) -> "_Workers":
+        if self._workers is None or len(self._workers.inboxes) < num_ranks:
             self.close()
-            crew = _Crew(num_ranks, self._num_threads)
-            crew.finalizer = weakref.finalize(self, crew.stop)
-            self._crew = crew
-        return self._crew
+            workers = _Workers(num_ranks, self._num_threads)
+            workers.finalizer = weakref.finalize(self, workers.stop)
+            self._workers = workers
+        return self._workers
 
     def _run(
-        self, crew: "_Crew", jobs: "list[_Job]", work: Work, done: "SimpleQueue[None]"
+        self, workers: "_Workers", jobs: "list[_Job]", work: Work, done: "SimpleQueue[None]"
     ) -> None:
         """Hand out the jobs that have not ended, and wait for all; a job runs once at most."""
-        for inbox, job in zip(crew.inboxes, jobs, strict=False):
+        for inbox, job in zip(workers.inboxes, jobs, strict=False):
             if not job.has_ended:
                 inbox.put(job)
         try:
@@ -158,13 +158,13 @@ class ThreadDriver(AbstractDriver):
 
     def _abandon(self) -> None:
         """Forget the workers: one is stuck in user code.  The next run starts new ones."""
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.finalizer.detach()
-            crew.leave()
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.finalizer.detach()
+            workers.leave()
 
 
-class _Crew:
+class _Workers:
     """The threads of one driver, one for each rank; `finalizer` stops them with it."""
 
     finalizer: "weakref.finalize[..., Any]"

@@ -19,14 +19,14 @@ from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import NEVER_COMPUTES
 from penstock.trace.timeline import MemorySample
 
-from .offload import Lasting
+from .offload import OutlivingTensors
 
 
 class KeptBytes(LayersGuard):
     """Counts the activation memory of one stage, if a run traces memory."""
 
-    def __init__(self, stage: int, lasting: Lasting, weights: Weights) -> None:
-        self._stage, self._lasting, self._weights = stage, lasting, weights
+    def __init__(self, stage: int, outliving: OutlivingTensors, weights: Weights) -> None:
+        self._stage, self._outliving, self._weights = stage, outliving, weights
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Count autograd's saved tensors, then the received values."""
@@ -48,7 +48,7 @@ class KeptBytes(LayersGuard):
         in_slots = [slot.tensor for slot in tape.slots or () if slot.tensor is not None]
         for leaf in [*tape.inputs, *in_slots]:
             counted[_storage(leaf)] = leaf.untyped_storage().nbytes()
-        of_batch = self._lasting.of_batch(run, tape)
+        of_batch = self._outliving.of_batch(run, tape)
         for leaf in of_batch:
             counted.pop(_storage(leaf), None)
         for leaf in of_batch:
@@ -66,7 +66,7 @@ class KeptBytes(LayersGuard):
             self._sample(run)
 
     def _counting_saved(self, run: Run, tape: Tape) -> saved_tensors_hooks:
-        ignored = {_storage(tensor) for tensor in self._lasting.of(run, tape)}
+        ignored = {_storage(tensor) for tensor in self._outliving.of(run, tape)}
         counted = run.stages[self._stage].kept_bytes[tape.microbatch]
 
         def pack(tensor: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ class KeptBytes(LayersGuard):
     def after_input(self, run: Run, tape: Tape) -> None:
         """Count the tensors of the weight backward only."""
         counted = run.stages[self._stage].kept_bytes[tape.microbatch] = {}
-        of_batch = {_storage(tensor) for tensor in self._lasting.of_batch(run, tape)}
-        lasting = {_storage(tensor) for tensor in self._lasting.of(run, tape)}
+        of_batch = {_storage(tensor) for tensor in self._outliving.of_batch(run, tape)}
+        lasting = {_storage(tensor) for tensor in self._outliving.of(run, tape)}
         for tensor in tape.waiting:
             storage = _storage(tensor)
             if storage in of_batch:

@@ -21,7 +21,7 @@ from penstock.model.pytree import flatten, unflatten
 from penstock.model.stage_plan import Step
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import InputGuard, same_bits
-from penstock.runtime.stage.tape import Given, LayerInput, Rerun, Tape
+from penstock.runtime.stage.tape import LayerInput, Rerun, StageInput, Tape
 
 from .recompute import changed, compare, first_floating
 from .slots import Layout, Slot, Slots, unpack
@@ -72,7 +72,7 @@ class LayerRecompute(InputGuard):
         tape.reruns.append(rerun)
         return result
 
-    def after_layers(self, run: Run, tape: Tape, given: Sequence[Given]) -> None:
+    def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
         """Drop the saved tensors of layers that ran for the first time, if inputs are the same."""
         for rerun in [r for r in tape.reruns if r.emptied is None]:
             assert tape.slots is not None

@@ -16,7 +16,7 @@ from penstock.model.entries import lasts, version_of
 from penstock.model.pytree import flatten
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import Context, LayersGuard
-from penstock.runtime.stage.tape import FROM_CALLER, Away, Tape
+from penstock.runtime.stage.tape import FROM_CALLER, Offloaded, Tape
 from penstock.runtime.stage.weights import Owned
 from penstock.torch_private import storage_id, version_counter
 
@@ -24,7 +24,7 @@ from .slots import Layout, Slot, Slots, without_values
 from .stores import AbstractStore
 
 
-class Lasting:
+class OutlivingTensors:
     """The tensors in memory that outlives a tape: parameters, buffers and the caller's batch.
 
     Weights of other stages count too.
@@ -51,14 +51,14 @@ class Lasting:
 class Slotting(LayersGuard):
     """Lets autograd save into slots, in the forwards of a stage that offloads or drops them."""
 
-    def __init__(self, lasting: Lasting) -> None:
-        self._lasting = lasting
+    def __init__(self, outliving: OutlivingTensors) -> None:
+        self._outliving = outliving
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Save into slots, if autograd saves tensors."""
         if not run.caller.with_grad or tape.graph_dropped:
             return None
-        tape.slots = Slots(self._lasting.of(run, tape))
+        tape.slots = Slots(self._outliving.of(run, tape))
         return tape.slots.hooks()
 
 
@@ -66,9 +66,9 @@ class Offloading:
     """Offloads the activations of a stage; `make_store` makes a store for one run."""
 
     def __init__(
-        self, stage: int, lasting: Lasting, make_store: Callable[[], AbstractStore]
+        self, stage: int, outliving: OutlivingTensors, make_store: Callable[[], AbstractStore]
     ) -> None:
-        self._stage, self._lasting, self._make_store = stage, lasting, make_store
+        self._stage, self._outliving, self._make_store = stage, outliving, make_store
 
     def offload(self, run: Run, tape: Tape) -> None:
         """Move the activations of a micro-batch to the store.
@@ -76,11 +76,11 @@ class Offloading:
         Raises:
             OffloadError: the store has no room.
         """
-        slots = tape.slots or Slots(self._lasting.of(run, tape))
+        slots = tape.slots or Slots(self._outliving.of(run, tape))
         here = run.stages[self._stage]
         here.store = here.store or self._make_store()
         try:
-            tape.away = Away(here.store)
+            tape.away = Offloaded(here.store)
             if tape.graph_dropped:  # the tape has inputs only
                 _move_inputs(tape, tape.away, slots)
             else:
@@ -111,7 +111,7 @@ class Offloading:
             ) from error
 
 
-def _move(away: Away, slots: Iterable[Slot]) -> None:
+def _move(away: Offloaded, slots: Iterable[Slot]) -> None:
     """Empty slots into the store, each storage once; tensors changed in place stay."""
     by_storage: dict[int, list[tuple[Slot, Tensor]]] = {}
     for slot in slots:
@@ -124,7 +124,7 @@ def _move(away: Away, slots: Iterable[Slot]) -> None:
             slot.tensor = None
 
 
-def _move_inputs(tape: Tape, away: Away, slots: Slots) -> None:
+def _move_inputs(tape: Tape, away: Offloaded, slots: Slots) -> None:
     """Move the received tensors of a tape to the store."""
     for peer, place, leaf in _received(tape, slots):
         changes = version_of(leaf) - tape.received[peer].versions[place]
@@ -133,7 +133,7 @@ def _move_inputs(tape: Tape, away: Away, slots: Slots) -> None:
     _move(away, (slot for _, _, slot, _ in away.inputs))
 
 
-def _bring_back(tape: Tape, away: Away) -> None:
+def _bring_back(tape: Tape, away: Offloaded) -> None:
     """Fill the slots and the received tensors with the same bits."""
     for place, views in away.moved:
         storage, lead = away.store.get(place)
@@ -142,8 +142,8 @@ def _bring_back(tape: Tape, away: Away) -> None:
     for peer, place, slot, changes in away.inputs:
         assert slot.tensor is not None
         _put_leaf(tape, peer, place, slot.tensor, changes)
-    if tape.seen is not None and away.inputs:
-        tape.seen.input_versions = [version_counter(leaf) for leaf in tape.inputs]
+    if tape.conditions is not None and away.inputs:
+        tape.conditions.input_versions = [version_counter(leaf) for leaf in tape.inputs]
 
 
 def _received(tape: Tape, slots: Slots) -> Iterator[tuple[int, int, Tensor]]:

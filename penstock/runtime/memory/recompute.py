@@ -1,8 +1,8 @@
 """Run a forward again under the same conditions: buffers, modes, weights and inputs.
 
-    forward      note Seen: modes, changing buffers, versions of weights and inputs, one result;
-                 layers run, and autograd saves nothing
-    recompute    put modes and buffers back as Seen ──► layers run again ──► compare ──► undo
+    forward      note its conditions: modes, changing buffers, versions of weights and inputs,
+                 and one result; layers run, and autograd saves nothing
+    recompute    restore modes and buffers ──► layers run again ──► compare ──► undo
 
 Weights and inputs are the caller's.  If they changed in between, the recompute raises.
 """
@@ -19,7 +19,7 @@ from penstock.model.state import put_state, standing_at
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.state import ChangingState
-from penstock.runtime.stage.tape import Seen, Tape
+from penstock.runtime.stage.tape import Conditions, Tape
 from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import buffers_of, version_counter
 
@@ -56,16 +56,16 @@ class Repeatable(LayersGuard):
     def _noting(self, tape: Tape) -> Iterator[None]:
         modes = [module.training for module in self._modules]
         versions = list(map(version_counter, tape.inputs if tape.graph_dropped else ()))
-        seen = Seen({}, modes, self._weights.shown, versions)
+        conditions = Conditions({}, modes, self._weights.shown, versions)
         is_new = modes != self._state.known_in
         before = self._state.look(modes) if is_new or self._holds_state() else {}
         with self._drops() if tape.graph_dropped else nullcontext():
             yield
         if is_new or self._holds_state():
-            seen.state = self._state.changed(before, modes)
+            conditions.state = self._state.changed(before, modes)
         if tape.microbatch == 0 and self._compares and tape.graph_dropped:
-            seen.result = first_floating(tape.results)
-        tape.seen = seen
+            conditions.result = first_floating(tape.results)
+        tape.conditions = conditions
 
     @contextmanager
     def around_recompute(self, run: Run, tape: Tape) -> Iterator[None]:
@@ -74,38 +74,38 @@ class Repeatable(LayersGuard):
         Raises:
             RecomputeError: weights or inputs changed since, or the result differs.
         """
-        seen = tape.seen
-        assert seen is not None
-        undo = self._put_back(seen, tape.inputs if tape.graph_dropped else ())
+        conditions = tape.conditions
+        assert conditions is not None
+        undo = self._put_back(conditions, tape.inputs if tape.graph_dropped else ())
         try:
             yield
         finally:
             undo()
-        if seen.result is not None:
-            compare(seen.result, tape.results)
-            self._compares = not seen.result[0].is_cuda  # on a GPU the comparison must wait
-            seen.result = None
+        if conditions.result is not None:
+            compare(conditions.result, tape.results)
+            self._compares = not conditions.result[0].is_cuda  # on a GPU the comparison must wait
+            conditions.result = None
 
-    def _put_back(self, seen: Seen, inputs: Sequence[Tensor]) -> Callable[[], None]:
+    def _put_back(self, conditions: Conditions, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Restore modes and state as the forward saw them; return a function that undoes it.
 
         Raises:
             RecomputeError: weights or inputs changed since.
         """
-        if not self._weights.holds(seen.weights):
+        if not self._weights.holds(conditions.weights):
             raise changed(
                 "a weight",
                 "call optimizer.step() only after the backward; for a layer that changes its "
                 "weight in its own forward, as nn.Embedding(max_norm=...), leave out max_norm",
             )
-        if seen.input_versions != [version_counter(t) for t in inputs]:
+        if conditions.input_versions != [version_counter(t) for t in inputs]:
             raise changed("an input", "leave the batch as it is until the backward has run")
         modes = [module.training for module in self._modules]
-        if not seen.state and modes == seen.modes:
+        if not conditions.state and modes == conditions.modes:
             return lambda: None
-        now = {place: standing_at(place) for place in seen.state}
-        self._set_modes(seen.modes)
-        put_state(seen.state)
+        now = {place: standing_at(place) for place in conditions.state}
+        self._set_modes(conditions.modes)
+        put_state(conditions.state)
 
         def undo() -> None:
             put_state(now)

@@ -2,7 +2,7 @@
 
 convert        for each use
 convert_kept   once for a step
-Again          for a layer's forward, and again for its backward; freed in between
+Regather          for a layer's forward, and again for its backward; freed in between
 """
 
 import weakref
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WHAT = "for the other shards of the stage"
 
 
-class _How(NamedTuple):
+class _AxisMove(NamedTuple):
     """A move along one axis, and the states before and after it."""
 
     axis: "Collectives"
@@ -47,7 +47,7 @@ def convert(
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor = _Conversion.apply(tensor, old, new, axis)  # type: ignore[no-untyped-call]
         else:
-            tensor = _moved(tensor, _How(axis, moves(old, new)[0], old, new))
+            tensor = _moved(tensor, _AxisMove(axis, moves(old, new)[0], old, new))
     return tensor
 
 
@@ -67,17 +67,17 @@ def convert_kept(
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return kept[after]
     back = [
-        _How(axes[number], moves(old, new)[1], new, old)
+        _AxisMove(axes[number], moves(old, new)[1], new, old)
         for number, old, new in steps(before, after)
         if axes[number].size > 1
     ]
-    found: Tensor = _Kept.apply(tensor, kept[after], back)  # type: ignore[no-untyped-call]
+    found: Tensor = _CachedConversion.apply(tensor, kept[after], back)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Kept(torch.autograd.Function):
+class _CachedConversion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, converted: Tensor, back: Sequence[_How]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, converted: Tensor, back: Sequence[_AxisMove]) -> Tensor:
         ctx.back = back
         return converted.view_as(converted)
 
@@ -95,8 +95,8 @@ class _Conversion(torch.autograd.Function):
         ctx: Any, tensor: Tensor, before: State, after: State, axis: "Collectives"
     ) -> Tensor:
         forward, backward = moves(before, after)
-        ctx.back = _How(axis, backward, after, before)
-        moved = _moved(tensor, _How(axis, forward, before, after))
+        ctx.back = _AxisMove(axis, backward, after, before)
+        moved = _moved(tensor, _AxisMove(axis, forward, before, after))
         return moved.view_as(moved) if moved is tensor else moved
 
     @staticmethod
@@ -105,7 +105,7 @@ class _Conversion(torch.autograd.Function):
         return None if gradient is None else _moved(gradient, ctx.back), None, None, None
 
 
-def _moved(tensor: Tensor, how: _How) -> Tensor:
+def _moved(tensor: Tensor, how: _AxisMove) -> Tensor:
     """Return the device's part after a move; received values are in new memory.
 
     Raises:
@@ -116,16 +116,16 @@ def _moved(tensor: Tensor, how: _How) -> Tensor:
     return tensor if how.move is Move.NONE else _MOVES[how.move](tensor, how)
 
 
-def _mask(tensor: Tensor, how: _How) -> Tensor:
+def _mask(tensor: Tensor, how: _AxisMove) -> Tensor:
     return tensor if how.axis.rank == 0 else torch.zeros_like(tensor)
 
 
-def _slice(tensor: Tensor, how: _How) -> Tensor:
+def _slice(tensor: Tensor, how: _AxisMove) -> Tensor:
     own = _parts(tensor, how)[how.axis.rank]
     return own.clone(memory_format=torch.contiguous_format)  # a view holds the whole's memory
 
 
-def _pad(tensor: Tensor, how: _How) -> Tensor:
+def _pad(tensor: Tensor, how: _AxisMove) -> Tensor:
     cut, rank = _cut(how.before), how.axis.rank
     shape = list(tensor.shape)
     shape[cut.dim] = sum(cut.sizes)
@@ -134,29 +134,29 @@ def _pad(tensor: Tensor, how: _How) -> Tensor:
     return whole
 
 
-def _all_reduce(tensor: Tensor, how: _How) -> Tensor:
+def _all_reduce(tensor: Tensor, how: _AxisMove) -> Tensor:
     whole = tensor.clone(memory_format=torch.contiguous_format)
     how.axis.all_reduce(whole, _WHAT)
     return whole
 
 
-def _all_gather(tensor: Tensor, how: _How) -> Tensor:
+def _all_gather(tensor: Tensor, how: _AxisMove) -> Tensor:
     cut = _cut(how.before)
     shapes = None if len(set(cut.sizes)) == 1 else _shapes(tensor, cut)
     return torch.cat(how.axis.all_gather(tensor.contiguous(), _WHAT, shapes), cut.dim)
 
 
-def _reduce_scatter(tensor: Tensor, how: _How) -> Tensor:
+def _reduce_scatter(tensor: Tensor, how: _AxisMove) -> Tensor:
     return how.axis.reduce_scatter(_parts(tensor, how), _WHAT)
 
 
-def _all_to_all(tensor: Tensor, how: _How) -> Tensor:
+def _all_to_all(tensor: Tensor, how: _AxisMove) -> Tensor:
     parts, cut = _parts(tensor, how), _cut(how.before)
     shapes = _shapes(parts[how.axis.rank], cut)
     return torch.cat(how.axis.all_to_all(parts, shapes, _WHAT), cut.dim)
 
 
-_MOVES: dict[Move, Callable[[Tensor, _How], Tensor]] = {
+_MOVES: dict[Move, Callable[[Tensor, _AxisMove], Tensor]] = {
     Move.MASK: _mask,
     Move.SLICE: _slice,
     Move.PAD: _pad,
@@ -167,7 +167,7 @@ _MOVES: dict[Move, Callable[[Tensor, _How], Tensor]] = {
 }
 
 
-def _parts(tensor: Tensor, how: _How) -> Sequence[Tensor]:
+def _parts(tensor: Tensor, how: _AxisMove) -> Sequence[Tensor]:
     """Split a tensor into the slices of the state after a move."""
     cut = _cut(how.after)
     parts: Sequence[Tensor] = torch.split(tensor, list(cut.sizes), cut.dim)
@@ -185,7 +185,7 @@ def _cut(state: State) -> S:
     return state
 
 
-class Again:
+class Regather:
     """Gathers the weights of one layer call for its forward, and again for its backward.
 
         forward     gather ──► calls of the layer ──► free; autograd saves a place, not the tensor

@@ -20,8 +20,8 @@ from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.torch_private import parameters_of
 
 from .at_rest import Cut, Gathered, keep_slices
-from .convert import Again, convert
-from .run import Known, LayerRun, OtherPathError, ShardedTensor
+from .convert import Regather, convert
+from .run import LayerRun, OtherPathError, ShardedTensor, SizeCache
 from .sizes import size_like
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class DividedLayer:
         keeps: bool = False,
     ) -> None:
         self._index, self._module, self.plan, self.axes = index, module, plan, axes
-        self._known: Known = {}
+        self._known: SizeCache = {}
         self._is_whole_in_evaluation = False
         self._opaque = [part for part in module.modules() if opaque_of(part) is not None]
         whole = (I,) * len(axes)
@@ -124,7 +124,7 @@ class DividedLayer:
         run = LayerRun(self.plan, self.axes, self._known)
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
-        again = Again() if self._again else None
+        again = Regather() if self._again else None
         saving = nullcontext() if again is None else again.hooks()
         with self._lent(run, again), as_functions(self._opaque), saving:
             result = function(*args, **kwargs)
@@ -150,7 +150,7 @@ class DividedLayer:
         return nn.Parameter(convert(weight, layout, (I,) * len(self.axes), self.axes))
 
     @contextmanager
-    def _lent(self, run: "LayerRun", again: Again | None) -> Iterator[None]:
+    def _lent(self, run: "LayerRun", again: Regather | None) -> Iterator[None]:
         """Put the stand-ins of the weights into the modules inside."""
         held = [(parameters[name], layout) for parameters, name, layout in self._places]
         num_known = len(self._lent_as)

@@ -27,14 +27,14 @@ from .sizes import Kernel, Local
 _WHAT = "for the other shards of a vocabulary"
 
 
-class _Given(NamedTuple):
+class _Arguments(NamedTuple):
     """The arguments of a call by name, and the layouts of the tensors among them."""
 
     values: dict[str, Any]
     layouts: dict[str, Layout]
 
     @classmethod
-    def of(cls, local: Local, names: Sequence[str], args: Any, kwargs: Any) -> "_Given":
+    def of(cls, local: Local, names: Sequence[str], args: Any, kwargs: Any) -> "_Arguments":
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         layouts = dict(zip(tensors, local.sized.takes, strict=True))
@@ -64,7 +64,7 @@ def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
     if func.__name__.startswith("conv_transpose"):
         names[5:] = "output_padding", "groups", "dilation"
-    given = _Given.of(local, names, args, kwargs)
+    given = _Arguments.of(local, names, args, kwargs)
     groups = given.get("groups", 1)
     if groups == 1:
         same: Tensor = func(*args, **kwargs)
@@ -76,7 +76,7 @@ def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 
 def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    given = _Given.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
+    given = _Arguments.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     x = given.get("input")
     channels = local.whole_shape(x.shape, given.layouts["input"])[1]
     groups = given.get("num_groups") * x.shape[1] // channels
@@ -87,7 +87,7 @@ def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
 def _instance_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Also accept an empty batch, which torch's function of this name refuses."""
     names = ("input", "running_mean", "running_var", "weight", "bias")
-    given = _Given.of(local, names, args, kwargs)
+    given = _Arguments.of(local, names, args, kwargs)
     x = given.get("input")
     if x.numel():
         same: Tensor = func(*args, **kwargs)
@@ -108,7 +108,7 @@ def _batch_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     Running statistics are whole on each device.  A device changes a copy of its channels, because
     the backward reads the arguments of `func`, and then gathers the other channels.
     """
-    given = _Given.of(local, _BATCH_NORM, args, kwargs)
+    given = _Arguments.of(local, _BATCH_NORM, args, kwargs)
     layout = given.layouts["input"]
     own: tuple[State, ...] = tuple(_along(state, 1, 0) for state in layout)
     running = [given.get(name) for name in ("running_mean", "running_var")]
@@ -178,7 +178,7 @@ def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
 
 def _embedding(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Look up words in this device's rows of a table; other words give zeros."""
-    given = _Given.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
+    given = _Arguments.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
     words, table, layout = given.get("input"), given.get("weight"), given.layouts["weight"]
     if not local.is_cut(layout, 0):
         same: Tensor = func(*args, **kwargs)
@@ -202,7 +202,7 @@ _LOSS = (
 
 def _loss(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Compute the losses of the samples here; a mean divides by the weight of all samples."""
-    given = _Given.of(local, _LOSS, args, kwargs)
+    given = _Arguments.of(local, _LOSS, args, kwargs)
     layout = given.layouts["input"]
     class_dim = 1 if given.get("input").dim() > 1 else 0
     if not any(isinstance(state, S) for state in layout):
@@ -219,7 +219,7 @@ def _loss(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return total if reduction == "sum" else total / _weight_of_all(given, local, losses)
 
 
-def _weight_of_all(given: _Given, local: Local, losses: Tensor) -> Tensor:
+def _weight_of_all(given: _Arguments, local: Local, losses: Tensor) -> Tensor:
     """Return the sum of the weights of all samples' targets."""
     target = given.get("target")
     with torch.no_grad():
@@ -235,7 +235,7 @@ def _weight_of_all(given: _Given, local: Local, losses: Tensor) -> Tensor:
         return convert(here, parts, (I,) * len(parts), local.axes)
 
 
-def _of_cut_vocabulary(given: _Given, local: Local, class_dim: int, *, is_log: bool) -> Tensor:
+def _of_cut_vocabulary(given: _Arguments, local: Local, class_dim: int, *, is_log: bool) -> Tensor:
     """Return this device's parts of the losses: the scores of its words.
 
     The first device adds the term of all words, the logarithm of the sum of exponentials.

@@ -27,7 +27,7 @@ from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.rules import base_name
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
-from .convert import Again, convert, convert_kept
+from .convert import Regather, convert, convert_kept
 from .kernels import kernel_of, shapes_given
 from .sizes import Local, Sized, size, size_like
 
@@ -74,7 +74,7 @@ class ShardedTensor(Tensor):
 
     kept: dict[Layout, Tensor] | None = None
     """Conversions of a weight that last for a step, by layout."""
-    again: Again | None = None
+    again: Regather | None = None
     """The record of conversions of a weight that autograd must not save."""
 
     def become(self, local: Tensor, layout: Layout) -> None:
@@ -134,7 +134,7 @@ def _replaced(values: Iterable[Any], by: Mapping[int, Tensor]) -> list[Any]:
 _HOLD_OTHERS = (tuple, list, dict)
 
 
-Known = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
+SizeCache = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
 """A cache for each call, by number: its last few shapes and layouts, with the sizes of slices."""
 _MOST_KNOWN = 16
 
@@ -149,7 +149,9 @@ class LayerRun:
     `known` caches layouts with sizes from earlier runs.
     """
 
-    def __init__(self, plan: LayerSharding, axes: "Sequence[Collectives]", known: Known) -> None:
+    def __init__(
+        self, plan: LayerSharding, axes: "Sequence[Collectives]", known: SizeCache
+    ) -> None:
         self._plan, self._axes, self._next, self._known = plan, axes, 0, known
         self._whole = (I,) * len(axes)
 

@@ -20,7 +20,7 @@ from penstock.model.entries import version_of
 from penstock.runtime.run import Run
 from penstock.transport.channels import check_still_as_sent
 
-from .tape import FROM_CALLER, Given, Tape
+from .tape import FROM_CALLER, StageInput, Tape
 
 Context = AbstractContextManager[Any]
 
@@ -39,7 +39,7 @@ class LayersGuard(Protocol):
 class InputGuard(Protocol):
     """Looks at the layers' inputs after they ran, and learns about the layers."""
 
-    def after_layers(self, run: Run, tape: Tape, given: Sequence[Given]) -> None:
+    def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
         """Check the inputs after a forward or a recompute."""
 
     def forget(self, error: BaseException) -> None:
@@ -64,7 +64,7 @@ def inside(contexts: Iterable[Context | None]) -> Context:
         return stack.pop_all()
 
 
-class Changes(InputGuard):
+class InPlaceChanges(InputGuard):
     """Finds the inputs that layers of a stage change in place; the stage then copies these.
 
     first forward with gradients   copy all inputs, and compare
@@ -82,7 +82,7 @@ class Changes(InputGuard):
         """Tell whether to copy a value; one that lasts for the run only after a change."""
         return self._seen.get(key, not lasts)
 
-    def after_layers(self, run: Run, tape: Tape, given: Sequence[Given]) -> None:
+    def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
         """Note which values the layers have changed.
 
         Raises:
@@ -91,7 +91,7 @@ class Changes(InputGuard):
                 sender changed it.
         """
         with_grad = run.caller.with_grad
-        for value in given:
+        for value in inputs:
             peer, place = value.key
             if value.copied and with_grad and peer != FROM_CALLER:
                 check_still_as_sent(value.sent, tape.received[peer].versions[place], peer)
@@ -112,7 +112,7 @@ class Changes(InputGuard):
                     "(x.clone()) as one of the two, or keep their users on one stage"
                 )
 
-    def _is_changed(self, value: Given) -> bool:
+    def _is_changed(self, value: StageInput) -> bool:
         if value.before is not None:  # in evaluation torch may not count versions
             return not same_bits(value.tensor, value.before)
         if version_of(value.tensor) != value.version:
@@ -122,7 +122,7 @@ class Changes(InputGuard):
         return first and is_dense and not same_bits(value.tensor, value.sent)
 
 
-class Claims:
+class LeafClaims:
     """Checks that each leaf gets its gradient from one stage only, received inputs excepted.
 
     It checks one micro-batch, or all if values decide which code runs (`decides`).

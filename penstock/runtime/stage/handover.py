@@ -38,9 +38,9 @@ from penstock.torch_private import has_tensor_hooks
 from penstock.transport.channels import Activation, Gradient, check_still_as_sent
 
 from .boundary import check_classes, check_leaving, check_loss, check_routes, find_aliases
-from .guards import Changes
+from .guards import InPlaceChanges
 from .notes import note_failure
-from .tape import FROM_CALLER, Given, Tape
+from .tape import FROM_CALLER, StageInput, Tape
 
 
 def hold_back(
@@ -114,7 +114,7 @@ class Handover:
         self,
         plan: StagePlan,
         device: StageDevice,
-        changes: Changes,
+        changes: InPlaceChanges,
         drawing: Drawing,
         loss_index: int,
     ) -> None:
@@ -161,14 +161,14 @@ class Handover:
             )
         return received
 
-    def enter(self, run: Run, tape: Tape) -> tuple[dict[Value, Any], list[Given]]:
+    def enter(self, run: Run, tape: Tape) -> tuple[dict[Value, Any], list[StageInput]]:
         """Make leaves of this stage's own graph from received tensors, and name their values.
 
         received ──► leaf (entry) ──► copy, if layers change it     ──► layers
                                  └──► twin, if offload may empty it ──► layers
         """
         values: dict[Value, Any] = {}
-        given: list[Given] = []
+        inputs: list[StageInput] = []
         with_grad = run.caller.with_grad
         slotted = tape.slots is not None
         caches = slotted or (with_grad and torch.is_autocast_enabled(self._device.device.type))
@@ -194,15 +194,17 @@ class Handover:
                     mark_lasting(inside[-1])
                 if with_grad or (alias and is_elsewhere):
                     key, before = (peer, place), None if with_grad else sent.clone()
-                    given.append(Given(key, value, version_of(value), copied, alias, sent, before))
+                    inputs.append(
+                        StageInput(key, value, version_of(value), copied, alias, sent, before)
+                    )
             tape.entries[peer] = entries
             _refuse_gradients(inside, activation.hooked, peer, tape)
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self._plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
-        return values, given
+        return values, inputs
 
     def export(
-        self, values: dict[Value, Any], given: Sequence[Given], tape: Tape
+        self, values: dict[Value, Any], inputs: Sequence[StageInput], tape: Tape
     ) -> dict[int, Activation]:
         """Return the activations to send, and note their leaves in the tape."""
         # 1. Collect the leaves for each peer, and refuse values that cannot cross.
@@ -223,7 +225,7 @@ class Handover:
             )
             raise
         # 2. Mark values that share memory: the receiver must not change one of them alone.
-        known = [g.tensor for g in given if g.is_alias]
+        known = [g.tensor for g in inputs if g.is_alias]
         is_single = len(known) + sum(map(len, tape.exported.values())) < 2
         aliases = {} if is_single else find_aliases(tape.exported, known)
         return {

@@ -156,7 +156,7 @@ def split(division: Division, entries: Iterable[Entry]) -> SplitBackward | None:
     return SplitBackward([*entries], division.now, division.cuts)
 
 
-class Found(NamedTuple):
+class GraphParts(NamedTuple):
     """The parts of a `Division` before its cuts are settled."""
 
     leaves: list[Any]
@@ -165,7 +165,7 @@ class Found(NamedTuple):
     obstacle: Node | None = None
 
 
-def leaves_and_cuts(nodes: Iterable[Node]) -> Found:
+def leaves_and_cuts(nodes: Iterable[Node]) -> GraphParts:
     """Find the leaves among the nodes of a graph, and the operators that can be cut."""
     leaves: list[Any] = []
     cuts: dict[Node, Cut] = {}
@@ -183,7 +183,7 @@ def leaves_and_cuts(nodes: Iterable[Node]) -> Found:
                 cuts[node] = cut
         elif isinstance(node, BackwardCFunction):
             if name == CHECKPOINT:
-                return Found(leaves, {}, {}, node)
+                return GraphParts(leaves, {}, {}, node)
             runs_functions = True
     if runs_functions:
         # A function may change a gradient in place.  Only the hook of a node that runs sees the
@@ -191,7 +191,7 @@ def leaves_and_cuts(nodes: Iterable[Node]) -> Found:
         why = "is near a torch.autograd.Function, which may change its gradient"
         uncut |= {node: why for node, cut in cuts.items() if cut.is_whole}
         cuts = {node: cut for node, cut in cuts.items() if not cut.is_whole}
-    return Found(leaves, cuts, uncut)
+    return GraphParts(leaves, cuts, uncut)
 
 
 def arrivals_of(starts: Sequence[Node]) -> dict[Node, int]:

@@ -25,7 +25,7 @@ from penstock.runtime.batch_norm import Norms
 from penstock.runtime.devices import StageDevice
 from penstock.runtime.memory.kept_bytes import KeptBytes
 from penstock.runtime.memory.layer_recompute import LayerRecompute
-from penstock.runtime.memory.offload import Lasting, Offloading, Slotting
+from penstock.runtime.memory.offload import Offloading, OutlivingTensors, Slotting
 from penstock.runtime.memory.recompute import Repeatable
 from penstock.runtime.memory.stores import MakeStore
 from penstock.runtime.random.drawing import Drawing, LayerCall
@@ -40,7 +40,15 @@ from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 from penstock.types import Trace
 
-from .guards import Changes, Claims, Context, InputGuard, LayersGuard, RerunGuard, inside
+from .guards import (
+    Context,
+    InPlaceChanges,
+    InputGuard,
+    LayersGuard,
+    LeafClaims,
+    RerunGuard,
+    inside,
+)
 from .handover import Handover, once
 from .notes import backward_of, note_failure
 from .state import BackwardState
@@ -49,7 +57,7 @@ from .weights import Owned, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class ActivationPolicy:
     """The store for offloaded activations, if any, and the layers that recompute one by one.
 
     Without `dropped_layers`, a forward that drops its graph recomputes the whole stage.
@@ -59,7 +67,7 @@ class Keeping:
     dropped_layers: frozenset[int] = frozenset()
 
 
-_IN_MEMORY = Keeping()
+_IN_MEMORY = ActivationPolicy()
 
 
 class Stage:
@@ -77,7 +85,7 @@ class Stage:
         loss_index: int,
         loss: Any = None,
         replicas: Replicas | None = None,
-        keeping: Keeping = _IN_MEMORY,
+        policy: ActivationPolicy = _IN_MEMORY,
         divided: Mapping[int, Called] = MappingProxyType({}),
     ) -> None:
         self.plan, self._replicas, self._divided = plan, replicas, divided
@@ -91,18 +99,18 @@ class Stage:
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
         self._drawing = Drawing(layers, device)
-        self._changes = Changes(plan.index)
+        self._changes = InPlaceChanges(plan.index)
         self.handover = Handover(plan, self.device, self._changes, self._drawing, loss_index)
-        lasting = Lasting(owned, computes_loss=bool(plan.output))
-        make_store, self._dropped_layers = keeping.make_store, keeping.dropped_layers
+        outliving = OutlivingTensors(owned, computes_loss=bool(plan.output))
+        make_store, self._dropped_layers = policy.make_store, policy.dropped_layers
         self._offloading = make_store and Offloading(
-            plan.index, lasting, partial(make_store, self.device)
+            plan.index, outliving, partial(make_store, self.device)
         )
         self._recompute = LayerRecompute()
-        self._slotting = None if keeping == _IN_MEMORY else Slotting(lasting)
-        self._kept_bytes = KeptBytes(plan.index, lasting, self.weights)
+        self._slotting = None if policy == _IN_MEMORY else Slotting(outliving)
+        self._kept_bytes = KeptBytes(plan.index, outliving, self.weights)
         has_peers = bool(plan.imports or plan.exports)
-        self._claims = Claims(plan.index, decides=plan.decides) if has_peers else None
+        self._claims = LeafClaims(plan.index, decides=plan.decides) if has_peers else None
         everyone, norms = owned.everyone, set(self._norms.layers)
         self._stateful = [module for module in everyone if module not in norms]
         self._around_layers: list[LayersGuard] = [  # the outermost first
@@ -268,7 +276,7 @@ class Stage:
 
     def _run_layers(self, run: Run, tape: Tape) -> dict[int, Activation]:
         """Run all layers on the received values; store roots and loss in the tape."""
-        values, given = self.handover.enter(run, tape)
+        values, inputs = self.handover.enter(run, tape)
         tape.layer_marks = []
         perform: Callable[..., Any] = partial(self._perform, run, tape)
         if self.plan.draws_between:
@@ -277,10 +285,10 @@ class Stage:
         else:
             self.plan.run(values, perform)
         for guard in self._of_inputs:
-            guard.after_layers(run, tape, given)
+            guard.after_layers(run, tape, inputs)
         if run.aside is not None:
             run.aside.look(run, tape)
-        leaving = self.handover.export(values, given, tape)
+        leaving = self.handover.export(values, inputs, tape)
         if self.plan.output:
             self.handover.take_output(
                 run, tape, join_output([values[v] for v in self.plan.output])

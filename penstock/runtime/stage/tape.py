@@ -1,7 +1,7 @@
 """The saved state of one micro-batch on a stage, from its forward to its backward.
 
 forward ──► Tape ──┬──────────────────────────────────────► backward          as a rule
-                   ├─► no graph, Seen ───────► recompute ─► backward          of a stage
+                   ├─► no graph, Conditions ───────► recompute ─► backward          of a stage
                    ├─► emptied slots, reruns ► recompute ─► backward          of some layers
                    ├─► emptied slots, away ──► fetch ─────► backward          offload
                    └─► backward_input ──────► parts ──────► backward_weight   a split backward
@@ -33,7 +33,7 @@ FROM_CALLER = -1
 """The number in place of a peer stage for values from the caller's batch."""
 
 
-class Given(NamedTuple):
+class StageInput(NamedTuple):
     """An input of the layers: its source (peer, place), its version, and whether it is a copy.
 
     `before` is a copy of an alias's values, in evaluation.
@@ -49,7 +49,7 @@ class Given(NamedTuple):
 
 
 @dataclass(slots=True)
-class Seen:
+class Conditions:
     """The conditions of a forward, for its recompute.
 
     They are changing state, training modes, and versions of weights and inputs.  `result` is one
@@ -92,7 +92,7 @@ class Rerun:
 
 
 @dataclass(slots=True)
-class Away:
+class Offloaded:
     """The offloaded values of one micro-batch, and their slots.
 
     `moved` has for each storage its place in the store, and the slots that are views of it.
@@ -132,7 +132,7 @@ class Tape:
     reruns_in_backward: bool = False
     draws_again: bool = False
     must_not_draw: bool = False
-    seen: Seen | None = None
+    conditions: Conditions | None = None
     layer_marks: list[tuple[int, Step]] = field(default_factory=list)
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     exported: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class Tape:
     tripwires: list[RemovableHandle] = field(default_factory=list)
     slots: Slots | None = None
     layouts: dict[int, tuple[Layout | None, ...]] = field(default_factory=dict)
-    away: Away | None = None
+    away: Offloaded | None = None
     copied: Event | None = None
 
     def disarm(self) -> None:

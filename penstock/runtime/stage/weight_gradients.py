@@ -22,7 +22,7 @@ from penstock.torch_private import (
 
 Formula = Callable[..., list[Tensor]]
 """(gradient of the result, saved tensors) -> gradients of the operator's arguments."""
-Found = tuple[list[int], Formula, list[Tensor]]
+Deferred = tuple[list[int], Formula, list[Tensor]]
 """The places of the arguments, their formula, and the saved tensors that it reads."""
 
 LEAF = "torch::autograd::AccumulateGrad"
@@ -149,11 +149,11 @@ def _no_hook(*_: object) -> None:
 # -- operators: the formulas of torch's own backward --------------------------------------------
 
 
-def _mm(node: Node) -> Found | None:
+def _mm(node: Node) -> Deferred | None:
     return _product(node, "self", 1)
 
 
-def _addmm(node: Node) -> Found | None:
+def _addmm(node: Node) -> Deferred | None:
     """Leave the bias to the input backward: its gradient is a small sum of what is at hand."""
     found = _product(node, "mat1", 2)
     if found is None or saved_numbers(node, "alpha") != [1]:
@@ -172,7 +172,7 @@ def _addmm(node: Node) -> Found | None:
     return [*places, 0], of_both, reads
 
 
-def _product(node: Node, name: str, place: int) -> Found | None:
+def _product(node: Node, name: str, place: int) -> Deferred | None:
     reads, numbers = saved_tensors(node, name), saved_numbers(node, "mat2_sym_strides")
     if reads is None or numbers is None:
         return None
@@ -189,7 +189,7 @@ def _of_rows(gradient: Tensor, x: Tensor) -> list[Tensor]:
     return [x.t().mm(gradient)]
 
 
-def _bmm(node: Node) -> Found | None:
+def _bmm(node: Node) -> Deferred | None:
     reads = saved_tensors(node, "self")
 
     def formula(gradient: Tensor, x: Tensor) -> list[Tensor]:
@@ -198,7 +198,7 @@ def _bmm(node: Node) -> Found | None:
     return None if reads is None else ([1], formula, reads)
 
 
-def _convolution(node: Node) -> Found | None:
+def _convolution(node: Node) -> Deferred | None:
     reads = saved_tensors(node, "input", "weight")
     settings = saved_numbers(node, *_CONVOLUTION)
     if reads is None or settings is None:
@@ -224,7 +224,7 @@ _CONVOLUTION = (
 )
 
 
-def _embedding(node: Node) -> Found | None:
+def _embedding(node: Node) -> Deferred | None:
     reads = saved_tensors(node, "indices")
     settings = saved_numbers(node, *_EMBEDDING, "sparse")
     if reads is None or settings is None or settings.pop():
@@ -241,7 +241,7 @@ def _embedding(node: Node) -> Found | None:
 
 _EMBEDDING = ("weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq")
 
-OPERATORS: dict[str, Callable[[Node], Found | None]] = {
+OPERATORS: dict[str, Callable[[Node], Deferred | None]] = {
     "AddmmBackward0": _addmm,
     "MmBackward0": _mm,
     "BmmBackward0": _bmm,
