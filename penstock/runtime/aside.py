@@ -182,8 +182,11 @@ def _is_same(one: _Mark | None, other: _Mark | None) -> bool:
     old, new = one or _Mark(ABSENT, 0), other or _Mark(ABSENT, 0)
     if old.value is new.value:
         return old.version == new.version
-    if isinstance(old.value, Tensor) and isinstance(new.value, Tensor):
-        return _version(old.value) == old.version and _is_equal(old.value, new.value)
+    a, b = old.value, new.value
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        is_plain = type(a) is Tensor and type(b) is Tensor and not (a.is_meta or b.is_meta)
+        alike = is_plain and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+        return alike and _version(a) == old.version and torch.equal(a, b)
     if isinstance(old.value, tuple) and isinstance(new.value, tuple):
         pairs = zip(old.value, new.value, strict=False)
         alike = len(old.value) == len(new.value)
@@ -194,10 +197,3 @@ def _is_same(one: _Mark | None, other: _Mark | None) -> bool:
 def _version(value: Any) -> int:
     with without_torch_function():  # a parameter that another stage has refuses what it is asked
         return version_of(value) if isinstance(value, Tensor) else 0
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    if type(one) is not Tensor or type(other) is not Tensor or one.is_meta or other.is_meta:
-        return False
-    alike = one.dtype == other.dtype and one.device == other.device and one.shape == other.shape
-    return alike and torch.equal(one, other)

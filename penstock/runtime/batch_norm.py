@@ -11,10 +11,11 @@ reads them): it runs as any module does, and its statistics move with every micr
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ConfigError, StatisticsWarning
 from penstock.model.capture.watch import original_class
@@ -49,7 +50,10 @@ def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> No
     """
     modules = list(modules)
     unpooled: list[Any] = [m for m in _tracking(modules) if not _runs_torchs_forward(m)]
-    unpooled += [m for module in modules for m in module.modules() if _is_scripted_norm(m)]
+    for module in chain.from_iterable(module.modules() for module in modules):
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        if is_scripted and getattr(module, "original_name", "").startswith("BatchNorm"):
+            unpooled.append(module)
     if not unpooled:
         return
     kinds = {getattr(module, "original_name", type(module).__name__) for module in unpooled}
@@ -84,12 +88,6 @@ def _tracking(modules: Iterable[nn.Module]) -> list[AnyBatchNorm]:
                 "per mini-batch)"
             )
     return [module for module in found if module.track_running_stats]
-
-
-def _is_scripted_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a BatchNorm that torch.jit has compiled."""
-    is_scripted = isinstance(module, torch.jit.ScriptModule)
-    return is_scripted and getattr(module, "original_name", "").startswith("BatchNorm")
 
 
 def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
@@ -196,8 +194,10 @@ class _Swap:
         self._outside = autograd_mode()
         self._own = {name: buffers_of(module)[name] for name in _STATISTICS}
         self._momentum = module.momentum
-        self._seen = [
-            (b, version_of(b), _contents(b)) for b in self._own.values() if b is not None
+        self._seen = [  # with a copy on a CPU: its kernels change buffers without a new version
+            (b, version_of(b), None if b.is_cuda else b.clone())
+            for b in self._own.values()
+            if b is not None
         ]
         self._handles = (
             module.register_forward_pre_hook(self._before),
@@ -216,7 +216,10 @@ class _Swap:
         Raises:
             ConfigError: the statistics moved.
         """
-        if any(map(_is_moved, *zip(*self._seen, strict=True))):
+        if any(
+            version_of(buffer) != version or (copy is not None and not same_bits(buffer, copy))
+            for buffer, version, copy in self._seen
+        ):
             raise ConfigError(
                 f"the running statistics of a {type(self._module).__name__} were changed in a "
                 "forward, other than by a call of the layer (bn.forward(x), or "
@@ -252,17 +255,6 @@ class _Swap:
         assert mean is not None
         assert variance is not None
         self._into.setdefault(self._module, []).append((x.numel() // x.shape[1], mean, variance))
-
-
-def _contents(buffer: Tensor) -> Tensor | None:
-    """Copy a CPU buffer: kernels change running statistics without a new version."""
-    return None if buffer.is_cuda else buffer.clone()
-
-
-def _is_moved(buffer: Tensor, version: int, contents: Tensor | None) -> bool:
-    if version_of(buffer) != version:
-        return True
-    return contents is not None and not same_bits(buffer, contents)
 
 
 def _commit(module: AnyBatchNorm, rows: list[Moments]) -> None:

@@ -172,10 +172,13 @@ class Clock:
 
     def times_s(self) -> list[float]:
         """Return the times of all marks in order, in seconds; wait for the GPUs."""
-        return [mark if isinstance(mark, float) else self._read_s(*mark) for mark in self._marks]
-
-    def _read_s(self, device: torch.device, event: Event) -> float:
-        base, base_s = self._bases[device]
-        event.synchronize()
-        elapsed_ms: float = base.elapsed_time(event)
-        return base_s + elapsed_ms / 1e3
+        times_s: list[float] = []
+        for mark in self._marks:
+            if isinstance(mark, float):
+                times_s.append(mark)
+            else:
+                device, event = mark
+                base, base_s = self._bases[device]
+                event.synchronize()
+                times_s.append(base_s + base.elapsed_time(event) / 1e3)
+        return times_s

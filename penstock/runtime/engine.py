@@ -70,28 +70,24 @@ class StepLock:
                 'multiprocessing.get_context("spawn")'
             )
         if not self._lock.acquire(blocking=False):
-            raise _busy(in_backward=self._in_backward)
+            if self._in_backward:
+                raise PenstockError(
+                    "this pipeline was called while the backward of an earlier call runs. A "
+                    "torch.utils.checkpoint around the pipeline does that: what a stage saved is "
+                    "to be computed again, and the stages are busy. Leave it out and use "
+                    "recompute=Recompute.STAGE, which saves as much; or give checkpoint "
+                    "use_reentrant=True. A hook that calls the pipeline does it too: call it later"
+                )
+            raise PenstockError(
+                "this pipeline is running already: it was called from another thread, or from "
+                "inside one of its own layers, losses or hooks. Its stages do one step at a time; "
+                "let the first call end, or use a second pipeline (copy.deepcopy)"
+            )
         self._in_backward = backward
         try:
             yield
         finally:
             self._lock.release()
-
-
-def _busy(*, in_backward: bool) -> PenstockError:
-    if in_backward:
-        return PenstockError(
-            "this pipeline was called while the backward of an earlier call runs. A "
-            "torch.utils.checkpoint around the pipeline does that: what a stage saved is to be "
-            "computed again, and the stages are busy. Leave it out and use "
-            "recompute=Recompute.STAGE, which saves as much; or give checkpoint "
-            "use_reentrant=True. A hook that calls the pipeline does it too: call it later"
-        )
-    return PenstockError(
-        "this pipeline is running already: it was called from another thread, or from "
-        "inside one of its own layers, losses or hooks. Its stages do one step at a time; "
-        "let the first call end, or use a second pipeline (copy.deepcopy)"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Without replicas and shards hooks stay in place: autograd runs them for each mic
 unsplit model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class SummedHooks:
         """Restore the hooks, and call each with the sum of the step's gradients."""
         self.put_back()
         for parameter, hooks in self._found.items():
-            for hook in _in_order(hooks):
+            for hook in tuple(hooks.values()):  # a hook may remove itself
                 if parameter.grad is not None:
                     other = hook(parameter.grad)
                     parameter.grad = parameter.grad if other is None else other
@@ -68,13 +68,9 @@ class SummedHooks:
     def run_added(self) -> None:
         """Call the hooks that run once the sums are in `.grad`."""
         for parameter, hooks in self._added.items():
-            for hook in _in_order(hooks):
+            for hook in tuple(hooks.values()):
                 if parameter.grad is not None:
                     hook(parameter)
-
-
-def _in_order(hooks: Mapping[int, Any]) -> Sequence[Any]:
-    return tuple(hooks.values())  # one may remove itself
 
 
 def summed_hooks(

@@ -166,14 +166,8 @@ class _Pending:
         self.sizes, self.weights = cut
         self.run: Run | None = run
         self.places = tuple(tensors)
-        self._tensors = tensors
-        self._wants_grad = wants_grad
-
-    def take_outputs(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the gathered outputs and those without gradients; keep no reference."""
-        tensors, self._tensors = self._tensors, {}
-        without_grad = [t for n, t in tensors.items() if not self._wants_grad[n]]
-        return tuple(tensors.values()), without_grad
+        self.tensors = tensors
+        self.wants_grad = wants_grad
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """Run the backwards from the outputs' gradients; return the inputs' gradients."""
@@ -189,7 +183,7 @@ class _Pending:
                 "the pipeline was moved or cut anew between its forward and this backward; run "
                 "both again"
             )
-        cut: list[Sequence[Tensor | None] | None] = [None] * len(self._wants_grad)
+        cut: list[Sequence[Tensor | None] | None] = [None] * len(self.wants_grad)
         for n, gradient in zip(self.places, gradients, strict=True):
             cut[n] = None if gradient is None else self._pieces(gradient)
         run.output_gradients = [
@@ -221,9 +215,10 @@ class _TieToBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
-        outputs, without_grad = pending.take_outputs()
+        tensors, pending.tensors = pending.tensors, {}  # a reference would keep the outputs alive
+        without_grad = [t for n, t in tensors.items() if not pending.wants_grad[n]]
         ctx.mark_non_differentiable(*without_grad)
-        return outputs
+        return tuple(tensors.values())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

@@ -37,7 +37,9 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
         return
     try:
         one, both = (samples(example_inputs, n, "example inputs") for n in ([0], [0, 0]))
-        weights = _weights(one, call)
+        reduction = call.reduction if counted_in(one) < 0 else Reduction.SUM
+        raw = raw_weights(reduction, [one, one], [1, 1])
+        weights = shares(reduction, raw, sum(raw)) if any(raw) else [0.0, 0.0]
         alone, again, together = _losses(model, (one, one, both))
     except BatchError:
         return
@@ -47,13 +49,6 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
         return
     if not math.isclose(*seen, rel_tol=_ROUNDING):
         warnings.warn(_text(model, together / expected, call), OutputWarning, stacklevel=3)
-
-
-def _weights(one: Any, call: Call) -> list[float]:
-    """Return the weights of two equal micro-batches."""
-    reduction = call.reduction if counted_in(one) < 0 else Reduction.SUM
-    raw = raw_weights(reduction, [one, one], [1, 1])
-    return shares(reduction, raw, sum(raw)) if any(raw) else [0.0, 0.0]
 
 
 def _losses(model: nn.Module, batches: tuple[Any, ...]) -> list[float]:

@@ -107,7 +107,9 @@ class Replicas:
         for row in rows:
             for module, part in zip(modules, row.split(widths), strict=True):
                 if part[0] > 0:
-                    mean, variance = part[1:].to(_device_of(module)).split(module.num_features)
+                    assert module.running_mean is not None
+                    here = part[1:].to(module.running_mean.device)
+                    mean, variance = here.split(module.num_features)
                     found.setdefault(module, []).append((int(part[0]), mean, variance))
         return found
 
@@ -146,7 +148,13 @@ def _finish(group: Collectives, buckets: Sequence[_Bucket], what: str) -> None:
     """Wait for sums, and put them into `.grad`."""
     group.finish([one for bucket in buckets for one in bucket.sums], what)
     for bucket in buckets:
-        _put_gradients(bucket)
+        parts = bucket.flat.split([p.numel() for p in bucket.parameters])
+        counts = bucket.has_gradient.tolist()
+        for parameter, part, count in zip(bucket.parameters, parts, counts, strict=True):
+            if count and parameter.grad is not None:
+                parameter.grad.copy_(part.view_as(parameter.grad))
+            elif count:
+                parameter.grad = part.view(parameter.shape).clone()
 
 
 def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:
@@ -156,11 +164,6 @@ def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:
     count, mean, variance = moments
     number = torch.tensor([float(count)], dtype=torch.float64)
     return torch.cat([number, mean.cpu(), variance.cpu()])
-
-
-def _device_of(module: AnyBatchNorm) -> torch.device:
-    assert module.running_mean is not None
-    return module.running_mean.device
 
 
 def _check_can_be_summed(tensors: Sequence[Tensor]) -> None:
@@ -180,14 +183,3 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad.layout is not torch.strided:
         raise sparse_gradient("a layer", tuple(parameter.shape))
     return parameter.grad.reshape(-1)
-
-
-def _put_gradients(bucket: _Bucket) -> None:
-    parts = bucket.flat.split([p.numel() for p in bucket.parameters])
-    for parameter, part, count in zip(
-        bucket.parameters, parts, bucket.has_gradient.tolist(), strict=True
-    ):
-        if count and parameter.grad is not None:
-            parameter.grad.copy_(part.view_as(parameter.grad))
-        elif count:
-            parameter.grad = part.view(parameter.shape).clone()

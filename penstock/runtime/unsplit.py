@@ -39,17 +39,21 @@ def why_unsplit(
     users = _users(division.arrivals)
     if division.obstacle is not None:
         return [_of_obstacle(division.obstacle, users, names, layers, marks)]
-    now, weights = set(division.now), dict[int, list[Any]]()
-    for leaf in division.arrivals:
-        if leaf.name() == LEAF and _variable(leaf).dim() > 1 and id(_variable(leaf)) in names:
-            weights.setdefault(names[id(_variable(leaf))][0], []).append(leaf)
-    found = []
-    for index, every in sorted(weights.items()):
-        if unsplit := [leaf for leaf in every if leaf in now]:
-            share = _num_elements(unsplit) / _num_elements(every)
-            reason = _reason(max(unsplit, key=lambda leaf: leaf.variable.numel()), division, users)
-            found.append(Unsplit(index, f"{share:.0%} of its weights: {reason}"))
-    return found
+
+    # Group the weights by layer; name the reason of the largest that does not wait.
+    now, weights = set(division.now), dict[int, dict[Any, int]]()
+    for node in division.arrivals:
+        leaf: Any = node
+        if leaf.name() == LEAF and leaf.variable.dim() > 1 and id(leaf.variable) in names:
+            index, _ = names[id(leaf.variable)]
+            weights.setdefault(index, {})[leaf] = leaf.variable.numel()
+    reasons = []
+    for index, sizes in sorted(weights.items()):
+        if unsplit := {leaf: size for leaf, size in sizes.items() if leaf in now}:
+            share = sum(unsplit.values()) / sum(sizes.values())
+            reason = _reason(max(unsplit, key=unsplit.__getitem__), division, users)
+            reasons.append(Unsplit(index, f"{share:.0%} of its weights: {reason}"))
+    return reasons
 
 
 def why_stage_unsplit(
@@ -144,31 +148,16 @@ def _layer_of(node: Node, layers: NumberedLayers, marks: Sequence[tuple[int, Ste
     return layers[0][0] if step is None else step.index
 
 
-def _num_elements(leaves: Sequence[Any]) -> int:
-    return sum(leaf.variable.numel() for leaf in leaves)
-
-
-def _variable(leaf: Any) -> Tensor:
-    variable: Tensor = leaf.variable
-    return variable
-
-
 def _reason(leaf: Any, division: Division, users: _Users) -> str:
     """Return why the gradient of a weight cannot wait."""
     operators = list(_operators(leaf, users))
     if len(operators) > 2:
         return f"one is used {len(operators)} times"
-    reasons = {
-        _of_operator(node, division.uncut.get(node))
-        for node in operators
-        if node not in division.cuts
-    }
+    reasons = set()
+    for node in operators:
+        if node not in division.cuts:
+            kind = node.name().removesuffix("0").removesuffix("Backward")
+            given_up = "leads to another gradient that cannot wait"
+            why = given_up if node.name() in OPERATORS else "cannot be cut"
+            reasons.add(f"{kind} {division.uncut.get(node, why)}")
     return " and ".join(sorted(reasons)) or "nothing"
-
-
-def _of_operator(node: Node, why: str | None) -> str:
-    kind = node.name().removesuffix("0").removesuffix("Backward")
-    if why is not None:
-        return f"{kind} {why}"
-    given_up = "leads to another gradient that cannot wait"
-    return f"{kind} {given_up if node.name() in OPERATORS else 'cannot be cut'}"

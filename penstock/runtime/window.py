@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -129,10 +130,12 @@ def divided(
 
 
 def _check(optimizer: Optimizer) -> None:
-    step = vars(optimizer).get("step")
+    step = vars(optimizer).get("step")  # a scheduler puts a wrapper there, to count the steps
+    globals_ = getattr(step, "__globals__", {})
+    is_of_scheduler = globals_.get("__name__") == lr_scheduler.__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         reason = "it runs the model several times in a step, and looks at all weights at once"
-    elif step is not None and not _is_of_scheduler(step):
+    elif step is not None and not is_of_scheduler:
         reason = "its `step` was replaced on the object, and would be called stage by stage"
     elif note_steps(optimizer):
         reason = "it has step hooks, which would be called stage by stage"
@@ -143,11 +146,6 @@ def _check(optimizer: Optimizer) -> None:
         f"own time, which this {type(optimizer).__name__} cannot: {reason}. Use an optimizer that "
         "treats each parameter by itself, as SGD and AdamW do, or a synchronous schedule"
     )
-
-
-def _is_of_scheduler(step: Any) -> bool:
-    """Tell whether `step` is a scheduler's wrapper, which counts the optimizer's steps."""
-    return bool(getattr(step, "__globals__", {}).get("__name__") == lr_scheduler.__name__)
 
 
 class StageOptimizer:
@@ -183,7 +181,10 @@ class StageOptimizer:
         groups, options = self._optimizer.param_groups, self._options[update]
         for group, wanted in zip(groups, options, strict=True):
             group.update(wanted)
-        self._step()
+        kind = self.parameters[0].device.type
+        casts = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if casts else nullcontext():
+            self._optimizer.step()
         for group, wanted in zip(groups, options, strict=True):
             changed = [name for name in wanted if group[name] is not wanted[name]]
             if changed or len(group) != len(wanted) + 1:
@@ -194,14 +195,6 @@ class StageOptimizer:
                 )
         for parameter in self.parameters:
             parameter.grad = None
-
-    def _step(self) -> None:
-        kind = self.parameters[0].device.type
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                self._optimizer.step()
-        else:
-            self._optimizer.step()
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

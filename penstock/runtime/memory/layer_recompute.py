@@ -142,10 +142,11 @@ class _Filling:
             self._count += 1
             found = Layout.of(again)
             if layout is not None and found[:3] != layout[:3]:
-                raise self._differs(
-                    f"tensor {self._count} that it saves was {_described(layout)}, and is "
-                    f"{_described(found)}"
+                was, now = (
+                    f"{x.dtype} of shape {tuple(x.shape)}, strides {x.stride}"
+                    for x in (layout, found)
                 )
+                raise self._differs(f"tensor {self._count} that it saves was {was}, and is {now}")
             if (empty := slot()) is not None:
                 empty.fill(again)
         return Slot(again)
@@ -171,7 +172,3 @@ class _Filling:
 
 def _alike(tensor: Tensor, before: Tensor) -> bool:
     return tensor.layout is not torch.strided or same_bits(tensor, before)
-
-
-def _described(layout: Layout) -> str:
-    return f"{layout.dtype} of shape {tuple(layout.shape)}, strides {layout.stride}"

@@ -82,7 +82,11 @@ class Offloading:
         try:
             tape.away = Offloaded(here.store)
             if tape.graph_dropped:  # the tape has inputs only
-                _move_inputs(tape, tape.away, slots)
+                for peer, place, leaf in _received(tape, slots):
+                    changes = version_of(leaf) - tape.received[peer].versions[place]
+                    tape.away.inputs.append((peer, place, Slot(leaf), changes))
+                    _put_leaf(tape, peer, place, without_values(leaf.detach()))
+                _move(tape.away, (slot for _, _, slot, _ in tape.away.inputs))
             else:
                 _move(tape.away, slots)
                 _give_up_ends(tape, slots)
@@ -103,12 +107,20 @@ class Offloading:
         away, tape.away = tape.away, None
         assert away is not None
         try:
-            _bring_back(tape, away)
+            for place, views in away.moved:
+                storage, lead = away.store.get(place)
+                for slot, layout in views:
+                    slot.fill(layout.view(storage, lead))
         except OSError as error:
             raise OffloadError(
                 f"stage {self._stage} cannot bring back what it kept of micro-batch "
                 f"{tape.microbatch}: {error.strerror or error}"
             ) from error
+        for peer, position, slot, changes in away.inputs:
+            assert slot.tensor is not None
+            _put_leaf(tape, peer, position, slot.tensor, changes)
+        if tape.conditions is not None and away.inputs:
+            tape.conditions.input_versions = [version_counter(leaf) for leaf in tape.inputs]
 
 
 def _move(away: Offloaded, slots: Iterable[Slot]) -> None:
@@ -122,28 +134,6 @@ def _move(away: Offloaded, slots: Iterable[Slot]) -> None:
         away.moved.append((place, [(slot, Layout.of(tensor)) for slot, tensor in views]))
         for slot, _ in views:
             slot.tensor = None
-
-
-def _move_inputs(tape: Tape, away: Offloaded, slots: Slots) -> None:
-    """Move the received tensors of a tape to the store."""
-    for peer, place, leaf in _received(tape, slots):
-        changes = version_of(leaf) - tape.received[peer].versions[place]
-        away.inputs.append((peer, place, Slot(leaf), changes))
-        _put_leaf(tape, peer, place, without_values(leaf.detach()))
-    _move(away, (slot for _, _, slot, _ in away.inputs))
-
-
-def _bring_back(tape: Tape, away: Offloaded) -> None:
-    """Fill the slots and the received tensors with the same bits."""
-    for place, views in away.moved:
-        storage, lead = away.store.get(place)
-        for slot, layout in views:
-            slot.fill(layout.view(storage, lead))
-    for peer, place, slot, changes in away.inputs:
-        assert slot.tensor is not None
-        _put_leaf(tape, peer, place, slot.tensor, changes)
-    if tape.conditions is not None and away.inputs:
-        tape.conditions.input_versions = [version_counter(leaf) for leaf in tape.inputs]
 
 
 def _received(tape: Tape, slots: Slots) -> Iterator[tuple[int, int, Tensor]]:

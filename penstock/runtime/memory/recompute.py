@@ -9,6 +9,7 @@ Weights and inputs are the caller's.  If they changed in between, the recompute 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,9 @@ class Repeatable(LayersGuard):
         self._state = ChangingState(stateful)
         self._weights = weights
         self._compares = True
-        self._drops = _dropping_late if differentiates else _dropping
+        self._drops: Callable[[], Context] = (
+            _dropping_late if differentiates else partial(saved_tensors_hooks, _drop, _never)
+        )
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Note the conditions of a forward that will be recomputed; keep no graph."""
@@ -116,14 +119,9 @@ class Repeatable(LayersGuard):
     def _holds_state(self) -> bool:
         return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
 
-    def _set_modes(self, wanted: list[bool]) -> None:
-        for module, training in zip(self._modules, wanted, strict=True):
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
             module.training = training
-
-
-def _dropping() -> Context:
-    """Let autograd save nothing."""
-    return saved_tensors_hooks(_drop, _never)
 
 
 @contextmanager
@@ -170,7 +168,10 @@ def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
     if version_counter(tensor) != version or again is None:
         return  # the caller changed the output in place since
     rounding = torch.finfo(again.dtype).eps ** 0.5 if again.is_cuda else 0.0
-    if again.shape != tensor.shape or not _close(tensor, again, rounding):
+    if again.shape != tensor.shape or not (
+        torch.equal(tensor, again)
+        or torch.allclose(tensor, again, rtol=rounding, atol=rounding, equal_nan=True)
+    ):
         raise RecomputeError(
             "a recompute did not give what its forward gave: a layer or the loss draws from a "
             "generator that is not keyed (numpy.random.default_rng(), random.Random()), counts "
@@ -179,10 +180,6 @@ def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
             "in a buffer. State that one layer alone has may stay as it is with "
             "recompute=Recompute.NEVER"
         )
-
-
-def _close(a: Tensor, b: Tensor, rounding: float) -> bool:
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=rounding, atol=rounding, equal_nan=True)
 
 
 def changed(what: str, remedy: str) -> RecomputeError:

@@ -64,19 +64,16 @@ class FileStore(AbstractStore):
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
             self._closing = weakref.finalize(self, self._file.close)
         size, lead = storage.nbytes(), storage.data_ptr() % _LINE_BYTES
-        start = self._place_for(size)
+        free = self._free.get(size)
+        start = free.pop() if free else self._end
+        if start == self._end:
+            self._end += size
         self._file.seek(start)
         rest = _bytes_of(storage)
         while rest:
             rest = rest[self._file.write(rest) :]
         self._num_held += 1
         return start, size, 0 if lead % _WIDEST_BYTES else lead
-
-    def _place_for(self, size: int) -> int:
-        if free := self._free.get(size):
-            return free.pop()
-        self._end += size
-        return self._end - size
 
     def get(self, place: Any) -> tuple[UntypedStorage, int]:
         start, size, lead = place

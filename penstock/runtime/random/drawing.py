@@ -268,30 +268,25 @@ def with_keyed_dropouts(
     """
     outer = getattr(_current, "stream", None)
     _current.stream = stream
-    replaced = [module for module in modules if _replace(module)]
+    with _lock:  # the first of several threads replaces a forward, the last one restores it
+        replaced: list[Any] = [m for m in modules if m in _users or is_plain(m)]
+        for module in replaced:
+            if module not in _users:
+                module.__dict__["forward"] = partial(_forward, module)
+            _users[module] = _users.get(module, 0) + 1
     try:
         return function()
     finally:
         _current.stream = outer
+        _put_back(replaced)
+
+
+def _put_back(replaced: Iterable[Any]) -> None:
+    with _lock:
         for module in replaced:
-            _put_back(module)
-
-
-def _replace(module: Any) -> bool:
-    with _lock:
-        if module not in _users:
-            if not is_plain(module):
-                return False
-            module.__dict__["forward"] = partial(_forward, module)
-        _users[module] = _users.get(module, 0) + 1
-    return True
-
-
-def _put_back(module: Any) -> None:
-    with _lock:
-        _users[module] -= 1
-        if not _users[module]:
-            del _users[module], module.__dict__["forward"]
+            _users[module] -= 1
+            if not _users[module]:
+                del _users[module], module.__dict__["forward"]
 
 
 def _forward(module: nn.Dropout, x: Tensor) -> Tensor:

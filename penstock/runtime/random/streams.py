@@ -78,21 +78,19 @@ class KeyedRandomness(TorchDispatchMode):
             return func(*args, **kwargs)
         self.note_checkpoint()
         if isinstance(kwargs.get("generator"), Generator):
-            self._check_own_generator(func)
+            if self._repeatable:
+                raise RandomnessError(
+                    f"{func} draws from a generator of the layer's own, so the layer cannot be "
+                    "recomputed with the same numbers. Let it draw from torch's default generator "
+                    "(Penstock keys it per layer and micro-batch), or use "
+                    "recompute=Recompute.NEVER"
+                )
             return func(*args, **kwargs)
         return route(self.generator(_device_of(args, kwargs)), args, kwargs)
 
     def note_checkpoint(self) -> None:
         """Note whether the next draw is inside the user's own checkpoint."""
         self.drew_in_checkpoint |= autograd_mode() != self._outside
-
-    def _check_own_generator(self, func: OpOverload) -> None:
-        if self._repeatable:
-            raise RandomnessError(
-                f"{func} draws from a generator of the layer's own, so the layer cannot be "
-                "recomputed with the same numbers. Let it draw from torch's default generator "
-                "(Penstock keys it per layer and micro-batch), or use recompute=Recompute.NEVER"
-            )
 
     def generator(self, device: torch.device) -> Generator:
         """Return the stream's generator for a device, in the state after its last draw."""
@@ -197,21 +195,17 @@ def _route(func: OpOverload) -> Callable[..., Any] | None:
         return None
     if any(argument.name == "generator" for argument in arguments_of(func)):
         return lambda generator, args, kwargs: func(*args, **{**kwargs, "generator": generator})
-    twin = _overload_with_generator(func)
-    if twin is not None:
-        return lambda generator, args, kwargs: twin(*args, **{**kwargs, "generator": generator})
-    return lambda generator, args, kwargs: _with_default_state(func, generator, args, kwargs)
-
-
-def _overload_with_generator(func: OpOverload) -> OpOverload | None:
+    # Look for an overload with the same arguments and a generator.
     packet = func.overloadpacket
     own = [(a.name, str(a.type)) for a in arguments_of(func)]
     for name in packet.overloads():
         twin: OpOverload = getattr(packet, name)
         arguments = [(a.name, str(a.type)) for a in arguments_of(twin)]
         if [a for a in arguments if a[0] != "generator"] == own and len(arguments) == len(own) + 1:
-            return twin
-    return None
+            return lambda generator, args, kwargs: twin(
+                *args, **{**kwargs, "generator": generator}
+            )
+    return lambda generator, args, kwargs: _with_default_state(func, generator, args, kwargs)
 
 
 def _with_default_state(func: OpOverload, generator: Generator, args: Any, kwargs: Any) -> Any:

@@ -56,13 +56,11 @@ def _reshaped(func: Any, shape: Shape, asked: Any, options: Any) -> Shape:
 
 
 def _reshape(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    tensor: Tensor = args[0]
-    return tensor.reshape(_shape_asked(local))
-
-
-def _expand(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    tensor: Tensor = args[0]
-    return tensor.expand(_shape_asked(local))
+    """Reshape or expand to this device's part of the new shape."""
+    tensor, shape = args[0], _shape_asked(local)
+    is_expansion = base_name(func.__name__) in ("expand", "broadcast_to")
+    result: Tensor = tensor.expand(shape) if is_expansion else tensor.reshape(shape)
+    return result
 
 
 def _make(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -134,7 +132,7 @@ class _Attention(NamedTuple):
     def weights(self) -> Tensor:
         """Compute the weights as torch does without a fused kernel."""
         scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        key, half = self._for_each_head(self.key), abs(scale) ** 0.5
+        key, half = self.for_each_head(self.key), abs(scale) ** 0.5
         sign = -half if scale < 0 else half
         scores = (self.query * sign) @ (key.transpose(-2, -1) * half)
         if self.bias is not None:
@@ -144,11 +142,8 @@ class _Attention(NamedTuple):
         found: Tensor = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
         return found
 
-    def values(self) -> Tensor:
-        """Return the values of each head."""
-        return self._for_each_head(self.value)
-
-    def _for_each_head(self, x: Tensor) -> Tensor:
+    def for_each_head(self, x: Tensor) -> Tensor:
+        """Repeat keys or values for the query heads that share them."""
         if not self.enable_gqa or x.shape[-3] == self.query.shape[-3]:
             return x
         return x.repeat_interleave(self.query.shape[-3] // x.shape[-3], -3)
@@ -164,13 +159,12 @@ def _attention(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     rows = local.whole_shape(weights.shape[:-1], layout)
     ones = torch.ones((*rows, weights.shape[-1]), dtype=weights.dtype, device=weights.device)
     dropped = weights * local.part_of(F.dropout(ones, given.dropout_p), layout)
-    mixed: Tensor = dropped @ given.values()
+    mixed: Tensor = dropped @ given.for_each_head(given.value)
     return mixed
 
 
 KERNELS: dict[str, Kernel] = {
-    **dict.fromkeys(RESHAPES, _reshape),
-    **dict.fromkeys(("expand", "broadcast_to"), _expand),
+    **dict.fromkeys((*RESHAPES, "expand", "broadcast_to"), _reshape),
     **dict.fromkeys(_MADE, _make),
     "dropout": _dropout,
     "made_like": _make_like,

@@ -48,7 +48,7 @@ class ChangingState:
             place: (
                 tensor,
                 version_counter(tensor),
-                _copy(tensor) if is_new or place in self._copied else None,
+                tensor.detach().clone() if is_new or place in self._copied else None,
             )
             if tensor is not None
             else (None, 0, None)
@@ -73,31 +73,24 @@ class ChangingState:
             ):
                 self._copied.add(place)
                 if copy is None:
-                    raise _lost(place)
+                    module, is_buffer, name = place
+                    kind = "buffer" if is_buffer else "attribute"
+                    raise RecomputeError(
+                        f"the forward changed {kind} {name!r} of a {type(module).__name__} in "
+                        "place, which no forward before it did, so a recompute could not see its "
+                        "old value. Zero the gradients and run the step again: from now on the "
+                        "old value is kept"
+                    )
                 old[place] = copy
             elif now.get(place) is not tensor:
                 old[place] = tensor
         return old
 
 
-def _lost(place: Place) -> RecomputeError:
-    module, is_buffer, name = place
-    kind = "buffer" if is_buffer else "attribute"
-    return RecomputeError(
-        f"the forward changed {kind} {name!r} of a {type(module).__name__} in place, which no "
-        "forward before it did, so a recompute could not see its old value. Zero the gradients "
-        "and run the step again: from now on the old value is kept"
-    )
-
-
 def _changed_in_place(tensor: Tensor, version: int, copy: Tensor | None) -> bool:
     if version_counter(tensor) != version or copy is None or tensor.layout is not torch.strided:
         return version_counter(tensor) != version
     return not same_bits(tensor, copy)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 Versions = dict[Place, tuple[Tensor, int]]
@@ -146,16 +139,14 @@ class BackwardState:
         self._check_unchanged(before)
         for (was, _), (now, weight) in zip(weights, self._weights.changes, strict=False):
             if was != now:
-                raise self._moved(weight)
-
-    def _moved(self, weight: Tensor) -> StateError:
-        return StateError(
-            f"the backward of stage {self._stage} changed a parameter of shape "
-            f"{tuple(weight.shape)} in place, after forwards of later micro-batches had run with "
-            "its old values: an optimizer that steps in a hook does this, and the gradients would "
-            "be of a mixture of both. The parameters may be half updated: load a checkpoint; call "
-            "optimizer.step() after train_step, or train with num_microbatches=1"
-        )
+                raise StateError(
+                    f"the backward of stage {self._stage} changed a parameter of shape "
+                    f"{tuple(weight.shape)} in place, after forwards of later micro-batches had "
+                    "run with its old values: an optimizer that steps in a hook does this, and "
+                    "the gradients would be of a mixture of both. The parameters may be half "
+                    "updated: load a checkpoint; call optimizer.step() after train_step, or train "
+                    "with num_microbatches=1"
+                )
 
     def _versions(self) -> Versions:
         """Return the tensor at each place, and its version."""

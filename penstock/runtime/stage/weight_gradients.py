@@ -6,6 +6,7 @@ torch, to the bit.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,10 +150,6 @@ def _no_hook(*_: object) -> None:
 # -- operators: the formulas of torch's own backward --------------------------------------------
 
 
-def _mm(node: Node) -> Deferred | None:
-    return _product(node, "self", 1)
-
-
 def _addmm(node: Node) -> Deferred | None:
     """Leave the bias to the input backward: its gradient is a small sum of what is at hand."""
     found = _product(node, "mat1", 2)
@@ -176,17 +173,14 @@ def _product(node: Node, name: str, place: int) -> Deferred | None:
     reads, numbers = saved_tensors(node, name), saved_numbers(node, "mat2_sym_strides")
     if reads is None or numbers is None:
         return None
-    by_columns = numbers[0] == (1, reads[0].shape[1])  # then autograd lays the gradient out so
-    return [place], _of_columns if by_columns else _of_rows, reads
+    by_columns = numbers[0] == (1, reads[0].shape[1])  # autograd's gradient has the same layout
 
+    def formula(gradient: Tensor, x: Tensor) -> list[Tensor]:
+        if by_columns and gradient.layout is torch.strided:
+            return [gradient.t().mm(x).t()]
+        return [x.t().mm(gradient)]
 
-def _of_columns(gradient: Tensor, x: Tensor) -> list[Tensor]:
-    is_dense = gradient.layout is torch.strided
-    return [gradient.t().mm(x).t()] if is_dense else _of_rows(gradient, x)
-
-
-def _of_rows(gradient: Tensor, x: Tensor) -> list[Tensor]:
-    return [x.t().mm(gradient)]
+    return [place], formula, reads
 
 
 def _bmm(node: Node) -> Deferred | None:
@@ -243,7 +237,7 @@ _EMBEDDING = ("weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq")
 
 OPERATORS: dict[str, Callable[[Node], Deferred | None]] = {
     "AddmmBackward0": _addmm,
-    "MmBackward0": _mm,
+    "MmBackward0": partial(_product, name="self", place=1),
     "BmmBackward0": _bmm,
     "ConvolutionBackward0": _convolution,
     "EmbeddingBackward0": _embedding,
