@@ -1,4 +1,4 @@
-"""The front door: a model as a pipeline."""
+"""`Pipeline`: train a model as a pipeline of stages."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from penstock.model.state import Held, in_evaluation
 from penstock.planner.arguments import Arguments, check_wanted
 from penstock.planner.plan import Plan
 from penstock.runtime.asynchronous import (
-    Updating,
+    WeightUpdater,
     as_pairs,
     check_updating,
     cut_all,
@@ -74,64 +74,62 @@ class Pipeline(AbstractMovable):
 
     Args:
         layers: an nn.Sequential, a list of modules and `penstock.Layer`s, or any nn.Module with
-            `example_inputs` (see `penstock.capture`); used as they are, not copied.
-        num_stages: K.  Layers are balanced by measured time, as often as the schedule runs them:
-            of `example_inputs` now, else of the first batch; until then by parameter counts.
+            `example_inputs` (see `penstock.capture`); the pipeline uses them without a copy.
+        num_stages: K.  Measured times of layers balance the stages: of `example_inputs` now, else
+            of the first batch; until then parameter counts do.
         partition: layers per stage, instead of `num_stages`.
         num_microbatches: M, by default 1.  A batch of N < M samples runs as N micro-batches; sizes
             differ by at most 1.
-        loss: (output, target) -> scalar tensor for one micro-batch; needed by `train_step`, but
-            for a captured model that computes a loss itself, from labels among its inputs.
-        reduction: how `loss` reduces over what it is given; or a function target -> weight, such
-            as the number of real tokens (of the inputs, where there is no target).  Micro-batch
-            losses are weighted so that they sum to the loss of the mini-batch.
-        schedule: one of `penstock.schedules`, by default gpipe, a Schedule of this size, or a
-            function of your own (num_stages, num_microbatches) -> Schedule; says which rank, a
-            thread or a process, runs which stages.
-        memory_limit_bytes: the most that a rank may keep for backwards (activations, and versions
-            of weights beside the newest; weights and gradients come on top), instead of
-            `recompute`: what layers keep is measured like their times, and what costs least is
-            chosen that fits; `offload` then says what may be moved away where recomputing is not
-            enough.  One number for all ranks, or one for each.
-        recompute: which activations to compute twice instead of keeping: those of stages (STAGE),
-            of some layers (Recompute.layers("block3", 5)), or none; one choice for all stages, or
-            one for each; default: STAGE.
-        offload: whether what forwards keep is moved away until shortly before its backward: to the
-            host's memory, on CPUs to files; one for all stages, or one for each; default: False.
-        offload_folder: where these files go; default: where temporary files go (TMPDIR).
+        loss: (output, target) -> scalar tensor for one micro-batch.  `train_step` needs it, except
+            for a captured model that computes its loss from labels among its inputs.
+        reduction: the reduction of `loss` over a micro-batch; or a function target -> weight, such
+            as the number of real tokens (of the inputs, if there is no target).  Weighted losses
+            of the micro-batches sum to the loss of the mini-batch.
+        schedule: one of `penstock.schedules`, by default gpipe, a Schedule of this size, or your
+            function (num_stages, num_microbatches) -> Schedule.  It also assigns stages to ranks
+            (threads or processes).
+        memory_limit_bytes: the most activation memory of a rank, in bytes, with older versions of
+            weights but without weights and gradients.  It replaces `recompute`: the cheapest
+            policy within the limit is chosen by measurement.  `offload` then lists stages that may
+            offload if recomputing is not enough.  One number for all ranks, or one for each.
+        recompute: activations to compute twice instead of keeping: those of stages (STAGE), of
+            some layers (Recompute.layers("block3", 5)), or none; one policy for all stages, or one
+            for each; default: STAGE.
+        offload: True moves activations to the host's memory, on CPUs to files, until shortly
+            before their backward; one for all stages, or one for each; default: False.
+        offload_folder: the folder of these files; default: that of temporary files (TMPDIR).
         devices: one per stage, or one for all; default: the visible GPUs in turn, one for each
             rank's stages, else the CPU.
-        seed: of the layers' random streams; default: 0.
+        seed: the seed of the layers' random streams; default: 0.
         example_inputs: a batch to balance the layers with, and to capture a model with.
         threads_per_stage: intra-op threads of a stage on the CPU, at most the cores; default:
             torch's, divided among the process's ranks.  Another count may round differently.
-        transport: what carries values between stages; default: worker threads of one process,
+        transport: the carrier of values between stages; default: worker threads of one process,
             torch.distributed between processes.
-        trace: what to record of each step, in `last_timeline`; between processes the strongest
-            that any of them asks for, of all stages of the own replica.
-        timeout_s: deadline of every wait between stages, in seconds, by default 600; between
+        trace: the record of each step, in `last_timeline`.  All processes record the strongest
+            trace of any of them, for all stages of their replica.
+        timeout_s: deadline of each wait between stages, in seconds, by default 600; between
             processes the mesh's counts.
-        mesh: who runs what (`penstock.init_mesh`).  In a mesh of processes each makes the same
-            pipeline and the same calls; each holds the layers of its own stages, and the others
-            lose their memory (they move to the meta device).  Layers built on the meta device get
-            values where they run, from their `reset_parameters` and `seed`.
+        mesh: the processes, from `penstock.init_mesh`.  All make the same pipeline and the same
+            calls.  Each holds the layers of its stages; other layers move to the meta device.
+            Layers built on the meta device get values from their `reset_parameters` and `seed`.
         batch_norm_over_replicas: pool BatchNorm's moments over the replicas of the mesh too.
         weights: a folder to load, as by `load_pretrained`, instead of drawing values.
-        tied_gradients: how often the gradient of a weight that several stages use is sent;
+        tied_gradients: the number of sends for the gradient of a weight that several stages use;
             default: PER_MICROBATCH.
-        sharding: how operators of a stage are divided among its ranks (docs/sharding.md): a name
-            such as "auto" or "megatron", or layouts of weights by name.  Needs `example_inputs`.
-        check_batches: when the ranks of a replica, who work on one mini-batch, compare the values
-            they are given; default: at the first eight steps and at every hundredth.
-        plan: how to run, as another pipeline's `plan` says; instead of num_stages, partition,
+        sharding: the layouts of operators on the ranks of a stage (docs/sharding.md): a name such
+            as "auto" or "megatron", or layouts of weights by name.  Needs `example_inputs`.
+        check_batches: the steps at which ranks of a replica compare the values of their batches;
+            default: the first eight steps and each hundredth.
+        plan: a plan to run, such as another pipeline's; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
             tied_gradients and sharding.
 
     Raises:
         ConfigError: an argument cannot work, or is given beside a plan that decides it.
-        PartitionError: the layers cannot be cut as asked.
-        CheckpointError: `weights` are not this model's.
+        PartitionError: the layers do not allow the partition.
+        CheckpointError: `weights` belong to another model.
     """
 
     def __init__(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -250,7 +248,7 @@ class Pipeline(AbstractMovable):
                 "synchronous schedule"
             )
         check_targets(targets)
-        with self._engine.lasting.turn.taken(), self._engine.reporting():
+        with self._engine.shared.lock.taken(), self._engine.reporting():
             scale = check_loss_scale(loss_scale)
             call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
             run = self._begin_step(inputs, targets, call)
@@ -295,7 +293,7 @@ class Pipeline(AbstractMovable):
             Exception: whatever `train_step` raises.  With an asynchronous schedule stages may have
                 made some of the updates: load a checkpoint.
         """
-        updating = Updating(optimizer, lr_scheduler)
+        updating = WeightUpdater(optimizer, lr_scheduler)
         check_updating(updating, dict(self.named_parameters()).values())
         pairs = as_pairs(batches)
         if not self._engine.is_asynchronous:
@@ -303,7 +301,7 @@ class Pipeline(AbstractMovable):
         self._check_can_train("train_steps")
         for _, targets in pairs:
             check_targets(targets)
-        with self._engine.lasting.turn.taken(), self._engine.reporting():
+        with self._engine.shared.lock.taken(), self._engine.reporting():
             call = replace(self._wanted, trains=True, trace=self._trace)
             cut = cut_all(self._engine, pairs, call)
             self._balance_by(cut[0].inputs[0])
@@ -334,8 +332,7 @@ class Pipeline(AbstractMovable):
     # -- outputs --------------------------------------------------------------------------------
 
     def eval_step(self, *inputs: Any, **keywords: Any) -> Any:
-        """Return the model's outputs for a batch of any size, in evaluation mode and without
-        gradients.
+        """Return the model's outputs for a batch, in evaluation mode and without gradients.
 
         Every module is back in the mode it was in afterwards.  May be called at any time, also
         between steps of training.
@@ -349,14 +346,13 @@ class Pipeline(AbstractMovable):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.lasting.turn.taken():  # before the modes change: a step may be running
+        with self._engine.shared.lock.taken():  # before the modes change: a step may be running
             everyone = [*self.modules(), *self.original.modules()]
             with in_evaluation(everyone):
                 return self._outputs(inputs, keywords)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Return the model's outputs for the whole batch, as the unsplit model does: a drop-in
-        module.
+        """Return the model's outputs for the whole batch, as the unsplit model does.
 
         Compute any loss from them and call `backward()`: the stages then run their backward
         passes and add to `.grad`, as in `train_step`.  Without gradients (torch.no_grad())
@@ -376,7 +372,7 @@ class Pipeline(AbstractMovable):
                 dimension 0.
             ConfigError: layers were given something else than one value.
         """
-        with self._engine.lasting.turn.taken():
+        with self._engine.shared.lock.taken():
             if not torch.is_grad_enabled():
                 return self._outputs(inputs, keywords)
             check_all_here(self.mesh)
@@ -387,7 +383,7 @@ class Pipeline(AbstractMovable):
             return outputs
 
     def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Run forwards only; put the outputs together, the same in every process."""
+        """Run forwards only; return the gathered outputs, the same in all processes."""
         with self._engine.reporting():
             value = self._layers.as_one_value(inputs, keywords)
             outputs = evaluate(self._engine, value, self._wanted, self.evaluations)
@@ -398,36 +394,37 @@ class Pipeline(AbstractMovable):
 
     @property
     def plan(self) -> Plan:
-        """Everything that decides how this pipeline runs."""
+        """The plan: all decisions about how this pipeline runs."""
         return self._engine.plan
 
     @property
     def sharding(self) -> Sharding | None:
-        """How operators are divided, a table if printed; None where each stage has one rank."""
+        """The sharding of operators, a table if printed; None if each stage has one rank."""
         return self._engine.shards.sharding
 
     @property
     def shards(self) -> CutWeights:
-        """What this process holds of weights that are cut."""
+        """The slices of weights in this process."""
         every = dict(self.named_parameters(remove_duplicate=False))
         return CutWeights(every, self._engine.shards.cut)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the own stages.  A process of several where none of them trains
-        (frozen stages, an idle one) yields one more without elements, name or gradient, so that
-        every optimizer can be made of them; no checkpoint has it.
+        """Yield the parameters of this process's stages.
+
+        If none of them trains (frozen stages, an idle process), yield one more without elements,
+        name or gradient, so that optimizers accept them; no checkpoint has it.
         """
         own = [*super().parameters(recurse)]
         return iter(own if any(p.requires_grad for p in own) else own + self._none)
 
     @property
     def num_stages(self) -> int:
-        """K."""
+        """The number of stages, K."""
         return self.plan.num_stages
 
     @property
     def seed(self) -> int:
-        """Of the layers' random streams."""
+        """The seed of the layers' random streams."""
         return self.plan.seed
 
     @seed.setter
@@ -436,22 +433,22 @@ class Pipeline(AbstractMovable):
 
     @property
     def number(self) -> int:
-        """Which of the pipelines of a mesh of processes this is."""
+        """The number of this pipeline among those of its mesh."""
         return self._engine.splitter.number
 
     @property
     def mesh(self) -> Mesh:
-        """Who runs what."""
+        """The mesh of processes that run the stages, replicas and shards."""
         return self._engine.mesh
 
     @property
     def original(self) -> nn.Module:
-        """The model that was captured; this pipeline itself if it was given layers."""
+        """The captured model; the pipeline itself if it was made of layers."""
         return self._layers.model or self
 
     @property
     def held(self) -> Held:
-        """What this process has of the model: tensors, and extra state of the modules it runs."""
+        """The state in this process: tensors, and extra state of the modules it runs."""
         return Held(
             self,
             self.original,
@@ -463,12 +460,12 @@ class Pipeline(AbstractMovable):
 
     @property
     def num_microbatches(self) -> int:
-        """M; a batch of fewer samples runs as that many micro-batches."""
+        """The number of micro-batches, M; a batch of fewer samples has one for each."""
         return self.plan.num_microbatches
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers per stage."""
+        """The number of layers on each stage."""
         return self.plan.partition
 
     @property
@@ -483,7 +480,7 @@ class Pipeline(AbstractMovable):
 
     @property
     def trace(self) -> Trace:
-        """What each step records in `last_timeline`; True stands for Trace.TIME."""
+        """The kind of trace that steps record in `last_timeline`; True stands for Trace.TIME."""
         return self._trace
 
     @trace.setter
@@ -492,7 +489,7 @@ class Pipeline(AbstractMovable):
 
     @property
     def last_timeline(self) -> Timeline | None:
-        """What the last training step recorded; None if it was not traced."""
+        """The timeline of the last training step; None if it was not traced."""
         if self._timeline is None and self._record is not None:
             self._timeline = self._record.timeline()
         return self._timeline
@@ -506,8 +503,9 @@ class Pipeline(AbstractMovable):
         return len(self._layers)
 
     def __getitem__(self, index: int | slice) -> "nn.Module | nn.Sequential":
-        """Return a layer, or several as an nn.Sequential, by position; those of other processes
-        hold shapes only.
+        """Return a layer, or a slice of layers as an nn.Sequential.
+
+        Layers of other processes have shapes only.
         """
         modules = [step.module for step in self._layers]
         return nn.Sequential(*modules[index]) if isinstance(index, slice) else modules[index]
@@ -526,9 +524,7 @@ class Pipeline(AbstractMovable):
     # -- another plan, another place ----------------------------------------------------------
 
     def _balance_by(self, part: Any) -> None:
-        """Cut the layers anew by measured time, with the first micro-batch that is at hand, if
-        this was not done yet.
-        """
+        """Partition the layers by measured time, once, with the first micro-batch available."""
         if self._will_balance and part is not None:
             self._engine.check_unchanged()
             self._will_balance = False
@@ -539,11 +535,11 @@ class Pipeline(AbstractMovable):
         self._engine = make_engine(self._layers, before.loss, plan, before.mesh, before=before)
 
     def after_move(self, function: Callable[..., Any]) -> None:
-        """Let each stage run where its parameters are now (after `to`, `half`)."""
+        """Run each stage on the device of its parameters (after `to`, `half`)."""
         self._run_as(plan_after_move(self._engine, function))
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all layers, as of any module."""
+        """Set the training mode of all layers."""
         for module in self.original.modules():
             module.training = mode
         return super().train(mode)

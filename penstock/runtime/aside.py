@@ -1,9 +1,9 @@
-"""Refuse values that one stage hands another aside: they come from another micro-batch.
+"""Refuse state that stages share outside their messages: it would mix micro-batches.
 
     stage 0  F0 F1 F2 ──writes──► store["mask"] ◄──reads── F0  stage 1
 
-What several stages can reach is found when stages are cut; the first steps watch whether it
-changes from micro-batch to micro-batch.
+`parties_of` finds the objects that several stages can reach.  The first steps watch whether these
+change from one micro-batch to the next.
 """
 
 import threading
@@ -28,11 +28,11 @@ from .run import Run
 from .stage.tape import Tape
 
 _WATCHED_RUNS = 3
-"""Runs with gradients that are watched, and runs without."""
+"""Number of runs to watch with gradients, and as many without."""
 
 
 class _Mark(NamedTuple):
-    """A value at one time; its version, if it is a tensor."""
+    """A value at one moment, and its version if it is a tensor."""
 
     value: Any
     version: int
@@ -40,7 +40,7 @@ class _Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A holder that parties of several stages reach."""
+    """An object that layers or losses of several stages reach, by its key."""
 
     key: Any
     parties: Sequence[Party]
@@ -50,13 +50,13 @@ class _Shared:
         return self.parties[0].found[self.key].holder
 
     def is_read_across(self, name: Any, stage_of: Sequence[int]) -> bool:
-        """Tell whether there is such a pair."""
+        """Tell whether one stage may use a name of the holder and another stage may read it."""
         users = [party for party in self.parties if party.may_use(self.key, name)]
         is_across = len({stage_of[party.layer] for party in users}) > 1
         return is_across and any(party.may_read(self.key, name) for party in users)
 
     def pair(self, name: Any, stage_of: Sequence[int]) -> tuple[Party, Party] | None:
-        """Return who may use what is there under a name, and who may read it on another stage."""
+        """Return a party that may use a name, and one on another stage that may read it."""
         name = None if isinstance(self.holder, FILLED) else name
         users = [party for party in self.parties if party.may_use(self.key, name)]
         readers = [party for party in users if party.may_read(self.key, name)]
@@ -64,15 +64,16 @@ class _Shared:
             (user, reader)
             for user, reader in product(users, readers)
             if stage_of[user.layer] != stage_of[reader.layer]
-        ]  # who writes first, who does not write last
+        ]
+        # Prefer a pair whose user writes and whose reader does not: that is the likely fault.
         writes = partial(Party.may_write, key=self.key, name=name)
         return max(found, key=lambda pair: writes(pair[0]) - writes(pair[1]), default=None)
 
 
 class Aside:
-    """Watches what layers and the loss share across stages, in the first runs.
+    """Watches, in the first runs, the state that layers and the loss share across stages.
 
-    `across`: stages are in several processes, where what one writes never reaches the others.
+    `across`: stages are in several processes, so one stage's writes never reach the others.
     """
 
     def __init__(self, parties: Sequence[Party], stage_of: Sequence[int], *, across: bool) -> None:
@@ -82,7 +83,7 @@ class Aside:
         self._written = frozenset[str]().union(*(party.writes for party in parties))
         self._shared = list(self._across_stages(parties))
         self.has_shared = bool(self._shared)
-        """Whether there is anything to watch."""
+        """True if stages share any state."""
         self._marks: dict[tuple[Any, Any], _Mark] = {}
         self._changed: dict[tuple[Any, Any], set[tuple[int, int]]] = {}
 
@@ -103,14 +104,14 @@ class Aside:
                     yield one
 
     def _states(self, holder: Any) -> dict[Any, Any]:
-        """Return what a holder has that may change: what code writes somewhere, and tensors."""
+        """Return a holder's attributes that may change: tensors, and names that code writes."""
         held = content(holder)
         if isinstance(holder, FILLED):
             return held
         return {n: v for n, v in held.items() if n in self._written or isinstance(v, Tensor)}
 
     def begin(self, run: Run) -> "Aside | None":
-        """Take part in a run, if it is to be watched: there is something, and it may differ."""
+        """Watch a run if its shared state can differ; else return None."""
         can_differ = len(run.batch.sizes) > 1 or self._across
         if not (can_differ and self._left[run.caller.with_grad]):
             return None
@@ -121,15 +122,14 @@ class Aside:
         return self
 
     def end(self) -> None:
-        """Let go of the values that were looked at."""
+        """Drop the references to the watched values."""
         self._marks.clear()
 
     def look(self, run: Run, tape: Tape) -> None:
-        """See what has changed since the last look.
+        """Find the state that changed since the last look.
 
         Raises:
-            StateError: something has changed for a second micro-batch, and another stage may read
-                it.
+            StateError: state changed for a second micro-batch, and another stage may read it.
         """
         with self._lock:
             now = dict(self._look())
@@ -182,8 +182,11 @@ def _is_same(one: _Mark | None, other: _Mark | None) -> bool:
     old, new = one or _Mark(ABSENT, 0), other or _Mark(ABSENT, 0)
     if old.value is new.value:
         return old.version == new.version
-    if isinstance(old.value, Tensor) and isinstance(new.value, Tensor):
-        return _version(old.value) == old.version and _is_equal(old.value, new.value)
+    a, b = old.value, new.value
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        is_plain = type(a) is Tensor and type(b) is Tensor and not (a.is_meta or b.is_meta)
+        alike = is_plain and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+        return alike and _version(a) == old.version and torch.equal(a, b)
     if isinstance(old.value, tuple) and isinstance(new.value, tuple):
         pairs = zip(old.value, new.value, strict=False)
         alike = len(old.value) == len(new.value)
@@ -194,10 +197,3 @@ def _is_same(one: _Mark | None, other: _Mark | None) -> bool:
 def _version(value: Any) -> int:
     with without_torch_function():  # a parameter that another stage has refuses what it is asked
         return version_of(value) if isinstance(value, Tensor) else 0
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    if type(one) is not Tensor or type(other) is not Tensor or one.is_meta or other.is_meta:
-        return False
-    alike = one.dtype == other.dtype and one.device == other.device and one.shape == other.shape
-    return alike and torch.equal(one, other)

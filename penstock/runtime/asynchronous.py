@@ -24,8 +24,8 @@ Pair = tuple[Any, Any]
 """Inputs and targets."""
 
 
-class Updating(NamedTuple):
-    """What moves the weights, and what changes its options after each batch."""
+class WeightUpdater(NamedTuple):
+    """The optimizer, and the scheduler that changes its options after each batch."""
 
     optimizer: Optimizer
     lr_scheduler: Any
@@ -53,14 +53,13 @@ def as_pairs(batches: Iterable[Pair]) -> list[Pair]:
     return found
 
 
-def check_updating(updating: Updating, parameters: Iterable[Tensor]) -> None:
-    """See that the optimizer moves some of these parameters, and the scheduler its rates.
+def check_updating(updating: WeightUpdater, parameters: Iterable[Tensor]) -> None:
+    """Check that the optimizer moves some of these parameters, and the scheduler its rates.
 
-    Parameters of others, such as those of another model that learns beside the pipeline, may be in
-    a synchronous step's optimizer too.
+    The optimizer of a synchronous step may hold parameters of other models too.
 
     Raises:
-        ConfigError: one is of another kind, or belongs to others.
+        ConfigError: an argument has another type, or belongs to another model or optimizer.
     """
     optimizer, scheduler = updating
     check_kind("optimizer", optimizer, Optimizer, "an optimizer of pipe.parameters()")
@@ -84,7 +83,7 @@ def check_updating(updating: Updating, parameters: Iterable[Tensor]) -> None:
 
 
 def train_one_by_one(
-    train_step: Callable[..., Tensor], batches: Sequence[Pair], updating: Updating
+    train_step: Callable[..., Tensor], batches: Sequence[Pair], updating: WeightUpdater
 ) -> Tensor:
     """Take a synchronous step and an update for each batch."""
     _check_steps_alone(updating, len(batches))
@@ -98,8 +97,8 @@ def train_one_by_one(
     return torch.stack(found)
 
 
-def _check_steps_alone(updating: Updating, num_batches: int) -> None:
-    """See that batches can be trained on one after the other by `step()` without arguments.
+def _check_steps_alone(updating: WeightUpdater, num_batches: int) -> None:
+    """Check that the optimizer and the scheduler work with `step()` without arguments.
 
     Raises:
         ConfigError: there is no batch, or the optimizer or scheduler wants more.
@@ -120,11 +119,11 @@ def _check_steps_alone(updating: Updating, num_batches: int) -> None:
 
 
 def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:
-    """Cut mini-batches into micro-batches, all processes alike.
+    """Cut mini-batches into micro-batches, in the same way on all processes.
 
     Raises:
-        ConfigError: there is none, they are not as many on all processes, an input requires grad,
-            or replicas would have to be heard before each update.
+        ConfigError: there is no batch, processes have different numbers of them, an input requires
+            grad, or there are replicas.
     """
     engine.mesh.world.require_same("train_steps", {"number of batches": len(batches)})
     if not batches:
@@ -144,8 +143,8 @@ def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:
     return [engine.splitter.cut(inputs, targets, call) for inputs, targets in batches]
 
 
-def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Updating) -> Run:
-    """Run mini-batches, of which the first is step number `step`, and update the weights.
+def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: WeightUpdater) -> Run:
+    """Run mini-batches as the steps from number `step` on, and update the weights.
 
     Raises:
         ConfigError: the optimizer cannot be used stage by stage, or weights share memory.
@@ -160,7 +159,7 @@ def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Updati
     optimizers = divided(updating.optimizer, parameters, updates)
     _check_apart(engine)
     run = engine.new_run(batch, "train", step, with_grad=True, num_minibatches=len(cut))
-    # a cast of weights that torch keeps would outlive them
+    # Autocast caches casts of weights; after an update they would be casts of older weights.
     autocasts = tuple(replace(mode, cache=False) for mode in run.caller.autocasts)
     run.caller = replace(run.caller, autocasts=autocasts)
     run.loss = engine.loss
@@ -184,7 +183,7 @@ def losses(engine: Engine, cut: Sequence[Batch], run: Run) -> Tensor:
 
 
 def _check_apart(engine: Engine) -> None:
-    """See that a parameter can move to other memory, and nothing else with it.
+    """Check that each parameter can move to other memory alone.
 
     Raises:
         ConfigError: it shares memory with another parameter or buffer.

@@ -11,10 +11,11 @@ reads them): it runs as any module does, and its statistics move with every micr
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ConfigError, StatisticsWarning
 from penstock.model.capture.watch import original_class
@@ -33,10 +34,10 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def batch_norms(modules: Iterable[nn.Module]) -> tuple[AnyBatchNorm, ...]:
-    """Find the BatchNorm layers whose running statistics move once per mini-batch.
+    """Return the BatchNorm layers whose running statistics move once per mini-batch.
 
     Raises:
-        ConfigError: one of them is a SyncBatchNorm, which pools over processes on its own.
+        ConfigError: one is a SyncBatchNorm, which already pools over processes.
     """
     return tuple(module for module in _tracking(modules) if _runs_torchs_forward(module))
 
@@ -45,11 +46,14 @@ def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> No
     """Warn of BatchNorm layers whose running statistics move with every micro-batch.
 
     Raises:
-        ConfigError: they were to be pooled over replicas.
+        ConfigError: the user asked to pool their statistics over replicas.
     """
     modules = list(modules)
     unpooled: list[Any] = [m for m in _tracking(modules) if not _runs_torchs_forward(m)]
-    unpooled += [m for module in modules for m in module.modules() if _is_scripted_norm(m)]
+    for module in chain.from_iterable(module.modules() for module in modules):
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        if is_scripted and getattr(module, "original_name", "").startswith("BatchNorm"):
+            unpooled.append(module)
     if not unpooled:
         return
     kinds = {getattr(module, "original_name", type(module).__name__) for module in unpooled}
@@ -86,12 +90,6 @@ def _tracking(modules: Iterable[nn.Module]) -> list[AnyBatchNorm]:
     return [module for module in found if module.track_running_stats]
 
 
-def _is_scripted_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a BatchNorm that torch.jit has compiled."""
-    is_scripted = isinstance(module, torch.jit.ScriptModule)
-    return is_scripted and getattr(module, "original_name", "").startswith("BatchNorm")
-
-
 def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
     """Tell whether a call runs torch's own forward, with a momentum that can be set."""
     kind: Any = original_class(module)
@@ -105,9 +103,9 @@ def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
 
 
 class Norms(LayersGuard, RerunGuard):
-    """The BatchNorm layers of a stage, whose running statistics move once per mini-batch.
+    """Moves the running statistics of a stage's BatchNorm layers once per mini-batch.
 
-    `pool` adds the moments of the stage's replicas to its own.
+    `pool` adds the moments of the other replicas.
     """
 
     def __init__(self, stage: int, modules: Sequence[nn.Module], pool: Pool | None) -> None:
@@ -118,7 +116,7 @@ class Norms(LayersGuard, RerunGuard):
         """Refuse BatchNorm layers that were put in, or taken out, since the stage was made.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: the BatchNorm layers differ from those at construction.
         """
         if batch_norms(self._modules) != self.layers:
             raise ConfigError(
@@ -129,7 +127,7 @@ class Norms(LayersGuard, RerunGuard):
 
     @contextmanager
     def around_forward(self, run: Run, tape: Tape) -> Iterator[None]:
-        """Note the moments of each call."""
+        """Record the moments of each call."""
         with separate_statistics(self.layers, run.stages[self._stage].moments) as in_checkpoint:
             yield
         tape.reruns_in_backward |= bool(in_checkpoint)
@@ -139,11 +137,11 @@ class Norms(LayersGuard, RerunGuard):
         return separate_statistics(self.layers, into=None)
 
     def around_rerun(self, run: Run, tape: Tape) -> Context | None:
-        """Note nothing twice where layers run again in a checkpoint of the user's own."""
+        """Note nothing twice if the user's own checkpoint runs layers again."""
         return separate_statistics(self.layers, into=None) if tape.may_rerun else None
 
     def commit(self, run: Run) -> None:
-        """Move the running statistics by all micro-batches' moments; free those."""
+        """Move the running statistics by the moments of all micro-batches; free the moments."""
         here = run.stages[self._stage]
         moments, here.moments = here.moments, {}
         if self._pool is not None:
@@ -157,18 +155,19 @@ class Norms(LayersGuard, RerunGuard):
 def separate_statistics(
     modules: tuple[AnyBatchNorm, ...], into: MomentsByModule | None
 ) -> Iterator[set[AnyBatchNorm]]:
-    """Let the given layers leave their running statistics alone, and note each call's moments.
+    """Protect the running statistics of layers, and record the moments of each call.
 
-    While a layer is called in training mode its running statistics are stand-ins which its own
-    kernel overwrites (momentum 1), so the moments cost no pass over the data.  With `into` None
-    they are dropped: a recompute counts nothing twice.
+        before a call   running_mean = zeros, momentum = 1
+        the kernel      running_mean = mean of this micro-batch      no second pass over the data
+        after a call    moments noted; the layer's own buffers and momentum put back
+
+    With `into` None the moments are dropped: a recompute counts nothing twice.
 
     Yields:
-        The layers that ran inside a checkpoint of the user's own, and will run again in the
-        backward.
+        The layers that ran inside the user's own checkpoint; the backward will run them again.
 
     Raises:
-        ConfigError: something other than a call of a layer moved its running statistics.
+        ConfigError: code moved the running statistics without calling the layer.
     """
     in_checkpoint: set[AnyBatchNorm] = set()
     swaps = [
@@ -186,7 +185,7 @@ def separate_statistics(
 
 
 class _Swap:
-    """Stand-ins for the running statistics of one layer, for as long as a call of it lasts."""
+    """Swaps the running statistics of one layer for stand-ins during each call."""
 
     def __init__(
         self, module: AnyBatchNorm, into: MomentsByModule | None, in_checkpoint: set[AnyBatchNorm]
@@ -195,8 +194,10 @@ class _Swap:
         self._outside = autograd_mode()
         self._own = {name: buffers_of(module)[name] for name in _STATISTICS}
         self._momentum = module.momentum
-        self._seen = [
-            (b, version_of(b), _contents(b)) for b in self._own.values() if b is not None
+        self._seen = [  # with a copy on a CPU: its kernels change buffers without a new version
+            (b, version_of(b), None if b.is_cuda else b.clone())
+            for b in self._own.values()
+            if b is not None
         ]
         self._handles = (
             module.register_forward_pre_hook(self._before),
@@ -204,18 +205,21 @@ class _Swap:
         )
 
     def end(self) -> None:
-        """Leave the layer as it was."""
+        """Remove the hooks and restore the layer."""
         for handle in self._handles:
             handle.remove()
         self._put_back()
 
     def check_untouched(self) -> None:
-        """Refuse statistics that did not wait for the end of the mini-batch.
+        """Refuse running statistics that moved before the end of the mini-batch.
 
         Raises:
-            ConfigError: they have moved.
+            ConfigError: the statistics moved.
         """
-        if any(map(_is_moved, *zip(*self._seen, strict=True))):
+        if any(
+            version_of(buffer) != version or (copy is not None and not same_bits(buffer, copy))
+            for buffer, version, copy in self._seen
+        ):
             raise ConfigError(
                 f"the running statistics of a {type(self._module).__name__} were changed in a "
                 "forward, other than by a call of the layer (bn.forward(x), or "
@@ -253,17 +257,6 @@ class _Swap:
         self._into.setdefault(self._module, []).append((x.numel() // x.shape[1], mean, variance))
 
 
-def _contents(buffer: Tensor) -> Tensor | None:
-    """Copy a buffer where that is cheap: kernels move statistics without a new version."""
-    return None if buffer.is_cuda else buffer.clone()
-
-
-def _is_moved(buffer: Tensor, version: int, contents: Tensor | None) -> bool:
-    if version_of(buffer) != version:
-        return True
-    return contents is not None and not same_bits(buffer, contents)
-
-
 def _commit(module: AnyBatchNorm, rows: list[Moments]) -> None:
     running_mean, running_var = module.running_mean, module.running_var
     assert running_mean is not None
@@ -283,8 +276,8 @@ def _commit(module: AnyBatchNorm, rows: list[Moments]) -> None:
 def pooled(rows: list[Moments]) -> Moments:
     """Pool moments of several sets of values into those of their union (float64).
 
-    A few operators for all rows: with one for each, a deep network of 32 micro-batches took
-    longer here than in two of its micro-batches.
+    Few operators handle all rows: with one per row, pooling 32 micro-batches of a deep network
+    took longer than two micro-batches.
     """
     counts, means, variances = zip(*rows, strict=True)
     count = sum(counts)

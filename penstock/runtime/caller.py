@@ -1,8 +1,8 @@
-"""What a step shares with the thread that calls it: modes, and random number generators.
+"""Share the calling thread's modes with worker threads, and guard its random generators.
 
-Workers enter the caller's modes, which threads do not inherit.  Torch's default generators and
-those of Python's `random` and `numpy.random`, the outside ones, are the same for all threads: a
-step leaves them alone, and `guarded_default_generators` sees to it.
+Threads do not inherit torch's modes, so workers enter the caller's.  All threads share torch's
+default generators and the outside ones, Python's `random` and `numpy.random`.  A step must leave
+these alone; `guarded_default_generators` checks that.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ from penstock.torch_private import (
 from .devices import with_index
 
 _around: ContextVar[tuple[str, ...] | None] = ContextVar("modes_around", default=None)
-"""The modes that keep the pipeline around this layer in its calling thread; None without one."""
+"""Names of the modes that bind the surrounding pipeline to its calling thread; None outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Autocast:
 class CallerContext:
     """Grad mode, inference mode, autocast, default device, denormal numbers and context variables.
 
-    `hooks_disabled` is what `disable_saved_tensors_hooks` was told; None where it was not entered.
+    `hooks_disabled` is the message of `disable_saved_tensors_hooks`; None if it was not entered.
     `bound` names the modes that no other thread can enter.
     """
 
@@ -66,10 +66,10 @@ class CallerContext:
 
     @classmethod
     def capture(cls, with_grad: bool, devices: Iterable[torch.device]) -> "CallerContext":
-        """Note the calling thread's modes; grad mode is the run's own.
+        """Read the calling thread's modes; the run sets its own grad mode.
 
         Raises:
-            ConfigError: that thread caches parametrized weights, and gradients are recorded.
+            ConfigError: the thread caches parametrized weights, and gradients are recorded.
         """
         if with_grad and cached_weights.depth:
             raise ConfigError(
@@ -100,12 +100,12 @@ class CallerContext:
 
     @property
     def casts(self) -> bool:
-        """Whether autocast is on."""
+        """True if autocast is on for a device of the run."""
         return any(mode.enabled for mode in self.autocasts)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Work under the captured modes inside."""
+        """Enter the captured modes in this thread; leave them in reverse order."""
         if _flushes() != self.flushes:
             torch.set_flush_denormal(self.flushes)
         token = _around.set(self.bound)
@@ -133,11 +133,10 @@ class CallerContext:
             yield
 
     def check_hooks(self, what_for: str) -> None:
-        """Refuse a step that needs saved_tensors_hooks, as `what_for` says, where they are
-        disabled.
+        """Refuse a step that needs saved_tensors_hooks (for `what_for`) if they are disabled.
 
         Raises:
-            ConfigError: it needs them.
+            ConfigError: the step needs them.
         """
         if self.with_grad and self.hooks_disabled is not None and what_for:
             raise ConfigError(
@@ -161,9 +160,7 @@ class CallerContext:
 
 
 def _bound_modes() -> tuple[str, ...]:
-    """Name the modes of this thread that apply to it alone; inside a layer of another pipeline,
-    those around that one.
-    """
+    """Name the modes that apply to this thread alone, or around the pipeline that calls us."""
     around = _around.get()
     if around is not None:
         return around
@@ -177,24 +174,22 @@ def _bound_modes() -> tuple[str, ...]:
 
 
 def _default_device() -> torch.device | None:
-    """Return the default device, if one was chosen."""
+    """Return the default device that the user set, or None."""
     if any(map(is_default_device, function_modes())):
         return torch.get_default_device()
     return None
 
 
 def _flushes(half: float = 0.5) -> bool:
-    """Tell whether this thread takes denormal numbers for 0 (`torch.set_flush_denormal`)."""
+    """Tell whether this thread rounds denormal numbers to 0 (`torch.set_flush_denormal`)."""
     return sys.float_info.min * half == 0
 
 
 @contextmanager
 def fresh_casts() -> Iterator[None]:
-    """Let a run neither find torch's casts of weights nor leave any, as long as no layer of
-    another pipeline runs around it.
+    """Clear torch's autocast cache before and after a run, unless another pipeline calls it.
 
-    An autocast of the caller's keeps its casts until it ends, also of weights that an optimizer
-    has moved since.
+    The caller's autocast caches casts until it ends, even of weights that an optimizer has moved.
     """
     if _around.get() is None:
         torch.clear_autocast_cache()
@@ -207,7 +202,7 @@ def fresh_casts() -> Iterator[None]:
 
 @contextmanager
 def keeping_casts() -> Iterator[None]:
-    """Let no autocast that ends inside clear torch's casts of weights: all threads share those."""
+    """Keep torch's autocast cache while inner autocasts end: all threads share that cache."""
     torch.autocast_increment_nesting()
     try:
         yield
@@ -221,16 +216,16 @@ default_generators_lock: ContextVar[threading.Lock] = ContextVar(
     "default_generators_lock",
     default=threading.Lock(),  # noqa: B039 - one lock for all is what is wanted
 )
-"""Held by whoever has put a state of its own into the generators that all threads share.
+"""The lock of the generators that all threads share, held while one thread changes their state.
 
-What runs inside a layer that holds it (another pipeline) finds a fresh one in its context.
+A pipeline inside a layer that holds it finds a fresh lock in its context.
 """
 
 NUMPYS: Any = numpy.random
-"""Its stub leaves functions out."""
+"""The module `numpy.random`, without types: its stub leaves functions out."""
 
 _MT19937_BYTES = 4 * 625
-"""Its 624 words, and its place in them."""
+"""Bytes of a Mersenne Twister's state: 624 words, and the position in them."""
 
 _UNCLEAR = (
     "Python's or NumPy's global generator drew random numbers in a step, outside the streams of "
@@ -254,13 +249,13 @@ def generators_for(devices: Iterable[torch.device]) -> list[Generator]:
 
 
 def have_moved(generators: Iterable[Generator], before: Iterable[Tensor]) -> bool:
-    """Tell whether a generator is not in the state that it was in before."""
+    """Tell whether the state of a generator has changed."""
     pairs = zip(generators, before, strict=True)
     return any(not torch.equal(g.get_state(), state) for g, state in pairs)
 
 
 def outside_states() -> tuple[Any, bytes | str]:
-    """Return what changes when Python's or NumPy's global generator draws, to compare."""
+    """Return the states of Python's and NumPy's global generators, to compare."""
     bits = NUMPYS.get_bit_generator()
     if isinstance(bits, numpy.random.MT19937):  # its words and its place in them: 60 times faster
         return random.getstate(), ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
@@ -270,13 +265,13 @@ def outside_states() -> tuple[Any, bytes | str]:
 def generator_states(
     generators: Iterable[Generator],
 ) -> tuple[list[Tensor], tuple[Any, bytes | str]]:
-    """Return the states of default generators and of the outside ones, to compare."""
+    """Return the states of torch's default generators and of the outside ones, to compare."""
     with default_generators_lock.get():
         return [generator.get_state() for generator in generators], outside_states()
 
 
 def others_may_draw() -> bool:
-    """Tell whether threads run that are not Penstock's, and may draw while a run does."""
+    """Tell whether this process has threads, other than Penstock's workers, that may draw."""
     current = threading.current_thread()
     others = [t for t in threading.enumerate() if t is not current]
     return any(not t.name.startswith("penstock-rank-") for t in others)
@@ -286,20 +281,20 @@ def others_may_draw() -> bool:
 def guarded_default_generators(
     devices: Iterable[torch.device], look_again: Callable[[BaseException], None]
 ) -> Iterator[None]:
-    """Check that nothing drew from a default generator inside.
+    """Check that no code inside draws from a default or outside generator.
 
-    Where it was an outside one, and other threads run that may have drawn, this is a warning, and
-    `look_again` is called: if it was a layer, it draws from its stream in the next step.
+    If an outside one moved and other threads may have drawn, warn and call `look_again`: a layer
+    that drew will use its stream in the next step.
 
     Raises:
-        RandomnessError: something did; the step's masks would depend on the number of stages.
+        RandomnessError: code drew; the step's masks would depend on the number of stages.
     """
     generators = generators_for(devices)
     before, outside = generator_states(generators)
     differing: RecomputeError | None = None
     try:
         yield
-    except RecomputeError as error:  # most likely because of a draw, which is what to tell
+    except RecomputeError as error:  # a draw is the likely cause: report that if there was one
         differing = error
     with default_generators_lock.get():
         moved = have_moved(generators, before)

@@ -1,4 +1,4 @@
-"""Make an engine: cut layers into stages on devices, and choose what drives them."""
+"""Make an engine: cut layers into stages, place them on devices, choose a driver."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,28 +24,28 @@ from penstock.types import Transport
 from .aside import Aside
 from .batch_norm import batch_norms, warn_of_unpooled
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver
-from .engine import Engine, Lasting, Turn
+from .engine import Engine, Shared, StepLock
 from .memory.stores import store_on
 from .microbatches import Splitter
 from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
 from .shards.at_rest import CutWeights
 from .shards.divided import Shards
-from .stage.stage import Keeping, Stage
+from .stage.stage import ActivationPolicy, Stage
 from .workers import ThreadDriver
 
 _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
-"""Just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX; blocks above teach it nothing."""
+"""Bytes of the block: just below 32 MiB, glibc's DEFAULT_MMAP_THRESHOLD_MAX."""
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Keep freed memory in the process: a step frees and takes the same megabytes again and again.
+    """Keep freed memory in the process: each step frees and takes the same megabytes.
 
-    glibc gives free memory at the end of a heap back once it exceeds twice the largest block that
-    was ever mapped on its own and freed; the next micro-batch pays with page faults, 5 % of a step
-    of small blocks (benchmarks/throughput).  Mapping and freeing one large block, whose pages are
-    never touched, raises that bound to 64 MiB.  Other allocators are not impressed.
+    glibc returns the free end of a heap to the system above a bound: twice the largest block that
+    was mapped alone and freed.  The next micro-batch then pays with page faults, 5 % of a step of
+    small blocks (benchmarks/throughput).  One large block, mapped, never touched and freed, raises
+    the bound to 64 MiB.  Other allocators ignore this.
     """
     torch.empty(_LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
@@ -60,25 +60,27 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     sharding: Sharding | None = None,
     before: Engine | None = None,
 ) -> Engine:
-    """Cut layers into stages, and move those that run here to their devices.
+    """Cut layers into stages, and move the stages of this process to their devices.
 
-    Layers that another process runs give back their memory.  With `draws`, layers without values
-    get drawn ones; else a file has them.  With `before`, the engine takes over from that of
-    another plan for the same layers, nothing of which is running now: its processes, its threads
-    and its turn.
+    Layers of other processes free their memory.  With `draws`, layers without values get random
+    ones; else a file has them.  The engine takes over the processes, threads and lock of `before`,
+    an idle engine of another plan for the same layers.
 
     Raises:
-        PartitionError: layers on different stages share what only one stage can have.
+        PartitionError: layers on different stages share state that only one stage can have.
     """
+    # 1. Find the state that stages share; take over what outlives a plan.
     stage_of = stage_of_layers(plan.partition)
     layers.check_sharing(stage_of)
     parties = before.aside.parties if before else parties_of(layers, loss)
     aside = Aside(parties, stage_of, across=mesh.stages.size > 1)
-    lasting = _lasting(layers, loss, plan, mesh) if before is None else before.lasting
-    replicas, plans = lasting.replicas, tuple(layers.plan_stages(plan.partition))
-    lasting.splitter.readers = tuple(p.index for p in plans if p.reads_input)
+    shared = _shared_parts(layers, loss, plan, mesh) if before is None else before.shared
+    replicas, plans = shared.replicas, tuple(layers.plan_stages(plan.partition))
+    shared.splitter.readers = tuple(p.index for p in plans if p.reads_input)
+
+    # 2. Put the layers of this process's stages on their devices, whole or in shards.
     devices = stage_devices(plan, mesh)
-    here = lasting.processes.stages_of(mesh.rank)
+    here = shared.processes.stages_of(mesh.rank)
     mine = [(p, devices[p.index]) for p in plans if p.index in here]
     shards = Shards(sharding, mesh) if before is None else before.shards
     cuts = sharding is not None and before is None
@@ -86,11 +88,13 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
 
     def stage_on(p: StagePlan, device: torch.device) -> Stage:
         store = store_on(device, plan.offload_folder) if p.index in plan.offloading else None
-        keeping = Keeping(store, plan.dropped_layers(p.index))
+        policy = ActivationPolicy(store, plan.dropped_layers(p.index))
         own_loss = loss if p.output else None
-        return Stage(p, device, len(layers), own_loss, replicas, keeping, shards.calls)
+        return Stage(p, device, len(layers), own_loss, replicas, policy, shards.calls)
 
     stages = tuple(stage_on(*planned) for planned in mine)
+
+    # 3. Say how schedules become programs: which stages recompute, offload and commit statistics.
     modules = {
         p.index: [*(step.module for step in p.steps), *modules_of_loss(loss if p.output else None)]
         for p in plans
@@ -110,7 +114,7 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
         loss=loss,
         plan=plan,
         mesh=mesh,
-        lasting=lasting,
+        shared=shared,
         aside=aside,
         shards=shards,
         devices=devices,
@@ -119,6 +123,8 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
         lowering=lowering,
         places=layers.places(),
     )
+
+    # 4. Let replicas start from the same values.
     if replicas is not None:
         replicas.partial = shards.partial
         refuse_sparse(chain.from_iterable(p.steps for p, _ in mine), shards)
@@ -128,8 +134,8 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     return engine
 
 
-def _lasting(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Lasting:
-    """Make what outlives the plan."""
+def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Shared:
+    """Make the parts of an engine that outlive its plan."""
     keep_freed_memory()
     cache_weights_per_thread()
     pools, connects = plan.batch_norm_over_replicas, plan.transport.is_between_processes
@@ -143,12 +149,12 @@ def _lasting(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Lasting:
         driver = ProcessDriver(mesh, plan)
     elif plan.transport is not Transport.LOOPBACK:
         driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)
-    splitter, turn = Splitter(mesh, processes), Turn(is_connected=connects)
-    return Lasting(processes, splitter, replicas, driver, in_caller, turn)
+    splitter, lock = Splitter(mesh, processes), StepLock(is_connected=connects)
+    return Shared(processes, splitter, replicas, driver, in_caller, lock)
 
 
 def described(engine: Engine) -> Iterator[str]:
-    """Say in one line a stage where it runs, its layers and parameters."""
+    """Yield one line per stage: its device or rank, layers and number of parameters."""
     here = {stage.index: str(stage.device.device) for stage in engine.stages}
     for plan in engine.stage_plans:
         index, steps = plan.index, plan.steps
@@ -164,9 +170,9 @@ def described(engine: Engine) -> Iterator[str]:
 
 
 def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
-    """Return the engine's plan with each stage where its parameters are now.
+    """Return the engine's plan with each stage on the device of its parameters.
 
-    Without any, it is where `function` moves a tensor.
+    A stage without tensors is on the device to which `function` moves an empty one.
     """
     placement = engine.plan.placement
     names = list(placement.devices)
@@ -179,7 +185,7 @@ def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
 
 
 class PipelineLike(Protocol):
-    """What saving, loading and clipping use of a `penstock.Pipeline`, whose class stands above."""
+    """The part of `penstock.Pipeline` that checkpoints and clipping use, for types."""
 
     step: int
     evaluations: int
@@ -199,15 +205,15 @@ class PipelineLike(Protocol):
 
 
 def is_pipeline(module: object) -> TypeGuard[PipelineLike]:
-    """Tell whether something is a `penstock.Pipeline`: it has a plan."""
+    """Tell whether an object is a `penstock.Pipeline`: it has a plan."""
     return isinstance(getattr(module, "plan", None), Plan)
 
 
 def check_pipeline(pipe: object) -> None:
-    """Refuse what is no pipeline.
+    """Refuse an object that is no pipeline.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `pipe` is no `penstock.Pipeline`.
     """
     if not is_pipeline(pipe):
         raise ConfigError(f"pipe={shown(pipe)}; give the pipeline, a penstock.Pipeline")

@@ -1,8 +1,9 @@
-"""Where a stage runs: a device, and on a GPU the streams that keep copies beside the computing.
+"""Run a stage's kernels and copies on two streams of its GPU; do nothing on a CPU.
 
-On the CPU all of this is nothing.  On a GPU each stage computes on a stream of its own, and values
-from another device are copied on a second one, so that a copy overlaps with the computing of other
-micro-batches.  Several stages may share one GPU: they then share its memory, not a stream.
+    compute   F0 ─────── F1 ─────── F2 ───────
+    copy            x1 ──►┘    x2 ──►┘          copies overlap with the kernels before
+
+Stages on the same GPU share its memory, but each has its own two streams.
 """
 
 import time
@@ -16,11 +17,11 @@ from torch import Tensor
 _T = TypeVar("_T", Tensor, Tensor | None)
 
 Event = torch.cuda.Event
-"""A mark on a stream: what it stands behind is done when the mark is reached."""
+"""A CUDA event: reached once the stream has finished the work issued before it."""
 
 
 def why_missing(name: Any) -> str:
-    """Say why no stage of this process can run on a device; nothing where one can."""
+    """Return why no stage of this process can run on a device; "" if one can."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
@@ -39,14 +40,14 @@ def why_missing(name: Any) -> str:
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Name a GPU by its number: `cuda` is the current one."""
+    """Return the device with its number: `cuda` means the current GPU."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 class StageDevice:
-    """A device as one stage sees it."""
+    """A device, with one stage's compute stream and copy stream if it is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,7 +60,7 @@ class StageDevice:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Issue work to this stage's stream inside."""
+        """Issue kernels to this stage's compute stream inside."""
         if self._compute is None:
             yield
             return
@@ -67,19 +68,19 @@ class StageDevice:
             yield
 
     def wait_for_caller(self) -> None:
-        """Let this stage's streams wait for what the caller's current stream was given so far."""
+        """Let both streams wait for the work issued so far to the caller's current stream."""
         if self._compute is not None and self._copy is not None:
             current = torch.cuda.current_stream(self.device)
             self._compute.wait_stream(current)
             self._copy.wait_stream(current)
 
     def make_caller_wait(self) -> None:
-        """Let the caller's current stream wait for all that this stage was given."""
+        """Let the caller's current stream wait for all work of this stage."""
         if self._compute is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._compute)
 
     def mark(self) -> Event | None:
-        """Mark where this stage's computing is now; None on the CPU, where nothing lags."""
+        """Record an event on the compute stream; return None on a CPU."""
         if self._compute is None:
             return None
         event = Event()
@@ -88,7 +89,7 @@ class StageDevice:
 
     @contextmanager
     def copying(self) -> Iterator[torch.cuda.Stream]:
-        """Issue copies inside that run beside the computing, after what was computed so far."""
+        """Issue copies to the copy stream inside, after the kernels issued so far."""
         assert self._compute is not None
         assert self._copy is not None
         self._copy.wait_stream(self._compute)
@@ -96,7 +97,7 @@ class StageDevice:
             yield self._copy
 
     def mark_copies(self) -> Event | None:
-        """Mark where this stage's copies are now; None on the CPU."""
+        """Record an event on the copy stream; return None on a CPU."""
         if self._copy is None:
             return None
         event = Event()
@@ -104,17 +105,17 @@ class StageDevice:
         return event
 
     def wait(self, event: Event) -> None:
-        """Let this stage's computing wait for a mark."""
+        """Let the compute stream wait for an event."""
         if self._compute is not None:
             self._compute.wait_event(event)
 
     def synchronize(self) -> None:
-        """Wait until this stage's stream is idle."""
+        """Wait until the compute stream is idle."""
         if self._compute is not None:
             self._compute.synchronize()
 
     def timing_mark(self) -> Event | None:
-        """Mark the time at which the device reaches this point; None on the CPU."""
+        """Record an event with its time on the compute stream; return None on a CPU."""
         if self._compute is None:
             return None
         event = Event(enable_timing=True)
@@ -122,7 +123,7 @@ class StageDevice:
         return event
 
     def bring(self, tensors: Sequence[_T], event: Event | None) -> list[_T]:
-        """Bring tensors here: as they are if they live here, else copied beside the computing."""
+        """Return tensors on this device; those of other devices are copied on the copy stream."""
         if self._compute is None or self._copy is None:
             if event is not None:
                 event.synchronize()
@@ -132,9 +133,10 @@ class StageDevice:
                 self._copy.wait_event(event)
             here = [self._here(tensor) for tensor in tensors]
         self._compute.wait_stream(self._copy)
+        # The allocator must not reuse a tensor's memory while another stream still reads it.
         for tensor in here:
             if tensor is not None:
-                tensor.record_stream(self._compute)  # or its memory could be reused too early
+                tensor.record_stream(self._compute)
         for tensor in tensors:
             if tensor is not None and tensor.is_cuda and tensor.device != self.device:
                 tensor.record_stream(self._copy)
@@ -147,10 +149,10 @@ class StageDevice:
 
 
 class Clock:
-    """Marks points in time on GPUs' streams and on the CPU, and reads them all at the end.
+    """Records times on GPU streams and on the CPU, and reads them all at the end.
 
-    A GPU's events tell only the time between two of them, so each GPU gets an event whose time on
-    the CPU's clock is known: the GPU is idle then.
+    Events tell only the time between two of them.  So each GPU records a first event while it is
+    idle, whose time on the CPU's clock is known.
     """
 
     def __init__(self, devices: Iterable[StageDevice]) -> None:
@@ -164,16 +166,19 @@ class Clock:
                 self._bases[device.device] = (base, time.perf_counter())
 
     def mark(self, device: StageDevice) -> None:
-        """Mark the time at which `device` has done all it was given so far."""
+        """Record the time at which `device` finishes the work issued so far."""
         event = device.timing_mark()
         self._marks.append(time.perf_counter() if event is None else (device.device, event))
 
     def times_s(self) -> list[float]:
-        """Read the times of all marks, in turn; waits for the GPUs."""
-        return [mark if isinstance(mark, float) else self._read_s(*mark) for mark in self._marks]
-
-    def _read_s(self, device: torch.device, event: Event) -> float:
-        base, base_s = self._bases[device]
-        event.synchronize()
-        elapsed_ms: float = base.elapsed_time(event)
-        return base_s + elapsed_ms / 1e3
+        """Return the times of all marks in order, in seconds; wait for the GPUs."""
+        times_s: list[float] = []
+        for mark in self._marks:
+            if isinstance(mark, float):
+                times_s.append(mark)
+            else:
+                device, event = mark
+                base, base_s = self._bases[device]
+                event.synchronize()
+                times_s.append(base_s + base.elapsed_time(event) / 1e3)
+        return times_s

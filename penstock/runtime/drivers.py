@@ -1,6 +1,6 @@
-"""Who runs the programs: the calling thread runs all of them, or this process's own.
+"""Drive programs in the calling thread: of all ranks, or of this process.
 
-Worker threads, one for each program, are in `workers`.
+`workers` has the driver with one thread per rank.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ from .stage.stage import Stage
 class Work:
     """One run to drive: the lowered schedule, the stages by number, the caller's modes.
 
-    With `casts`, ranks enter the caller's autocast: to begin with, or for a recompute.
+    With `casts`, ranks enter the caller's autocast, in forwards or in recomputes.
     """
 
     schedule: Schedule
@@ -42,18 +42,18 @@ class AbstractDriver(ABC):
 
     @abstractmethod
     def drive(self, work: Work) -> None:
-        """Execute every program; return when all ranks are done.
+        """Execute all programs; return when all ranks are done.
 
         Raises:
-            Exception: the first one that any rank raised, as itself, with the place noted.
+            Exception: the first one that a rank raised, with a note of the stage and layer.
         """
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release what it holds; it can be used again and then takes hold anew."""
+        """Release threads; the next run starts new ones."""
 
 
 class CallerDriver(AbstractDriver):
-    """Runs all ranks in the calling thread, in an order that never changes."""
+    """Runs all ranks in the calling thread, always in the same order."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads

@@ -1,4 +1,4 @@
-"""Run a plan: one call at a time, by the stages of a pipeline that are in this process."""
+"""Run a plan on the stages of this process, one call at a time."""
 
 import os
 import threading
@@ -32,17 +32,17 @@ from .replicas import Replicas
 from .run import Run, Streams
 from .shards.divided import Shards
 from .stage.stage import Stage
-from .unsplit import together
+from .unsplit import merged_reasons
 from .workers import ThreadDriver
 
 _Key = tuple[Mode, int, int]
-"""What a program is of: the mode, the micro-batches of a mini-batch, the mini-batches."""
+"""Cache key of a lowered program: mode, micro-batches per mini-batch, mini-batches."""
 
 
-class Turn:
-    """One call's, or nobody's; only of one process.
+class StepLock:
+    """Lets one call at a time run the stages, in the process that owns their threads.
 
-    That is the one which uses them first, or which other processes are connected with.
+    That process is the first to run them, or the one that other processes are connected with.
     """
 
     def __init__(self, *, is_connected: bool = False) -> None:
@@ -51,14 +51,14 @@ class Turn:
         self._in_backward = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Turn, ()  # a copied pipeline runs on its own
+        return StepLock, ()  # a copied pipeline runs on its own
 
     @contextmanager
     def taken(self, *, backward: bool = False) -> Iterator[None]:
-        """Let the caller have it; `backward`: for the backward of an earlier call.
+        """Hold the lock; with `backward`, for the backward of an earlier call.
 
         Raises:
-            PenstockError: somebody has it, or this process was forked from the one that uses it.
+            PenstockError: another call holds it, or this process is a fork of the owner.
         """
         here = os.getpid()
         self._process = self._process or here
@@ -70,7 +70,19 @@ class Turn:
                 'multiprocessing.get_context("spawn")'
             )
         if not self._lock.acquire(blocking=False):
-            raise _busy(in_backward=self._in_backward)
+            if self._in_backward:
+                raise PenstockError(
+                    "this pipeline was called while the backward of an earlier call runs. A "
+                    "torch.utils.checkpoint around the pipeline does that: what a stage saved is "
+                    "to be computed again, and the stages are busy. Leave it out and use "
+                    "recompute=Recompute.STAGE, which saves as much; or give checkpoint "
+                    "use_reentrant=True. A hook that calls the pipeline does it too: call it later"
+                )
+            raise PenstockError(
+                "this pipeline is running already: it was called from another thread, or from "
+                "inside one of its own layers, losses or hooks. Its stages do one step at a time; "
+                "let the first call end, or use a second pipeline (copy.deepcopy)"
+            )
         self._in_backward = backward
         try:
             yield
@@ -78,47 +90,31 @@ class Turn:
             self._lock.release()
 
 
-def _busy(*, in_backward: bool) -> PenstockError:
-    if in_backward:
-        return PenstockError(
-            "this pipeline was called while the backward of an earlier call runs. A "
-            "torch.utils.checkpoint around the pipeline does that: what a stage saved is to be "
-            "computed again, and the stages are busy. Leave it out and use "
-            "recompute=Recompute.STAGE, which saves as much; or give checkpoint "
-            "use_reentrant=True. A hook that calls the pipeline does it too: call it later"
-        )
-    return PenstockError(
-        "this pipeline is running already: it was called from another thread, or from "
-        "inside one of its own layers, losses or hooks. Its stages do one step at a time; "
-        "let the first call end, or use a second pipeline (copy.deepcopy)"
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class Lasting:
-    """What outlives a plan: the processes of the stages, what runs programs, and whose turn."""
+class Shared:
+    """The parts of an engine that a new plan keeps: placement, splitter, replicas, drivers."""
 
     processes: Placement
     splitter: Splitter
     replicas: Replicas | None
     driver: AbstractDriver
     in_caller: AbstractDriver
-    turn: Turn
+    lock: StepLock
 
 
 @dataclass(kw_only=True, eq=False)
 class Engine:
-    """Runs a plan, which it keeps: drives the stages that are in this process.
+    """Runs one plan: drives the stages of this process.  `construction.make_engine` makes it.
 
-    `construction.make_engine` makes one.  `places` are the parameters and blocks that stages were
-    cut from, `lowering` is how schedules become programs; `aside` watches what stages share.
+    `places` are the parameters and blocks that stages were cut from.  `lowering` turns schedules
+    into programs.  `aside` watches the state that stages share.
     """
 
     layers: Layers
     loss: Any
     plan: Plan
     mesh: Mesh
-    lasting: Lasting
+    shared: Shared
     aside: Aside
     shards: Shards
     devices: tuple[torch.device, ...]
@@ -129,11 +125,11 @@ class Engine:
     is_current: bool = True
     _programs: dict[_Key, Schedule] = field(default_factory=dict)
     _dividing: set[_Key] = field(default_factory=set)
-    """Those with backwards in two parts."""
+    """Keys of the programs whose backwards have two parts."""
     _has_looked: bool = False
 
     def __post_init__(self) -> None:
-        self.splitter, self.processes = self.lasting.splitter, self.lasting.processes
+        self.splitter, self.processes = self.shared.splitter, self.shared.processes
         self.is_asynchronous = self.plan.schedule.is_asynchronous
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
 
@@ -143,11 +139,11 @@ class Engine:
         return list(dict.fromkeys(t for own in owned for t in (*own.parameters, *own.buffers)))
 
     def check_unchanged(self) -> None:
-        """See that what the stages were cut from is still there, and nothing else.
+        """Check that the model still has the parameters and blocks the stages were cut from.
 
         Raises:
-            CutError: a parameter or a block is another one.
-            ConfigError: there are other BatchNorm layers.
+            CutError: a parameter or a block was replaced.
+            ConfigError: BatchNorm layers were added or removed.
         """
         for stage in self.stages:
             stage.check_norms()
@@ -166,11 +162,11 @@ class Engine:
 
     @property
     def loss_here(self) -> Any:
-        """The loss, where this process computes it."""
+        """The loss function, if this process computes the loss; else None."""
         return next((self.loss for stage in self.stages if stage.plan.output), None)
 
     def _needs_hooks(self, trace: Trace) -> str:
-        """Say what of this plan needs saved_tensors_hooks."""
+        """Name the features of this plan that need saved_tensors_hooks."""
         found = []
         if self.lowering.recompute:
             found.append("a recompute, to save nothing in a forward")
@@ -181,11 +177,11 @@ class Engine:
         return "; ".join(found)
 
     def program(self, mode: Mode, num_microbatches: int, num_minibatches: int = 1) -> Schedule:
-        """Return the lowered and verified schedule of a call; kept for the next one like it.
+        """Return the lowered and verified schedule of a call; cache it.
 
         Raises:
-            ScheduleError: the schedule is wrong.
-            ConfigError: for this number of micro-batches it runs a stage on another rank.
+            ScheduleError: the schedule breaks a law.
+            ConfigError: with this number of micro-batches it runs a stage on another rank.
         """
         key = (mode, num_microbatches, num_minibatches)
         if key not in self._programs:
@@ -204,7 +200,7 @@ class Engine:
         return mode, every, len(run.batch.sizes) // every
 
     def reporting(self) -> AbstractContextManager[None]:
-        """Tell the other processes of whatever is raised inside, and what runs where."""
+        """Report an exception raised inside to the other processes, with the stages here."""
         if self.mesh.processes is None:
             return nullcontext()
         return self.mesh.world.reporting(self.processes.names)
@@ -212,7 +208,7 @@ class Engine:
     def new_run(
         self, batch: Batch, phase: str, step: int, *, with_grad: bool, num_minibatches: int = 1
     ) -> Run:
-        """Return what a call for `batch` reads and writes, which may be several mini-batches."""
+        """Return the `Run` of a call for `batch`, which may hold several mini-batches."""
         every = len(batch.sizes) // num_minibatches
         return Run(
             batch=batch,
@@ -225,13 +221,14 @@ class Engine:
     ) -> None:
         """Run a schedule to its end, by the driver; with `in_caller`, in the calling thread.
 
-        `caller` is another one than that of the run, for backwards that come later.
+        `caller` replaces the context of the run, for backwards that come later.
 
         Raises:
-            Exception: whatever a layer or the loss raised first, with the place noted.
+            Exception: the first one that a layer or the loss raised, with a note of the place.
             RandomnessError: a layer drew random numbers outside its stream.
-            ConfigError: it needs saved_tensors_hooks, and the caller has disabled them.
+            ConfigError: the plan needs saved_tensors_hooks, and the caller has disabled them.
         """
+        # 1. Prepare the stages, and check that nothing changed since they were made.
         self.check_unchanged()
         run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
         for stage in self.stages:
@@ -243,28 +240,34 @@ class Engine:
         program, enters = self.program_of(run, mode), caller.casts or run.caller.casts
         work = Work(program, stages, run, caller, casts=enters)
         run.looks = not self._has_looked and self._key(run, mode) in self._dividing
-        replicas = self.lasting.replicas if mode is Mode.TRAIN else None
+
+        # 2. Set earlier gradients and hooks aside: only this step's gradients are summed.
+        replicas = self.shared.replicas if mode is Mode.TRAIN else None
         if replicas is not None:
             parameters = [p for stage in self.stages for p in stage.weights.owned.parameters]
             replicas.hooks = summed_hooks(parameters, self.shards, self.layers, self.plan)
             replicas.set_aside(parameters)
+
+        # 3. Choose the driver: a mode that no worker can enter keeps the run in this thread.
         for device in self._with_streams:
             device.wait_for_caller()
-        driver = self.lasting.driver  # unless a mode is on that no worker can enter
+        driver = self.shared.driver
         stays = in_caller or (isinstance(driver, ThreadDriver) and caller.stays())
-        driver = self.lasting.in_caller if stays else driver
+        driver = self.shared.in_caller if stays else driver
+
+        # 4. Run; sum gradients over replicas and shards, then add the earlier ones.
         try:
             casts = fresh_casts() if work.casts else nullcontext()
             guarded = guarded_default_generators(self.devices, self._look_again)
             with self.shards.for_step(), guarded, casts:
                 driver.drive(work)
-                if replicas is not None and run.window is None:  # else each update has finished
+                if replicas is not None and run.window is None:  # else each update waits itself
                     replicas.finish()
             if replicas is not None:
                 replicas.add_earlier()
             if run.looks:
                 self._tell_unsplit(run)
-        except BaseException as error:  # what was seen of the layers may be half, or the cause
+        except BaseException as error:  # facts learned of layers may be incomplete, or the cause
             self._look_again(error)
             raise
         finally:
@@ -275,16 +278,16 @@ class Engine:
             stage.forget(error)
 
     def _tell_unsplit(self, run: Run) -> None:
-        """Put into the plan, the same in all processes, what the stages' backwards have shown."""
+        """Add to the plan, on all processes, the reasons why stages did not split backwards."""
         seen = [here.divided for here in run.stages.values()]
         what = "for what their backwards in two parts have shown"
         everyone = self.mesh.world.gather(seen, what)
-        self.plan = replace(self.plan, unsplit=together(chain.from_iterable(everyone)))
+        self.plan = replace(self.plan, unsplit=merged_reasons(chain.from_iterable(everyone)))
         self._has_looked = True
 
     def _leave(self, run: Run) -> None:
-        if self.lasting.replicas is not None:
-            self.lasting.replicas.hooks.put_back()
+        if self.shared.replicas is not None:
+            self.shared.replicas.hooks.put_back()
         if run.aside is not None:
             run.aside.end()
         for stage in self.stages:
@@ -293,7 +296,7 @@ class Engine:
             device.make_caller_wait()
 
     def record(self, run: Run, mode: Mode) -> Record | None:
-        """Return what a traced run noted on all stages; None if it was not traced."""
+        """Return the record of a traced run on all stages; None if it was not traced."""
         if run.batch.trace is Trace.OFF:
             return None
         noted = gather_noted(self.mesh, run.recorded, self.splitter.agreed_s)
@@ -301,4 +304,4 @@ class Engine:
 
     def close(self) -> None:
         """End the worker threads; the next run starts new ones."""
-        self.lasting.driver.close()
+        self.shared.driver.close()

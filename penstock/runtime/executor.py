@@ -1,4 +1,4 @@
-"""The executor: the only interpreter of schedules that touches tensors."""
+"""Execute the instructions of a rank: the only interpreter of schedules with tensors."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -64,7 +64,7 @@ class Executor:
             execute(instruction)
 
     def execute(self, instruction: Instruction) -> None:
-        """Execute one instruction on its stage's stream, and note when, if the run is traced."""
+        """Execute one instruction on its stage's stream; record its times if the run is traced."""
         if self._clock is None and not self._on_gpu:
             self._execute(instruction)
         elif self._on_gpu:
@@ -126,7 +126,7 @@ class Executor:
         self._channels.send(message, payload)
 
     def _new_bytes(self, edge: tuple[bool, int, int], payload: Activation | Gradient) -> int:
-        """Count the bytes of tensors; what lasts as long as the run counts once on an edge."""
+        """Return the payload's bytes; a weight that lasts for the run counts once per edge."""
         total = 0
         lasting = payload.lasting if isinstance(payload, Activation) else frozenset()
         for place, leaf in enumerate(payload.leaves):
@@ -139,7 +139,7 @@ class Executor:
         return total
 
     def finish(self) -> None:
-        """Hand the noted times over to the run; call once the rank is done."""
+        """Hand the recorded times over to the run, once the rank is done."""
         if self._clock is not None:
             self._run.recorded.sent_bytes[self._rank] = self._sent_bytes
             self._run.recorded.times_s[self._rank] = self._times_s or self._clock.times_s()

@@ -1,14 +1,14 @@
-"""Hooks on parameters whose gradients several processes have parts of: run once, on the sums.
+"""Run hooks on gradients once per step, on sums over replicas and shards.
 
-    backwards of a step     no hook runs: what is found is a share of a sum
-    summed                  register_hook: given the step's gradient, may return another
-    added to `.grad`        register_post_accumulate_grad_hook: given the parameter
+    backwards of a step     no hook runs: each gradient is a part of a sum
+    sums are there          register_hook: gets the step's gradient, may return another
+    added to `.grad`        register_post_accumulate_grad_hook: gets the parameter
 
-A process that shares its stages with nobody leaves hooks where they are: autograd runs them for
-each micro-batch, as in the unsplit model.
+Without replicas and shards hooks stay in place: autograd runs them for each micro-batch, as in the
+unsplit model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .shards.divided import Shards
 
 
 class SummedHooks:
-    """The hooks of some parameters in one step; they are away until `run_found`."""
+    """The hooks of some parameters in one step, removed until `run_found`."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         both = {p: gradient_hooks(p) for p in parameters}
@@ -37,17 +37,17 @@ class SummedHooks:
         return [*{**self._found, **self._added}]
 
     def follows(self, parameter: Tensor) -> bool:
-        """Tell whether a hook runs after a gradient was added."""
+        """Tell whether a hook of the parameter runs after its gradient was added."""
         return parameter in self._added
 
     def take(self) -> None:
-        """Take the hooks away, so that autograd runs none."""
+        """Remove the hooks, so that autograd runs none."""
         for hooks in (*self._found.values(), *self._added.values()):
             self._away.append((hooks, dict(hooks)))
             hooks.clear()
 
     def put_back(self) -> None:
-        """Put away hooks back where they were, before those that were added meanwhile."""
+        """Restore the removed hooks, ahead of hooks that were added since."""
         for hooks, before in self._away:
             new = dict(hooks)
             hooks.clear()
@@ -56,34 +56,30 @@ class SummedHooks:
 
     @torch.no_grad()
     def run_found(self) -> None:
-        """Put the hooks back, and give each the sum of a step's gradients."""
+        """Restore the hooks, and call each with the sum of the step's gradients."""
         self.put_back()
         for parameter, hooks in self._found.items():
-            for hook in _in_order(hooks):
+            for hook in tuple(hooks.values()):  # a hook may remove itself
                 if parameter.grad is not None:
                     other = hook(parameter.grad)
                     parameter.grad = parameter.grad if other is None else other
 
     @torch.no_grad()
     def run_added(self) -> None:
-        """Tell the hooks that the sums stand in `.grad`."""
+        """Call the hooks that run once the sums are in `.grad`."""
         for parameter, hooks in self._added.items():
-            for hook in _in_order(hooks):
+            for hook in tuple(hooks.values()):
                 if parameter.grad is not None:
                     hook(parameter)
-
-
-def _in_order(hooks: Mapping[int, Any]) -> Sequence[Any]:
-    return tuple(hooks.values())  # one may remove itself
 
 
 def summed_hooks(
     parameters: Sequence[Tensor], shards: Shards, layers: Layers, plan: Plan
 ) -> SummedHooks:
-    """Find the hooks of a step that are to be given sums, and refuse those that cannot be.
+    """Return the hooks of a step that need sums; refuse hooks that cannot get them.
 
     Raises:
-        ConfigError: names the parameter; says what to do.
+        ConfigError: names the parameter and the remedy.
     """
     hooks = SummedHooks(parameters if shards.is_shared else ())
     for parameter in hooks.hooked:

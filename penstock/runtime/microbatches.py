@@ -1,4 +1,4 @@
-"""Cut a mini-batch into micro-batches, all processes alike, and weigh and add up their losses."""
+"""Cut a mini-batch into micro-batches, alike on all processes; weigh and sum their losses."""
 
 import copy
 import math
@@ -36,11 +36,11 @@ _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a call asks for.
+    """The options of a call.
 
-    Without `trains`, outputs are wanted, and no weights.  All processes must ask for the same, but
-    for `trace`: the strongest that any of them asks for is what all record.  With `computes_loss`
-    the model computes its loss itself.
+    Without `trains` the call returns outputs, and losses have no weights.  All processes must use
+    the same options, except `trace`: all record the strongest one.  With `computes_loss` the model
+    computes its loss itself.
     """
 
     num_microbatches: int
@@ -53,10 +53,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A mini-batch cut into micro-batches, as one process sees it.
+    """The micro-batches of a mini-batch in one process.
 
-    `first` is the number of this replica's first micro-batch among those of all replicas, `trace`
-    what all processes record; `reduction` is how a model reduces a loss that it computes itself.
+    `first` is the number of this replica's first micro-batch among those of all replicas.  `trace`
+    says what all processes record.  `reduction` is the reduction of a loss in the model.
     """
 
     sizes: list[int]
@@ -68,12 +68,12 @@ class Batch:
     reduction: Reduce = Reduction.MEAN
 
     def output_weights(self) -> list[float]:
-        """Weigh the micro-batches' losses where the model has computed them.
+        """Return the weights of losses that the model has computed.
 
-        Where nothing counts they weigh by their samples: the loss is then the model's own 0/0.
+        If all weights are 0, samples weigh instead: the loss is then the model's own 0/0.
 
         Raises:
-            BatchError: the reduction function weighs by the batch, which is not here.
+            BatchError: the reduction function needs the batch, and this process has none.
         """
         if not isinstance(self.reduction, Reduction) and self.inputs[0] is None:
             raise BatchError(
@@ -87,11 +87,10 @@ class Batch:
 
 
 class Splitter:
-    """Cuts the mini-batches of one pipeline; every process sees the cuts of its own replica.
+    """Cuts the mini-batches of one pipeline; each process sees the cuts of its own replica.
 
-    What a process knows of a batch `counts` if it is the first of its shards, which know the same.
-    `readers` are the stages that read the inputs, `number` the pipeline's among those of the
-    mesh, `agreed_s` when this process had last heard from all others.
+    `readers` are the stages that read the inputs.  `number` counts the pipelines of the mesh.
+    `agreed_s` is the time at which this process last heard from all others.
     """
 
     def __init__(self, mesh: Mesh, placement: Placement) -> None:
@@ -110,22 +109,22 @@ class Splitter:
         self.check_batches(CheckBatches.FIRST)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Splitter":
-        """Return that of a copied pipeline, which has a number of its own: all ranks copy it."""
+        """Return the splitter of a copied pipeline, with a new number: all ranks copy alike."""
         other = copy.copy(self)
         other.number = self._world.number_pipeline(f"a copy of number {self.number}")
         return other
 
     def check_batches(self, when: CheckBatches) -> None:
-        """Say when the values are compared that the ranks of a replica are given."""
+        """Set when the ranks of a replica compare the values of their batches."""
         self._check = BatchCheck(when, num_shards=self._num_shards)
 
     def cut(self, inputs: Any, targets: Any, call: Call) -> Batch:
-        """Cut a batch into micro-batches, all processes alike.
+        """Cut a batch into micro-batches, in the same way on all processes.
 
         Raises:
             BatchError: inputs and targets do not fit together, or are missing where needed.
-            UncountedError: nothing in the batch counts.
-            MeshError: the processes do not ask for the same.
+            UncountedError: the weights of all micro-batches are 0.
+            MeshError: the processes make different calls.
         """
         self._calls += 1
         # 1. Flatten once what this process was given, and weigh it where the loss is computed.
@@ -191,7 +190,7 @@ class Splitter:
         )
 
     def _raw_weights(self, weighed: FlatBatch | None, call: Call) -> list[float]:
-        """Weigh the micro-batches by a function of the user's, where the loss is computed."""
+        """Return the user's weights of the micro-batches, if this process computes the loss."""
         if not call.trains or isinstance(call.reduction, Reduction) or not self._ends_here:
             return []
         if weighed is None:
@@ -203,7 +202,7 @@ class Splitter:
         return raw_weights(call.reduction, weighed.split(sizes), sizes)
 
     def loss(self, losses: Mapping[int, Tensor]) -> Tensor:
-        """Add up the micro-batches' losses in their order, to the same sum on every process."""
+        """Sum the micro-batches' losses in their order; return the same sum on each process."""
         mine: Tensor | None = None
         for i in range(len(losses)):
             mine = losses[i] if mine is None else mine + losses[i]
@@ -215,7 +214,7 @@ class Splitter:
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
-    """Cut N samples into M sizes that differ by at most 1, larger first; N < M gives N ones."""
+    """Return M sizes that sum to N and differ by at most 1, larger first; N < M gives N ones."""
     count = min(num_samples, num_microbatches)
     share, rest = divmod(num_samples, count)
     return [share + 1] * rest + [share] * (count - rest)
@@ -230,10 +229,11 @@ def first_microbatch(value: Any, num_microbatches: int) -> Any:
 
 
 def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return what each micro-batch weighs before the weights are divided by their sum.
+    """Return the weight of each micro-batch, before division by their sum.
 
-    So weighed, the losses of the micro-batches sum to that of the mini-batch.  MEAN: n_i / N.
-    SUM: 1.  A function of the target (such as its number of real tokens): w_i / sum w.
+        MEAN       n_i / N            n_i samples of N
+        SUM        1
+        function   w_i / sum w        of the target, such as its number of real tokens
 
     Raises:
         BatchError: a weight is negative or not a number.
@@ -254,18 +254,16 @@ def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int])
 
 
 def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]:
-    """Divide raw weights by the sum of all, those of other replicas included, which is above 0;
-    SUM divides nothing.
-    """
+    """Divide raw weights by `total`, the sum over all replicas, above 0; SUM divides nothing."""
     return list(raw) if reduction is Reduction.SUM else [weight / total for weight in raw]
 
 
 def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
-    """Return how losses reduce, on every process alike.
+    """Return the reduction of losses, the same on each process.
 
     Raises:
-        BatchError: losses are divided by a given number, and a function is to weigh them too.
-        UncountedError: that number, or the sum of all weights, is 0.
+        BatchError: the inputs give the divisor of losses, and a function would weigh them again.
+        UncountedError: that divisor, or the sum of all weights, is 0.
     """
     counted = max((h.counted for h in headers if h.counted is not None), default=None)
     if counted is None:
@@ -293,7 +291,7 @@ def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
 
 
 def check_targets(targets: Any) -> None:
-    """Refuse targets that a loss would have to send gradients to.
+    """Refuse targets that require gradients.
 
     Raises:
         ConfigError: a tensor in them requires grad.
@@ -307,10 +305,10 @@ def check_targets(targets: Any) -> None:
 
 
 def check_loss_scale(loss_scale: Any) -> float:
-    """Return `loss_scale` as a float, if gradients can be divided by it again.
+    """Return `loss_scale` as a float; gradients must be divisible by it.
 
     Raises:
-        ConfigError: it is no number, not above 0, or not finite.
+        ConfigError: it is no finite number above 0.
     """
     if not isinstance(loss_scale, Real) or not 0 < float(loss_scale) < math.inf:
         raise ConfigError(

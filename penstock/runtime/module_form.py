@@ -1,9 +1,7 @@
-"""The outputs of a whole batch: in evaluation, or as those of a drop-in module.
+"""Run a pipeline as a module: outputs of a whole batch, with or without a backward.
 
-The backward of such outputs runs the second half of the schedule.
-
-pipe(x):           forwards of all micro-batches ──► outputs, gathered
-loss.backward():   ... ──► gradient of the outputs, cut ──► backwards of all micro-batches
+pipe(x)            forwards of all micro-batches ──► outputs, gathered
+loss.backward()    ... ──► gradient of the outputs, cut ──► backwards of all micro-batches
 """
 
 from collections.abc import Sequence
@@ -26,9 +24,7 @@ from .run import Run
 
 
 def accumulate_into_inputs(inputs: Any, run: Run) -> None:
-    """Send what came back for the tensors of `inputs` to their `.grad`, or on through what made
-    them.
-    """
+    """Run autograd from the tensors of `inputs` with the gradients that the pipeline found."""
     found = zip(wanting(inputs), input_gradients(run), strict=False)
     pairs = [(leaf, gradient) for leaf, gradient in found if gradient is not None]
     if pairs:
@@ -36,16 +32,15 @@ def accumulate_into_inputs(inputs: Any, run: Run) -> None:
 
 
 def wanting(inputs: Any) -> list[Tensor]:
-    """List the tensors that gradients are sent to; those of a micro-batch are parts of these, in
-    the same order, while lists with one entry per sample have other tensors in each.
+    """Return the tensors that require gradients, in the same order for a micro-batch of them.
+
+    In a list with one entry per sample each micro-batch has other tensors.
     """
     return [leaf for leaf in flatten(inputs)[0] if leaf.requires_grad]
 
 
 def input_gradients(run: Run) -> list[Tensor | None]:
-    """Return the gradients of those of the caller's inputs that are `wanting` one, in order; None
-    where there is none.
-    """
+    """Return the gradients of the inputs in the order of `wanting`; None if one has none."""
     sizes = run.batch.sizes
     rows = []
     for i, part in enumerate(run.batch.inputs):
@@ -63,7 +58,7 @@ def input_gradients(run: Run) -> list[Tensor | None]:
 def _join(
     pieces: Sequence[Tensor | None], sizes: Sequence[int], device: torch.device
 ) -> Tensor | None:
-    """Concatenate the micro-batches' gradients of one input; None if no micro-batch has one."""
+    """Concatenate one input's gradients of the micro-batches; None if none has one."""
     some = next((piece for piece in pieces if piece is not None), None)
     if some is None:
         return None
@@ -77,9 +72,9 @@ def _join(
 
 
 def evaluate(engine: Engine, value: Any, call: Call, evaluation: int) -> Any:
-    """Run forwards only; put the outputs together, the same in every process.
+    """Run forwards only, and return the gathered outputs on all processes.
 
-    `evaluation` counts the calls, for the random streams of layers that draw in evaluation.
+    `evaluation` is the number of the call: it keys the streams of layers that draw in evaluation.
     """
     batch = engine.splitter.cut(value, None, call)
 
@@ -93,7 +88,7 @@ def evaluate(engine: Engine, value: Any, call: Call, evaluation: int) -> Any:
     try:
         with rewound_default_generators(engine.devices):
             run = forwards(trusting=not (is_several or others_may_draw()))
-    except RandomnessError:  # a layer draws in evaluation: once more, with a look at each
+    except RandomnessError:  # a layer draws in evaluation: run again, and look at each layer
         if is_several:
             raise
         run = forwards(trusting=False)
@@ -105,10 +100,10 @@ def evaluate(engine: Engine, value: Any, call: Call, evaluation: int) -> Any:
 
 
 def check_all_here(mesh: Mesh) -> None:
-    """Refuse outputs with gradients where stages are in several processes.
+    """Refuse outputs with gradients if stages are in several processes.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: the mesh has several processes.
     """
     if mesh.world_size > 1:
         raise ConfigError(
@@ -118,11 +113,14 @@ def check_all_here(mesh: Mesh) -> None:
 
 
 def run_as_module(engine: Engine, run: Run, inputs: Any) -> Any:
-    """Run the forwards of `run`; give the gathered outputs, tied to the pipeline's backward.
+    """Run the forwards of `run`; return the gathered outputs, tied to the pipeline's backward.
+
+        inputs, anchor ──► _TieToBackward ──► outputs     one node of the caller's graph
 
     Raises:
-        BoundaryError: the outputs of the micro-batches cannot be put together.
+        BoundaryError: the outputs of the micro-batches cannot be gathered.
     """
+    # 1. Run the forwards and gather the outputs.
     engine.drive(run, Mode.FORWARDS)
     batch, sizes = run.batch, run.batch.sizes
     outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes, batch.output_weights)
@@ -130,6 +128,9 @@ def run_as_module(engine: Engine, run: Run, inputs: Any) -> Any:
     last = run.stages[len(engine.stages) - 1].tapes.values()
     wants_grad = [any(tape.output_wants_grad[n] for tape in last) for n in range(len(leaves))]
     tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+    # 2. Tie them to a node whose backward runs the second half of the schedule.  The anchor makes
+    #    autograd call it even if no input requires a gradient.
     if not any(wants_grad[n] for n in tensors):
         return outputs
     weights = batch.output_weights() if any(t.dim() == 0 for t in tensors.values()) else []
@@ -147,9 +148,10 @@ def run_as_module(engine: Engine, run: Run, inputs: Any) -> Any:
 
 
 class _Pending:
-    """A run whose backwards are still to come; `cut` are the sizes of its micro-batches, and what
-    they weigh in a loss of the model's own.  `tensors` are the output's by their places:
-    others, of which `wants_grad` tells too, could not be put together.
+    """A run whose backwards are still to come.
+
+    `cut` are the sizes of its micro-batches, and their weights in the model's own loss.  `tensors`
+    are the gathered outputs by place; `wants_grad` also covers outputs that were not gathered.
     """
 
     def __init__(
@@ -164,17 +166,11 @@ class _Pending:
         self.sizes, self.weights = cut
         self.run: Run | None = run
         self.places = tuple(tensors)
-        self._tensors = tensors
-        self._wants_grad = wants_grad
-
-    def take_outputs(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the gathered outputs, and those that no gradient flows to; keep neither."""
-        tensors, self._tensors = self._tensors, {}
-        without_grad = [t for n, t in tensors.items() if not self._wants_grad[n]]
-        return tuple(tensors.values()), without_grad
+        self.tensors = tensors
+        self.wants_grad = wants_grad
 
     def backward(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Run the backwards, from the outputs' gradients to those of the inputs' tensors."""
+        """Run the backwards from the outputs' gradients; return the inputs' gradients."""
         run, self.run = self.run, None
         if run is None:
             raise PenstockError(
@@ -187,33 +183,31 @@ class _Pending:
                 "the pipeline was moved or cut anew between its forward and this backward; run "
                 "both again"
             )
-        cut: list[Sequence[Tensor | None] | None] = [None] * len(self._wants_grad)
+        cut: list[Sequence[Tensor | None] | None] = [None] * len(self.wants_grad)
         for n, gradient in zip(self.places, gradients, strict=True):
             cut[n] = None if gradient is None else self._pieces(gradient)
         run.output_gradients = [
             [None if pieces is None else pieces[i] for pieces in cut]
             for i in range(len(self.sizes))
         ]
+        # On a GPU autograd's device thread runs this function.  Workers would wait for that thread
+        # while it waits for them, so the run stays in it.
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
-        # a GPU's autograd thread runs this; workers would wait for that thread while it waits for
-        # them
-        with self.engine.lasting.turn.taken(backward=True):
+        with self.engine.shared.lock.taken(backward=True):
             here = CallerContext.capture(run.caller.with_grad, self.engine.devices)
             self.engine.drive(run, Mode.BACKWARDS, caller=here, in_caller=on_gpu)
         return input_gradients(run)
 
     def _pieces(self, gradient: Tensor) -> Sequence[Tensor | None]:
-        """Cut an output's gradient into those of the micro-batches; a loss without weight has
-        none.
-        """
+        """Cut an output's gradient into micro-batches; a loss of weight 0 has none."""
         if gradient.dim():
-            several = len(self.sizes) > 1  # all of one micro-batch is given as it is
+            several = len(self.sizes) > 1  # one micro-batch takes the gradient itself
             return list(gradient.split(self.sizes)) if several else [gradient]
         return [gradient * weight if weight != 0 else None for weight in self.weights]
 
 
 class _TieToBackward(torch.autograd.Function):
-    """Nothing in the forward; in the backward, the pipeline's."""
+    """Returns the outputs in the forward; runs the pipeline's backwards in the backward."""
 
     @staticmethod
     def forward(
@@ -221,9 +215,10 @@ class _TieToBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
-        outputs, without_grad = pending.take_outputs()
+        tensors, pending.tensors = pending.tensors, {}  # a reference would keep the outputs alive
+        without_grad = [t for n, t in tensors.items() if not pending.wants_grad[n]]
         ctx.mark_non_differentiable(*without_grad)
-        return outputs
+        return tuple(tensors.values())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

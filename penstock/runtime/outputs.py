@@ -1,4 +1,4 @@
-"""Put the outputs of micro-batches together to that of the mini-batch."""
+"""Gather the outputs of micro-batches into the output of the mini-batch."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,10 +23,9 @@ _SHOWN = 60
 def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], list[float]]) -> Any:
     """Concatenate the micro-batches' outputs along dimension 0.
 
-    A loss that the model computed itself is the sum of the parts' losses by their `weights`, and
-    so are the scalars beside it, of which it is made.  What cannot be put together stands in the
-    result all the same, and says so when it is used: whoever does not need it leaves it.  Of one
-    part everything is given as it is.
+    A loss that the model computed, and the scalars beside it, become sums weighted by `weights`.
+    A value that cannot be gathered becomes a stand-in that raises when it is used.  One part alone
+    is returned unchanged.
 
     Raises:
         BoundaryError: the parts differ in structure or in a value that is no tensor; or the output
@@ -55,7 +54,7 @@ def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], lis
 
 
 def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any:
-    """Return the outputs of the last stage, which `last` of the stages' processes runs, on all."""
+    """Broadcast the outputs of the last stage, which process `last` runs, to all stages."""
     if stages.size == 1:
         return outputs
     what, is_last = "for the outputs of the last stage", stages.rank == last
@@ -76,7 +75,7 @@ def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any
 
 
 def _tellable(outputs: Any) -> Any:
-    """Return outputs with something in the place of each object that cannot be told."""
+    """Return outputs with a stand-in for each object that cannot be sent."""
     parts, structure = flatten_by(outputs, is_object)
     for n, part in enumerate(parts):
         if isinstance(part, Tensor):
@@ -93,9 +92,7 @@ def _is_scalar(leaf: Any) -> bool:
 
 
 def _joined(row: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
-    """Concatenate tensors; of several objects, or of tensors that have no rows of samples, give
-    what tells so when it is used, and where in the output that is.
-    """
+    """Concatenate tensors along the batch; return a stand-in for values that have none."""
     if len(row) == 1:
         return row[0]
     if not isinstance(row[0], Tensor):
@@ -116,7 +113,7 @@ def _joined(row: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
 
 
 class _Unjoined(StandIn):
-    """Stands in an output for a tensor of which each micro-batch has one of its own."""
+    """Replaces tensors of the micro-batches that cannot be concatenated; raises when used."""
 
     def __init__(self, why: str, path: str) -> None:
         self.__dict__.update(why=why, path=path)
@@ -137,12 +134,12 @@ class _Unjoined(StandIn):
 
 
 def is_unjoined(value: Any) -> bool:
-    """Tell whether a value stands in an output for a tensor that cannot be put together."""
+    """Tell whether a value is the stand-in for a tensor that cannot be concatenated."""
     return isinstance(value, _Unjoined)
 
 
 class _Absent(StandIn):
-    """Stands in an output for an object of a `kind` that cannot be given, and says `why`."""
+    """Replaces an object of a `kind` that the caller cannot get; raises with `why` when used."""
 
     def __init__(self, kind: str, why: str) -> None:
         self.__dict__.update(kind=kind, why=why)
@@ -155,16 +152,16 @@ _SEVERAL = (
     "and each micro-batch gave one of its own, which cannot be put together. Return tensors "
     "with one row per sample, or switch it off (use_cache=False, say)"
 )
-"""Of an object of which each micro-batch has one of its own."""
+"""The end of the message for an object that differs between micro-batches."""
 _ELSEWHERE = (
     "which only the process of the last stage has. Return tensors, numbers, strings, and "
     "tuples, lists, dicts and dataclasses of them"
 )
-"""Of an object that the process of the last stage has."""
+"""The end of the message for an object in the last stage's process only."""
 
 
 def _check_alike(parts: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Refuse outputs that differ in what is no tensor; warn where it may count the samples.
+    """Refuse outputs whose constants differ; warn of a constant that may count the samples.
 
     Raises:
         BoundaryError: they differ.
@@ -197,7 +194,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Stands for a tensor in a message."""
+    """Prints a tensor as its shape, in a message."""
 
     tensor: Tensor
 
@@ -206,6 +203,6 @@ class _Shape:
 
 
 def _weighted(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Add up losses; one without weight may be the mean over nothing, 0/0, and has no part."""
+    """Sum weighted losses; skip a loss of weight 0, which may be the mean of nothing, 0/0."""
     terms = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight != 0]
     return sum(terms[1:], start=terms[0])

@@ -1,4 +1,4 @@
-"""Compare once how a model reduces a loss of its own with how micro-batches weigh."""
+"""Warn if a model's own loss reduces otherwise than micro-batches weigh."""
 
 import math
 import warnings
@@ -18,16 +18,17 @@ from penstock.types import Reduction
 from .microbatches import Call, raw_weights, shares
 
 _ROUNDING = 1e-3
-"""The relative difference that two ways of adding up may have, also in half precision."""
+"""Relative difference that rounding may cause between two sums, also in half precision."""
 
 
 def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> None:
-    """Warn where two equal micro-batches weigh otherwise than the two taken together.
+    """Warn if the loss of two equal micro-batches differs from the loss of both as one.
 
-    The first sample of the example is one micro-batch: how many tokens it counts makes no
-    difference then.  The model is run in evaluation and left as it was.  Nothing is said where
-    that shows nothing: without an example or values, or of a model that draws random numbers in
-    evaluation or gives no loss there.
+        loss([x]) and loss([x])  ──►  weighted sum   ≟   loss([x, x])
+
+    x is the first sample of the example, so its number of tokens does not matter.  The model runs
+    in evaluation and stays unchanged.  The check needs an example, values, and a loss without
+    random numbers in evaluation; else it does nothing.
     """
     model = layers.model
     if model is None or example_inputs is None or not call.computes_loss:
@@ -36,7 +37,9 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
         return
     try:
         one, both = (samples(example_inputs, n, "example inputs") for n in ([0], [0, 0]))
-        weights = _weights(one, call)
+        reduction = call.reduction if counted_in(one) < 0 else Reduction.SUM
+        raw = raw_weights(reduction, [one, one], [1, 1])
+        weights = shares(reduction, raw, sum(raw)) if any(raw) else [0.0, 0.0]
         alone, again, together = _losses(model, (one, one, both))
     except BatchError:
         return
@@ -48,15 +51,8 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
         warnings.warn(_text(model, together / expected, call), OutputWarning, stacklevel=3)
 
 
-def _weights(one: Any, call: Call) -> list[float]:
-    """Weigh two equal micro-batches."""
-    reduction = call.reduction if counted_in(one) < 0 else Reduction.SUM
-    raw = raw_weights(reduction, [one, one], [1, 1])
-    return shares(reduction, raw, sum(raw)) if any(raw) else [0.0, 0.0]
-
-
 def _losses(model: nn.Module, batches: tuple[Any, ...]) -> list[float]:
-    """Return the model's losses of batches; NaN where it gives none, or refuses one."""
+    """Return the model's losses of batches; NaN if it raises or returns no loss."""
     found = []
     with as_it_was(model, training=False), torch.no_grad():
         for batch in batches:

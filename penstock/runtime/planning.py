@@ -1,4 +1,4 @@
-"""Make the plan of a pipeline in this process, and agree on it with others."""
+"""Make the plan of a pipeline, and agree on it between processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -44,9 +44,7 @@ from .unsplit import left_bytes, why_unsplit
 
 
 class StageCalls:
-    """Calls layers: each draws from a stream of its own, and BatchNorm notes its moments, which
-    are lost.
-    """
+    """Calls layers as a stage does: with their random streams, and BatchNorm moments dropped."""
 
     def __init__(self, layers: Layers) -> None:
         modules = [(step.index, step.module) for step in layers]
@@ -74,12 +72,12 @@ Devices = Sequence[torch.device | str | int] | torch.device | str | None
 
 
 def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mesh | None) -> Plan:
-    """Return the plan that was given, if it can run here, else the one that is asked for.
+    """Return the plan for the user's arguments, or the user's plan after checking it.
 
     Raises:
-        ConfigError: an argument cannot work, does not fit the mesh, or is given beside a plan.
-        PartitionError: the layers cannot be cut as asked.
-        PlanError: the plan is of another model, for other ranks, or for devices that are not here.
+        ConfigError: an argument cannot work, does not fit the mesh, or comes beside a plan.
+        PartitionError: the layers do not allow the partition.
+        PlanError: the plan is for another model, other ranks, or devices that are missing.
     """
     resources = _resources(mesh)
     if plan is None:
@@ -104,7 +102,7 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
 
 
 def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:
-    """Describe the layers of a model, so that a plan is run on no other one."""
+    """Describe the layers of a model, so that a plan runs on no other model."""
     return tuple(
         LayerFacts.of(
             step.name,
@@ -117,7 +115,7 @@ def facts_of(layers: Layers) -> tuple[LayerFacts, ...]:
 
 
 def layer_facts(layers: Any) -> tuple[LayerFacts, ...]:
-    """Describe the layers of a model, so that a plan is run on no other one.
+    """Describe the layers of a model, so that a plan runs on no other model.
 
         plan.check_model(penstock.layer_facts(layers))
 
@@ -128,11 +126,10 @@ def layer_facts(layers: Any) -> tuple[LayerFacts, ...]:
 
 
 def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
-    """Measure the layers on a micro-batch, and return the plan that balances the stages by it, and
-    keeps no more than it may.
+    """Measure the layers on a micro-batch; return a balanced plan within the memory limit.
 
     Raises:
-        ConfigError: a rank has to keep more.
+        ConfigError: a rank needs more memory than the limit.
     """
     with saying(f"measuring the layers, to balance {count_text(plan.num_stages, 'stage')}"):
         unsplit: list[Unsplit] = []
@@ -152,9 +149,7 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
 
 
 def _trainable_bytes(layers: Layers) -> list[int]:
-    """Count the bytes of each layer's weights that want gradients; of one that layers share, in
-    the first of them.
-    """
+    """Return the bytes of each layer's trainable weights; a shared one counts in its first."""
     seen: set[Tensor] = set()
     found = []
     for step in layers:
@@ -173,14 +168,14 @@ def agree(
     *,
     balances: bool,
 ) -> tuple[Plan, int, bool]:
-    """Decide on the plan for all processes of a mesh, for good: each keeps its own layers only.
+    """Agree on the plan for all processes; it is final, since each keeps its own layers only.
 
-    If it `balances`, rank 0 measures where it has a micro-batch `part` and layers with values;
-    `alike` is what else all must have been given.
+    With `balances`, rank 0 measures the micro-batch `part`, if its layers have values.  `alike`
+    are further arguments that must be equal on all processes.
 
     Returns:
-        The plan of rank 0; the pipeline's number on the mesh: how many were made before it; and
-        whether the plan may still be balanced, in a process that runs all stages.
+        The plan of rank 0; the number of pipelines made before this one on the mesh; and whether
+        the plan may still be balanced, in a process that runs all stages.
 
     Raises:
         ConfigError: the processes make different pipelines, or in another order.
@@ -188,8 +183,10 @@ def agree(
     limits = plan.memory_limit_bytes is not None
     if mesh.world_size == 1:
         return plan, 0, balances and (plan.num_stages > 1 or limits)
-    same = {"number of pipelines made before": len(mesh.world.pipelines), **_facts(plan), **alike}
+    # 1. Refuse processes with different arguments.
+        same = {"number of pipelines made before": len(mesh.world.pipelines), **_facts(plan), **alike}
     mesh.world.require_same("Pipeline", same)
+    # 2. Let rank 0 measure the layers, while it still has all of them.
     modules = [step.module for step in layers]
     tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
     is_measured = balances and mesh.is_first_rank and part is not None
@@ -200,6 +197,7 @@ def agree(
             "memory_limit_bytes= needs example_inputs= between processes, and layers with values: "
             "what layers keep is measured before each process keeps its own only"
         )
+    # 3. Broadcast the decisions of rank 0.
     decided_names = (
         *("partition", "predicted_s", "threads_per_stage", "offload", "predicted_peak_bytes"),
         *("unsplit", "balanced_by", "recompute"),
@@ -217,7 +215,7 @@ _NOT_COMPARED = frozenset({"layers", "threads_per_stage", "offload_folder"})
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan for processes to compare, each layer as one of them.
+    """Return the fields of a plan that processes compare, with one field per layer.
 
     `plan.to_json()` has them too, but refuses a schedule that is the user's own function.
     """
@@ -227,11 +225,11 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str | None:
-    """Name the devices that were asked for; None if none were.
+    """Return the names of the user's devices; None if there are none.
 
     Raises:
-        ConfigError: `mesh` is none, a device is not here, or in a mesh of processes, which compute
-            each on its own device, others are asked for.
+        ConfigError: `mesh` is no mesh, a device is missing, or `devices` are not those of a mesh
+            with several processes, which each have their own.
     """
     check_kind("mesh", mesh, (Mesh, type(None)), "what penstock.init_mesh(...) returns")
     if devices is None:
@@ -254,10 +252,10 @@ def _listed(devices: Any) -> list[Any]:
 
 
 def device_of_process(devices: Devices, own: torch.device) -> str:
-    """Return the kind of device that all stages of a process run on: its `own`.
+    """Return the type of the device that all stages of a process run on, `own`.
 
     Raises:
-        ConfigError: other devices are asked for.
+        ConfigError: `devices` are of another type.
     """
     asked = _listed(devices)
     kinds = {"cuda" if isinstance(d, int) else str(d or own).partition(":")[0] for d in asked}
@@ -271,7 +269,7 @@ def device_of_process(devices: Devices, own: torch.device) -> str:
 
 
 def stage_devices(plan: Plan, mesh: Mesh) -> tuple[torch.device, ...]:
-    """Return the device of each stage: between processes, this one's for all."""
+    """Return the device of each stage; in a mesh of processes, this process's device for all."""
     if mesh.own_device is not None:
         return (mesh.own_device,) * plan.num_stages
     return tuple(map(torch.device, plan.placement.devices))
@@ -293,7 +291,7 @@ def _check_device(stage: int, name: str, mesh: Mesh | None) -> None:
 
 
 def _resources(mesh: Mesh | None) -> Resources:
-    """Say what a pipeline may use.
+    """Return the threads, cores, devices and transports that a pipeline may use.
 
     Raises:
         ConfigError: some stages of the mesh have more replicas than others.

@@ -1,4 +1,4 @@
-"""Make the profile of a model: count what its layers do, and measure them on their device."""
+"""Profile a model: count the operators of its layers, and measure their time and memory."""
 
 import platform
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from .stage.split_backward import SplitBackward, divide, split
 from .unsplit import left_bytes
 
 CPU_CORE = "core"
-"""What a core of a host is called where it is calibrated."""
+"""The name of a CPU core as a device in profiles and calibrations."""
 
 
 def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -49,9 +49,9 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     torch_type: str | None = None,
     name: str | None = None,
 ) -> Profile:
-    """Return what each layer of a model costs: measured here, or only counted.
+    """Return the cost of each layer of a model: measured here, or only counted.
 
-    The model is as it was afterwards: weights, gradients, buffers and random numbers.
+    The call restores the model: weights, gradients, buffers and random numbers.
 
     Args:
         layers: as `Pipeline` takes them; on the meta device, if they are only counted.
@@ -59,7 +59,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         loss: (output, target) -> scalar tensor, to be part of the profile.
         targets: of the batch, for the loss.
         microbatch_sizes: numbers of samples; default: those of the batch, as one.
-        measure: whether to run the layers and take times, where they are, or only to count their
+        measure: True runs the layers on their devices and takes times; False only counts their
             operators, on tensors without values.
         busy: measure a second time, while all other cores of the host do the same.
         optimizer: makes the optimizer of a list of parameters, whose state is counted.
@@ -69,10 +69,11 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         name: of the model; default: that of its class.
 
     Raises:
-        ConfigError: an argument cannot work, a layer without values is to be measured, or one
-            needs values and is only counted.
+        ConfigError: an argument cannot work, a layer to measure has no values, or a layer needs
+            values to be counted.
         BatchError: the inputs are no batch.
     """
+    # 1. Resolve the layers, their device, and the settings of the measurement.
     _check_given(example_inputs, optimizer, microbatch_sizes or (), threads)
     has_values = not any(t.is_meta for t in _tensors(layers))
     resolved = resolve_layers(layers, example_inputs)
@@ -91,6 +92,8 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         busy=max(0, num_cores() // own_threads - 1) if busy else 0,
         repeats=THOROUGH,
     )
+
+    # 2. Count and measure micro-batches of each size.
     norms = batch_norms([step.module for step in resolved])
     found: list[AtSize] = []
     for size in sorted(set(microbatch_sizes or [samples_in(example_inputs)])):
@@ -114,6 +117,8 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             ):
                 counted = with_seconds(counted, resolved, inputs, how, objective)
         found.append(counted)
+
+    # 3. Name the model and its device, and describe the environment.
     model = layers.model if isinstance(layers, Layers) else layers
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_CORE
     return Profile(
@@ -142,7 +147,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
 
 
 def _check_given(inputs: Any, optimizer: Any, sizes: Sequence[int], threads: int | None) -> None:
-    """Refuse arguments of `profile` that cannot work."""
+    """Refuse arguments with which `profile` cannot work."""
     if inputs is None:
         raise BatchError("example_inputs=None; give a batch, as the model is given in training")
     if not callable(optimizer):
@@ -157,13 +162,13 @@ def _check_given(inputs: Any, optimizer: Any, sizes: Sequence[int], threads: int
 
 
 def divided_backward(roots: Sequence[Tensor], entries: Sequence[Entry]) -> SplitBackward | None:
-    """Divide a backward as a stage does."""
+    """Split a backward as a stage does."""
     own = [entry for entry in entries if entry.node is not None]
     return split(divide(roots, {entry.node for entry in own}), own)
 
 
 def _tensors(layers: Any) -> list[Tensor]:
-    """List the parameters and buffers of what is or becomes layers."""
+    """Return the parameters and buffers of layers, or of modules that become layers."""
     if isinstance(layers, Layers):
         modules = [step.module for step in layers]
     elif isinstance(layers, nn.Module):
@@ -175,7 +180,7 @@ def _tensors(layers: Any) -> list[Tensor]:
 
 
 def of_samples(value: Any, size: int) -> Any:
-    """Return so many samples of a batch."""
+    """Return a batch of `size` samples, repeated if there are fewer."""
     if value is None or samples_in(value) == size:
         return value
     return of_size(value, size, "example inputs")

@@ -1,7 +1,7 @@
-"""What a traced step noted, kept raw: the timeline is made from it when someone looks.
+"""Record a traced step in raw form; make its timeline when it is asked for.
 
-Each process notes by its own clock.  Processes on one host read the same one.  Between hosts,
-times are set side by side by the moment at which each had heard from all others before the step.
+Each process records by its own clock.  Processes on one host share a clock.  Between hosts, times
+are aligned at the moment when each process had heard from all others before the step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,12 +19,12 @@ from .run import Recorded
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
-    """What one process noted of a traced step.
+class ProcessRecord:
+    """The record of a traced step in one process.
 
-    Of each of its ranks: the start and end of every instruction, in turn, and the bytes of every
-    message that it sent.  `clock` names what it reads the time from: two of one name are
-    the same; None is nobody's else.  `agreed_s` is when it had heard from all others.
+    `times_s` has for each rank the start and end of all instructions in order; `sent_bytes` the
+    bytes of each message.  Processes with the same `clock` share it; a clock None is shared with
+    no process.  `agreed_s` is the time when this process had heard from all others.
     """
 
     clock: str | None
@@ -33,12 +33,12 @@ class Noted:
     sent_bytes: dict[int, list[int]]
     memory: list[MemorySample]
 
-    def by_the_clock_of(self, other: "Noted") -> "Noted":
-        """Return the same with the times that `other` would have noted."""
+    def by_the_clock_of(self, other: "ProcessRecord") -> "ProcessRecord":
+        """Return the record with its times on the clock of `other`."""
         if self.clock is not None and self.clock == other.clock:
             return self
         later_s = other.agreed_s - self.agreed_s
-        return Noted(
+        return ProcessRecord(
             other.clock,
             other.agreed_s,
             {rank: [time_s + later_s for time_s in times] for rank, times in self.times_s.items()},
@@ -49,10 +49,10 @@ class Noted:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The programs that ran, and what was noted of all stages meanwhile."""
+    """The programs of a traced step, and the records of all stages."""
 
     schedule: Schedule
-    noted: Noted
+    noted: ProcessRecord
 
     def timeline(self) -> Timeline:
         """Make the timeline, with time 0 at the first instruction's start."""
@@ -74,16 +74,16 @@ class Record:
             yield Span(rank, instruction, start_s, end_s, num_bytes)
 
 
-def gather_noted(mesh: Mesh, recorded: Recorded, agreed_s: float) -> Noted:
-    """Return what a traced run noted on all stages of this replica."""
+def gather_noted(mesh: Mesh, recorded: Recorded, agreed_s: float) -> ProcessRecord:
+    """Gather the records of a traced run from all stages of this replica."""
     times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
-    mine = Noted(clock_name(), agreed_s, times_s, sent_bytes, memory)
+    mine = ProcessRecord(clock_name(), agreed_s, times_s, sent_bytes, memory)
     told = mesh.stages.gather(mine if mesh.speaks else None, "for what the other stages traced")
     return put_together([part for part in told if part is not None], mine)
 
 
-def put_together(parts: Sequence[Noted], mine: Noted) -> Noted:
-    """Put what all noted together, by this process's clock."""
+def put_together(parts: Sequence[ProcessRecord], mine: ProcessRecord) -> ProcessRecord:
+    """Merge the records of all processes, on this process's clock."""
     aligned = [part.by_the_clock_of(mine) for part in parts]
     return replace(
         mine,
@@ -94,8 +94,9 @@ def put_together(parts: Sequence[Noted], mine: Noted) -> Noted:
 
 
 def clock_name() -> str | None:
-    """Name the clock behind time.perf_counter, the same for all processes of a host that share it;
-    None if that cannot be known.
+    """Return a name of the clock behind time.perf_counter, equal for processes that share it.
+
+    None if the host does not tell.
     """
     namespace = ""
     with suppress(OSError):
@@ -107,10 +108,10 @@ def clock_name() -> str | None:
 
 
 def as_trace(trace: Trace | bool) -> Trace:
-    """Return what is to be recorded; True stands for Trace.TIME.
+    """Return the `Trace` to record; True stands for Trace.TIME.
 
     Raises:
-        ConfigError: it is no such choice.
+        ConfigError: `trace` is neither a bool nor a Trace.
     """
     check_kind("trace", trace, (Trace, bool), f"True, or one of {', '.join(map(str, Trace))}")
     return trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)

@@ -1,7 +1,7 @@
-"""Replicas of a pipeline: gradients and BatchNorm moments summed over them.
+"""Sum gradients and BatchNorm moments over the replicas of a pipeline.
 
-Gradients travel in buckets of one type each.  A bucket's sum begins when the stage's last backward
-has run, and is awaited where the step ends.  What shards have parts of is summed over them then.
+last backward of a stage   begin an all-reduce of each bucket (one dtype, one device)
+end of the step            wait for it; then sum partial gradients over shards
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -31,9 +31,9 @@ class _Bucket:
 
 
 class Replicas:
-    """This process's stages and their twins in the other replicas.
+    """Sums gradients of this process's stages over the replicas, and partial ones over shards.
 
-    `partial` are weights by axis of shards, of whose gradient each shard has a part.
+    `partial` are, by axis of shards, the weights of whose gradients each shard has a part.
     """
 
     def __init__(self, group: Collectives, *, pools_statistics: bool) -> None:
@@ -43,14 +43,13 @@ class Replicas:
         self._buckets: list[_Bucket] = []
         self._before: dict[Tensor, Tensor] = {}
         self.hooks = SummedHooks(())
-        """Those that are to be given the sums of the step that runs."""
+        """The hooks that get the sums of the current step."""
 
     def start_equal(self, tensors: Sequence[Tensor], cut: Collection[Tensor]) -> None:
-        """Set parameters and buffers to the values that they have in the first replica; those that
-        are `cut` have them.
+        """Copy parameters and buffers from the first replica; weights that are `cut` have them.
 
         Raises:
-            ConfigError: gradients of one could not be added up.
+            ConfigError: torch cannot sum gradients of a parameter's dtype.
         """
         if self._group.size == 1:
             return
@@ -59,25 +58,23 @@ class Replicas:
         self._group.copy_from_first(whole, "for the first replica's parameters and buffers")
 
     def set_aside(self, parameters: Sequence[Tensor]) -> None:
-        """Take away gradients of earlier steps, which are sums over all replicas already, and
-        hooks, which are to see sums.
-        """
+        """Set aside gradients of earlier steps, which are sums already, and remove hooks."""
         self.hooks.take()
         self._before = {p: p.grad for p in parameters if p.grad is not None}
         for parameter in self._before:
             parameter.grad = None
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Begin to sum the gradients.
+        """Begin to sum the gradients over replicas.
 
         Raises:
-            ConfigError: a gradient is sparse, or of a type that cannot be added up.
+            ConfigError: a gradient is sparse, or torch cannot sum its dtype.
         """
         if self._group.size > 1:
             self._buckets += _begun(self._group, parameters)
 
     def finish(self) -> None:
-        """Wait for the sums, and put them where gradients belong; keeps no bucket."""
+        """Wait for the sums, put them into `.grad`, and free the buckets."""
         buckets, self._buckets = self._buckets, []
         _finish(self._group, buckets, "for the gradients of the other replicas")
         for axis, weights in self.partial:
@@ -85,14 +82,12 @@ class Replicas:
         self.hooks.run_found()
 
     def finish_for_update(self) -> None:
-        """Sum over the shards what an update within a run is made of; the first one's is made of
-        gradients of earlier steps too.
-        """
+        """Finish the sums for an update within a run; the first one includes earlier gradients."""
         self.finish()
         self.add_earlier()
 
     def add_earlier(self) -> None:
-        """Add the gradients of earlier steps."""
+        """Add the gradients of earlier steps to `.grad`."""
         before, self._before = self._before, {}
         for parameter, gradient in before.items():
             now = parameter.grad
@@ -102,7 +97,7 @@ class Replicas:
     def pool(self, moments: MomentsByModule, modules: Sequence[AnyBatchNorm]) -> MomentsByModule:
         """Pool the moments of each BatchNorm layer over all replicas, in their order.
 
-        A layer may have run on some replicas only; all of them take part all the same.
+        All replicas take part, even if a layer ran on some of them only.
         """
         mine = [pooled(moments[m]) if m in moments else None for m in modules]
         sent = torch.cat([_as_row(m, of) for m, of in zip(modules, mine, strict=True)])
@@ -112,13 +107,15 @@ class Replicas:
         for row in rows:
             for module, part in zip(modules, row.split(widths), strict=True):
                 if part[0] > 0:
-                    mean, variance = part[1:].to(_device_of(module)).split(module.num_features)
+                    assert module.running_mean is not None
+                    here = part[1:].to(module.running_mean.device)
+                    mean, variance = here.split(module.num_features)
                     found.setdefault(module, []).append((int(part[0]), mean, variance))
         return found
 
 
 def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
-    """Refuse embeddings whose sparse gradients would have to be summed, or cut.
+    """Refuse embeddings whose sparse gradients would need a sum over processes, or slices.
 
     Raises:
         ConfigError: names the layer.
@@ -134,7 +131,7 @@ def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
 
 
 def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
-    """Begin to sum gradients over a group, in whose processes they are in the same order."""
+    """Begin to sum gradients over a group; all its processes have them in the same order."""
     trained = [p for p in parameters if p.requires_grad]
     _check_can_be_summed(trained)
     found = []
@@ -148,24 +145,25 @@ def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
 
 
 def _finish(group: Collectives, buckets: Sequence[_Bucket], what: str) -> None:
-    """Wait for sums, and put them where gradients belong."""
+    """Wait for sums, and put them into `.grad`."""
     group.finish([one for bucket in buckets for one in bucket.sums], what)
     for bucket in buckets:
-        _put_gradients(bucket)
+        parts = bucket.flat.split([p.numel() for p in bucket.parameters])
+        counts = bucket.has_gradient.tolist()
+        for parameter, part, count in zip(bucket.parameters, parts, counts, strict=True):
+            if count and parameter.grad is not None:
+                parameter.grad.copy_(part.view_as(parameter.grad))
+            elif count:
+                parameter.grad = part.view(parameter.shape).clone()
 
 
 def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:
-    """Write count, means and variances one after the other; zeros for a layer that did not run."""
+    """Return count, means and variances in one row; zeros if the layer did not run."""
     if moments is None:
         return torch.zeros(1 + 2 * module.num_features, dtype=torch.float64)
     count, mean, variance = moments
     number = torch.tensor([float(count)], dtype=torch.float64)
     return torch.cat([number, mean.cpu(), variance.cpu()])
-
-
-def _device_of(module: AnyBatchNorm) -> torch.device:
-    assert module.running_mean is not None
-    return module.running_mean.device
 
 
 def _check_can_be_summed(tensors: Sequence[Tensor]) -> None:
@@ -185,14 +183,3 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad.layout is not torch.strided:
         raise sparse_gradient("a layer", tuple(parameter.shape))
     return parameter.grad.reshape(-1)
-
-
-def _put_gradients(bucket: _Bucket) -> None:
-    parts = bucket.flat.split([p.numel() for p in bucket.parameters])
-    for parameter, part, count in zip(
-        bucket.parameters, parts, bucket.has_gradient.tolist(), strict=True
-    ):
-        if count and parameter.grad is not None:
-            parameter.grad.copy_(part.view_as(parameter.grad))
-        elif count:
-            parameter.grad = part.view(parameter.shape).clone()

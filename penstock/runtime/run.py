@@ -1,4 +1,4 @@
-"""One run of a schedule: what the step is, what each stage holds meanwhile, what comes out."""
+"""The state of one run of a schedule: its batch, the values on each stage, its results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,20 +23,20 @@ MomentsByModule = dict[AnyBatchNorm, list[Moments]]
 
 
 class LooksAside(Protocol):
-    """Watches what stages share: `runtime.aside` does, which knows the run."""
+    """The interface of `runtime.aside`, which watches state that stages share."""
 
     def look(self, run: "Run", tape: Tape) -> None:
-        """Look at what is shared after the layers of a stage have run."""
+        """Compare the shared state after the layers of a stage have run."""
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
 
 
 class Streams(NamedTuple):
-    """What keys the random streams of a run, beside layer and micro-batch.
+    """The keys of a run's random streams, beside layer and micro-batch.
 
-    `first_microbatch` is what micro-batch 0 is called among those of all replicas.  A run of
-    several mini-batches of `num_microbatches` each is as many steps, from `step` on.
+    `first_microbatch` is the number of micro-batch 0 among those of all replicas.  A run of
+    several mini-batches, of `num_microbatches` each, counts as several steps, from `step` on.
     """
 
     seed: int
@@ -48,13 +48,12 @@ class Streams(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StageRun:
-    """What one stage holds during one run: tapes by micro-batch, values by (micro-batch, peer).
+    """The values on one stage during a run: tapes by micro-batch, messages by (micro-batch, peer).
 
-    `tied_sums[peer]` are the gradients of another stage's weights that are not sent yet, by the
-    place of the weight.  `kept_bytes` are the sizes of
-    storages by micro-batch and address, where memory is traced.  `divided` has for each backward
-    in two parts what it did not leave to the second, where the run `looks`.  `store` holds what
-    is moved away.
+    `tied_sums[peer]` are sums of gradients of another stage's weights, not sent yet, by place.
+    `kept_bytes` are bytes of storages by micro-batch and address, if memory is traced.  `divided`
+    has, for each backward in two parts, the gradients that its first part computed and why, if the
+    run `looks`.  `store` holds offloaded values.
     """
 
     tapes: dict[int, Tape] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class StageRun:
 
 @dataclass(slots=True)
 class Recorded:
-    """What a traced run notes: times and bytes sent by rank, and the bytes that stages keep."""
+    """The raw record of a traced run: times and bytes sent by rank, and activation memory."""
 
     times_s: dict[int, list[float]] = field(default_factory=dict)
     sent_bytes: dict[int, list[int]] = field(default_factory=dict)
@@ -81,26 +80,23 @@ class Recorded:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Run:
-    """One step; a new one for every step, so that steps never mix.
+    """The state of one step; each step has a new one, so that steps never mix.
 
-    With `loss`, the last stage computes it and `losses[i]` holds the weighted, detached result of
-    micro-batch i; without, `outputs[i]` holds the model's output, and `output_gradients[i]` what
-    its backward starts from, once that is known.  `loss_scale` multiplies what backwards start
-    from, and so all gradients, but not `losses`.
+    With `loss`, the last stage computes it, and `losses[i]` is the weighted, detached loss of
+    micro-batch i.  Without, `outputs[i]` is the model's output, and `output_gradients[i]` its
+    gradient, once that is known.  `loss_scale` multiplies all gradients, but not `losses`.
 
-    `caller` is what the forwards run under: with gradients, if backwards will follow.  Once there
-    are `output_gradients` the run has left it, and recomputes enter it again.
+    `caller` has the modes of the forwards.  Once there are `output_gradients` the run has left
+    these modes, and recomputes enter them again.
 
-    With `trusts_evaluation`, layers in evaluation mode are taken to draw no random numbers until
-    one is seen to.  With `sums_tied`, a stage sends its
-    gradients of another one's weights once.  With `window` it is several mini-batches, whose
-    micro-batches are numbered on, and the weights are updated meanwhile.  With `looks`, stages
-    note which backwards in two parts are not.  `aside` watches what stages share.
+    `trusts_evaluation`: layers in evaluation mode count as drawing no random numbers until one
+    does.  `sums_tied`: a stage sends its gradients of another stage's weights once.  `window`: the
+    run has several mini-batches, and updates the weights in between.  `looks`: stages note why
+    backwards in two parts are whole.  `aside` watches state that stages share.
 
-    Shared by the stages: `has_seeded` tells that a layer was run with torch's default generators
-    seeded, so that a checkpoint in it will bring them there again: backward passes then have them
-    to themselves.  `claimed` maps the id of each leaf that some stage's backward reaches to that
-    stage, and holds the leaf so that the id stays its own.
+    The stages share the rest.  `has_seeded`: a layer ran with torch's default generators seeded.
+    A checkpoint in it will set them again, so backward passes need them alone.  `claimed` maps the
+    id of each leaf that a backward reaches to its stage, and holds the leaf to keep the id valid.
     """
 
     batch: Batch
@@ -126,6 +122,6 @@ class Run:
     recorded: Recorded = field(default_factory=Recorded)
 
     def fail(self, error: BaseException) -> None:
-        """Remember the first exception; every rank stops at its next instruction."""
+        """Keep the first exception; all ranks stop at their next instruction."""
         if self.failure is None:
             self.failure = error

@@ -1,4 +1,4 @@
-"""Divide the operators of a model: for a pipeline, or only to look at, without any process."""
+"""Choose the sharding of a model's operators, for a pipeline or to print it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -35,22 +35,22 @@ def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
     memory_limit_bytes: int | None = None,
     cluster: Cluster | None = None,
 ) -> Sharding:
-    """Say how the operators of a model are best divided among devices; none is needed here.
+    """Choose the best sharding of a model's operators; this needs no devices.
 
         print(penstock.shard(model, inputs, num_shards=8))
 
-    The table has for each operator the layouts of what it takes and gives, the bytes that a device
-    sends for it, and the next best way to divide it, all else unchanged: how much longer a
-    micro-batch would take.  The model is as it was afterwards; it may be on the meta device.
+    The table has for each operator the layouts of its arguments and results, the bytes that a
+    device sends for it, and the seconds per micro-batch that its next best layout would add.  The
+    model may be on the meta device; the call restores it.
 
     Args:
         layers: as `Pipeline` takes them, as one stage.
         example_inputs: a batch; only shapes and dtypes count.
         num_shards: devices that share the model; several numbers are the lengths of their axes.
         sharding: as `Pipeline` takes it (docs/sharding.md).
-        num_microbatches: into which a batch is cut; they share a step's sums of gradients.
-        memory_limit_bytes: the most that may stay on a device: weights, gradients, optimizer state
-            (twice the weights) and activations of all micro-batches.
+        num_microbatches: micro-batches per batch; they share a step's sums of gradients.
+        memory_limit_bytes: bytes per device for weights, gradients, optimizer state (twice the
+            weights) and activations of all micro-batches.
         cluster: the devices, neighbours along the last axis; default: hosts of eight A100s.
 
     Raises:
@@ -77,11 +77,11 @@ def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
 
 
 def check_sharding(plan: Plan, part: Any) -> None:
-    """Refuse a way to divide operators that cannot be planned.
+    """Refuse a sharding that cannot be planned.
 
     Raises:
-        ConfigError: the example inputs, of which `part` are those of a micro-batch, are missing;
-            nobody knows the plan; or it keeps weights for a step in which they change.
+        ConfigError: example inputs are missing (`part` is their first micro-batch); the name is
+            unknown; or it keeps gathered weights in a step that updates them.
     """
     if plan.sharding is None:
         return
@@ -110,14 +110,14 @@ def check_sharding(plan: Plan, part: Any) -> None:
 
 
 def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding | None:
-    """Say how each layer is divided among the ranks of its stage; None where each has one.
+    """Return the sharding of all layers; None without a sharding.
 
-    All processes of the mesh divide them alike: for a micro-batch of the sizes that rank 0 has.
+    All processes of the mesh choose the same one, for the micro-batch sizes of rank 0.
 
     Raises:
-        ConfigError: a layer cannot be recorded, does something else in another process, or other
-            example inputs were given there.
-        PlanError: a layer cannot be divided so.
+        ConfigError: a layer cannot be recorded, or processes differ in its operators or in their
+            example inputs.
+        PlanError: a layer does not allow the sharding.
     """
     if plan.sharding is None:
         return None
@@ -132,9 +132,7 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
 
 
 def _operators(graph: Graph, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Say what each layer does, as facts that all processes must have in common: first which
-    functions it calls, then with what.
-    """
+    """Yield facts of each layer that must be equal on all processes: functions, then arguments."""
     for layer, name in enumerate(names):
         functions = (call.function.rpartition(".")[2] for call in graph.of_layer(layer))
         yield f"what layer {name} calls", ", ".join(functions)
@@ -143,9 +141,9 @@ def _operators(graph: Graph, names: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _sized_as_first(part: Any, mesh: Mesh) -> Any:
-    """Return a micro-batch of the sizes that rank 0 has, without values.
+    """Return a micro-batch of the sizes on rank 0, without values.
 
-    Replicas may have fewer samples, or shorter ones; their slices must be cut at the same places.
+    Replicas may have fewer or shorter samples, but their slices must begin at the same places.
     """
     leaves, structure = flatten(part)
     own = [(t.dtype, list(t.shape)) for t in leaves if isinstance(t, Tensor)]

@@ -1,5 +1,6 @@
-"""Say which gradients a backward in two parts cannot leave to the second, and why; and how much
-memory those need that it can.
+"""Explain which weight gradients cannot wait for the second part of a split backward.
+
+Also count the memory of those that can.
 """
 
 from collections import Counter
@@ -25,11 +26,10 @@ NumberedLayers = Sequence[tuple[int, nn.Module]]
 def why_unsplit(
     layers: NumberedLayers, division: Division, marks: Sequence[tuple[int, Step]] = ()
 ) -> list[Unsplit]:
-    """Name the layers because of which gradients of weights do not wait for the second part of a
-    backward, with the reasons; none where all wait.
+    """Return the layers whose weight gradients do not wait for the second part, with reasons.
 
-    Biases and the scales of norms never wait, for their gradients are but sums.  `layers` are
-    those of a stage, or one alone, by number; `marks` say which nodes of the graph they made.
+    Biases and scales of norms are left out: their gradients are only sums.  `layers` are those of
+    a stage, or one alone, by number; `marks` tell which layer made a node of the graph.
     """
     names = {
         id(parameter): (index, name)
@@ -39,31 +39,35 @@ def why_unsplit(
     users = _users(division.arrivals)
     if division.obstacle is not None:
         return [_of_obstacle(division.obstacle, users, names, layers, marks)]
-    now, weights = set(division.now), dict[int, list[Any]]()
-    for leaf in division.arrivals:
-        if leaf.name() == LEAF and _variable(leaf).dim() > 1 and id(_variable(leaf)) in names:
-            weights.setdefault(names[id(_variable(leaf))][0], []).append(leaf)
-    found = []
-    for index, every in sorted(weights.items()):
-        if unsplit := [leaf for leaf in every if leaf in now]:
-            share = _num_elements(unsplit) / _num_elements(every)
-            reason = _reason(max(unsplit, key=lambda leaf: leaf.variable.numel()), division, users)
-            found.append(Unsplit(index, f"{share:.0%} of its weights: {reason}"))
-    return found
+
+    # Group the weights by layer; name the reason of the largest that does not wait.
+    now, weights = set(division.now), dict[int, dict[Any, int]]()
+    for node in division.arrivals:
+        leaf: Any = node
+        if leaf.name() == LEAF and leaf.variable.dim() > 1 and id(leaf.variable) in names:
+            index, _ = names[id(leaf.variable)]
+            weights.setdefault(index, {})[leaf] = leaf.variable.numel()
+    reasons = []
+    for index, sizes in sorted(weights.items()):
+        if unsplit := {leaf: size for leaf, size in sizes.items() if leaf in now}:
+            share = sum(unsplit.values()) / sum(sizes.values())
+            reason = _reason(max(unsplit, key=unsplit.__getitem__), division, users)
+            reasons.append(Unsplit(index, f"{share:.0%} of its weights: {reason}"))
+    return reasons
 
 
 def why_stage_unsplit(
     layers: NumberedLayers, division: Division, marks: Sequence[tuple[int, Step]]
 ) -> list[Unsplit]:
-    """Name the same of a stage; also where all its gradients are but sums."""
+    """Return the reasons for a stage; also report a stage whose gradients are only sums."""
     found = why_unsplit(layers, division, marks)
     if not found and division.is_whole and division.now:
         found.append(Unsplit(layers[0][0], "nothing in the stage can be cut", whole=True))
     return found
 
 
-def together(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ...]:
-    """Put together what stages have found in each of their backwards."""
+def merged_reasons(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ...]:
+    """Merge the reasons from all backwards of the stages."""
     found = []
     for backwards in stages:
         times = Counter(each for backward in backwards for each in dict.fromkeys(backward))
@@ -76,8 +80,10 @@ def together(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ..
 
 
 def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
-    """Count from the graph of what a layer gave what the first part of its backward leaves, at
-    most: what operators have read, gradients of their results, and those of all other weights.
+    """Return the bytes that the first part of a layer's backward keeps for the second, at most.
+
+    They are the inputs of operators that wait, the gradients of their results, and the gradients
+    of all other weights.
     """
     arrivals = arrivals_of([get_gradient_edge(t).node for t in results if t.requires_grad])
     leaves, cuts, *_ = leaves_and_cuts(arrivals)
@@ -97,7 +103,7 @@ def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
 
 
 _Users = Mapping[Node, Sequence[Node]]
-"""The nodes whose edges lead to a node, as often as they do."""
+"""The nodes whose edges lead to each node; a node with two such edges stands twice."""
 
 
 def _users(nodes: Iterable[Node]) -> _Users:
@@ -110,7 +116,7 @@ def _users(nodes: Iterable[Node]) -> _Users:
 
 
 def _operators(leaf: Node, users: _Users) -> Iterator[Node]:
-    """Yield the operators that use a leaf, as it is or by nodes that only pass gradients on."""
+    """Yield the operators that use a leaf, directly or through nodes that pass gradients on."""
     for node in users.get(leaf, ()):
         if node.name() in PASSING:
             yield from _operators(node, users)
@@ -125,7 +131,7 @@ def _of_obstacle(
     layers: NumberedLayers,
     marks: Sequence[tuple[int, Step]],
 ) -> Unsplit:
-    """Name the layer that keeps all gradients of a stage from waiting."""
+    """Return the layer and the reason that make a stage's backward whole."""
     if node.name() == CHECKPOINT:
         reason = "a checkpoint with use_reentrant=True runs a backward of its own"
         return Unsplit(_layer_of(node, layers, marks), reason, whole=True)
@@ -137,36 +143,21 @@ def _of_obstacle(
 
 
 def _layer_of(node: Node, layers: NumberedLayers, marks: Sequence[tuple[int, Step]]) -> int:
-    """Return the number of the layer that made a node, as nearly as it can be known."""
+    """Return the number of the layer that made a node; the first layer if it is unknown."""
     step = layer_at(node_number(node) or 0, marks)
     return layers[0][0] if step is None else step.index
 
 
-def _num_elements(leaves: Sequence[Any]) -> int:
-    return sum(leaf.variable.numel() for leaf in leaves)
-
-
-def _variable(leaf: Any) -> Tensor:
-    variable: Tensor = leaf.variable
-    return variable
-
-
 def _reason(leaf: Any, division: Division, users: _Users) -> str:
-    """Tell why the gradient of a weight cannot wait."""
+    """Return why the gradient of a weight cannot wait."""
     operators = list(_operators(leaf, users))
     if len(operators) > 2:
         return f"one is used {len(operators)} times"
-    reasons = {
-        _of_operator(node, division.uncut.get(node))
-        for node in operators
-        if node not in division.cuts
-    }
+    reasons = set()
+    for node in operators:
+        if node not in division.cuts:
+            kind = node.name().removesuffix("0").removesuffix("Backward")
+            given_up = "leads to another gradient that cannot wait"
+            why = given_up if node.name() in OPERATORS else "cannot be cut"
+            reasons.add(f"{kind} {division.uncut.get(node, why)}")
     return " and ".join(sorted(reasons)) or "nothing"
-
-
-def _of_operator(node: Node, why: str | None) -> str:
-    kind = node.name().removesuffix("0").removesuffix("Backward")
-    if why is not None:
-        return f"{kind} {why}"
-    given_up = "leads to another gradient that cannot wait"
-    return f"{kind} {given_up if node.name() in OPERATORS else 'cannot be cut'}"

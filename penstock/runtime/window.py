@@ -1,7 +1,8 @@
-"""Several mini-batches that run as one, while the weights are updated."""
+"""Run several mini-batches as one, with weight updates in between (asynchronous schedules)."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -18,10 +19,10 @@ from .microbatches import Batch
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What updates the weights within a run.
+    """The weight updates within a run.
 
-    Each update is made of the gradients of `every` micro-batches, by the stage's optimizer.
-    `uses` counts for each stage the micro-batches that see each version of its weights.
+    Each update uses the gradients of `every` micro-batches, by the stage's optimizer.  `uses`
+    counts, for each stage, the micro-batches that see each version of its weights.
     """
 
     every: int
@@ -29,9 +30,9 @@ class Window:
     uses: Mapping[int, Counter[int]]
 
     def moving(self, stage: int) -> tuple[Sequence[Tensor], Collection[Tensor]]:
-        """Return the parameters that a stage moves, and those that others in this process have.
+        """Return the parameters that a stage updates, and those of other stages in this process.
 
-        A frozen one has no gradient to be moved by, and so one version.
+        A frozen parameter has no gradient, and so one version.
         """
         others = (o.parameters for at, o in self.optimizers.items() if at != stage)
         own = self.optimizers[stage].parameters
@@ -40,11 +41,10 @@ class Window:
 
 
 def joined(batches: Sequence[Batch], *, apart: bool) -> Batch:
-    """Put mini-batches one behind the other; with `apart`, each micro-batch weighs as a mini-batch
-    does.
+    """Concatenate mini-batches; with `apart`, each micro-batch has the weight of a mini-batch.
 
     Raises:
-        BatchError: they have not as many micro-batches, or one that has to have a weight has none.
+        BatchError: their numbers of micro-batches differ, or one has weight 0 with `apart`.
     """
     counts = [len(batch.sizes) for batch in batches]
     if len(set(counts)) > 1:
@@ -71,7 +71,7 @@ def joined(batches: Sequence[Batch], *, apart: bool) -> Batch:
 
 
 def changed_in_forward(stage: int) -> StateError:
-    """Make the error of a layer that writes to its weights while it runs."""
+    """Return the error for a layer that changes its weights in its forward."""
     return StateError(
         f"a layer of stage {stage} changed a weight in its own forward, as "
         "nn.Embedding(max_norm=...) does. With this schedule forwards see weights that updates "
@@ -81,15 +81,14 @@ def changed_in_forward(stage: int) -> StateError:
 
 
 Options = list[dict[str, Any]]
-"""What each parameter group has beside parameters: the learning rate, for one."""
+"""The options of each parameter group, such as the learning rate."""
 
 
 def options_of_batches(optimizer: Optimizer, scheduler: Any, num_batches: int) -> list[Options]:
-    """Return the options of each batch's updates, and let `scheduler` step once after each.
+    """Return the options of each batch's updates; step the scheduler once after each batch.
 
     Raises:
-        ConfigError: the optimizer cannot move the weights of one stage apart from the others', or
-            the scheduler wants to know how training went.
+        ConfigError: the optimizer cannot update one stage alone, or the scheduler needs a metric.
     """
     _check(optimizer)
     found = []
@@ -108,12 +107,12 @@ def options_of_batches(optimizer: Optimizer, scheduler: Any, num_batches: int) -
 def divided(
     optimizer: Optimizer, stages: Mapping[int, Collection[Tensor]], options: Sequence[Options]
 ) -> dict[int, "StageOptimizer"]:
-    """Divide an optimizer by the parameters of the stages; `options` are those of each update.
+    """Split an optimizer by stage; `options` are those of each update.
 
-    A parameter that layers of several stages have is moved by the first: others are sent it.
+    The first of several stages that share a parameter updates it, and sends it to the others.
 
     Raises:
-        ConfigError: it has parameters that are on none of them.
+        ConfigError: the optimizer has parameters that are on no stage.
     """
     known = {p for parameters in stages.values() for p in parameters}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -131,10 +130,12 @@ def divided(
 
 
 def _check(optimizer: Optimizer) -> None:
-    step = vars(optimizer).get("step")
+    step = vars(optimizer).get("step")  # a scheduler puts a wrapper there, to count the steps
+    globals_ = getattr(step, "__globals__", {})
+    is_of_scheduler = globals_.get("__name__") == lr_scheduler.__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         reason = "it runs the model several times in a step, and looks at all weights at once"
-    elif step is not None and not _is_of_scheduler(step):
+    elif step is not None and not is_of_scheduler:
         reason = "its `step` was replaced on the object, and would be called stage by stage"
     elif note_steps(optimizer):
         reason = "it has step hooks, which would be called stage by stage"
@@ -147,17 +148,12 @@ def _check(optimizer: Optimizer) -> None:
     )
 
 
-def _is_of_scheduler(step: Any) -> bool:
-    """Tell whether a scheduler has put `step` in the place of an optimizer's own, to count."""
-    return bool(getattr(step, "__globals__", {}).get("__name__") == lr_scheduler.__name__)
-
-
 class StageOptimizer:
-    """Moves the parameters of one stage, when the schedule says so, as the user's optimizer would.
+    """Updates the parameters of one stage as the user's optimizer would.
 
     optimizer ── groups: [a b c d]  state: {a, b, c, d}
-      stage 0 ── groups: [a b]      the same state         both are the user's own object in all
-      stage 1 ── groups: [c d]      the same state         but their groups
+      stage 0 ── groups: [a b]      the same state      both share all attributes with the
+      stage 1 ── groups: [c d]      the same state      user's object, except their groups
     """
 
     def __init__(
@@ -175,17 +171,20 @@ class StageOptimizer:
         self.parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
 
     def step(self, update: int) -> None:
-        """Move the parameters by their gradients, with the options of an update; free these.
+        """Update the parameters with the options of an update; free their gradients.
 
         Raises:
-            ConfigError: the optimizer keeps what it counts in its parameter groups.
+            ConfigError: the optimizer changes its parameter groups, which all stages share.
         """
         if not self.parameters:
             return
         groups, options = self._optimizer.param_groups, self._options[update]
         for group, wanted in zip(groups, options, strict=True):
             group.update(wanted)
-        self._step()
+        kind = self.parameters[0].device.type
+        casts = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False) if casts else nullcontext():
+            self._optimizer.step()
         for group, wanted in zip(groups, options, strict=True):
             changed = [name for name in wanted if group[name] is not wanted[name]]
             if changed or len(group) != len(wanted) + 1:
@@ -197,17 +196,9 @@ class StageOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _step(self) -> None:
-        kind = self.parameters[0].device.type
-        if torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                self._optimizer.step()
-        else:
-            self._optimizer.step()
-
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy the options of a group; those that are tensors change in place."""
+    """Copy the options of a group; clone tensors, which schedulers change in place."""
     return {
         name: value.clone() if isinstance(value, Tensor) else value
         for name, value in group.items()

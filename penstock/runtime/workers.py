@@ -28,10 +28,10 @@ _ABORT = object()
 
 
 class QueueChannels(AbstractChannels):
-    """One queue per direction of an edge; messages leave it in the order they were sent.
+    """One queue per direction of an edge; messages keep their order.
 
-    `turns` are held by ranks that run, and given back while they wait: no more ranks run at once
-    than the cores can carry, for Python's lock makes many that do slower than a few.
+    A rank holds one of the `turns` while it runs, and releases it while it waits.  So no more
+    ranks run at once than there are cores: Python's lock would slow them all.
     """
 
     def __init__(
@@ -76,44 +76,49 @@ class QueueChannels(AbstractChannels):
             self.turns.__enter__()
 
     def abort(self) -> None:
-        """Wake every rank that waits."""
+        """Wake all ranks that wait."""
         for queue in self._queues.values():
             queue.put(_ABORT)
 
 
 class ThreadDriver(AbstractDriver):
-    """Runs each rank's program in a thread of its own; the threads live until `close`.
+    """Runs each rank's program in its own thread; the threads live until `close`.
 
-    A signal's handler may raise at any place: the next run finds threads that serve it, or starts
-    others.
+    A signal's handler may raise at any place.  The next run then finds living threads, or starts
+    new ones.
     """
 
     def __init__(self, num_threads: int, timeout_s: float) -> None:
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._most_at_once = max(1, num_cores() // num_threads)
-        self._crew: _Crew | None = None
+        self._workers: _Workers | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ThreadDriver, (self._num_threads, self._timeout_s)  # a copy has its own threads
 
     def drive(self, work: Work) -> None:
         programs = work.schedule.programs
-        crew = self._crew_for(len(programs))
+        workers = self._workers_for(len(programs))
         transfers = [t for stage in work.stages.values() for t in stage.plan.transfers]
-        channels = QueueChannels(transfers, self._timeout_s, self._turns(work))
+        on_gpu = any(stage.device.is_cuda for stage in work.stages.values())
+        is_crowded = len(programs) > self._most_at_once and not on_gpu
+        turns: AbstractContextManager[Any] = nullcontext()
+        if is_crowded:
+            turns = threading.Semaphore(self._most_at_once)
+        channels = QueueChannels(transfers, self._timeout_s, turns)
         done: SimpleQueue[None] = SimpleQueue()
         jobs = [
             _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)
             for rank, program in enumerate(programs)
         ]
         try:
-            self._run(crew, jobs, work, done)
+            self._run(workers, jobs, work, done)
         except BaseException as error:  # Ctrl-C: the workers must not outlive the call
             try:
                 work.run.fail(error)
                 channels.abort()
-                self._run(crew, jobs, work, done)
+                self._run(workers, jobs, work, done)
             except BaseException as again:  # nobody waits a second time
                 work.run.fail(again)
                 channels.abort()
@@ -123,31 +128,25 @@ class ThreadDriver(AbstractDriver):
         if work.run.failure is not None:
             _raise_failure(work)
 
-    def _turns(self, work: Work) -> AbstractContextManager[Any]:
-        on_gpu = any(stage.device.is_cuda for stage in work.stages.values())
-        if on_gpu or len(work.schedule.programs) <= self._most_at_once:
-            return nullcontext()
-        return threading.Semaphore(self._most_at_once)
-
     def close(self) -> None:
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.finalizer()
-            crew.leave()
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.finalizer()
+            workers.leave()
 
-    def _crew_for(self, num_ranks: int) -> "_Crew":
-        if self._crew is None or len(self._crew.inboxes) < num_ranks:
+    def _workers_for(self, num_ranks: int) -> "_Workers":
+        if self._workers is None or len(self._workers.inboxes) < num_ranks:
             self.close()
-            crew = _Crew(num_ranks, self._num_threads)
-            crew.finalizer = weakref.finalize(self, crew.stop)
-            self._crew = crew
-        return self._crew
+            workers = _Workers(num_ranks, self._num_threads)
+            workers.finalizer = weakref.finalize(self, workers.stop)
+            self._workers = workers
+        return self._workers
 
     def _run(
-        self, crew: "_Crew", jobs: "list[_Job]", work: Work, done: "SimpleQueue[None]"
+        self, workers: "_Workers", jobs: "list[_Job]", work: Work, done: "SimpleQueue[None]"
     ) -> None:
-        """Hand out the jobs that have not ended, and wait for all; a job runs once at most."""
-        for inbox, job in zip(crew.inboxes, jobs, strict=False):
+        """Hand out the jobs that have not ended, and wait for all; each job runs once at most."""
+        for inbox, job in zip(workers.inboxes, jobs, strict=False):
             if not job.has_ended:
                 inbox.put(job)
         try:
@@ -158,14 +157,14 @@ class ThreadDriver(AbstractDriver):
 
     def _abandon(self) -> None:
         """Forget the workers: one is stuck in user code.  The next run starts new ones."""
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.finalizer.detach()
-            crew.leave()
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.finalizer.detach()
+            workers.leave()
 
 
-class _Crew:
-    """The threads of one driver, one for each rank; `finalizer` stops them with it."""
+class _Workers:
+    """The threads of one driver, one per rank; `finalizer` stops them with the driver."""
 
     finalizer: "weakref.finalize[..., Any]"
 
@@ -186,9 +185,8 @@ class _Crew:
                 thread.start()
             for _ in self._threads:
                 ready.get()
-            torch.set_num_threads(
-                torch.get_num_threads()
-            )  # a worker's count is also the next thread's default
+            # A worker's thread count is also the next new thread's default: set ours again.
+            torch.set_num_threads(torch.get_num_threads())
         except BaseException:
             self._dismiss()
             raise
@@ -211,7 +209,7 @@ class _Crew:
 
 
 def _raise_failure(work: Work) -> NoReturn:
-    """Raise what a rank raised; the run, which its traceback holds, must not hold it in turn."""
+    """Raise a rank's exception; its traceback holds the run, so the run must not hold it."""
     failure, work.run.failure = work.run.failure, Stopped()
     assert failure is not None
     try:
@@ -260,7 +258,7 @@ def _serve(inbox: "SimpleQueue[Any]", num_threads: int, ready: "SimpleQueue[None
 
 
 def _note_missing(error: BaseException) -> None:
-    """Add a note to an error of a worker thread that misses what the caller's thread has."""
+    """Explain an AttributeError of a threading.local that the caller's thread has set."""
     if isinstance(error, AttributeError) and isinstance(error.obj, threading.local):
         error.add_note(
             f"{threading.current_thread().name} is a worker thread, and a threading.local has "

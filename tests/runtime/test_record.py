@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
-from penstock.runtime.record import Noted, clock_name, put_together
+from penstock.runtime.record import ProcessRecord, clock_name, put_together
 from penstock.trace.timeline import MemorySample
 
-HERE = Noted("here", 100.0, {0: [101.0, 102.0]}, {0: []}, [MemorySample(0, 102.0, 8)])
-SAME_HOST = Noted("here", 100.5, {1: [101.5, 103.0]}, {1: []}, [MemorySample(1, 103.0, 16)])
-ELSEWHERE = Noted("elsewhere", 7.0, {2: [9.0, 10.0]}, {2: []}, [MemorySample(2, 10.0, 32)])
+HERE = ProcessRecord("here", 100.0, {0: [101.0, 102.0]}, {0: []}, [MemorySample(0, 102.0, 8)])
+SAME_HOST = ProcessRecord(
+    "here", 100.5, {1: [101.5, 103.0]}, {1: []}, [MemorySample(1, 103.0, 16)]
+)
+ELSEWHERE = ProcessRecord("elsewhere", 7.0, {2: [9.0, 10.0]}, {2: []}, [MemorySample(2, 10.0, 32)])
 
 
 def test_one_clock_is_left_as_it_is() -> None:

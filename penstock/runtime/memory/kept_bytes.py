@@ -1,9 +1,8 @@
-"""Count the bytes that a stage keeps for its backward passes: exact, by storage, not process size.
+"""Count a stage's activation memory in bytes: exact, by storage, not by process size.
 
-Counted: the values a stage received, the storages autograd saved for it, each storage once,
-what a backward leaves to its second part, and versions of the weights beside the newest.  Not
-counted: parameters, buffers, other gradients, and the caller's own batch beyond the views kept of
-it.
+counted       received values, autograd's saved tensors (each storage once), tensors between
+              the two parts of a split backward, older versions of weights
+not counted   parameters, buffers, other gradients, the caller's batch beyond the views kept
 """
 
 import time
@@ -20,17 +19,17 @@ from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import NEVER_COMPUTES
 from penstock.trace.timeline import MemorySample
 
-from .offload import Lasting
+from .offload import OutlivingTensors
 
 
 class KeptBytes(LayersGuard):
-    """Counts for one stage, where a run traces memory."""
+    """Counts the activation memory of one stage, if a run traces memory."""
 
-    def __init__(self, stage: int, lasting: Lasting, weights: Weights) -> None:
-        self._stage, self._lasting, self._weights = stage, lasting, weights
+    def __init__(self, stage: int, outliving: OutlivingTensors, weights: Weights) -> None:
+        self._stage, self._outliving, self._weights = stage, outliving, weights
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
-        """Count what autograd saves, if it does, and then the values that came to the stage."""
+        """Count autograd's saved tensors, then the received values."""
         return self._counting_inputs(run, tape) if run.caller.with_grad else None
 
     @contextmanager
@@ -42,14 +41,14 @@ class KeptBytes(LayersGuard):
         self.after_move(run, tape)
 
     def after_move(self, run: Run, tape: Tape) -> None:
-        """Count the values that came to the stage, and what is in slots."""
+        """Count the received values, and the tensors in slots."""
         counted = run.stages[self._stage].kept_bytes[tape.microbatch]
         if tape.slots is not None or tape.away is not None:
             counted.clear()
         in_slots = [slot.tensor for slot in tape.slots or () if slot.tensor is not None]
         for leaf in [*tape.inputs, *in_slots]:
             counted[_storage(leaf)] = leaf.untyped_storage().nbytes()
-        of_batch = self._lasting.of_batch(run, tape)
+        of_batch = self._outliving.of_batch(run, tape)
         for leaf in of_batch:
             counted.pop(_storage(leaf), None)
         for leaf in of_batch:
@@ -58,7 +57,7 @@ class KeptBytes(LayersGuard):
 
     @contextmanager
     def around_recompute(self, run: Run, tape: Tape) -> Iterator[None]:
-        """Count what autograd saves."""
+        """Count autograd's saved tensors in the recompute."""
         with nullcontext() if tape.slots is not None else self._counting_saved(run, tape):
             yield
         if tape.slots is not None:
@@ -67,7 +66,7 @@ class KeptBytes(LayersGuard):
             self._sample(run)
 
     def _counting_saved(self, run: Run, tape: Tape) -> saved_tensors_hooks:
-        ignored = {_storage(tensor) for tensor in self._lasting.of(run, tape)}
+        ignored = {_storage(tensor) for tensor in self._outliving.of(run, tape)}
         counted = run.stages[self._stage].kept_bytes[tape.microbatch]
 
         def pack(tensor: Tensor) -> Tensor:
@@ -79,10 +78,10 @@ class KeptBytes(LayersGuard):
         return saved_tensors_hooks(pack, _as_it_is)
 
     def after_input(self, run: Run, tape: Tape) -> None:
-        """Count what the weight backward works on, and nothing else of the micro-batch."""
+        """Count the tensors of the weight backward only."""
         counted = run.stages[self._stage].kept_bytes[tape.microbatch] = {}
-        of_batch = {_storage(tensor) for tensor in self._lasting.of_batch(run, tape)}
-        lasting = {_storage(tensor) for tensor in self._lasting.of(run, tape)}
+        of_batch = {_storage(tensor) for tensor in self._outliving.of_batch(run, tape)}
+        lasting = {_storage(tensor) for tensor in self._outliving.of(run, tape)}
         for tensor in tape.waiting:
             storage = _storage(tensor)
             if storage in of_batch:
@@ -92,12 +91,12 @@ class KeptBytes(LayersGuard):
         self._sample(run)
 
     def after_backward(self, run: Run, tape: Tape) -> None:
-        """Stop counting what was kept for the micro-batch."""
+        """Stop counting the micro-batch."""
         run.stages[self._stage].kept_bytes.pop(tape.microbatch, None)
         self._sample(run)
 
     def _sample(self, run: Run) -> None:
-        """Note how many bytes the stage keeps now."""
+        """Record the stage's activation memory at this moment, in bytes."""
         kept: dict[int, int] = {}
         for storages in run.stages[self._stage].kept_bytes.values():
             kept.update(storages)

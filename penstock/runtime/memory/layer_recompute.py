@@ -1,9 +1,9 @@
-"""Drop what some layers of a stage have saved, and run just these again before the backward.
+"""Drop the saved tensors of some layers, and run only these again before the backward.
 
-    forward     layer ──► its slots are emptied, its inputs kept
-    recompute   inputs ──► layer ──► the slots are filled in the order in which they were emptied
+    forward     layer ──► empty its slots, keep its inputs
+    recompute   inputs ──► layer ──► fill the slots in the order in which they were emptied
 
-The graph is that of the first run.  A layer that changes its inputs in place keeps what it saved.
+The graph is that of the first run.  A layer that changes its inputs in place drops nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,22 @@ from penstock.model.pytree import flatten, unflatten
 from penstock.model.stage_plan import Step
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import InputGuard, same_bits
-from penstock.runtime.stage.tape import Given, LayerInput, Rerun, Tape
+from penstock.runtime.stage.tape import LayerInput, Rerun, StageInput, Tape
 
 from .recompute import changed, compare, first_floating
 from .slots import Layout, Slot, Slots, unpack
 
 Call = Callable[[Step, Callable[[], Any]], Any]
-"""(layer, its call) -> what it gives: how a stage runs a layer."""
+"""(layer, its call) -> its result: a function with which a stage runs a layer."""
 
 
 class LayerRecompute(InputGuard):
-    """Runs the layers of a stage that are recomputed alone.
+    """Runs the layers of a stage that are recomputed one by one.
 
-    The first forward drops what layers have saved when it has seen that no layer changes what they
-    were given; from then on at once.  `_keeping` are those whose inputs are changed.
+        first forward    drop saved tensors at its end, if no layer changed the inputs
+        later forwards   drop them right after the layer
+
+    `_keeping` are layers whose inputs are changed in place; they drop nothing.
     """
 
     def __init__(self) -> None:
@@ -46,7 +48,7 @@ class LayerRecompute(InputGuard):
         self._safe.clear()
 
     def run(self, tape: Tape, step: Step, function: Callable[[], Any], call: Call) -> Any:
-        """Run a layer, and drop what it saved."""
+        """Run a layer, and drop its saved tensors."""
         if step.index in self._keeping:
             return call(step, function)
         assert isinstance(function, partial)
@@ -70,8 +72,8 @@ class LayerRecompute(InputGuard):
         tape.reruns.append(rerun)
         return result
 
-    def after_layers(self, run: Run, tape: Tape, given: Sequence[Given]) -> None:
-        """Drop what layers have saved that ran for the first time, if their inputs still stand."""
+    def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
+        """Drop the saved tensors of layers that ran for the first time, if inputs are the same."""
         for rerun in [r for r in tape.reruns if r.emptied is None]:
             assert tape.slots is not None
             if all(x.is_as_given for x in rerun.inputs):
@@ -82,10 +84,10 @@ class LayerRecompute(InputGuard):
                 self._keeping.add(rerun.step.index)
 
     def rerun(self, tape: Tape, call: Call) -> None:
-        """Run the layers again, and fill what was emptied.
+        """Run the layers again, and fill their slots.
 
         Raises:
-            RecomputeError: one does not do what it did.
+            RecomputeError: a layer saves or returns other tensors than before.
         """
         assert tape.slots is not None
         while tape.reruns:
@@ -100,13 +102,13 @@ class LayerRecompute(InputGuard):
 
 
 def _kept(tensor: Tensor, slots: Slots) -> LayerInput:
-    """Keep a tensor that a layer is given: in a slot, or as it is where it lasts longer."""
+    """Keep an input of a layer: in a slot, or itself if it outlives the tape."""
     stays = lasts(tensor) or not is_plain_class(tensor)
     return LayerInput(tensor if stays else slots.keep(tensor), tensor.requires_grad)
 
 
 def _again(given: LayerInput) -> Tensor:
-    """Return the tensor as the layer is to be given it once more.
+    """Return an input for the layer's second run.
 
     Raises:
         RecomputeError: it was changed in place since.
@@ -120,7 +122,7 @@ def _again(given: LayerInput) -> Tensor:
 
 
 class _Filling:
-    """Fills the slots of one layer with what autograd saves, in order."""
+    """Fills the slots of one layer with autograd's saved tensors, in order."""
 
     def __init__(self, slots: Slots, layer: Rerun) -> None:
         self._slots, self._emptied, self._step = slots, layer.emptied or (), layer.step
@@ -140,19 +142,20 @@ class _Filling:
             self._count += 1
             found = Layout.of(again)
             if layout is not None and found[:3] != layout[:3]:
-                raise self._differs(
-                    f"tensor {self._count} that it saves was {_described(layout)}, and is "
-                    f"{_described(found)}"
+                was, now = (
+                    f"{x.dtype} of shape {tuple(x.shape)}, strides {x.stride}"
+                    for x in (layout, found)
                 )
+                raise self._differs(f"tensor {self._count} that it saves was {was}, and is {now}")
             if (empty := slot()) is not None:
                 empty.fill(again)
         return Slot(again)
 
     def check_all_full(self) -> None:
-        """See that the layer has saved as much as before.
+        """Check that the layer saved as many tensors as before.
 
         Raises:
-            RecomputeError: it has not.
+            RecomputeError: it saved fewer.
         """
         if self._count < len(self._emptied):
             raise self._differs(
@@ -169,7 +172,3 @@ class _Filling:
 
 def _alike(tensor: Tensor, before: Tensor) -> bool:
     return tensor.layout is not torch.strided or same_bits(tensor, before)
-
-
-def _described(layout: Layout) -> str:
-    return f"{layout.dtype} of shape {tuple(layout.shape)}, strides {layout.stride}"

@@ -1,9 +1,9 @@
-"""Move what a forward keeps out of the device's memory, and back before it is needed.
+"""Offload the activations of a micro-batch, and fetch them before the backward.
 
     slots, inputs ──► each storage once ──► a file, or the host's memory ──► slots, inputs
 
-Where the graph is kept, the values that came to the stage and that left it are given up for good:
-autograd has saved what it needs of them.
+With a graph, the values that entered and left the stage are freed for good: autograd has saved the
+tensors that it needs.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +16,7 @@ from penstock.model.entries import lasts, version_of
 from penstock.model.pytree import flatten
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import Context, LayersGuard
-from penstock.runtime.stage.tape import FROM_CALLER, Away, Tape
+from penstock.runtime.stage.tape import FROM_CALLER, Offloaded, Tape
 from penstock.runtime.stage.weights import Owned
 from penstock.torch_private import storage_id, version_counter
 
@@ -24,9 +24,10 @@ from .slots import Layout, Slot, Slots, without_values
 from .stores import AbstractStore
 
 
-class Lasting:
-    """The tensors whose memory is not a stage's own: parameters and buffers, those of other stages
-    too, and the caller's batch.
+class OutlivingTensors:
+    """The tensors in memory that outlives a tape: parameters, buffers and the caller's batch.
+
+    Weights of other stages count too.
     """
 
     def __init__(self, owned: Owned, computes_loss: bool) -> None:
@@ -34,13 +35,13 @@ class Lasting:
         self._computes_loss = computes_loss
 
     def of(self, run: Run, tape: Tape) -> list[Tensor]:
-        """List them as they are now."""
+        """Return these tensors for one micro-batch, as they are now."""
         own = [*self._owned.parameters, *self._owned.buffers]
         sent = [a.leaves[place] for a in tape.received.values() for place in a.lasting]
         return own + sent + self.of_batch(run, tape)
 
     def of_batch(self, run: Run, tape: Tape) -> list[Tensor]:
-        """List the views of the caller's batch that the stage works on."""
+        """Return the views of the caller's batch that the stage uses."""
         leaves = list(tape.received[FROM_CALLER].leaves) if FROM_CALLER in tape.received else []
         if self._computes_loss and run.loss is not None:
             leaves += flatten(run.batch.targets[tape.microbatch])[0]
@@ -48,40 +49,44 @@ class Lasting:
 
 
 class Slotting(LayersGuard):
-    """Lets autograd save into slots, in the forwards of a stage that moves them or drops some."""
+    """Lets autograd save into slots, in the forwards of a stage that offloads or drops them."""
 
-    def __init__(self, lasting: Lasting) -> None:
-        self._lasting = lasting
+    def __init__(self, outliving: OutlivingTensors) -> None:
+        self._outliving = outliving
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
-        """Save into slots, where anything is saved."""
+        """Save into slots, if autograd saves tensors."""
         if not run.caller.with_grad or tape.graph_dropped:
             return None
-        tape.slots = Slots(self._lasting.of(run, tape))
+        tape.slots = Slots(self._outliving.of(run, tape))
         return tape.slots.hooks()
 
 
 class Offloading:
-    """Moves away what a stage keeps; `make_store` makes a store for one run."""
+    """Offloads the activations of a stage; `make_store` makes a store for one run."""
 
     def __init__(
-        self, stage: int, lasting: Lasting, make_store: Callable[[], AbstractStore]
+        self, stage: int, outliving: OutlivingTensors, make_store: Callable[[], AbstractStore]
     ) -> None:
-        self._stage, self._lasting, self._make_store = stage, lasting, make_store
+        self._stage, self._outliving, self._make_store = stage, outliving, make_store
 
     def offload(self, run: Run, tape: Tape) -> None:
-        """Move what is kept of a micro-batch away.
+        """Move the activations of a micro-batch to the store.
 
         Raises:
-            OffloadError: there is no room for it.
+            OffloadError: the store has no room.
         """
-        slots = tape.slots or Slots(self._lasting.of(run, tape))
+        slots = tape.slots or Slots(self._outliving.of(run, tape))
         here = run.stages[self._stage]
         here.store = here.store or self._make_store()
         try:
-            tape.away = Away(here.store)
-            if tape.graph_dropped:  # its inputs are all there is
-                _move_inputs(tape, tape.away, slots)
+            tape.away = Offloaded(here.store)
+            if tape.graph_dropped:  # the tape has inputs only
+                for peer, place, leaf in _received(tape, slots):
+                    changes = version_of(leaf) - tape.received[peer].versions[place]
+                    tape.away.inputs.append((peer, place, Slot(leaf), changes))
+                    _put_leaf(tape, peer, place, without_values(leaf.detach()))
+                _move(tape.away, (slot for _, _, slot, _ in tape.away.inputs))
             else:
                 _move(tape.away, slots)
                 _give_up_ends(tape, slots)
@@ -94,24 +99,32 @@ class Offloading:
             ) from error
 
     def fetch(self, tape: Tape) -> None:
-        """Bring back what `offload` moved away.
+        """Bring back the activations of a micro-batch.
 
         Raises:
-            OffloadError: it cannot be read.
+            OffloadError: the store cannot be read.
         """
         away, tape.away = tape.away, None
         assert away is not None
         try:
-            _bring_back(tape, away)
+            for place, views in away.moved:
+                storage, lead = away.store.get(place)
+                for slot, layout in views:
+                    slot.fill(layout.view(storage, lead))
         except OSError as error:
             raise OffloadError(
                 f"stage {self._stage} cannot bring back what it kept of micro-batch "
                 f"{tape.microbatch}: {error.strerror or error}"
             ) from error
+        for peer, position, slot, changes in away.inputs:
+            assert slot.tensor is not None
+            _put_leaf(tape, peer, position, slot.tensor, changes)
+        if tape.conditions is not None and away.inputs:
+            tape.conditions.input_versions = [version_counter(leaf) for leaf in tape.inputs]
 
 
-def _move(away: Away, slots: Iterable[Slot]) -> None:
-    """Empty slots into the store, each storage once; what was changed in place stays."""
+def _move(away: Offloaded, slots: Iterable[Slot]) -> None:
+    """Empty slots into the store, each storage once; tensors changed in place stay."""
     by_storage: dict[int, list[tuple[Slot, Tensor]]] = {}
     for slot in slots:
         if slot.tensor is not None and slot.is_as_saved:
@@ -123,30 +136,8 @@ def _move(away: Away, slots: Iterable[Slot]) -> None:
             slot.tensor = None
 
 
-def _move_inputs(tape: Tape, away: Away, slots: Slots) -> None:
-    """Empty what a tape has received into the store."""
-    for peer, place, leaf in _received(tape, slots):
-        changes = version_of(leaf) - tape.received[peer].versions[place]
-        away.inputs.append((peer, place, Slot(leaf), changes))
-        _put_leaf(tape, peer, place, without_values(leaf.detach()))
-    _move(away, (slot for _, _, slot, _ in away.inputs))
-
-
-def _bring_back(tape: Tape, away: Away) -> None:
-    """Fill the slots, and what the tape has received, with the same bits."""
-    for place, views in away.moved:
-        storage, lead = away.store.get(place)
-        for slot, layout in views:
-            slot.fill(layout.view(storage, lead))
-    for peer, place, slot, changes in away.inputs:
-        assert slot.tensor is not None
-        _put_leaf(tape, peer, place, slot.tensor, changes)
-    if tape.seen is not None and away.inputs:
-        tape.seen.input_versions = [version_counter(leaf) for leaf in tape.inputs]
-
-
 def _received(tape: Tape, slots: Slots) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (peer, place, tensor) of what came from other stages and may move."""
+    """Yield (peer, place, tensor) of the values from other stages that may move."""
     for peer in tape.received.keys() - {FROM_CALLER}:
         for place, leaf in enumerate(tape.received[peer].leaves):
             if slots.may_move(leaf):
@@ -154,7 +145,7 @@ def _received(tape: Tape, slots: Slots) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _put_leaf(tape: Tape, peer: int, place: int, leaf: Tensor, changes: int = 0) -> None:
-    """Let a tape have received another tensor, which was changed so often since it was sent."""
+    """Replace a received tensor by `leaf`, with `changes` in-place changes since its send."""
     activation = tape.received[peer]
     leaves, versions = list(activation.leaves), list(activation.versions)
     leaves[place], versions[place] = leaf, version_of(leaf) - changes
@@ -162,7 +153,7 @@ def _put_leaf(tape: Tape, peer: int, place: int, leaf: Tensor, changes: int = 0)
 
 
 def _give_up_ends(tape: Tape, slots: Slots) -> None:
-    """Let go of the values of what came and what left: only their gradients are still to come."""
+    """Free the values of entries and exported leaves: the backward needs their gradients only."""
     for peer, place, leaf in list(_received(tape, slots)):
         empty = without_values(leaf.detach())
         _put_leaf(tape, peer, place, empty)
@@ -170,7 +161,7 @@ def _give_up_ends(tape: Tape, slots: Slots) -> None:
         if entry.node is None:
             entry.tensor = empty
         else:
-            entry.tensor.data = empty  # no layer has seen it, see Handover.enter
+            entry.tensor.data = empty  # layers saw a twin of it, see Handover.enter
     for leaves in tape.exported.values():
         leaves[:] = [
             without_values(leaf) if slots.may_move(leaf) and not lasts(leaf) else leaf

@@ -1,15 +1,15 @@
-"""Run a forward again as it was: buffers, modes, weights and inputs, and what it gave.
+"""Run a forward again under the same conditions: buffers, modes, weights and inputs.
 
-    forward      note Seen: modes, changing buffers, versions of weights and inputs, one result;
-                 layers run, and autograd saves nothing
-    recompute    put modes and buffers back as Seen ──► layers run again ──► compare ──► undo
+    forward      note its conditions: modes, changing buffers, versions of weights and inputs,
+                 and one result; layers run, and autograd saves nothing
+    recompute    restore modes and buffers ──► layers run again ──► compare ──► undo
 
-Buffers and modes are put back for the recompute.  Weights and inputs are the caller's: if they
-changed in between, there is nothing right to compute, and that is an error.
+Weights and inputs are the caller's.  If they changed in between, the recompute raises.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from penstock.model.state import put_state, standing_at
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.state import ChangingState
-from penstock.runtime.stage.tape import Seen, Tape
+from penstock.runtime.stage.tape import Conditions, Tape
 from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import buffers_of, version_counter
 
@@ -28,10 +28,10 @@ from .slots import Slots
 
 
 class Repeatable(LayersGuard):
-    """Lets the layers of a stage run again as they ran in a forward that kept no graph.
+    """Lets the layers of a stage repeat a forward that kept no graph.
 
-    `stateful` are the modules whose buffers and tensor attributes have to be as they were.  Where
-    the code between layers `differentiates`, graphs are kept until it has run.
+    `stateful` are the modules whose buffers and tensor attributes are restored.  If the code
+    between layers `differentiates`, the graph stays until that code has run.
     """
 
     def __init__(
@@ -47,68 +47,68 @@ class Repeatable(LayersGuard):
         self._state = ChangingState(stateful)
         self._weights = weights
         self._compares = True
-        self._drops = _dropping_late if differentiates else _dropping
+        self._drops: Callable[[], Context] = (
+            _dropping_late if differentiates else partial(saved_tensors_hooks, _drop, _never)
+        )
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
-        """Note what the layers see, where a recompute will follow; keep no graph, or all but what
-        some layers drop by themselves.
-        """
+        """Note the conditions of a forward that will be recomputed; keep no graph."""
         return self._noting(tape) if tape.graph_dropped or tape.dropped_layers else None
 
     @contextmanager
     def _noting(self, tape: Tape) -> Iterator[None]:
         modes = [module.training for module in self._modules]
         versions = list(map(version_counter, tape.inputs if tape.graph_dropped else ()))
-        seen = Seen({}, modes, self._weights.shown, versions)
+        conditions = Conditions({}, modes, self._weights.shown, versions)
         is_new = modes != self._state.known_in
         before = self._state.look(modes) if is_new or self._holds_state() else {}
         with self._drops() if tape.graph_dropped else nullcontext():
             yield
         if is_new or self._holds_state():
-            seen.state = self._state.changed(before, modes)
+            conditions.state = self._state.changed(before, modes)
         if tape.microbatch == 0 and self._compares and tape.graph_dropped:
-            seen.result = first_floating(tape.results)
-        tape.seen = seen
+            conditions.result = first_floating(tape.results)
+        tape.conditions = conditions
 
     @contextmanager
     def around_recompute(self, run: Run, tape: Tape) -> Iterator[None]:
-        """Let the layers see what they saw, and compare what they give.
+        """Restore the conditions of the forward, and compare a result.
 
         Raises:
-            RecomputeError: weights or inputs changed since, or something else did.
+            RecomputeError: weights or inputs changed since, or the result differs.
         """
-        seen = tape.seen
-        assert seen is not None
-        undo = self._put_back(seen, tape.inputs if tape.graph_dropped else ())
+        conditions = tape.conditions
+        assert conditions is not None
+        undo = self._put_back(conditions, tape.inputs if tape.graph_dropped else ())
         try:
             yield
         finally:
             undo()
-        if seen.result is not None:
-            compare(seen.result, tape.results)
-            self._compares = not seen.result[0].is_cuda  # it has to be waited for
-            seen.result = None
+        if conditions.result is not None:
+            compare(conditions.result, tape.results)
+            self._compares = not conditions.result[0].is_cuda  # on a GPU the comparison must wait
+            conditions.result = None
 
-    def _put_back(self, seen: Seen, inputs: Sequence[Tensor]) -> Callable[[], None]:
-        """Let the modules be as the forward saw them; return what undoes that.
+    def _put_back(self, conditions: Conditions, inputs: Sequence[Tensor]) -> Callable[[], None]:
+        """Restore modes and state as the forward saw them; return a function that undoes it.
 
         Raises:
             RecomputeError: weights or inputs changed since.
         """
-        if not self._weights.holds(seen.weights):
+        if not self._weights.holds(conditions.weights):
             raise changed(
                 "a weight",
                 "call optimizer.step() only after the backward; for a layer that changes its "
                 "weight in its own forward, as nn.Embedding(max_norm=...), leave out max_norm",
             )
-        if seen.input_versions != [version_counter(t) for t in inputs]:
+        if conditions.input_versions != [version_counter(t) for t in inputs]:
             raise changed("an input", "leave the batch as it is until the backward has run")
         modes = [module.training for module in self._modules]
-        if not seen.state and modes == seen.modes:
+        if not conditions.state and modes == conditions.modes:
             return lambda: None
-        now = {place: standing_at(place) for place in seen.state}
-        self._set_modes(seen.modes)
-        put_state(seen.state)
+        now = {place: standing_at(place) for place in conditions.state}
+        self._set_modes(conditions.modes)
+        put_state(conditions.state)
 
         def undo() -> None:
             put_state(now)
@@ -119,19 +119,14 @@ class Repeatable(LayersGuard):
     def _holds_state(self) -> bool:
         return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
 
-    def _set_modes(self, wanted: list[bool]) -> None:
-        for module, training in zip(self._modules, wanted, strict=True):
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
             module.training = training
-
-
-def _dropping() -> Context:
-    """Let autograd save nothing."""
-    return saved_tensors_hooks(_drop, _never)
 
 
 @contextmanager
 def _dropping_late() -> Iterator[None]:
-    """Let autograd save, and drop it all in the end."""
+    """Let autograd save tensors, and drop all of them at the end."""
     slots = Slots(())
     try:
         with slots.hooks():
@@ -153,7 +148,7 @@ def _never(nothing: None) -> Tensor:
 
 
 def first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:
-    """Choose a result to compare, with its version; keeps its memory."""
+    """Return the first floating-point tensor, detached, with its version; or None."""
     for tensor in tensors:
         if tensor.is_floating_point():
             return tensor.detach(), version_counter(tensor)
@@ -161,18 +156,22 @@ def first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:
 
 
 def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
-    """Compare with what a recompute gave: to the bit, on a GPU to rounding, since some of its
-    kernels add in an order that differs from run to run.
+    """Compare a forward's result with the recompute's: to the bit, on a GPU to rounding.
+
+    Some GPU kernels add in another order in each run.
 
     Raises:
-        RecomputeError: it gave something else, so a layer reads what changed in between.
+        RecomputeError: the results differ, so a layer reads state that changed in between.
     """
     tensor, version = result
     again, _ = first_floating(results) or (None, 0)
     if version_counter(tensor) != version or again is None:
-        return  # the caller has changed the output in place since
+        return  # the caller changed the output in place since
     rounding = torch.finfo(again.dtype).eps ** 0.5 if again.is_cuda else 0.0
-    if again.shape != tensor.shape or not _close(tensor, again, rounding):
+    if again.shape != tensor.shape or not (
+        torch.equal(tensor, again)
+        or torch.allclose(tensor, again, rtol=rounding, atol=rounding, equal_nan=True)
+    ):
         raise RecomputeError(
             "a recompute did not give what its forward gave: a layer or the loss draws from a "
             "generator that is not keyed (numpy.random.default_rng(), random.Random()), counts "
@@ -183,12 +182,8 @@ def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
         )
 
 
-def _close(a: Tensor, b: Tensor, rounding: float) -> bool:
-    return torch.equal(a, b) or torch.allclose(a, b, rtol=rounding, atol=rounding, equal_nan=True)
-
-
 def changed(what: str, remedy: str) -> RecomputeError:
-    """Make the error that says what a recompute misses."""
+    """Return the error for a weight or an input that changed before its recompute."""
     return RecomputeError(
         f"{what} was changed in place between a forward and its recompute, so the activations "
         f"cannot be computed again as they were; {remedy}, or use recompute=Recompute.NEVER"

@@ -1,9 +1,9 @@
-"""What autograd saves in a forward, in slots that can be emptied and filled again.
+"""Hold autograd's saved tensors in slots that can be emptied and filled again.
 
-    forward ──► autograd saves ──► slot ──► moved away, or dropped
-    backward ◄── autograd asks ◄── slot ◄── brought back, or computed again
+    forward ──► autograd saves ──► slot ──► offloaded, or dropped
+    backward ◄── autograd asks ◄── slot ◄── fetched, or recomputed
 
-Hooks keep torch from seeing that a saved tensor was changed in place; slots see to it instead.
+With hooks torch does not check saved tensors for in-place changes; slots do that.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ from penstock.torch_private import NEVER_COMPUTES, storage_id
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in its storage."""
+    """The dtype, shape, strides and offset of a tensor in its storage."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -29,18 +29,18 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Layout":
-        """Read how a tensor lies."""
+        """Read the layout of a tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def view(self, storage: UntypedStorage, lead: int) -> Tensor:
-        """Make the tensor that lies so in what follows the first `lead` bytes of a storage."""
+        """Return the tensor with this layout in a storage, behind its first `lead` bytes."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         offset = self.offset + lead // self.dtype.itemsize
         return tensor.set_(storage, offset, self.shape, self.stride)
 
 
 class Slot:
-    """The place of one tensor; empty while its values are elsewhere, or dropped."""
+    """The place of one saved tensor; empty while its values are offloaded or dropped."""
 
     __slots__ = ("__weakref__", "_version", "tensor")
 
@@ -49,19 +49,19 @@ class Slot:
         self.fill(tensor)
 
     def fill(self, tensor: Tensor) -> None:
-        """Hold a tensor, as it is now."""
+        """Hold a tensor, and note its version."""
         self.tensor, self._version = tensor, version_of(tensor)
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether the tensor is there, and was not changed in place since."""
+        """True if the slot holds its tensor, not changed in place since."""
         return self.tensor is not None and version_of(self.tensor) == self._version
 
     def take(self) -> Tensor:
         """Return the tensor.
 
         Raises:
-            RecomputeError: it was dropped, and was not computed again yet.
+            RecomputeError: it was dropped, and is not recomputed yet.
             RuntimeError: it was changed in place since.
         """
         if self.tensor is None:
@@ -81,13 +81,13 @@ class Slot:
 
 
 Emptied = tuple[ref[Slot], Layout | None]
-"""A slot that was emptied, and how its tensor lay; None where nobody will ask for it."""
+"""An emptied slot, and its tensor's layout; None if the graph has freed it."""
 
 
 class Slots:
-    """What one forward saved, for as long as its graph lives.
+    """The saved tensors of one forward, for as long as its graph lives.
 
-    The storages of `lasting` are not the stage's own: weights, buffers, the caller's batch.
+    The storages of `lasting` outlive the tape: weights, buffers, the caller's batch.
     """
 
     def __init__(self, lasting: Iterable[Tensor]) -> None:
@@ -95,25 +95,25 @@ class Slots:
         self._saved: list[ref[Slot]] = []
 
     def hooks(self) -> saved_tensors_hooks:
-        """Let autograd save into slots inside."""
+        """Return hooks with which autograd saves into slots."""
         return saved_tensors_hooks(self._pack, unpack)
 
     def _pack(self, tensor: Tensor) -> Slot | Tensor:
         return self.keep(tensor) if is_plain_class(tensor) else tensor
 
     def keep(self, tensor: Tensor) -> Slot:
-        """Put a tensor into a slot, as autograd does."""
+        """Put a tensor into a new slot, as autograd's hook does."""
         slot = Slot(tensor.detach())
         if self.may_move(tensor):
             self._saved.append(ref(slot))
         return slot
 
     def mark(self) -> int:
-        """Mark where the next slot comes."""
+        """Return the number of the next slot."""
         return len(self._saved)
 
     def empty(self, which: slice) -> list[Emptied]:
-        """Empty some of the slots, by the marks before and after them."""
+        """Empty a range of slots."""
         emptied: list[Emptied] = []
         for each in self._saved[which]:
             slot, layout = each(), None
@@ -123,7 +123,7 @@ class Slots:
         return emptied
 
     def may_move(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is no more than its values, and those are the stage's own."""
+        """Tell whether a tensor is plain and dense, in memory that ends with the tape."""
         return (
             is_plain_class(tensor)
             and tensor.layout is torch.strided
@@ -132,7 +132,7 @@ class Slots:
         )
 
     def __iter__(self) -> Iterator[Slot]:
-        """Yield the slots whose tensors may move, in the order in which autograd saved."""
+        """Yield the slots whose tensors may move, in the order of their saving."""
         return (slot for each in self._saved if (slot := each()) is not None)
 
 
@@ -144,7 +144,7 @@ setattr(unpack, NEVER_COMPUTES, True)
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and type that takes no memory to speak of.
+    """Return a tensor of the same shape and dtype with one element of memory.
 
     Gradients flow through unchanged.
     """

@@ -1,4 +1,4 @@
-"""Where a stage's values are while they are away: in files, or in the host's memory."""
+"""Store offloaded activations in files, or in the host's memory."""
 
 import os
 import tempfile
@@ -15,15 +15,18 @@ from torch import Tensor, UntypedStorage
 from penstock.errors import ConfigError, check_kind
 from penstock.runtime.devices import StageDevice
 
-_LINE_BYTES, _WIDEST_BYTES = 64, 16
+_LINE_BYTES = 64
+"""Bytes of a cache line."""
+_WIDEST_BYTES = 16
+"""Bytes of the widest element type, complex128."""
 
 
 class AbstractStore(ABC):
-    """Holds copies of storages elsewhere, for one stage during a run."""
+    """Holds copies of storages outside the device's memory, for one stage during a run."""
 
     @abstractmethod
     def put(self, storage: UntypedStorage) -> Any:
-        """Copy a storage; return what `get` finds the copy by.
+        """Copy a storage; return the key of the copy.
 
         Raises:
             OSError: there is no room.
@@ -31,8 +34,9 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def get(self, place: Any) -> tuple[UntypedStorage, int]:
-        """Return a new storage with the same bytes, but for its first few, and how many these are;
-        the copy is given up.
+        """Return a new storage with a lead and then the same bytes, and the lead in bytes.
+
+        Free the copy.
 
         Raises:
             OSError: the copy cannot be read.
@@ -40,11 +44,13 @@ class AbstractStore(ABC):
 
 
 class FileStore(AbstractStore):
-    """A file without a name in `folder`, while it holds anything: it ends with the process,
-    whatever ends that.  A copy takes the place of one of the same size that was given up.
+    """Stores copies in a file without a name in `folder`; the system deletes it with the process.
 
-    What comes back lies as far from the start of a cache line as it did: the order in which matrix
-    kernels add depends on it.
+    A copy reuses the place of a freed one of the same size.
+
+        before   │....xxxxxxxx│      lead of 4 bytes in its cache line
+        after    │....xxxxxxxx│      the same lead: the order in which matrix kernels add
+                                     depends on it
     """
 
     def __init__(self, folder: str | None, device: StageDevice | None = None) -> None:
@@ -58,19 +64,16 @@ class FileStore(AbstractStore):
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
             self._closing = weakref.finalize(self, self._file.close)
         size, lead = storage.nbytes(), storage.data_ptr() % _LINE_BYTES
-        start = self._place_for(size)
+        free = self._free.get(size)
+        start = free.pop() if free else self._end
+        if start == self._end:
+            self._end += size
         self._file.seek(start)
         rest = _bytes_of(storage)
         while rest:
             rest = rest[self._file.write(rest) :]
         self._num_held += 1
         return start, size, 0 if lead % _WIDEST_BYTES else lead
-
-    def _place_for(self, size: int) -> int:
-        if free := self._free.get(size):
-            return free.pop()
-        self._end += size
-        return self._end - size
 
     def get(self, place: Any) -> tuple[UntypedStorage, int]:
         start, size, lead = place
@@ -92,7 +95,7 @@ class FileStore(AbstractStore):
 
 
 class HostStore(AbstractStore):
-    """Pinned memory of an accelerator's host; copies run beside what the stage computes."""
+    """Stores copies in the host's pinned memory; they overlap with the stage's kernels."""
 
     def __init__(self, device: StageDevice) -> None:
         self._device = device
@@ -113,11 +116,11 @@ class HostStore(AbstractStore):
 
 
 MakeStore = Callable[[StageDevice], AbstractStore]
-"""Makes a store for a run of the stage on a device."""
+"""A function that makes a store for one run of the stage on a device."""
 
 
 def folder_for_files(folder: Any) -> str | None:
-    """Return `folder` as a string if files can be made there; None is none.
+    """Return `folder` as a string, after a test that it can hold files; None stays None.
 
     Raises:
         ConfigError: it is no path, or cannot hold files.
@@ -141,7 +144,7 @@ def _check_holds_files(folder: str | None) -> None:
 
 
 def store_on(device: torch.device, folder: str | None) -> MakeStore:
-    """Return what makes the stores of a stage on a device.
+    """Return the function that makes the stores of a stage on a device.
 
     Raises:
         ConfigError: on a CPU, `folder` cannot hold files.

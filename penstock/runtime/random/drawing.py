@@ -1,4 +1,4 @@
-"""How each layer draws random numbers: found out as it runs, so that only those pay that draw."""
+"""Give each layer its own random stream; learn how it draws, so that other layers pay nothing."""
 
 import sys
 import threading
@@ -36,14 +36,14 @@ _RERUNS = frozenset(("torch.random", "torch.utils.checkpoint"))
 
 
 class CompiledCalls:
-    """Runs functions, and notes whether compiled code ran in one.
+    """Runs functions, and notes whether compiled code ran inside.
 
-    Under a dispatch mode torch runs compiled functions uncompiled, so that a layer which holds
-    some has to be known before one is entered.  They may be anywhere (a module, one inside it, a
-    function that a forward calls), and all of them are entered through one module of torch.
+    Under a dispatch mode torch runs compiled functions uncompiled.  So a layer with compiled code
+    must be known before a mode is entered.  The code may be anywhere (a module, a module inside
+    it, a function that a forward calls), but all of it starts in one module of torch.
 
-    `reruns`: a checkpoint ran as well, or the state of the default generators was read or set, so
-    that the backward may draw again.
+    `reruns`: a checkpoint ran too, or code read or set the default generators' state, so the
+    backward may draw again.
     """
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class CompiledCalls:
     def look(self, function: Callable[[], Any], *, only_first: bool = False) -> Any:
         """Run `function`; with `only_first`, stop looking at the first compiled call.
 
-        What is compiled in that call then takes no longer.  Where Python's profiler is in use,
-        nothing is seen.
+        Compilation inside that call then takes no longer.  If Python's profiler is in use, this
+        sees nothing.
         """
         if sys.getprofile() is not None:
             return function()
@@ -76,26 +76,28 @@ class CompiledCalls:
 
 
 class Draws(Enum):
-    """What is known of how a layer draws."""
+    """The known facts of how a layer draws random numbers."""
 
     NEVER = auto()
-    """It does not."""
+    """The layer does not draw."""
     SOMEHOW = auto()
-    """It does; how has not been seen yet."""
+    """The layer draws; it is not known yet how."""
     IN_COMPILED = auto()
-    """It does, and runs compiled code; whether its backward draws again has not been seen yet."""
+    """The layer draws and runs compiled code; its backward may draw again."""
     IN_OPERATORS = auto()
-    """Torch's random operators draw, somewhere in the layer."""
+    """Torch's random operators draw, anywhere in the layer."""
     IN_DROPOUTS = auto()
-    """Plain dropout modules inside the layer draw, and nothing else does."""
+    """Only plain dropout modules inside the layer draw."""
     ALONE = auto()
-    """Compiled code draws, which a dispatch mode would switch off; or an operator that torch keeps
-    out of compiled code (`torch.library.custom_op`); or the layer draws from Python's `random` or
-    from `numpy.random`, whose global generators all threads share, and holds no checkpoint."""
+    """The layer needs the shared generators alone, and has no checkpoint.
+
+    Compiled code draws, which a dispatch mode would switch off; or a `torch.library.custom_op`
+    does; or the layer draws from Python's `random` or from `numpy.random`."""
     SEEDED = auto()
-    """What draws takes its numbers from torch's default generators only: an operator of the user's
-    own, or a checkpoint, which will draw them again in the backward; or the layer draws outside
-    torch and holds a checkpoint, which must not."""
+    """The layer needs torch's default generators seeded.
+
+    The user's own operator draws; or a checkpoint does, which will draw again in the backward; or
+    the layer draws outside torch and has a checkpoint, which must not."""
 
 
 @dataclass(slots=True)
@@ -115,17 +117,15 @@ class LayerCall:
 
 
 class Drawing(RerunGuard):
-    """Runs the layers of a stage so that each draws from its own stream; plainly if it draws none.
+    """Runs the layers of a stage, each with its own random stream if it draws.
 
-    What was seen of a layer holds for its mode and its dropout probabilities: a schedule may
-    raise one from 0.
+        first call     alone, from the default generators: does it draw, does it run compiled code?
+        second call    the same, and watched: where does it draw?
+        later calls    from the layer's own generator, if all its draws can take one
 
-    first call     alone, from the default generators: does it draw?  does it run compiled code?
-    second call    likewise, and watched: where does it draw?
-    from then on   from a generator of its own where all that draws can take one; else as before
-
-    `silent` are the (layer, whether it trains) that are known to draw nothing, without dropouts
-    that could be switched on: these need not come here.
+    A fact holds for a layer's mode and dropout probabilities: a schedule may raise one from 0.
+    `silent` has the (layer, training) that draw nothing and hold no dropout: stages call these
+    directly.
     """
 
     def __init__(self, layers: Iterable[tuple[int, nn.Module]], device: torch.device) -> None:
@@ -148,7 +148,7 @@ class Drawing(RerunGuard):
         self._elsewhere_too |= isinstance(error, RandomnessError)
 
     def run(self, call: LayerCall, function: Callable[[], Any]) -> Any:
-        """Run `function`, the layer; note in its tape if its backward may draw again."""
+        """Run `function`, the layer's call; note in the tape if its backward may draw again."""
         layer, training = call.layer, call.training
         key = (layer, training, *(m.p for m in self._dropouts.get(layer, ())))
         known = self._known.get(key)
@@ -165,7 +165,7 @@ class Drawing(RerunGuard):
                 result = function()
         else:
             result = with_keyed_dropouts(self._dropouts[layer], stream, function)
-        if stream.drew_in_checkpoint:  # one that was switched on since
+        if stream.drew_in_checkpoint:  # the user switched a checkpoint on since
             self._known[key] = Draws.SEEDED
             tape.reruns_in_backward = tape.must_not_draw = True
         return result
@@ -173,7 +173,8 @@ class Drawing(RerunGuard):
     def _run_seeded(
         self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
     ) -> Any:
-        """Run a layer alone, from the default generators, and see more of it each time."""
+        """Run a layer alone, from seeded default generators, and learn more of it each time."""
+        # 1. Choose the watch for this call: each costs time, so one fact is learned per call.
         known, compiled = self._known.get(key), CompiledCalls()
         watch = WatchDraws(self._device, filter(is_plain, self._dropouts.get(call.layer, ())))
         run = function
@@ -184,11 +185,15 @@ class Drawing(RerunGuard):
                 run = partial(watch.run, function)
             case Draws.IN_COMPILED:
                 run = partial(compiled.look, function)
+
+        # 2. Run with seeded generators, and see whether they moved.
         call.run.has_seeded |= known is not Draws.ALONE
         outside = self._elsewhere_too or key in self._outside or known not in _LASTING
         result, drew, drew_outside = runs_and_draws(call.key, run, self._device, outside=outside)
         if drew_outside:
             self._outside.add(key)
+
+        # 3. Keep the facts for the next call.
         drew = drew or drew_outside
         if known is None and not drew:
             self._known[key] = Draws.NEVER
@@ -201,7 +206,7 @@ class Drawing(RerunGuard):
 
     @contextmanager
     def around_rerun(self, run: Run, tape: Tape) -> Iterator[None]:
-        """Let layers that run again in a backward draw the numbers that they drew, or none."""
+        """Let layers that run again in a backward repeat their draws, or refuse draws."""
         with ExitStack() as context:
             if run.has_seeded or self._outside:
                 context.enter_context(alone_with_generators(self._device))
@@ -214,7 +219,7 @@ class Drawing(RerunGuard):
             yield
 
     def _seen(self, key: tuple[float, ...], compiled: CompiledCalls, watch: WatchDraws) -> Draws:
-        """Return what is known of a layer once another call of it, which drew, was looked at."""
+        """Return the facts of a layer after another watched call that drew."""
         known = self._known.get(key)
         if known is None:
             return Draws.IN_COMPILED if compiled.seen else Draws.SOMEHOW
@@ -242,51 +247,46 @@ _current = threading.local()
 
 # -- plain dropout modules ---------------------------------------------------------------------
 #
-# A dispatch mode costs Python at every operator of a layer.  Where all draws of a layer are those
-# of plain `nn.Dropout` modules inside it, only these are called otherwise: they make the noise
-# from the generator they are given, as torch's own dropout makes it from the default one.
+# A dispatch mode runs Python at every operator of a layer.  If only plain `nn.Dropout` modules
+# draw in a layer, their forwards are replaced instead: they make the noise from the stream's
+# generator as torch's dropout makes it from the default one.
 
 
 def is_plain(module: nn.Module) -> bool:
     """Tell whether a module is torch's own dropout, with torch's own forward."""
     return type(module) is nn.Dropout and (
-        "forward" not in vars(module) or module in _users  # put there by another thread's call
+        "forward" not in vars(module) or module in _users  # another thread's call replaced it
     )
 
 
 def with_keyed_dropouts(
     modules: Iterable[nn.Module], stream: KeyedRandomness, function: Callable[[], Any]
 ) -> Any:
-    """Run `function`, and let plain dropout modules that it calls draw from `stream`.
+    """Run `function`, and let the plain dropout modules that it calls draw from `stream`.
 
-    Other threads may call them meanwhile, on another stage: each with a stream of its own.
+    Other stages may call the same modules in their threads, each with its own stream.
     """
     outer = getattr(_current, "stream", None)
     _current.stream = stream
-    replaced = [module for module in modules if _replace(module)]
+    with _lock:  # the first of several threads replaces a forward, the last one restores it
+        replaced: list[Any] = [m for m in modules if m in _users or is_plain(m)]
+        for module in replaced:
+            if module not in _users:
+                module.__dict__["forward"] = partial(_forward, module)
+            _users[module] = _users.get(module, 0) + 1
     try:
         return function()
     finally:
         _current.stream = outer
+        _put_back(replaced)
+
+
+def _put_back(replaced: Iterable[Any]) -> None:
+    with _lock:
         for module in replaced:
-            _put_back(module)
-
-
-def _replace(module: Any) -> bool:
-    with _lock:
-        if module not in _users:
-            if not is_plain(module):
-                return False
-            module.__dict__["forward"] = partial(_forward, module)
-        _users[module] = _users.get(module, 0) + 1
-    return True
-
-
-def _put_back(module: Any) -> None:
-    with _lock:
-        _users[module] -= 1
-        if not _users[module]:
-            del _users[module], module.__dict__["forward"]
+            _users[module] -= 1
+            if not _users[module]:
+                del _users[module], module.__dict__["forward"]
 
 
 def _forward(module: nn.Dropout, x: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def dropout(x: Tensor, p: float, generator: Generator, *, inplace: bool = False)
 
 @cache
 def _is_torchs(dtype: torch.dtype) -> bool:
-    """Compare with torch's own, once for each type; other versions may make noise otherwise."""
+    """Compare `dropout` with torch's, once per dtype: other versions may make noise otherwise."""
     with torch.no_grad():
         x = torch.linspace(-2, 2, 57).to(dtype)
         cpu = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Lend Python's and NumPy's global generators, and torch's default ones, and put them back."""
+"""Seed the generators that all threads share for a while, and restore their states."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +29,7 @@ def seed_outside(key: int) -> None:
 
 @contextmanager
 def kept_outside() -> Iterator[None]:
-    """Put Python's and NumPy's global generators back; the caller alone may draw inside."""
+    """Restore Python's and NumPy's global generators; the caller alone may draw inside."""
     state = _get_outside()
     try:
         yield
@@ -47,9 +47,9 @@ def _set_outside(state: tuple[Any, Any]) -> None:
 
 
 class StreamBetween:
-    """The numbers that code between layers draws from Python's and NumPy's global generators.
+    """The stream that code between layers draws from Python's and NumPy's global generators.
 
-    Inside, the caller has these to itself, but for `run_layer`.
+    The caller holds their lock inside, except in `run_layer`.
     """
 
     def __init__(self, key: int) -> None:
@@ -71,7 +71,7 @@ class StreamBetween:
         self._lent.close()
 
     def run_layer(self, perform: Callable[..., Any], *args: Any) -> Any:
-        """Run one layer, which has a stream of its own."""
+        """Run one layer, which has its own stream, without the lock."""
         self.__exit__()
         try:
             return perform(*args)
@@ -81,7 +81,7 @@ class StreamBetween:
 
 @contextmanager
 def rewound_default_generators(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Put the default generators back if a RandomnessError ends what runs inside."""
+    """Restore the default generators if a RandomnessError is raised inside."""
     generators = generators_for(devices)
     before, _ = generator_states(generators)
     outside = _get_outside()

@@ -1,10 +1,9 @@
-"""Random numbers that depend on (seed, step, layer, micro-batch) and on nothing else.
+"""Make random numbers depend on (seed, step, layer, micro-batch) and on nothing else.
 
-Each call of a layer that draws random numbers sees a generator seeded anew from those four, so its
-dropout masks are the same for every number of stages, schedule and transport, and again when the
-forward is recomputed.  The stream is the one torch's default generator would give after
-`manual_seed(stream_key(...))`; workers are threads and share that generator, so the draws are
-rerouted to a generator of the worker's own.
+Each call of a layer that draws gets a generator seeded from these four.  So dropout masks are the
+same for each number of stages, schedule and transport, and again in a recompute.  The stream is
+that of torch's default generator after `manual_seed(stream_key(...))`.  Worker threads share the
+default generator, so draws go to a generator of the worker instead.
 """
 
 import hashlib
@@ -33,30 +32,30 @@ AutogradMode = tuple[bool, Any]
 
 
 def autograd_mode() -> AutogradMode:
-    """Say how autograd records now.  Inside a checkpoint it does so otherwise than around it.
+    """Return autograd's mode, which differs inside the user's own checkpoint.
 
-    What runs in one of the user's own (torch.utils.checkpoint, or a torch.autograd.Function that
-    works like it) runs a second time in the backward pass, where random numbers are not keyed and
-    BatchNorm's moments are not wanted.
+    Such a checkpoint (torch.utils.checkpoint, or a torch.autograd.Function that works like it)
+    runs layers again in the backward pass.  There random numbers are not keyed, and BatchNorm must
+    not count moments again.
     """
     return torch.is_grad_enabled(), saving_hooks()
 
 
 BETWEEN = -1
-"""In place of a layer's number: the code between layers."""
+"""The number in place of a layer's for the code between layers."""
 
 
 def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) -> int:
-    """Mix the coordinates of one layer call into a seed of 63 bits, the same on every machine."""
+    """Hash the coordinates of one layer call into a seed of 63 bits, the same on all machines."""
     text = f"{seed}:{phase}:{step}:{layer}:{microbatch}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & (2**63 - 1)
 
 
 class KeyedRandomness(TorchDispatchMode):
-    """While active, every random operator draws from a generator seeded with `key`.
+    """Makes all random operators draw from a generator seeded with `key`.
 
-    `drew_in_checkpoint` tells whether one drew inside a checkpoint of the user's own, which will
-    draw again in the backward pass.
+    `drew_in_checkpoint`: one drew inside the user's own checkpoint, which will draw again in the
+    backward pass.
     """
 
     _routes: ClassVar[dict[OpOverload, "Callable[..., Any] | None"]] = {}
@@ -79,34 +78,32 @@ class KeyedRandomness(TorchDispatchMode):
             return func(*args, **kwargs)
         self.note_checkpoint()
         if isinstance(kwargs.get("generator"), Generator):
-            self._check_own_generator(func)
+            if self._repeatable:
+                raise RandomnessError(
+                    f"{func} draws from a generator of the layer's own, so the layer cannot be "
+                    "recomputed with the same numbers. Let it draw from torch's default generator "
+                    "(Penstock keys it per layer and micro-batch), or use "
+                    "recompute=Recompute.NEVER"
+                )
             return func(*args, **kwargs)
         return route(self.generator(_device_of(args, kwargs)), args, kwargs)
 
     def note_checkpoint(self) -> None:
-        """Note whether the caller, who is about to draw, is in a checkpoint of the user's own."""
+        """Note whether the next draw is inside the user's own checkpoint."""
         self.drew_in_checkpoint |= autograd_mode() != self._outside
 
-    def _check_own_generator(self, func: OpOverload) -> None:
-        if self._repeatable:
-            raise RandomnessError(
-                f"{func} draws from a generator of the layer's own, so the layer cannot be "
-                "recomputed with the same numbers. Let it draw from torch's default generator "
-                "(Penstock keys it per layer and micro-batch), or use recompute=Recompute.NEVER"
-            )
-
     def generator(self, device: torch.device) -> Generator:
-        """Return the stream's generator for a device, where its last draw left it."""
+        """Return the stream's generator for a device, in the state after its last draw."""
         if device not in self._generators:
             self._generators[device] = Generator(device).manual_seed(self.key)
         return self._generators[device]
 
 
 class RefuseDraws(TorchDispatchMode):
-    """Lets every random operator inside raise: what it drew before is not known.
+    """Makes all random operators raise: the numbers of their forward are not known.
 
     Raises:
-        RandomnessError: one draws.
+        RandomnessError: an operator draws.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,11 +113,11 @@ class RefuseDraws(TorchDispatchMode):
 
 
 class WatchDraws(TorchDispatchMode):
-    """See where a function draws from the default generators, which nobody else uses meanwhile.
+    """Finds where a function draws from the default generators, while it has these alone.
 
-    `has_checkpoint`: something ran in what may be a checkpoint of the user's own.
-    `in_checkpoint`: a draw did.  `outside`: not during a call of one of
-    `modules`.  `unseen`: in no random operator, but inside an operator of the user's own.
+    `has_checkpoint`: an operator ran inside what may be the user's own checkpoint.
+    `in_checkpoint`: a random operator did.  `outside`: a random operator ran outside the calls of
+    `modules`.  `unseen`: the user's own operator drew, and no random operator.
     """
 
     def __init__(self, device: torch.device, modules: Iterable[nn.Module]) -> None:
@@ -133,7 +130,7 @@ class WatchDraws(TorchDispatchMode):
         self._states: list[Tensor] = []
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run `function` and look at its draws."""
+        """Run `function`, and watch its draws."""
         handles = [
             handle
             for module in self._modules
@@ -159,7 +156,7 @@ class WatchDraws(TorchDispatchMode):
         self._depth -= self._is_own_call()
 
     def _is_own_call(self) -> bool:
-        """Tell a call by the watched function from one by another stage that shares the module."""
+        """Tell the watched function's calls from those of other stages that share the module."""
         return threading.get_ident() == self._thread
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,7 +174,7 @@ class WatchDraws(TorchDispatchMode):
 
 
 def _may_draw(func: OpOverload) -> bool:
-    """Tell whether an operator may draw; torch marks some that do not."""
+    """Tell whether an operator may draw; torch also tags some that do not."""
     name = func.name()
     tagged = torch.Tag.nondeterministic_seeded in func.tags
     return tagged and "_backward" not in name and "_fused_sdp_choice" not in name
@@ -193,30 +190,26 @@ def _draws_now(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _route(func: OpOverload) -> Callable[..., Any] | None:
-    """Say how to make an operator draw from a given generator; None if it never draws."""
+    """Return a function that runs an operator with a generator; None if it never draws."""
     if not _may_draw(func):
         return None
     if any(argument.name == "generator" for argument in arguments_of(func)):
         return lambda generator, args, kwargs: func(*args, **{**kwargs, "generator": generator})
-    twin = _overload_with_generator(func)
-    if twin is not None:
-        return lambda generator, args, kwargs: twin(*args, **{**kwargs, "generator": generator})
-    return lambda generator, args, kwargs: _with_default_state(func, generator, args, kwargs)
-
-
-def _overload_with_generator(func: OpOverload) -> OpOverload | None:
+    # Look for an overload with the same arguments and a generator.
     packet = func.overloadpacket
     own = [(a.name, str(a.type)) for a in arguments_of(func)]
     for name in packet.overloads():
         twin: OpOverload = getattr(packet, name)
         arguments = [(a.name, str(a.type)) for a in arguments_of(twin)]
         if [a for a in arguments if a[0] != "generator"] == own and len(arguments) == len(own) + 1:
-            return twin
-    return None
+            return lambda generator, args, kwargs: twin(
+                *args, **{**kwargs, "generator": generator}
+            )
+    return lambda generator, args, kwargs: _with_default_state(func, generator, args, kwargs)
 
 
 def _with_default_state(func: OpOverload, generator: Generator, args: Any, kwargs: Any) -> Any:
-    """Run an operator that takes no generator: lend its state to the default one for the call."""
+    """Run an operator that takes no generator: set the default one's state for the call."""
     default = default_generator(generator.device)
     with default_generators_lock.get():
         state = default.get_state()
@@ -235,7 +228,7 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 def holds_generator(module: nn.Module) -> bool:
-    """Tell whether a module, or one inside it, keeps a random number generator of its own."""
+    """Tell whether a module, or one inside it, has its own random number generator."""
     return any(isinstance(v, Generator) for m in module.modules() for v in vars(m).values())
 
 
@@ -247,11 +240,11 @@ def runs_and_draws(
 ) -> tuple[Any, bool, bool]:
     """Run `function` with torch's default generators seeded with `key`; tell whether it drew.
 
-    Gives the same numbers as under `KeyedRandomness`, and leaves every kernel its own choice of
-    path; but only one thread at a time may do so.  A checkpoint of the user's own keeps the state
-    of these generators, and so draws the same numbers in the backward pass.
+    The numbers are the same as under `KeyedRandomness`, and kernels choose their paths as usual;
+    but only one thread at a time may do so.  The user's own checkpoint saves the state of these
+    generators, and so repeats its numbers in the backward pass.
 
-    With `outside`, Python's and NumPy's global generators are seeded likewise; the last answer is
+    With `outside`, Python's and NumPy's global generators are seeded too; the third result tells
     whether these drew.
     """
     kept = kept_outside() if outside else nullcontext()
@@ -267,10 +260,10 @@ def runs_and_draws(
 
 @contextmanager
 def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
-    """Have torch's default generators to oneself, and put them back.
+    """Lock torch's default generators for this thread, and restore their states.
 
-    A backward pass needs them so where checkpoints may run again: each brings the generators to
-    the state of its forward meanwhile.
+    A backward pass with checkpoints needs this: each sets the generators to the state of its
+    forward for a while.
     """
     generators = generators_for([device])
     with default_generators_lock.get():
@@ -286,10 +279,10 @@ def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
 
 @contextmanager
 def checked_draws(device: torch.device) -> Iterator[None]:
-    """Let checkpoints of the user's own draw again what they drew: they set the generators back.
+    """Let the user's own checkpoints repeat their draws: they restore the generators.
 
     Raises:
-        RandomnessError: something drew that did not.
+        RandomnessError: other code drew, and moved the generators.
     """
     generators = generators_for([device])
     before = [generator.get_state() for generator in generators]
@@ -300,10 +293,10 @@ def checked_draws(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def refuse_outside_draws() -> Iterator[None]:
-    """See that neither Python's nor NumPy's global generator draws inside, in a backward pass.
+    """Refuse draws from Python's and NumPy's global generators in a backward pass.
 
     Raises:
-        RandomnessError: one drew.  What its forward drew is not known.
+        RandomnessError: one drew; the numbers of its forward are not known.
     """
     before = outside_states()
     yield

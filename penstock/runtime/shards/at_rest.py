@@ -1,10 +1,10 @@
-"""What a process keeps of its weights between steps, and what a checkpoint sees of them.
+"""Keep slices of weights between steps, gather them for a step, and show them to checkpoints.
 
-    between steps   S(0)       slices of the weight, its gradient, and its optimizer's state
-    in a step       I, R       the whole: gathered once at the beginning; the gradient, summed
-                               once at the end, is sliced
+    between steps   S(0)       slices of the weight, its gradient, and its optimizer state
+    in a step       I, R       the whole weight, gathered once at the start; its gradient is summed
+                               once at the end, and sliced
 
-That is the first stage of ZeRO (Rajbhandari et al. 2020, section 5.1), along the replicas as along
+This is the first stage of ZeRO (Rajbhandari et al. 2020, section 5.1), along replicas and along
 the axes of shards.
 """
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     Axes = Sequence[Collectives]
 
 _BUCKET_BYTES = 25 << 20
+"""Bytes from which a bucket of tensors is complete."""
 
 
 class Cut(NamedTuple):
-    """A weight that is cut: its layout at rest, along which axes, and its whole shape."""
+    """The layout of a sliced weight between steps, the axes of it, and its whole shape."""
 
     layout: Layout
     axes: "Axes"
@@ -38,12 +39,12 @@ class Cut(NamedTuple):
 
     @property
     def whole(self) -> Layout:
-        """The layout in which each device has all of it."""
+        """The layout in which each device has the whole weight."""
         return (I,) * len(self.axes)
 
     @property
     def own(self) -> Slice:
-        """What this device has of it."""
+        """The slice on this device."""
         offsets, lengths = [0] * len(self.shape), list(self.shape)
         for state, axis in zip(self.layout, self.axes, strict=True):
             if isinstance(state, S):
@@ -53,14 +54,11 @@ class Cut(NamedTuple):
 
 
 def keep_slices(weights: Mapping[Tensor, Cut]) -> None:
-    """Keep the own slice of each weight only; each parameter stays the same object.
-
-    So it is with gradients of theirs that are there already.
-    """
+    """Keep only this device's slice of each weight and gradient, in the same parameter objects."""
     with torch.no_grad():
         for weight, cut in weights.items():
-            if not cut.own.is_all:  # a view would hold the whole's memory
-                gradient, weight.grad = weight.grad, None  # left from before, it is added to
+            if not cut.own.is_all:  # copy: a view would hold the whole's memory
+                gradient, weight.grad = weight.grad, None  # torch refuses a .grad of other shape
                 weight.data = _copied(weight.data[cut.own.indices])
                 weight.grad = None if gradient is None else _copied(gradient[cut.own.indices])
 
@@ -70,9 +68,9 @@ def _copied(part: Tensor) -> Tensor:
 
 
 class Gathered:
-    """Weights that are cut between steps along axes along which calls have the whole.
+    """Gathers weights for a step along axes that cut them between steps only.
 
-    `cut` are their layouts at rest, along `axes`, the replicas last.
+    `cut` has their layouts between steps, along `axes`, the replicas last.
     """
 
     def __init__(self, axes: "Axes") -> None:
@@ -82,7 +80,7 @@ class Gathered:
         self._strides: dict[Tensor, tuple[int, ...]] = {}  # kernels round as memory lies
 
     def add(self, weights: Iterable[Tensor], cut: Mapping[Tensor, Cut]) -> dict[Tensor, Cut]:
-        """Add whole weights, of which calls have what `cut` says; return those that are cut."""
+        """Add whole weights, in calls laid out as in `cut`; return those that are sliced."""
         axes, added = self._axes, dict[Tensor, Cut]()
         for weight in weights:
             own = cut.get(weight)
@@ -100,7 +98,7 @@ class Gathered:
 
     @contextmanager
     def for_step(self) -> Iterator[None]:
-        """Let weights be as calls have them; keep the own slices of their gradients afterwards."""
+        """Gather the weights for a step; afterwards keep this device's slices of the gradients."""
         slices = {weight: weight.data for weight in self.cut}
         shapes = {}
         try:
@@ -132,7 +130,7 @@ class Gathered:
             weight.data = lies.copy_(own)
 
     def _gather_along(self, number: int, weights: Sequence[Tensor]) -> None:
-        """Send all slices of some weights at once."""
+        """Gather the slices of some weights along one axis, in one all-gather."""
         axis, shapes = self._axes[number], []
         for weight in weights:
             state = self.cut[weight].layout[number]
@@ -154,7 +152,7 @@ class Gathered:
 
 
 def cut_into_buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut parameters into buckets of one type and device, the last ones first."""
+    """Yield buckets of parameters with one dtype and device, the last parameters first."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in reversed(parameters):
         bucket = kinds.setdefault((parameter.dtype, parameter.device), [])
@@ -165,7 +163,7 @@ def cut_into_buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class CutWeights:
-    """What this process holds of weights that are cut, by the name of each."""
+    """The slices of weights in this process, by name."""
 
     def __init__(self, named: Mapping[str, Tensor], cut: Mapping[Tensor, Cut]) -> None:
         self._weights = cut
@@ -174,9 +172,9 @@ class CutWeights:
     def norms(
         self, weights: Sequence[Tensor], own: Sequence[float], norm_type: float
     ) -> list[float]:
-        """Return the p-norms of what belongs to some weights, of those of what is held here.
+        """Return the p-norms of whole tensors, one per weight, from the norms of the slices here.
 
-        All processes that share the weights call this alike.
+        All processes that share the weights must call this with the same weights.
         """
         norms = torch.tensor(own, dtype=torch.float64)
         axes = dict.fromkeys(axis for cut in self._weights.values() for axis in cut.axes)
@@ -189,19 +187,19 @@ class CutWeights:
         return norms.tolist()
 
     def slices(self, names: Iterable[str], *, of_optimizer: bool = False) -> dict[str, Slice]:
-        """Return which part of a tensor is here, of those that are cut like their weight.
+        """Return the slices of sliced tensors here, by name.
 
-        Names are those of weights; those of an optimizer's state end in a dot and what it is.
+        A name is a weight's; one of an optimizer state is "weight.state".
         """
         found = {name: self._cut.get(weight_of(name, of_optimizer)) for name in names}
         return {name: cut.own for name, cut in found.items() if cut is not None}
 
     def is_first(self, name: str, axes: "Axes") -> bool:
-        """Tell whether this process is the first along `axes` to hold what it has of a weight."""
+        """Tell whether this process is the first along `axes` to hold its part of a weight."""
         return all(axis.rank == 0 for axis in axes if not _cuts(self._cut.get(name), axis))
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put weights together, or their gradients; all that share them call this alike."""
+        """Gather whole weights, or gradients; all processes that share them must call this."""
         found = {}
         for name in sorted(tensors):  # in the same order on each
             found[name], cut = tensors[name], self._cut.get(name)
@@ -212,12 +210,12 @@ class CutWeights:
 
 
 def weight_of(key: str, of_optimizer: bool) -> str:
-    """Return the name of the weight that a tensor of a model or an optimizer belongs to."""
+    """Return the name of the weight of a model's or an optimizer's tensor."""
     return key.rpartition(".")[0] if of_optimizer else key
 
 
 def _cuts(cut: Cut | None, axis: "Collectives") -> bool:
-    """Tell whether a weight is in slices along an axis."""
+    """Tell whether an axis slices a weight."""
     if cut is None:
         return False
     return any(a is axis and isinstance(s, S) for a, s in zip(cut.axes, cut.layout, strict=True))

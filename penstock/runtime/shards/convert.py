@@ -1,13 +1,14 @@
-"""Convert what each device holds from one layout to another, and gradients on their way back.
+"""Convert values from one layout to another, and their gradients back.
 
-A conversion is made for each use, is kept for a step (`convert_kept`), or is freed after a layer
-and made again for its backward (`Again`).
+convert        for each use
+convert_kept   once for a step
+Regather          for a layer's forward, and again for its backward; freed in between
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 _WHAT = "for the other shards of the stage"
 
 
-class _How(NamedTuple):
-    """A move along an axis, and the states before and after it."""
+class _AxisMove(NamedTuple):
+    """A move along one axis, and the states before and after it."""
 
     axis: "Collectives"
     move: Move
@@ -35,10 +36,9 @@ class _How(NamedTuple):
 def convert(
     tensor: Tensor, before: Layout, after: Layout, axes: "Sequence[Collectives]"
 ) -> Tensor:
-    """Return what this device holds of a value that is to be in another layout; slices of both
-    have their sizes.
+    """Return this device's part of a value in another layout; both layouts have sizes.
 
-    Every device of an axis makes the same calls.  The gradient is converted back.
+    All devices of an axis must make the same calls.  The gradient is converted back.
     """
     for number, old, new in steps(before, after):
         axis = axes[number]
@@ -47,7 +47,7 @@ def convert(
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor = _Conversion.apply(tensor, old, new, axis)  # type: ignore[no-untyped-call]
         else:
-            tensor = _moved(tensor, _How(axis, moves(old, new)[0], old, new))
+            tensor = _moved(tensor, _AxisMove(axis, moves(old, new)[0], old, new))
     return tensor
 
 
@@ -58,25 +58,27 @@ def convert_kept(
     axes: "Sequence[Collectives]",
     kept: dict[Layout, Tensor],
 ) -> Tensor:
-    """Return a value in another layout, converted once and kept there; its gradient is converted
-    back each time.
+    """Return a value in another layout, converted once and cached in `kept`.
+
+    The gradient is converted back for each use.
     """
     if after not in kept:
         kept[after] = convert(tensor.detach(), before, after, axes)
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return kept[after]
     back = [
-        _How(axes[number], moves(old, new)[1], new, old)
+        _AxisMove(axes[number], moves(old, new)[1], new, old)
         for number, old, new in steps(before, after)
         if axes[number].size > 1
     ]
-    found: Tensor = _Kept.apply(tensor, kept[after], back)  # type: ignore[no-untyped-call]
-    return found
+    cached: Any = _CachedConversion  # torch leaves `apply` untyped
+    converted: Tensor = cached.apply(tensor, kept[after], back)
+    return converted
 
 
-class _Kept(torch.autograd.Function):
+class _CachedConversion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, converted: Tensor, back: Sequence[_How]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, converted: Tensor, back: Sequence[_AxisMove]) -> Tensor:
         ctx.back = back
         return converted.view_as(converted)
 
@@ -94,8 +96,8 @@ class _Conversion(torch.autograd.Function):
         ctx: Any, tensor: Tensor, before: State, after: State, axis: "Collectives"
     ) -> Tensor:
         forward, backward = moves(before, after)
-        ctx.back = _How(axis, backward, after, before)
-        moved = _moved(tensor, _How(axis, forward, before, after))
+        ctx.back = _AxisMove(axis, backward, after, before)
+        moved = _moved(tensor, _AxisMove(axis, forward, before, after))
         return moved.view_as(moved) if moved is tensor else moved
 
     @staticmethod
@@ -104,70 +106,50 @@ class _Conversion(torch.autograd.Function):
         return None if gradient is None else _moved(gradient, ctx.back), None, None, None
 
 
-def _moved(tensor: Tensor, how: _How) -> Tensor:
-    """Return what the device holds afterwards; what comes from others is new memory.
+def _moved(  # noqa: C901 - one flat match
+    tensor: Tensor, how: _AxisMove
+) -> Tensor:
+    """Return the device's part after a move; received values are in new memory.
 
     Raises:
-        ConfigError: it is a sparse gradient.
+        ConfigError: the tensor is a sparse gradient.
     """
     if tensor.layout is not torch.strided:
         raise sparse_gradient("a layer", tuple(tensor.shape))
-    return tensor if how.move is Move.NONE else _MOVES[how.move](tensor, how)
+    axis, rank = how.axis, how.axis.rank
+    match how.move:
+        case Move.NONE:
+            return tensor
+        case Move.MASK:
+            return tensor if rank == 0 else torch.zeros_like(tensor)
+        case Move.SLICE:  # copy: a view holds the whole's memory
+            return _parts(tensor, how)[rank].clone(memory_format=torch.contiguous_format)
+        case Move.PAD:
+            cut = _cut(how.before)
+            shape = list(tensor.shape)
+            shape[cut.dim] = sum(cut.sizes)
+            whole = tensor.new_zeros(shape)
+            whole.narrow(cut.dim, sum(cut.sizes[:rank]), cut.sizes[rank]).copy_(tensor)
+            return whole
+        case Move.ALL_REDUCE:
+            whole = tensor.clone(memory_format=torch.contiguous_format)
+            axis.all_reduce(whole, _WHAT)
+            return whole
+        case Move.ALL_GATHER:
+            cut = _cut(how.before)
+            shapes = None if len(set(cut.sizes)) == 1 else _shapes(tensor, cut)
+            return torch.cat(axis.all_gather(tensor.contiguous(), _WHAT, shapes), cut.dim)
+        case Move.REDUCE_SCATTER:
+            return axis.reduce_scatter(_parts(tensor, how), _WHAT)
+        case Move.ALL_TO_ALL:
+            parts, cut = _parts(tensor, how), _cut(how.before)
+            return torch.cat(axis.all_to_all(parts, _shapes(parts[rank], cut), _WHAT), cut.dim)
+        case _:
+            assert_never(how.move)
 
 
-def _mask(tensor: Tensor, how: _How) -> Tensor:
-    return tensor if how.axis.rank == 0 else torch.zeros_like(tensor)
-
-
-def _slice(tensor: Tensor, how: _How) -> Tensor:
-    own = _parts(tensor, how)[how.axis.rank]
-    return own.clone(memory_format=torch.contiguous_format)  # a view holds the whole's memory
-
-
-def _pad(tensor: Tensor, how: _How) -> Tensor:
-    cut, rank = _cut(how.before), how.axis.rank
-    shape = list(tensor.shape)
-    shape[cut.dim] = sum(cut.sizes)
-    whole = tensor.new_zeros(shape)
-    whole.narrow(cut.dim, sum(cut.sizes[:rank]), cut.sizes[rank]).copy_(tensor)
-    return whole
-
-
-def _all_reduce(tensor: Tensor, how: _How) -> Tensor:
-    whole = tensor.clone(memory_format=torch.contiguous_format)
-    how.axis.all_reduce(whole, _WHAT)
-    return whole
-
-
-def _all_gather(tensor: Tensor, how: _How) -> Tensor:
-    cut = _cut(how.before)
-    shapes = None if len(set(cut.sizes)) == 1 else _shapes(tensor, cut)
-    return torch.cat(how.axis.all_gather(tensor.contiguous(), _WHAT, shapes), cut.dim)
-
-
-def _reduce_scatter(tensor: Tensor, how: _How) -> Tensor:
-    return how.axis.reduce_scatter(_parts(tensor, how), _WHAT)
-
-
-def _all_to_all(tensor: Tensor, how: _How) -> Tensor:
-    parts, cut = _parts(tensor, how), _cut(how.before)
-    shapes = _shapes(parts[how.axis.rank], cut)
-    return torch.cat(how.axis.all_to_all(parts, shapes, _WHAT), cut.dim)
-
-
-_MOVES: dict[Move, Callable[[Tensor, _How], Tensor]] = {
-    Move.MASK: _mask,
-    Move.SLICE: _slice,
-    Move.PAD: _pad,
-    Move.ALL_REDUCE: _all_reduce,
-    Move.ALL_GATHER: _all_gather,
-    Move.REDUCE_SCATTER: _reduce_scatter,
-    Move.ALL_TO_ALL: _all_to_all,
-}
-
-
-def _parts(tensor: Tensor, how: _How) -> Sequence[Tensor]:
-    """Cut a tensor as it is to be afterwards."""
+def _parts(tensor: Tensor, how: _AxisMove) -> Sequence[Tensor]:
+    """Split a tensor into the slices of the state after a move."""
     cut = _cut(how.after)
     parts: Sequence[Tensor] = torch.split(tensor, list(cut.sizes), cut.dim)
     return parts
@@ -184,15 +166,15 @@ def _cut(state: State) -> S:
     return state
 
 
-class Again:
-    """Weights of one call of a layer that are gathered for it, freed after it, and gathered again
-    for its backward; each is freed with the last node that has saved it.
+class Regather:
+    """Gathers the weights of one layer call for its forward, and again for its backward.
 
-        forward     gather ──► calls of the layer ──► freed: what they save is where it will be
-        backward    gather, when the gradient of what the layer gave arrives ──► calls ──► freed
+        forward     gather ──► calls of the layer ──► free; autograd saves a place, not the tensor
+        backward    gather, when the gradient of a result arrives ──► calls ──► free with the last
+                    node that has saved the weight
 
-    All are gathered at once, and so in one order on all devices; at what time a saved one is
-    wanted differs, since kernels on empty slices save other things.  (ZeRO's third stage,
+    All are gathered at once, so in the same order on all devices.  Gathering each at its first use
+    would deadlock: kernels on empty slices save other tensors.  (The third stage of ZeRO,
     Rajbhandari et al. 2020, section 5.3.)
     """
 
@@ -204,7 +186,7 @@ class Again:
         self._pack, self._unpack = around
 
     def note(self, made: Tensor, how: tuple[Any, ...]) -> None:
-        """Note what a weight was converted to: memory of its own."""
+        """Note a converted weight, if it has its own memory."""
         if made is not how[0]:
             whole = _Whole()
             self._made[storage_id(made)] = made, whole
@@ -213,13 +195,13 @@ class Again:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Save no such conversion."""
+        """Let autograd save places in these weights instead of the tensors."""
         with saved_tensors_hooks(self._packed, self._unpacked):
             yield
         self._made.clear()
 
     def before_backward(self, results: Sequence[Any]) -> None:
-        """Gather them when the gradient of one of these comes."""
+        """Gather the weights when the gradient of one of the results arrives."""
         for tensor in results:
             if isinstance(tensor, Tensor) and tensor.requires_grad and self._hows:
                 tensor.register_hook(self._gather)
@@ -247,13 +229,13 @@ class Again:
 
 
 class _Whole:
-    """A weight that will be gathered again."""
+    """The holder of a weight that will be gathered again."""
 
     tensor: Tensor | None = None
 
 
 class _Saved(NamedTuple):
-    """Where in a weight that is gathered again a saved tensor lies."""
+    """The shape, strides and offset of a saved tensor in a weight that is gathered again."""
 
     whole: _Whole
     place: tuple[Any, ...]

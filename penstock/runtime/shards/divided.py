@@ -1,4 +1,4 @@
-"""Layers that are run in shards, and the weights of which each process keeps a slice."""
+"""Run layers in shards, with weights of which each process keeps a slice."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,8 +20,8 @@ from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.torch_private import parameters_of
 
 from .at_rest import Cut, Gathered, keep_slices
-from .convert import Again, convert
-from .run import Known, LayerRun, OtherPathError, ShardedTensor
+from .convert import Regather, convert
+from .run import LayerRun, OtherPathError, ShardedTensor, SizeCache
 from .sizes import size_like
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ Axes = Sequence["Collectives"]
 
 
 def _at_rest(layout: Layout) -> Layout:
-    """Return a weight's layout once its gradient is summed."""
+    """Return a weight's layout between steps, after the sum of its gradient."""
     return tuple(I if state is R else state for state in layout)
 
 
 class DividedLayer:
-    """A layer that is run in shards along axes; its weights are at rest as the plan says."""
+    """Runs a layer in shards along axes; the plan has the layouts of its weights."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class DividedLayer:
         keeps: bool = False,
     ) -> None:
         self._index, self._module, self.plan, self.axes = index, module, plan, axes
-        self._known: Known = {}
+        self._known: SizeCache = {}
         self._is_whole_in_evaluation = False
         self._opaque = [part for part in module.modules() if opaque_of(part) is not None]
         whole = (I,) * len(axes)
@@ -69,13 +69,13 @@ class DividedLayer:
             for weight, layout in held.items()
             if any(isinstance(state, S) for state in layout)
         }
-        """The weights that are cut."""
+        """The sliced weights, with their layouts between steps."""
         self.kept: dict[Tensor, dict[Layout, Tensor]] | None = (
             {weight: {} for weight in self.cut} if keeps else None
         )
-        """Conversions of weights that last for a step, if it `keeps` them."""
+        """Conversions of weights that last for a step, if the layer `keeps` them."""
         self._lent_as: dict[Tensor, ShardedTensor] = {}
-        """What stands for each weight: made once, and free of conversions between calls."""
+        """The stand-in for each weight: made once, without conversions between calls."""
         self._again = {
             parameter
             for name, parameter in module.named_parameters()
@@ -84,20 +84,21 @@ class DividedLayer:
         self.partial = [
             [weight for weight, layout in held.items() if layout[n] is R] for n in range(len(axes))
         ]
-        """The weights whose gradients are parts of a sum along each axis, until a step ends; in an
-        order that is the same on each device, since they are summed in buckets.
+        """The weights, by axis, whose gradients are parts of a sum until the step ends.
+
+        Their order is the same on each device, since they are summed in buckets.
         """
 
     def call(self, function: "partial[Any]", noted: dict[int, tuple[Layout | None, ...]]) -> Any:
-        """Call the layer; what it is given and what it gives is whole, or as the plan says.
+        """Call the layer; its inputs and results are whole, or laid out as in the plan.
 
-        `noted` are layouts of what layers were given, by layer, for when they are called again on
-        the same micro-batch.  A layer that takes another path in evaluation than in training, for
-        which it is planned, is not divided there: each device has it whole meanwhile.
+        `noted` has the layouts of inputs, by layer, for a recompute on the same micro-batch.  The
+        plan holds for training.  A layer that takes another path in evaluation runs whole there,
+        on each device.
 
         Raises:
-            OtherPathError: it takes another path than the plan's in training, or one that changes
-                what it was given.
+            OtherPathError: the layer takes another path than the plan in training, or one that
+                changes its inputs.
         """
         leaves, structure = flatten((function.args, function.keywords))
         layouts = noted.setdefault(self._index, tuple(map(layout_on, leaves)))
@@ -105,7 +106,7 @@ class DividedLayer:
         if not (evaluates and self._is_whole_in_evaluation):
             try:
                 return self._divided(function.func, leaves, layouts, structure)
-            except OtherPathError:  # seen by all devices alike
+            except OtherPathError:  # all devices raise it alike
                 if not evaluates or any(call.changes for call in self.plan.calls):
                     raise
                 self._is_whole_in_evaluation = True
@@ -123,7 +124,7 @@ class DividedLayer:
         run = LayerRun(self.plan, self.axes, self._known)
         wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
-        again = Again() if self._again else None
+        again = Regather() if self._again else None
         saving = nullcontext() if again is None else again.hooks()
         with self._lent(run, again), as_functions(self._opaque), saving:
             result = function(*args, **kwargs)
@@ -135,7 +136,7 @@ class DividedLayer:
 
     @contextmanager
     def _instead(self, of: Callable[[Tensor, Layout], Tensor]) -> Iterator[None]:
-        """Let the modules have something else for each weight, which is in a layout, meanwhile."""
+        """Replace each weight in the modules by `of(weight, layout)` inside."""
         own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
         try:
             for (parameters, name, weight), (*_, layout) in zip(own, self._places, strict=True):
@@ -149,8 +150,8 @@ class DividedLayer:
         return nn.Parameter(convert(weight, layout, (I,) * len(self.axes), self.axes))
 
     @contextmanager
-    def _lent(self, run: "LayerRun", again: Again | None) -> Iterator[None]:
-        """Let the modules have what stands for their weights meanwhile."""
+    def _lent(self, run: "LayerRun", again: Regather | None) -> Iterator[None]:
+        """Put the stand-ins of the weights into the modules inside."""
         held = [(parameters[name], layout) for parameters, name, layout in self._places]
         num_known = len(self._lent_as)
 
@@ -169,18 +170,18 @@ class DividedLayer:
             for weight, layout in held:
                 if weight in self._lent_as:
                     self._lent_as[weight].become(weight, layout)
-            if len(self._lent_as) > num_known:  # perhaps in the place of others, now gone
+            if len(self._lent_as) > num_known:  # drop stand-ins of weights that were replaced
                 self._lent_as = {w: self._lent_as[w] for w, _ in held if w in self._lent_as}
 
 
 class WholeLayer:
-    """The last layer of a stage on one device; the next stage is given slices of its samples."""
+    """Runs the last layer of a stage on one device; the next stage gets slices of its samples."""
 
     def __init__(self, plan: LayerSharding) -> None:
         self._multiple = plan.multiple
 
     def call(self, function: "partial[Any]", noted: dict[int, Any]) -> Any:
-        """Call the layer; what it gives counts as one slice, if the others can be even."""
+        """Call the layer; its result counts as one slice, if it can be cut evenly."""
         result = function()
         leaves, _ = flatten(result)
         if len(leaves) == 1 and leaves[0].dim() and not len(leaves[0]) % self._multiple:
@@ -189,15 +190,16 @@ class WholeLayer:
 
 
 class Alike:
-    """A layer that all devices do alike, or an operation between layers (without an `index`): it
-    is given wholes.
+    """Runs a layer on all devices alike, on whole inputs.
+
+    Without an `index` it runs an operation between layers.
     """
 
     def __init__(self, index: int | None, axes: Axes) -> None:
         self._index, self._axes = index, axes
 
     def call(self, function: "partial[Any]", noted: dict[int, tuple[Layout | None, ...]]) -> Any:
-        """Call the layer; what it is given in slices is made whole, on all devices at once."""
+        """Call the layer; gather inputs in slices first, on all devices at once."""
         leaves, structure = flatten((function.args, function.keywords))
         layouts = tuple(map(layout_on, leaves))
         if self._index is not None:
@@ -217,12 +219,13 @@ def _wholes(
 
 Called = DividedLayer | WholeLayer | Alike
 NO_LAYER = -1
-"""Stands where a layer's number stands, for operations between layers."""
+"""The number in place of a layer's for operations between layers."""
 
 
 class Shards:
-    """What processes share of the stages that run here: layers that are divided, by number, along
-    the axes of shards, and weights that are cut, along the replicas too.
+    """The sharded layers of the stages here, by number, and their sliced weights.
+
+    Axes of shards divide layers; weights may also be sliced along the replicas.
     """
 
     def __init__(self, sharding: Sharding | None, mesh: "Mesh") -> None:
@@ -231,11 +234,11 @@ class Shards:
         self._keeps = sharding is not None and sharding.keeps
         self.layers: dict[int, DividedLayer] = {}
         self.calls: dict[int, Called] = {}
-        """What is called instead of layers, by number."""
+        """The calls that replace layers' own, by number."""
         self.cut: dict[Tensor, Cut] = {}
-        """The weights of which this process keeps a slice."""
+        """The weights of which this process keeps a slice, with their layouts."""
         self.for_step: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Around a step: weights are as calls have them."""
+        """A context for a step: inside, weights are laid out as calls need them."""
         self._gathered: Gathered | None = None
         if sharding is not None and sharding.gathers:
             self._gathered = Gathered((*self._axes, self._replicas))
@@ -245,9 +248,7 @@ class Shards:
 
     @property
     def partial(self) -> list[tuple["Collectives", list[Tensor]]]:
-        """The weights whose gradients are to be summed along each axis, in an order that is the
-        same on each device.
-        """
+        """The weights whose gradients are summed along each axis, in one order on all devices."""
         return [
             (axis, weights)
             for n, axis in enumerate(self._axes)
@@ -256,23 +257,25 @@ class Shards:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes run the stages of this one too."""
+        """True if other processes run the stages of this process too."""
         return self._everyone.size * self._replicas.size > 1
 
     @property
     def has_replicas(self) -> bool:
-        """Whether gradients are summed over replicas."""
+        """True if gradients are summed over replicas."""
         return self._replicas.size > 1
 
     @property
     def cut_in_step(self) -> set[Tensor]:
-        """The weights of which calls have slices, and whose gradients come in slices."""
+        """The weights that calls use in slices, and whose gradients are slices."""
         return {weight for layer in self.layers.values() for weight in layer.cut}
 
     def place(self, steps: Sequence[Step]) -> None:
-        """Divide layers that share weights; keep the own slices of these, with the values of the
-        first shard, and of the first replica.
+        """Divide layers that share weights; keep this device's slices of the weights.
+
+        The values are those of the first shard and the first replica.
         """
+        # 1. Choose the call of each layer: divided, whole, or alike on all devices.
         assert self.sharding is not None
         cut: dict[Tensor, Cut] = {}
         if prod(axis.size for axis in self._axes) > 1:
@@ -286,10 +289,14 @@ class Shards:
                 cut |= layer.cut
             elif plan.gives_slices:
                 self.calls[step.index] = WholeLayer(plan)
+
+        # 2. Slice further weights between steps only (ZeRO's first stage).
         if self._gathered is not None:
             every = dict.fromkeys(w for step in steps for w in step.module.parameters())
             trained = [w for w in every if w.requires_grad and not w.is_meta]
             cut |= self._gathered.add(trained, cut)
+
+        # 3. Copy whole values from the first device, then keep slices.
         what = "for the weights that others keep slices of"
         with_values = [weight for weight in cut if has_memory(weight)]
         has_values = torch.tensor([has_memory(weight) for weight in cut], dtype=torch.uint8)
@@ -305,7 +312,7 @@ class Shards:
 
     @contextmanager
     def _keeping(self, for_step: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Keep conversions of weights until the step ends."""
+        """Cache conversions of weights until the step ends."""
         try:
             with for_step():
                 yield
@@ -315,7 +322,7 @@ class Shards:
                     kept.clear()
 
     def start_equal(self, tensors: Iterable[Tensor]) -> None:
-        """Let all shards have the values of the first one, in what is not cut."""
+        """Copy tensors that are not sliced from the first shard to all."""
         if self.sharding is not None:
             whole = [tensor for tensor in tensors if tensor not in self.cut]
             self._everyone.copy_from_first(whole, "for the first shard's parameters and buffers")

@@ -1,7 +1,7 @@
-"""Kernels: functions of torch that need more than to be run on shards.
+"""Run functions of torch on shards, if they need more than a call on the shards.
 
-A kernel is given the function with its shards as arguments, and a `Local`, which knows how they
-lie in their wholes.  Most functions have none: they run on shards as they are.
+A kernel gets the function, its arguments as shards, and a `Local` with the slices' places in the
+whole.  Most functions need no kernel: they run on shards directly.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from .sizes import Kernel, Local
 
 
 def _opaque(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Tell an opaque module where the slices begin that it is given."""
+    """Call an opaque module with the starts of its arguments' slices."""
     starts = {
         letter: local.start(layout, dim)
         for letters, layout in zip(OPAQUE[func.__name__].letters, local.sized.takes, strict=False)
@@ -32,18 +32,16 @@ def _opaque(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
-"""Functions that merge and divide dimensions."""
+"""Functions that merge or split dimensions."""
 _MADE = ("new_zeros", "new_ones", "new_full", "new_empty")
 SHAPED = (*RESHAPES, *_MADE, "expand", "broadcast_to", "repeat_interleave")
-"""Those, and others whose results are longer or shorter than what they are given."""
+"""Functions whose results have other lengths than their arguments."""
 
 
 def shapes_given(
     name: str, how: tuple[Any, Any, Any], given: Sequence[Any]
 ) -> tuple[Shape, ...] | None:
-    """Return the shapes of whole results of what merges and divides dimensions, or is given a
-    shape; None for all else.
-    """
+    """Return the shapes of the whole results of a function in `SHAPED`; None for others."""
     if name not in SHAPED:
         return None
     func, (_, *rest), kwargs = how
@@ -58,17 +56,15 @@ def _reshaped(func: Any, shape: Shape, asked: Any, options: Any) -> Shape:
 
 
 def _reshape(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    tensor: Tensor = args[0]
-    return tensor.reshape(_shape_asked(local))
-
-
-def _expand(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    tensor: Tensor = args[0]
-    return tensor.expand(_shape_asked(local))
+    """Reshape or expand to this device's part of the new shape."""
+    tensor, shape = args[0], _shape_asked(local)
+    is_expansion = base_name(func.__name__) in ("expand", "broadcast_to")
+    result: Tensor = tensor.expand(shape) if is_expansion else tensor.reshape(shape)
+    return result
 
 
 def _make(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Make this device's part; of what is given by place only the value is no length."""
+    """Make this device's part; of positional arguments only the value is no length."""
     value = args[2:] if base_name(func.__name__) == "new_full" else ()
     options = {key: own for key, own in kwargs.items() if key != "size"}
     made: Tensor = func(args[0], _shape_asked(local), *value, **options)
@@ -81,7 +77,7 @@ def _shape_asked(local: Local) -> list[int]:
 
 
 def _dropout(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Draw for the whole tensor, so that the numbers are those of one device."""
+    """Draw the mask of the whole tensor, so that the numbers are those of one device."""
     (layout,) = local.sized.takes
     tensor, *rest = args
     options = {**dict(zip(("p", "training"), rest, strict=False)), **kwargs}
@@ -123,7 +119,7 @@ class _Attention(NamedTuple):
 
     @property
     def bias(self) -> Tensor | None:
-        """What is added to the scores."""
+        """The term to add to the scores: the mask as 0 and -inf, or None."""
         allowed = self.attn_mask
         if self.is_causal:
             scores = self.query.shape[-2], self.key.shape[-2]
@@ -134,30 +130,27 @@ class _Attention(NamedTuple):
         return nothing.masked_fill(~allowed, float("-inf"))
 
     def weights(self) -> Tensor:
-        """Compute the weights as torch does where it has no kernel that does all at once."""
+        """Compute the weights as torch does without a fused kernel."""
         scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        key, half = self._for_each_head(self.key), abs(scale) ** 0.5
+        key, half = self.for_each_head(self.key), abs(scale) ** 0.5
         sign = -half if scale < 0 else half
         scores = (self.query * sign) @ (key.transpose(-2, -1) * half)
         if self.bias is not None:
             scores = scores + self.bias
-        # who may look at nothing has weights of 0, and no gradient that is none
+        # A query that may attend to no key gets weights of 0 and gradients of 0, not NaN.
         nothing = (scores == float("-inf")).all(-1, keepdim=True)
         found: Tensor = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
         return found
 
-    def values(self) -> Tensor:
-        """Return the values, of each head."""
-        return self._for_each_head(self.value)
-
-    def _for_each_head(self, x: Tensor) -> Tensor:
+    def for_each_head(self, x: Tensor) -> Tensor:
+        """Repeat keys or values for the query heads that share them."""
         if not self.enable_gqa or x.shape[-3] == self.query.shape[-3]:
             return x
         return x.repeat_interleave(self.query.shape[-3] // x.shape[-3], -3)
 
 
 def _attention(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Draw which weights are dropped for all heads, so that they are those of one device."""
+    """Draw the dropout mask of all heads, so that the numbers are those of one device."""
     given, (layout,) = _Attention(*args, **kwargs), local.sized.gives
     if not given.dropout_p or not any(isinstance(state, S) for state in layout):
         found: Tensor = func(*args, **kwargs)
@@ -166,13 +159,12 @@ def _attention(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     rows = local.whole_shape(weights.shape[:-1], layout)
     ones = torch.ones((*rows, weights.shape[-1]), dtype=weights.dtype, device=weights.device)
     dropped = weights * local.part_of(F.dropout(ones, given.dropout_p), layout)
-    mixed: Tensor = dropped @ given.values()
+    mixed: Tensor = dropped @ given.for_each_head(given.value)
     return mixed
 
 
 KERNELS: dict[str, Kernel] = {
-    **dict.fromkeys(RESHAPES, _reshape),
-    **dict.fromkeys(("expand", "broadcast_to"), _expand),
+    **dict.fromkeys((*RESHAPES, "expand", "broadcast_to"), _reshape),
     **dict.fromkeys(_MADE, _make),
     "dropout": _dropout,
     "made_like": _make_like,

@@ -1,13 +1,12 @@
-"""Kernels of vision networks and of vocabularies: what is not the same on shards as on the whole.
+"""Run functions of vision networks and of vocabularies on shards.
 
-    mean            the sum here, by the number of elements of all
-    group_norm      as many groups as there are here
+    mean            the sum here, divided by the number of elements on all devices
+    group_norm      the groups of this device's channels
     batch_norm      statistics of all devices, in forward and backward; buffers written whole
-    embedding       rows that this device has, zeros for other words
-    cross_entropy   the maximum and the sum of a cut vocabulary are of all devices
+    embedding       this device's rows, zeros for other words
+    cross_entropy   the maximum and the sum over a cut vocabulary are of all devices
 
-Each looks at every axis: samples may be cut along one and channels along another, or one dimension
-along both.
+Kernels handle several axes: one may cut samples and another channels, or both one dimension.
 """
 
 from collections.abc import Sequence
@@ -28,14 +27,14 @@ from .sizes import Kernel, Local
 _WHAT = "for the other shards of a vocabulary"
 
 
-class _Given(NamedTuple):
+class _Arguments(NamedTuple):
     """The arguments of a call by name, and the layouts of the tensors among them."""
 
     values: dict[str, Any]
     layouts: dict[str, Layout]
 
     @classmethod
-    def of(cls, local: Local, names: Sequence[str], args: Any, kwargs: Any) -> "_Given":
+    def of(cls, local: Local, names: Sequence[str], args: Any, kwargs: Any) -> "_Arguments":
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         layouts = dict(zip(tensors, local.sized.takes, strict=True))
@@ -61,11 +60,11 @@ def _mean(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 
 def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Convolve as many groups as there are here."""
+    """Convolve the groups on this device."""
     names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
     if func.__name__.startswith("conv_transpose"):
         names[5:] = "output_padding", "groups", "dilation"
-    given = _Given.of(local, names, args, kwargs)
+    given = _Arguments.of(local, names, args, kwargs)
     groups = given.get("groups", 1)
     if groups == 1:
         same: Tensor = func(*args, **kwargs)
@@ -77,7 +76,7 @@ def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 
 def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    given = _Given.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
+    given = _Arguments.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     x = given.get("input")
     channels = local.whole_shape(x.shape, given.layouts["input"])[1]
     groups = given.get("num_groups") * x.shape[1] // channels
@@ -86,9 +85,9 @@ def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 
 def _instance_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Normalise no samples, too, which torch's function of this name does not."""
+    """Also accept an empty batch, which torch's function of this name refuses."""
     names = ("input", "running_mean", "running_var", "weight", "bias")
-    given = _Given.of(local, names, args, kwargs)
+    given = _Arguments.of(local, names, args, kwargs)
     x = given.get("input")
     if x.numel():
         same: Tensor = func(*args, **kwargs)
@@ -104,12 +103,12 @@ _BATCH_NORM = (
 
 
 def _batch_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Normalise by the statistics of the whole, and write all of the running ones.
+    """Normalise by the statistics of the whole, and update all running statistics.
 
-    Those are whole on each device, which changes a copy of its own channels, as the backward reads
-    what `func` was given, and then has those of the others.
+    Running statistics are whole on each device.  A device changes a copy of its channels, because
+    the backward reads the arguments of `func`, and then gathers the other channels.
     """
-    given = _Given.of(local, _BATCH_NORM, args, kwargs)
+    given = _Arguments.of(local, _BATCH_NORM, args, kwargs)
     layout = given.layouts["input"]
     own: tuple[State, ...] = tuple(_along(state, 1, 0) for state in layout)
     running = [given.get(name) for name in ("running_mean", "running_var")]
@@ -127,18 +126,16 @@ def _batch_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 
 def _along(state: State, before: int, after: int, other: Whole = I) -> State:
-    """Return slices along dimension `before` as those along dimension `after`; `other` for all
-    other states.
-    """
+    """Return slices along dimension `before` as slices along `after`; `other` for other states."""
     is_same = isinstance(state, S) and state.dim == before
     return S(after, state.sizes) if is_same and isinstance(state, S) else other
 
 
 def _normalized(values: dict[str, Any], local: Local, layout: Layout) -> Tensor:
-    """Normalise what is cut along samples or positions.
+    """Normalise values that are cut along samples or positions.
 
-    Statistics are sums of all devices; that their gradients are too is what `convert` sees to.
-    Of x only its distance from the mean is kept for the backward.
+    Statistics are sums over all devices, and `convert` sums their gradients too.  The backward
+    keeps only the distance of x from the mean.
     """
     x = values["input"]
     shape = local.whole_shape(x.shape, layout)
@@ -168,9 +165,9 @@ def _normalized(values: dict[str, Any], local: Local, layout: Layout) -> Tensor:
 
 
 def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
-    """Return the sum of a number per channel over the devices that have other samples."""
+    """Return the sum of one number per channel over the devices with other samples."""
     parts = tuple(
-        _along(state, 1, 0, P if isinstance(state, S) else I)  # what all have alike is no part
+        _along(state, 1, 0, P if isinstance(state, S) else I)  # replicated samples are no part
         for state in layout
     )
     return convert(part, parts, tuple(R if s is P else s for s in parts), local.axes)
@@ -180,8 +177,8 @@ def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
 
 
 def _embedding(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Look up what this device has of a table; other words are zeros here."""
-    given = _Given.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
+    """Look up words in this device's rows of a table; other words give zeros."""
+    given = _Arguments.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
     words, table, layout = given.get("input"), given.get("weight"), given.layouts["weight"]
     if not local.is_cut(layout, 0):
         same: Tensor = func(*args, **kwargs)
@@ -204,10 +201,8 @@ _LOSS = (
 
 
 def _loss(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Compute the losses of the samples here; a mean is by the number of all samples, or by what
-    their words weigh.
-    """
-    given = _Given.of(local, _LOSS, args, kwargs)
+    """Compute the losses of the samples here; a mean divides by the weight of all samples."""
+    given = _Arguments.of(local, _LOSS, args, kwargs)
     layout = given.layouts["input"]
     class_dim = 1 if given.get("input").dim() > 1 else 0
     if not any(isinstance(state, S) for state in layout):
@@ -224,8 +219,8 @@ def _loss(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return total if reduction == "sum" else total / _weight_of_all(given, local, losses)
 
 
-def _weight_of_all(given: _Given, local: Local, losses: Tensor) -> Tensor:
-    """Return what the targets of all samples weigh."""
+def _weight_of_all(given: _Arguments, local: Local, losses: Tensor) -> Tensor:
+    """Return the sum of the weights of all samples' targets."""
     target = given.get("target")
     with torch.no_grad():
         if target.is_floating_point():
@@ -240,9 +235,10 @@ def _weight_of_all(given: _Given, local: Local, losses: Tensor) -> Tensor:
         return convert(here, parts, (I,) * len(parts), local.axes)
 
 
-def _of_cut_vocabulary(given: _Given, local: Local, class_dim: int, *, is_log: bool) -> Tensor:
-    """Return this device's parts of the losses: its words' scores, and on the first device what is
-    of all words, the logarithm of the sum of exponentials.
+def _of_cut_vocabulary(given: _Arguments, local: Local, class_dim: int, *, is_log: bool) -> Tensor:
+    """Return this device's parts of the losses: the scores of its words.
+
+    The first device adds the term of all words, the logarithm of the sum of exponentials.
     """
     scores, target, layout = given.get("input"), given.get("target"), given.layouts["input"]
     smoothing = 0.0 if is_log else given.get("label_smoothing", 0.0)
@@ -267,7 +263,7 @@ def _cut_axes(local: Local, layout: Layout, dim: int) -> list[Any]:
 
 
 def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tensor:
-    """Return it as of the whole: each device has all of it, and of its gradient."""
+    """Return the log-sum-exp over the whole vocabulary, on each device."""
     axes = _cut_axes(local, layout, dim)
     highest = scores.detach().amax(dim)
     for axis in axes:
@@ -278,7 +274,7 @@ def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tens
 
 
 def _first_has(whole: Tensor, local: Local, layout: Layout) -> Tensor:
-    """Turn what all devices have into a part of a sum, along axes that cut the vocabulary."""
+    """Turn a replicated value into parts of a sum, along axes that cut the vocabulary."""
     class_dim = 1 if whole.dim() else 0
     axes = _cut_axes(local, layout, class_dim)
     return convert(whole, (I,) * len(axes), (P,) * len(axes), axes)

@@ -1,12 +1,12 @@
-"""Run a layer as its plan divides it: the layer's own Python, on tensors that hold a shard each.
+"""Run a layer in shards: its own Python code, on tensors that hold a shard each.
 
     layer's input ──► ShardedTensor ──► layer's own forward ──► ShardedTensor ──► layer's output
                                              │
-                          each function of torch: convert what it is given, run it on
-                          the shards, note the layouts of what it gives
+                          each function of torch: convert its arguments, run it on the
+                          shards, note the layouts of its results
 
-A `ShardedTensor` reports the shape of the whole, so that code that looks at shapes is unchanged.
-Autograd sees the shards and the conversions between them, and nothing else.
+A `ShardedTensor` reports the shape of the whole, so code that reads shapes needs no change.
+Autograd sees only the shards and the conversions between them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.rules import base_name
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
-from .convert import Again, convert, convert_kept
+from .convert import Regather, convert, convert_kept
 from .kernels import kernel_of, shapes_given
 from .sizes import Local, Sized, size, size_like
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 
 class ShardedTensor(Tensor):
-    """Stands for a whole tensor of which this device holds `local`: `held` is its layout.
+    """Represents a whole tensor of which this device holds `local`, in layout `held`.
 
-    `known` are conversions of it that were made already, by layout; `made_by` says which call of
-    its layer gave it, and at which place.
+    `known` caches its conversions by layout.  `made_by` is the number of the call that returned
+    it, and its place in the result.
     """
 
     local: Tensor
@@ -55,7 +55,7 @@ class ShardedTensor(Tensor):
         kwargs = kwargs or {}
         if is_question(func, args, kwargs):
             return _answer(func, args, kwargs)
-        if func is multi_head_attention_forward:  # its calls were recorded, not itself
+        if func is multi_head_attention_forward:  # the plan has the calls inside it
             return LOOKED_INTO(*args, **kwargs)
         given: dict[int, Tensor] = {}
         _find_tensors(args, given)
@@ -74,11 +74,11 @@ class ShardedTensor(Tensor):
 
     kept: dict[Layout, Tensor] | None = None
     """Conversions of a weight that last for a step, by layout."""
-    again: Again | None = None
-    """Where conversions of a weight are noted that are not to be saved for the backward."""
+    again: Regather | None = None
+    """The record of conversions of a weight that autograd must not save."""
 
     def become(self, local: Tensor, layout: Layout) -> None:
-        """Stand for what it was changed to in place: this part of it, in this layout."""
+        """Take another local part and layout, after an in-place change."""
         self.local, self.held, self.known = local, layout, {}
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what is of no use here
@@ -86,7 +86,7 @@ class ShardedTensor(Tensor):
 
 
 def _answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer a question about the whole by its shape, or by the shard where it is the same."""
+    """Answer a question about the whole by its shape, or by the shard if that has the answer."""
     if func in OF_A_PART:
         return func(args[0].local)
     with without_torch_function():
@@ -97,7 +97,7 @@ _NAMES: dict[Any, str] = {}
 
 
 def _name_of(func: Any) -> str:
-    """Return the full name of a function of torch, or the own name of another."""
+    """Return the full name of a function of torch, or `__name__` of another function."""
     name = _NAMES.get(func)
     if name is None:
         name = resolve_name(func)
@@ -108,7 +108,7 @@ def _name_of(func: Any) -> str:
 
 
 def _find_tensors(values: Iterable[Any], found: dict[int, Tensor]) -> None:
-    """Add the distinct tensors among arguments to those found, in order of first sight."""
+    """Add the distinct tensors among arguments to `found`, in order of first occurrence."""
     for value in values:
         if isinstance(value, Tensor):
             found[id(value)] = value
@@ -117,7 +117,7 @@ def _find_tensors(values: Iterable[Any], found: dict[int, Tensor]) -> None:
 
 
 def _replaced(values: Iterable[Any], by: Mapping[int, Tensor]) -> list[Any]:
-    """Return arguments with tensors replaced by others, by the id of each."""
+    """Return arguments with each tensor replaced, by its id."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -134,10 +134,8 @@ def _replaced(values: Iterable[Any], by: Mapping[int, Tensor]) -> list[Any]:
 _HOLD_OTHERS = (tuple, list, dict)
 
 
-Known = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
-"""For each call, by number: shapes and layouts of what it was given, shapes of what it was to
-give, and the sizes of slices that follow; the last few.
-"""
+SizeCache = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
+"""A cache for each call, by number: its last few shapes and layouts, with the sizes of slices."""
 _MOST_KNOWN = 16
 
 
@@ -146,20 +144,22 @@ class OtherPathError(PlanError):
 
 
 class LayerRun:
-    """One call of a divided layer: which of its planned calls comes next.
+    """Runs one call of a divided layer, and counts its planned calls.
 
-    `known` are layouts with sizes that earlier runs have found.
+    `known` caches layouts with sizes from earlier runs.
     """
 
-    def __init__(self, plan: LayerSharding, axes: "Sequence[Collectives]", known: Known) -> None:
+    def __init__(
+        self, plan: LayerSharding, axes: "Sequence[Collectives]", known: SizeCache
+    ) -> None:
         self._plan, self._axes, self._next, self._known = plan, axes, 0, known
         self._whole = (I,) * len(axes)
 
     def wrapped(self, local: Tensor, layout: Layout) -> ShardedTensor:
-        """Wrap what this device holds of a tensor, in a layout with sizes.
+        """Wrap this device's part of a tensor, in a layout with sizes.
 
         Raises:
-            PlanError: it is no such part.
+            PlanError: the part's shape does not fit the layout.
         """
         shape = list(local.shape)
         for axis, state in zip(reversed(self._axes), reversed(layout), strict=True):
@@ -178,13 +178,11 @@ class LayerRun:
         return found
 
     def entered(self, tensor: Tensor, layout: Layout | None) -> ShardedTensor:
-        """Wrap what the layer is given: whole, or in a layout with sizes."""
+        """Wrap an input of the layer: whole, or in a layout with sizes."""
         return self.wrapped(tensor, self._whole if layout is None else layout)
 
     def left(self, tensor: Tensor) -> Tensor:
-        """Unwrap what the layer gives: whole, or in the layout that the next one expects, which
-        then stands on it.
-        """
+        """Unwrap a result of the layer: whole, or marked with the next layer's layout."""
         if not isinstance(tensor, ShardedTensor):
             return tensor
         layout, multiple = self._plan.leaving.get(tensor.made_by), self._plan.multiple
@@ -196,16 +194,17 @@ class LayerRun:
         return local
 
     def check_ended(self) -> None:
-        """Refuse a forward that made fewer calls than its plan.
+        """Refuse a forward with fewer calls than its plan.
 
         Raises:
-            OtherPathError: it took another path.
+            OtherPathError: calls are missing.
         """
         if self._next != len(self._plan.calls):
             raise self._other_path("ended")
 
     def call(self, func: Any, args: Any, kwargs: Any, tensors: Mapping[int, Tensor]) -> Any:
         """Run a function of torch on shards, as planned; `tensors` are those of its arguments."""
+        # 1. Find the planned call and its layouts for these shapes; convert the arguments.
         planned = self._planned(func)
         if len(tensors) != len(planned.takes):
             raise self._other_number("tensors", tensors, planned.takes)
@@ -218,9 +217,11 @@ class LayerRun:
             tensor.local if tensor.held is layout else self._held_as(tensor, layout)
             for tensor, layout in zip(given, sized.takes, strict=True)
         ]
-        for place in planned.changes:
+        for place in planned.changes:  # an in-place change must not reach a cached conversion
             if locals_[place] is not given[place].local:
                 locals_[place] = locals_[place].clone()
+
+        # 2. Run the function, or its kernel, on the shards.
         by = dict(zip(tensors, locals_, strict=True))
         args = _replaced(args, by)
         kwargs = dict(zip(kwargs, _replaced(kwargs.values(), by), strict=True))
@@ -231,6 +232,8 @@ class LayerRun:
             result = kernel(func, args, kwargs, Local(sized, self._axes))
         for place in planned.changes:
             given[place].become(result, sized.gives[0])
+
+        # 3. Wrap the results with their layouts.
         if isinstance(result, Tensor) and len(sized.gives) == 1:
             return self._given(result, 0, sized.gives[0], given)
         leaves, structure = flatten(result)
@@ -246,7 +249,7 @@ class LayerRun:
         facts = [(tensor.whole_shape, tensor.held) for tensor in given]
         shapes = shapes_given(base_name(planned.function), how, given)
         known = self._known.setdefault(self._next, [])
-        for last, result, sized in known:  # tuples that are the same are equal at once
+        for last, result, sized in known:  # identical tuples compare at once
             if last == facts and result == shapes:
                 return sized
         whole, before = [shape for shape, _ in facts], [layout for _, layout in facts]
@@ -257,7 +260,7 @@ class LayerRun:
     def _given(
         self, local: Tensor, place: int, layout: Layout, given: Sequence[ShardedTensor]
     ) -> ShardedTensor:
-        """Wrap a result; a function that gives what it was given gives the same wrapper."""
+        """Wrap a result; a function that returns its argument returns the same wrapper."""
         for found in given:
             if found.local is local and found.held == layout:
                 break
@@ -267,7 +270,7 @@ class LayerRun:
         return found
 
     def _held_as(self, tensor: ShardedTensor, layout: Layout) -> Tensor:
-        """Return what this device holds of a tensor that is to be in another layout."""
+        """Return this device's part of a tensor in another layout."""
         if layout == tensor.held:
             return tensor.local
         known = tensor.known
@@ -292,7 +295,7 @@ class LayerRun:
     def _other_number(
         self, what: str, found: Collection[Any], planned: Collection[Any]
     ) -> OtherPathError:
-        """Refuse the call that was begun last, of other numbers of tensors than planned."""
+        """Return the error for the current call, whose number of tensors is not the plan's."""
         self._next -= 1
         does = f"calls {self._plan.calls[self._next].function} with {len(found)} {what}"
         return self._other_path(does, f"calls it with {len(planned)}")

@@ -1,11 +1,11 @@
-"""Slices that a call takes and gives: their lengths, found anew for new shapes; their places.
+"""Compute the lengths and places of slices in a call's arguments and results.
 
     view (B, T, C) to (B * T, C), cut along B = 5 on two devices, T = 4:
 
     takes  S(0) of 3 and 2 samples    ──►    gives  S(0) of 12 and 8 rows
 
-All that one letter of a rule cuts is cut alike: as one of its tensors is already, or evenly.
-Every device of an axis finds the same, since it knows the slices of all.
+All dimensions of one letter of a rule are cut alike: as one of its tensors is cut already, or
+evenly.  All devices of an axis compute the same, since each knows all slices.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class Sized(NamedTuple):
-    """The layouts of what a call takes and gives, with sizes, and the shapes of whole results
-    where dimensions are merged or divided.
+    """The layouts of a call's arguments and results, with sizes.
+
+    `shapes` are those of the whole results, if dimensions are merged or divided.
     """
 
     takes: tuple[Layout, ...]
@@ -34,17 +35,17 @@ class Sized(NamedTuple):
 
 
 class Local(NamedTuple):
-    """How the shards of one call lie in their wholes, on this device."""
+    """The places of one call's shards in their wholes, on this device."""
 
     sized: Sized
     axes: "Sequence[Collectives]"
 
     def is_cut(self, layout: Layout, dim: int) -> bool:
-        """Tell whether devices hold slices along a dimension."""
+        """Tell whether an axis slices a dimension."""
         return any(isinstance(state, S) and state.dim == dim for state in layout)
 
     def start(self, layout: Layout, dim: int) -> int:
-        """Return where this device's slice along a dimension begins, along all axes."""
+        """Return the first position of this device's slice along a dimension, over all axes."""
         return sum(
             sum(state.sizes[: axis.rank])
             for axis, state in zip(self.axes, layout, strict=True)
@@ -60,7 +61,7 @@ class Local(NamedTuple):
         return shape
 
     def whole_shape(self, here: Sequence[int], layout: Layout) -> list[int]:
-        """Return the shape of the whole of which this device's part has another."""
+        """Return the shape of the whole from that of this device's part."""
         shape = list(here)
         for state in reversed(layout):
             if isinstance(state, S):
@@ -68,7 +69,7 @@ class Local(NamedTuple):
         return shape
 
     def part_of(self, whole: Tensor, layout: Layout) -> Tensor:
-        """Return this device's part of a tensor that is whole."""
+        """Return this device's part of a whole tensor, as a view."""
         for axis, state in zip(self.axes, layout, strict=True):
             if isinstance(state, S):
                 whole = whole.narrow(
@@ -78,7 +79,7 @@ class Local(NamedTuple):
 
 
 Kernel = Callable[[Any, Any, Any, Local], Any]
-"""Takes a function, its arguments and keyword arguments on shards, and how these lie."""
+"""(function, arguments, keyword arguments, places of the shards) -> result."""
 
 
 def size(
@@ -88,11 +89,10 @@ def size(
     gives: tuple[Shape, ...] | None,
     axes: "Sequence[Collectives]",
 ) -> Sized:
-    """Say how long the slices are that a call takes and gives, on whole tensors of these shapes
-    that are held as `before`.
+    """Return a call's layouts with sizes, for whole arguments of `shapes` held as `before`.
 
-    Where dimensions are merged or divided, `gives` are the shapes of the whole results: slices
-    begin where a position of both begins.
+    If dimensions are merged or divided, `gives` are the shapes of the whole results.  Slices then
+    begin at positions that exist in both shapes.
     """
     takes = [_Growing(shape) for shape in shapes]
     if gives is None:
@@ -114,16 +114,14 @@ def size(
 
 @lru_cache(maxsize=4096)
 def _the_same(layout: Layout) -> Layout:
-    """Return one object for equal layouts: these are compared at once."""
+    """Return one object for equal layouts, so that comparing them is fast."""
     return layout
 
 
 def size_like(
     layout: Layout, shape: Shape, before: Layout, axes: "Sequence[Collectives]"
 ) -> Layout:
-    """Say how long the slices of one whole tensor of this shape are: as they are now, where they
-    are so, and even where not.
-    """
+    """Return a layout with sizes for a whole tensor: its current slices if they fit, else even."""
     own, keeps = _Growing(shape), True
     for axis, state, now in zip(axes, layout, before, strict=True):
         length = own.length(state) or 0
@@ -137,9 +135,9 @@ def size_like(
 
 
 class _Growing:
-    """A layout that grows axis by axis, and how long the dimensions here are as yet.
+    """A layout that grows axis by axis, and the lengths of this device's dimensions so far.
 
-    Without a shape, the slices of a result are as long as what its call takes.
+    Without a shape, slices of a result are as long as those of the call's arguments.
     """
 
     def __init__(self, shape: Shape | None) -> None:
@@ -147,7 +145,7 @@ class _Growing:
         self.layout: list[State] = []
 
     def length(self, state: State) -> int | None:
-        """Return the length of the dimension that is cut; None: it is unknown, or none is."""
+        """Return the length of the cut dimension; None if it is unknown, or none is cut."""
         return self.lengths[state.dim] if isinstance(state, S) and self.lengths else None
 
     def grow(self, state: State, units: int, parts: Sizes, known: tuple[int, int]) -> None:
@@ -169,8 +167,9 @@ def _parts(
     now: Sequence[State],
     count: int,
 ) -> tuple[int, Sizes, int]:
-    """Return how many units may be dealt out to the devices of an axis, how many each gets, and
-    how long what is cut of the first tensor is.
+    """Return the number of units to share along an axis, each device's units, and a length.
+
+    The length is that of the cut dimension of the first tensor.
     """
     known = [own.length(state) for state, own in zip(choice.takes, takes, strict=True)]
     made = [own.length(state) for state, own in zip(choice.gives, results, strict=True)]

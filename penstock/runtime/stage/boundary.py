@@ -1,4 +1,4 @@
-"""What may leave a stage, what of it shares memory, and what the loss may be."""
+"""Check values that leave a stage, find those that share memory, and check the loss."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,14 +14,14 @@ from penstock.model.pytree import Structure, opaque_values
 def check_leaving(
     leaves: Sequence[Tensor], structure: Structure, stage: int, peer: int, *, any_shape: bool
 ) -> None:
-    """Refuse values that would not be the same on the other side of a cut.
+    """Refuse values that would change when they cross to another stage.
 
-    With `any_shape` the sender knows that values without a batch dimension belong to one
-    micro-batch, as in code between the blocks of a model that runs as it is.
+    With `any_shape`, values without a batch dimension may cross: a captured model's code between
+    blocks uses them for one micro-batch only.
 
     Raises:
-        BoundaryError: a tensor has no batch dimension, or is of a class that does not cross, or
-            could hide in an object.
+        BoundaryError: a tensor has no batch dimension, is of a class that does not cross, or may
+            be inside an object.
     """
     for value in opaque_values(structure):
         raise BoundaryError(
@@ -42,10 +42,10 @@ def check_leaving(
 
 
 def check_classes(tensors: Iterable[Tensor | None], what_it_does: str) -> None:
-    """Refuse tensors that are more than their values and their class.
+    """Refuse tensors that hold more than their values and their class.
 
     Raises:
-        BoundaryError: there is one.
+        BoundaryError: a tensor holds more.
     """
     for tensor in tensors:
         if tensor is None or is_plain_class(tensor) or can_be_made_again(tensor):
@@ -62,10 +62,10 @@ def check_classes(tensors: Iterable[Tensor | None], what_it_does: str) -> None:
 def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
     """Refuse one tensor that leaves under two names for two stages.
 
-    Its gradients would come back on two ways and be added in another order than unsplit.
+    Its gradients would come back in two messages and add up in another order than unsplit.
 
     Raises:
-        BoundaryError: there is such a tensor.
+        BoundaryError: a tensor leaves twice.
     """
     seen: dict[int, int] = {}
     for peer, leaves in exported.items():
@@ -80,10 +80,10 @@ def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
 
 
 def check_loss(loss: Any, with_grad: bool) -> None:
-    """Refuse a loss that is no scalar, or that nothing can be learnt from.
+    """Refuse a loss that is no scalar, or that needs a gradient and has none.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the loss is such a one.
     """
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         got = (
@@ -103,17 +103,17 @@ def check_loss(loss: Any, with_grad: bool) -> None:
         )
 
 
-# -- tensors that share memory: a change of one in place would have to be seen in the other --
+# -- tensors that share memory: an in-place change of one must be visible in the other --
 
 
 def find_aliases(
     exported: Mapping[int, Sequence[Tensor]], known: Iterable[Tensor] = ()
 ) -> dict[int, frozenset[int]]:
-    """Find, for each peer, the places of tensors that lie where another one does.
+    """Return, for each peer, the places of tensors that share memory with another tensor.
 
         address ──►  a a a b b b . c d c d c d        c and d: columns of the same rows count too
 
-    `known` are tensors that came in as such: what overlaps with one is an alias too.
+    `known` are tensors that arrived as aliases: a tensor that overlaps with one is an alias too.
     """
     places = [(peer, place) for peer, leaves in exported.items() for place in range(len(leaves))]
     tensors = [exported[peer][place] for peer, place in places]
@@ -126,7 +126,7 @@ def find_aliases(
 
 
 def _overlapping(tensors: Sequence[Tensor]) -> Iterator[int]:
-    """Yield the numbers of the tensors whose first to last byte meet those of another one."""
+    """Yield the numbers of the tensors whose address ranges overlap with another tensor's."""
     extents = [(*_extent(t), n) for n, t in enumerate(tensors) if t.layout is torch.strided]
     crowd: list[int] = []
     furthest = 0
@@ -140,7 +140,7 @@ def _overlapping(tensors: Sequence[Tensor]) -> Iterator[int]:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor, from its first byte to behind its last."""
+    """Return a tensor's address range: its first byte, and the byte behind its last."""
     start, size = tensor.data_ptr(), tensor.element_size()
     if not tensor.numel():
         return start, start

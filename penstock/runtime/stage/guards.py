@@ -1,8 +1,8 @@
-"""Guards: each watches one thing that can go wrong while a stage works, and says when it does.
+"""Guard a stage against causes of wrong gradients; each guard watches one of them.
 
-    LayersGuard   around_forward, around_recompute   the layers, whenever they run
-    InputGuard    after_layers                       what they did to their inputs
-    RerunGuard    around_rerun                       autograd, where it may run layers again
+    LayersGuard   around_forward, around_recompute   around the layers, whenever they run
+    InputGuard    after_layers                       in-place changes of inputs
+    RerunGuard    around_rerun                       around autograd, if it may run layers again
 
 A stage calls guards in their order: the first context is the outermost.
 """
@@ -20,7 +20,7 @@ from penstock.model.entries import version_of
 from penstock.runtime.run import Run
 from penstock.transport.channels import check_still_as_sent
 
-from .tape import FROM_CALLER, Given, Tape
+from .tape import FROM_CALLER, StageInput, Tape
 
 Context = AbstractContextManager[Any]
 
@@ -29,32 +29,32 @@ class LayersGuard(Protocol):
     """Works around the layers of a stage: both methods return a context, or None for nothing."""
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
-        """Return what the first run of the layers is to happen in."""
+        """Return a context manager for the forward, or None."""
 
     def around_recompute(self, run: Run, tape: Tape) -> Context | None:
-        """Return what the second run of the layers is to happen in: nothing, as a rule."""
+        """Return a context manager for the recompute, or None."""
         return None
 
 
 class InputGuard(Protocol):
-    """Looks at what the layers were given; what it has learned of them lasts."""
+    """Looks at the layers' inputs after they ran, and learns about the layers."""
 
-    def after_layers(self, run: Run, tape: Tape, given: Sequence[Given]) -> None:
-        """Look at what the layers were given, and were given again."""
+    def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
+        """Check the inputs after a forward or a recompute."""
 
     def forget(self, error: BaseException) -> None:
-        """Forget what was seen of the layers in a run that failed: it may be the cause."""
+        """Forget the facts learned in a run that failed: they may be the cause."""
 
 
 class RerunGuard(Protocol):
-    """Works around autograd where it may run layers again, in a checkpoint of the user's own."""
+    """Works around autograd if it may run layers again, in the user's own checkpoint."""
 
     def around_rerun(self, run: Run, tape: Tape) -> Context | None:
-        """Return what autograd is to run in, or None for nothing."""
+        """Return a context manager for autograd, or None."""
 
 
 def inside(contexts: Iterable[Context | None]) -> Context:
-    """Make one context of several, the first one outermost; mostly there is one, or none."""
+    """Combine contexts into one, the first one outermost; mostly there is one or none."""
     found = [context for context in contexts if context is not None]
     if len(found) < 2:
         return found[0] if found else nullcontext()
@@ -64,10 +64,11 @@ def inside(contexts: Iterable[Context | None]) -> Context:
         return stack.pop_all()
 
 
-class Changes(InputGuard):
-    """Finds the inputs that layers of a stage change in place: these are copied from then on.
+class InPlaceChanges(InputGuard):
+    """Finds the inputs that layers of a stage change in place; the stage then copies these.
 
-    In the first forward with gradients every value is copied, to find out.
+    first forward with gradients   copy all inputs, and compare
+    later ones                     copy the inputs that were changed
     """
 
     def __init__(self, stage: int) -> None:
@@ -78,19 +79,19 @@ class Changes(InputGuard):
         self._seen.clear()
 
     def copies(self, key: tuple[int, int], *, lasts: bool) -> bool:
-        """Tell whether a value is to be copied; one that lasts is so only if it was changed."""
+        """Tell whether to copy a value; one that lasts for the run only after a change."""
         return self._seen.get(key, not lasts)
 
-    def after_layers(self, run: Run, tape: Tape, given: Sequence[Given]) -> None:
+    def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
         """Note which values the layers have changed.
 
         Raises:
-            RecomputeError: a value was changed for the first time, and there is no copy of it.
-            BoundaryError: a value was changed that another one shares memory with, or by its
-                sender.
+            RecomputeError: layers changed a value for the first time, and there is no copy.
+            BoundaryError: layers changed a value that shares memory with another one, or its
+                sender changed it.
         """
         with_grad = run.caller.with_grad
-        for value in given:
+        for value in inputs:
             peer, place = value.key
             if value.copied and with_grad and peer != FROM_CALLER:
                 check_still_as_sent(value.sent, tape.received[peer].versions[place], peer)
@@ -111,30 +112,30 @@ class Changes(InputGuard):
                     "(x.clone()) as one of the two, or keep their users on one stage"
                 )
 
-    def _is_changed(self, value: Given) -> bool:
-        if value.before is not None:  # evaluation, where versions may not be counted
+    def _is_changed(self, value: StageInput) -> bool:
+        if value.before is not None:  # in evaluation torch may not count versions
             return not same_bits(value.tensor, value.before)
         if version_of(value.tensor) != value.version:
             return True
-        first = value.copied and value.key not in self._seen  # `.data` has no versions
+        first = value.copied and value.key not in self._seen  # a change of `.data` is not counted
         is_dense = value.tensor.layout is torch.strided
         return first and is_dense and not same_bits(value.tensor, value.sent)
 
 
-class Claims:
-    """Sees that no other stage adds to the gradients that this one adds to, bar its entries'.
+class LeafClaims:
+    """Checks that each leaf gets its gradient from one stage only, received inputs excepted.
 
-    One micro-batch is looked at, or all where values decide what runs (`decides`).
+    It checks one micro-batch, or all if values decide which code runs (`decides`).
     """
 
     def __init__(self, stage: int, *, decides: bool) -> None:
         self._stage, self._decides = stage, decides
 
     def claim(self, run: Run, tape: Tape, roots: Sequence[Tensor]) -> None:
-        """Claim all leaves behind the roots that a backward starts from.
+        """Claim all leaves behind the roots of a backward for this stage.
 
         Raises:
-            PartitionError: another stage has claimed one in this run.
+            PartitionError: another stage has claimed a leaf in this run.
         """
         here = run.stages[self._stage]
         if here.has_claimed_leaves and not self._decides:
@@ -173,7 +174,7 @@ def _leaves(roots: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare to the bit; a NaN is equal to itself."""
+    """Tell whether tensors are equal to the bit; a NaN equals itself."""
     if a.shape != b.shape:
         return False
     return torch.equal(_bytes(a), _bytes(b))

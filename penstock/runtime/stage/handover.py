@@ -1,5 +1,6 @@
-"""The two ends of a stage: what arrives becomes leaves of its own graph, what leaves a message;
-and the model's output a loss, or what the caller gets.
+"""Turn messages into leaves of a stage's autograd graph, and its results into messages.
+
+The last stage turns the model's output into a loss, or into the caller's output.
 
       ┌──────────────── stage ────────────────┐
 peer ──► Activation ──► entries   exported leaves ──► Activation ──► peer
@@ -37,9 +38,9 @@ from penstock.torch_private import has_tensor_hooks
 from penstock.transport.channels import Activation, Gradient, check_still_as_sent
 
 from .boundary import check_classes, check_leaving, check_loss, check_routes, find_aliases
-from .guards import Changes
+from .guards import InPlaceChanges
 from .notes import note_failure
-from .tape import FROM_CALLER, Given, Tape
+from .tape import FROM_CALLER, StageInput, Tape
 
 
 def hold_back(
@@ -49,10 +50,10 @@ def hold_back(
     *,
     is_last: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Return what to send of the gradients that a micro-batch found for one peer's values.
+    """Return the gradients to send to one peer after a micro-batch.
 
-    Those of lasting values are added to `sums`, by place, and leave with the last micro-batch.
-    Micro-batches come in order, so that the sums are the same in every run.
+    Gradients of weights that last for the run are added to `sums`, by place, and leave with the
+    last micro-batch.  Micro-batches come in order, so the sums are the same in every run.
     """
     sent = list(found)
     for place in lasting:
@@ -68,9 +69,10 @@ _T = TypeVar("_T", Tensor, Tensor | None)
 
 
 def once(activation: Activation) -> Activation:
-    """Let the weights in it be sent for this micro-batch only: later ones see other versions.
+    """Return an activation whose weights hold for this micro-batch only.
 
-    They count their changes on their own: while an update runs, those of the parameter move.
+    Later micro-batches see other versions.  `.data` has a version counter of its own, which an
+    update of the parameter leaves alone.
     """
     if not activation.lasting:
         return activation
@@ -84,7 +86,7 @@ def once(activation: Activation) -> Activation:
 def _refuse_gradients(
     values: Sequence[Tensor], hooked: Iterable[int], peer: int, tape: Tape
 ) -> None:
-    """Refuse that layers compute the gradients of the `hooked` values, until `tape` disarms."""
+    """Make layers that compute gradients of `hooked` values raise, until `tape` disarms."""
     for value in [values[place] for place in hooked]:
         if value.requires_grad:
             tape.tripwires.append(value.register_hook(partial(_is_found, peer)))
@@ -102,16 +104,17 @@ def _is_found(peer: int, gradient: Tensor) -> None:
 
 
 class Handover:
-    """The two ends of a stage; `changes` knows which values its layers change in place.
+    """Receives and sends the values and gradients of a stage, and computes the loss.
 
-    The user's loss draws as layer number `loss_index`.
+    `changes` knows the values that layers change in place.  The loss draws as layer number
+    `loss_index`.
     """
 
     def __init__(
         self,
         plan: StagePlan,
         device: StageDevice,
-        changes: Changes,
+        changes: InPlaceChanges,
         drawing: Drawing,
         loss_index: int,
     ) -> None:
@@ -130,7 +133,7 @@ class Handover:
         return replace(activation, leaves=here, versions=versions, event=None)
 
     def _bring(self, tensors: Sequence[_T], event: Event | None = None) -> Sequence[_T]:
-        """Bring tensors to this stage's device; most are there, and on a CPU ready for use."""
+        """Bring tensors to this stage's device; on a CPU most need no work."""
         device = self._device.device
         lags = event is not None or self._device.is_cuda
         for tensor in tensors:
@@ -138,14 +141,14 @@ class Handover:
         return self._device.bring(tensors, event) if lags else tensors
 
     def receive(self, run: Run, here: StageRun, microbatch: int) -> dict[int, Activation]:
-        """Take what arrived for a micro-batch, and what is read of the caller's batch."""
+        """Return a micro-batch's arrived values and, if the stage reads them, the inputs."""
         received: dict[int, Activation] = {}
         for peer in self._plan.imports:
             received[peer] = here.arrived.pop((microbatch, peer))
         if self._plan.reads_input:
             batch, structure = flatten((run.batch.inputs[microbatch],))
             leaves = batch
-            if not run.caller.with_grad:  # layers may change them: a version for each micro-batch
+            if not run.caller.with_grad:  # layers may change inputs: each micro-batch has its own
                 shared = self._plan.shares_input
                 leaves = [faithful_copy(leaf) if shared else leaf.data for leaf in batch]
             aliases = find_aliases({FROM_CALLER: batch}) if len(batch) > 1 else {}
@@ -158,14 +161,14 @@ class Handover:
             )
         return received
 
-    def enter(self, run: Run, tape: Tape) -> tuple[dict[Value, Any], list[Given]]:
-        """Make leaves of this stage's own graph from what arrived, and name their values.
+    def enter(self, run: Run, tape: Tape) -> tuple[dict[Value, Any], list[StageInput]]:
+        """Make leaves of this stage's own graph from received tensors, and name their values.
 
-        A layer that changes its input in place gets a copy; every input is copied once, to find
-        out.  Of leaves that may be moved away the layers see a twin.
+        received ──► leaf (entry) ──► copy, if layers change it     ──► layers
+                                 └──► twin, if offload may empty it ──► layers
         """
         values: dict[Value, Any] = {}
-        given: list[Given] = []
+        inputs: list[StageInput] = []
         with_grad = run.caller.with_grad
         slotted = tape.slots is not None
         caches = slotted or (with_grad and torch.is_autocast_enabled(self._device.device.type))
@@ -191,17 +194,20 @@ class Handover:
                     mark_lasting(inside[-1])
                 if with_grad or (alias and is_elsewhere):
                     key, before = (peer, place), None if with_grad else sent.clone()
-                    given.append(Given(key, value, version_of(value), copied, alias, sent, before))
+                    inputs.append(
+                        StageInput(key, value, version_of(value), copied, alias, sent, before)
+                    )
             tape.entries[peer] = entries
             _refuse_gradients(inside, activation.hooked, peer, tape)
             names = (MODEL_INPUT,) if peer == FROM_CALLER else self._plan.imports[peer]
             values.update(zip(names, unflatten(activation.structure, inside), strict=True))
-        return values, given
+        return values, inputs
 
     def export(
-        self, values: dict[Value, Any], given: Sequence[Given], tape: Tape
+        self, values: dict[Value, Any], inputs: Sequence[StageInput], tape: Tape
     ) -> dict[int, Activation]:
-        """Gather the leaves that other stages need; return the activations to send."""
+        """Return the activations to send, and note their leaves in the tape."""
+        # 1. Collect the leaves for each peer, and refuse values that cannot cross.
         structures = {}
         try:
             for peer, exported in self._plan.exports.items():
@@ -218,7 +224,8 @@ class Handover:
                 error, self._plan.index, f"layer {self._plan.steps[-1].label}", tape.microbatch
             )
             raise
-        known = [g.tensor for g in given if g.is_alias]
+        # 2. Mark values that share memory: the receiver must not change one of them alone.
+        known = [g.tensor for g in inputs if g.is_alias]
         is_single = len(known) + sum(map(len, tape.exported.values())) < 2
         aliases = {} if is_single else find_aliases(tape.exported, known)
         return {
@@ -229,7 +236,7 @@ class Handover:
     def _message(
         self, leaves: Sequence[Tensor], structure: Structure, aliases: frozenset[int]
     ) -> Activation:
-        """Make the message that hands leaves of this stage's graph over to another stage."""
+        """Return the message with leaves of this stage's graph for another stage."""
         return Activation(
             tuple(map(detached, leaves)),
             tuple([leaf.requires_grad for leaf in leaves]),
@@ -243,13 +250,10 @@ class Handover:
         )
 
     def roots(self, run: Run, here: StageRun, tape: Tape) -> tuple[list[Tensor], list[Tensor]]:
-        """Pair everything that left the stage with the gradient that came back for it.
+        """Return the roots of the backward that have gradients, and these gradients.
 
-        An exported value that layers of this stage use as well is a root inside the graph: what
-        arrived for it starts the engine's own sum.
-
-        Returns:
-            The roots that have a gradient, and these.
+        A value that this stage exports and also uses is a root inside the graph: autograd starts
+        its sum with the gradient that arrived.
         """
         i = tape.microbatch
         pairs: list[tuple[Tensor, Tensor | None]] = []
@@ -265,7 +269,7 @@ class Handover:
         return [root for root, _ in live], [g for _, g in live]
 
     def leave_gradient(self, run: Run, here: StageRun, tape: Tape, peer: int) -> None:
-        """Leave behind what the backward has found for the values of one peer."""
+        """Leave the gradients of one peer's values for their send instruction."""
         i = tape.microbatch
         found = tuple([entry.gradient for entry in tape.entries[peer]])
         if not are_plain(found):
@@ -281,7 +285,7 @@ class Handover:
             run.input_gradients[i] = found
 
     def take_output(self, run: Run, tape: Tape, output: Any) -> None:
-        """Note the output of a micro-batch for the caller, or its loss."""
+        """Store the output of a micro-batch for the caller, or its loss."""
         microbatch = tape.microbatch
         if run.loss is None:
             tape.output, structure = flatten(output)
@@ -292,7 +296,7 @@ class Handover:
             return
         loss = self._loss(run, tape, output)
         weight = run.batch.weights[microbatch]
-        if weight == 0:  # the mean over no real tokens is 0/0; it has no part in the batch's loss
+        if weight == 0:  # the mean over no real tokens is 0/0: leave it out of the batch's loss
             run.losses[microbatch] = torch.zeros_like(loss.detach())
             return
         if microbatch not in run.losses:  # a recompute has it already
@@ -300,7 +304,7 @@ class Handover:
         tape.loss = loss
 
     def _loss(self, run: Run, tape: Tape, output: Any) -> Tensor:
-        """Compute the user's loss, with random numbers of its own if it draws any."""
+        """Compute the user's loss, with its own random stream if it draws."""
         assert run.loss is not None
         target = run.batch.targets[tape.microbatch]
         if not isinstance(target, Tensor) or target.device != self._device.device:

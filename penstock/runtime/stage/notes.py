@@ -1,4 +1,4 @@
-"""Say where in the pipeline an exception came from, without changing what it is."""
+"""Add a note to an exception that names its stage, layer and micro-batch."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,15 @@ from penstock.torch_private import node_number
 
 
 def note_failure(error: BaseException, stage: int, where: str, microbatch: int) -> None:
-    """Add one note that names the stage, the layer (`where`) and the micro-batch."""
+    """Add one note with the stage, the layer (`where`) and the micro-batch."""
     error.add_note(f"raised on stage {stage}, in {where}, micro-batch {microbatch}")
 
 
 def backward_of(error: BaseException, marks: Sequence[tuple[int, Step]]) -> str:
-    """Name the layer whose backward raised, as nearly as it can be known.
+    """Return the name of the layer whose backward raised; for torch's own nodes, of all layers.
 
-    `marks` holds, for each layer that ran, the number that autograd would have given the next node
-    when it began.  A Python function's node stands in the traceback; for a node of torch's own
-    only the stage is known.
+    `marks` has, for each layer that ran, the number of the next autograd node when it began.  A
+    Python function's node is in the traceback; a node of torch's own is not.
     """
     for number in _node_numbers(error):
         if (step := layer_at(number, marks)) is not None:

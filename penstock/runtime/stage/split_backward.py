@@ -8,8 +8,8 @@
                                                                   operator's input and the
                                                                   gradient of its result
 
-The edges from heavy operators to their weights are cut.  What is not cut is computed by the input
-backward, and kept: parameters change their `.grad` in the weight backward only.
+The edges from heavy operators to their weights are cut.  The input backward computes all other
+gradients and keeps them: only the weight backward changes `.grad` of parameters.
 """
 
 from collections import Counter
@@ -30,16 +30,16 @@ from penstock.torch_private import has_tensor_hooks, run_engine, without_torch_f
 from .weight_gradients import LEAF, OPERATORS, Cut, cut_of
 
 CHECKPOINT = "CheckpointFunctionBackward"
-"""The node of a checkpoint with use_reentrant=True, which runs a backward of its own."""
+"""The node of a checkpoint with use_reentrant=True, which calls autograd inside its backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which gradients of a graph wait for the weight backward: those behind its `cuts`.
+    """The division of a graph: gradients behind its `cuts` wait for the weight backward.
 
-    `arrivals` has all nodes; `now` are the leaves whose gradients the input backward computes.
-    Operators that could be cut by their name, and are not, stand in `uncut` with the reason.
-    `obstacle` is the node, if there is one, because of which no gradient waits.
+    `arrivals` counts the edges to each node.  `now` are the leaves whose gradients the input
+    backward computes.  `uncut` has operators that could be cut by their name, with the reason
+    against it.  `obstacle` is the node that makes the whole backward one part, or None.
     """
 
     arrivals: Mapping[Node, int]
@@ -50,12 +50,12 @@ class Division:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no gradient waits."""
+        """True if no gradient waits."""
         return self.obstacle is not None or not self.cuts
 
 
 class SplitBackward:
-    """The backward of one graph in two parts, `run_input` and `run_weights`."""
+    """Runs the backward of one graph in two parts, `run_input` and `run_weights`."""
 
     def __init__(
         self, entries: Sequence[Entry], leaves: Sequence[Any], cuts: Mapping[Node, Cut]
@@ -68,7 +68,7 @@ class SplitBackward:
 
     @property
     def waiting(self) -> list[Tensor]:
-        """The tensors between the two parts; of a sparse gradient there is no memory to see."""
+        """The tensors kept between the two parts, except sparse gradients."""
         gradients = [gradient for _, gradient in self._kept]
         cuts = [cut for group in self._groups for cut in group]
         found = [*gradients, *(tensor for cut in cuts for tensor, _ in cut.needs)]
@@ -78,8 +78,10 @@ class SplitBackward:
         """Run autograd once, and free the graph; entries catch their gradients.
 
         Raises:
-            StateError: a function's own backward has added to a parameter's `.grad`.
+            StateError: the backward of a user's function added to a parameter's `.grad`.
         """
+        # 1. Ask autograd for the gradients at entries, at leaves that do not wait, and at cuts.  A
+        #    cut operator stops there: its hook catches the gradient of its result.
         entries, leaves, cuts = self._entries, self._leaves, self._cuts
         ends: list[Any] = [way[-1] for cut in cuts.values() for way in cut.ways]
         parameters = [leaf.variable for leaf in (*leaves, *ends)]
@@ -95,6 +97,8 @@ class SplitBackward:
                 "their own. Zero the gradients; return the gradient instead (for a checkpoint: "
                 "use_reentrant=False), or use a schedule whose backward is in one part"
             )
+
+        # 2. Sort the gradients: entries first, then leaves, then cuts.
         for entry in entries:
             entry.caught.append(next(found))
         kept = zip(targets[len(entries) :], (next(found) for _ in leaves), strict=False)
@@ -108,8 +112,8 @@ class SplitBackward:
     def run_weights(self) -> None:
         """Add the gradients to the parameters.
 
-        As many are computed at a time as need no more memory than frees what they are computed
-        from; and together those of parameters whose gradients meet in a leaf, for one sum.
+        Gradients are added once they need more memory than their freed inputs.  Gradients that
+        meet in one leaf are added together, as one sum.
         """
         edges = [edge for edge, _ in self._kept]
         gradients = [gradient for _, gradient in self._kept]
@@ -128,33 +132,31 @@ class SplitBackward:
 
 
 def _add(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Let autograd add gradients, without first checking each: that takes longer than to add a
-    small one, and each is of the shape that its edge wants.
-    """
+    """Let autograd add gradients, without torch's checks of each: these cost more than a sum."""
     if edges:
         options = {"allow_unreachable": True, "accumulate_grad": True}
         run_engine(tuple(edges), tuple(gradients), False, False, (), **options)
 
 
 def divide(roots: Sequence[Tensor], ends: set[Any]) -> Division:
-    """Decide which gradients of weights wait; those of the nodes `ends` never do."""
+    """Decide which weight gradients wait; gradients of the nodes `ends` never wait."""
     arrivals = arrivals_of([get_gradient_edge(root).node for root in roots])
     leaves, cuts, uncut, obstacle = leaves_and_cuts(arrivals)
     apart = settle(cuts, arrivals, ends)
     now = [leaf for leaf in leaves if leaf not in apart and leaf not in ends]
-    # hooks would be called both when a gradient is found and when it is added
+    # A hook would run twice: when the gradient is computed, and when it is added.
     hooked = (leaf for leaf in now if has_tensor_hooks(leaf.variable))
     return Division(arrivals, now, cuts, uncut, obstacle or next(hooked, None))
 
 
 def split(division: Division, entries: Iterable[Entry]) -> SplitBackward | None:
-    """Prepare a backward to be run in two parts; None where it has to be one."""
+    """Prepare a backward in two parts; return None if it must be one."""
     if division.is_whole:
         return None
     return SplitBackward([*entries], division.now, division.cuts)
 
 
-class Found(NamedTuple):
+class GraphParts(NamedTuple):
     """The parts of a `Division` before its cuts are settled."""
 
     leaves: list[Any]
@@ -163,7 +165,7 @@ class Found(NamedTuple):
     obstacle: Node | None = None
 
 
-def leaves_and_cuts(nodes: Iterable[Node]) -> Found:
+def leaves_and_cuts(nodes: Iterable[Node]) -> GraphParts:
     """Find the leaves among the nodes of a graph, and the operators that can be cut."""
     leaves: list[Any] = []
     cuts: dict[Node, Cut] = {}
@@ -181,21 +183,21 @@ def leaves_and_cuts(nodes: Iterable[Node]) -> Found:
                 cuts[node] = cut
         elif isinstance(node, BackwardCFunction):
             if name == CHECKPOINT:
-                return Found(leaves, {}, {}, node)
+                return GraphParts(leaves, {}, {}, node)
             runs_functions = True
     if runs_functions:
-        # A function may change a gradient in place, and only the hook of a node that runs knows
-        # what it was when it came.
+        # A function may change a gradient in place.  Only the hook of a node that runs sees the
+        # gradient before that; a cut without other gradients does not run its node.
         why = "is near a torch.autograd.Function, which may change its gradient"
         uncut |= {node: why for node, cut in cuts.items() if cut.is_whole}
         cuts = {node: cut for node, cut in cuts.items() if not cut.is_whole}
-    return Found(leaves, cuts, uncut)
+    return GraphParts(leaves, cuts, uncut)
 
 
 def arrivals_of(starts: Sequence[Node]) -> dict[Node, int]:
     """Count the edges that lead to each node of a graph; a start has one from outside.
 
-    The nodes are in an order that only the graph decides: hooks of parameters may send.
+    The graph alone decides the order of the nodes: hooks of parameters may send messages.
     """
     found, waiting = dict.fromkeys(starts, 1), list(dict.fromkeys(starts))
     while waiting:
@@ -213,10 +215,11 @@ def arrivals_of(starts: Sequence[Node]) -> dict[Node, int]:
 def settle(
     cuts: dict[Node, Cut], arrivals: Mapping[Node, int], ends: set[Any]
 ) -> Mapping[Node, object]:
-    """Give up cuts until the two parts share no node; return those of the weight backward.
+    """Give up cuts until the two parts share no node; return the nodes of the weight backward.
 
-    Two gradients have the same sum in either order.  Three would be added in the order in which
-    the engine finds them, so these are not cut.
+    two gradients meet in a leaf     a + b = b + a                  keep both cuts
+    three                            (a + b) + c != a + (b + c)     give them up
+    a node gets other edges too      both parts would need it       give it up
     """
     while True:
         apart = _passed_after(cuts)
@@ -233,14 +236,14 @@ def settle(
 
 
 def _passed_after(cuts: Mapping[Node, Cut]) -> dict[Node, set[object]]:
-    """Collect the nodes behind cut edges, each with the edges by which these lead to it."""
+    """Return the nodes behind cut edges, each with the edges that lead to it from there."""
     found: dict[Node, set[object]] = {}
     for node, cut in cuts.items():
         for place, way in zip(cut.edges, cut.ways, strict=True):
             edge: object = (node, place)
             for passed in way:
                 found.setdefault(passed, set()).add(edge)
-                edge = passed  # which has one edge
+                edge = passed  # a passing node has one edge
     return found
 
 
@@ -251,8 +254,9 @@ def _gradient_versions(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 @contextmanager
 def _adding_to_shared(leaves: Iterable[Any]) -> Iterator[list[Any]]:
-    """Note when a gradient is added to one that is a part of a buffer: other stages add to the
-    rest of it meanwhile, and all parts count their changes together.
+    """Record additions to gradients that are parts of one buffer.
+
+    Their versions tell nothing: other stages add to other parts, and all parts share a counter.
     """
     added: list[Any] = []
     parts = [leaf for leaf in leaves if (g := leaf.variable.grad) is not None and _is_part(g)]
@@ -271,7 +275,7 @@ def _is_part(gradient: Tensor) -> bool:
 
 
 def _grouped(cuts: Iterable[Cut]) -> list[list[Cut]]:
-    """Put those together whose gradients meet in a leaf: it is to see one sum."""
+    """Group cuts whose gradients meet in a leaf: the leaf must get one sum."""
     groups: dict[Node, list[Cut]] = {}
     for cut in cuts:
         joined = [cut]

@@ -1,4 +1,4 @@
-"""One stage at work: forward, recompute and backward of its layers on one micro-batch.
+"""Run the forward, recompute and backward of one stage's layers on a micro-batch.
 
           ReceiveActivation                                     SendActivation
     peer ──► Activation ──► entries ──► layers ──► exported leaves ──► Activation ──► peer
@@ -6,7 +6,7 @@
     peer ◄── Gradient ◄── caught by [1] ◄── one backward call from all of [2] ◄── Gradient ◄── peer
 
 [1] are leaves of this stage's own autograd graph; [2] are its roots.  Between forward and backward
-a `Tape` holds both; `Guards` watch.
+a `Tape` holds both.  Guards (`guards.py`) check for causes of wrong gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from penstock.runtime.batch_norm import Norms
 from penstock.runtime.devices import StageDevice
 from penstock.runtime.memory.kept_bytes import KeptBytes
 from penstock.runtime.memory.layer_recompute import LayerRecompute
-from penstock.runtime.memory.offload import Lasting, Offloading, Slotting
+from penstock.runtime.memory.offload import Offloading, OutlivingTensors, Slotting
 from penstock.runtime.memory.recompute import Repeatable
 from penstock.runtime.memory.stores import MakeStore
 from penstock.runtime.random.drawing import Drawing, LayerCall
@@ -40,7 +40,15 @@ from penstock.torch_private import AnyBatchNorm, next_node_number
 from penstock.transport.channels import Activation
 from penstock.types import Trace
 
-from .guards import Changes, Claims, Context, InputGuard, LayersGuard, RerunGuard, inside
+from .guards import (
+    Context,
+    InPlaceChanges,
+    InputGuard,
+    LayersGuard,
+    LeafClaims,
+    RerunGuard,
+    inside,
+)
 from .handover import Handover, once
 from .notes import backward_of, note_failure
 from .state import BackwardState
@@ -49,25 +57,25 @@ from .weights import Owned, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """How a stage keeps what its backwards need: with `make_store` it may be moved away; where a
-    forward is to drop its graph, `dropped_layers` drop what they have saved instead, if there are
-    any.
+class ActivationPolicy:
+    """The store for offloaded activations, if any, and the layers that recompute one by one.
+
+    Without `dropped_layers`, a forward that drops its graph recomputes the whole stage.
     """
 
     make_store: MakeStore | None = None
     dropped_layers: frozenset[int] = frozenset()
 
 
-_IN_MEMORY = Keeping()
+_IN_MEMORY = ActivationPolicy()
 
 
 class Stage:
-    """Runs the layers of one stage; what it holds between instructions lives in the `Run`.
+    """Runs the layers of one stage; the `Run` holds its values between instructions.
 
-    `loss` is the user's loss where this stage computes it: as a module it may hold state too.
-    `replicas` are the stage's twins elsewhere, if there are any; `divided` are its layers, by
-    number, of which other processes run shards.
+    `loss` is the user's loss if this stage computes it: a module may hold state too.  `replicas`
+    sums gradients over the stage's copies in other replicas.  `divided` are the layers, by number,
+    that run in shards.
     """
 
     def __init__(  # noqa: PLR0913 - what a stage is made of
@@ -77,7 +85,7 @@ class Stage:
         loss_index: int,
         loss: Any = None,
         replicas: Replicas | None = None,
-        keeping: Keeping = _IN_MEMORY,
+        policy: ActivationPolicy = _IN_MEMORY,
         divided: Mapping[int, Called] = MappingProxyType({}),
     ) -> None:
         self.plan, self._replicas, self._divided = plan, replicas, divided
@@ -91,18 +99,18 @@ class Stage:
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
         self._drawing = Drawing(layers, device)
-        self._changes = Changes(plan.index)
+        self._changes = InPlaceChanges(plan.index)
         self.handover = Handover(plan, self.device, self._changes, self._drawing, loss_index)
-        lasting = Lasting(owned, computes_loss=bool(plan.output))
-        make_store, self._dropped_layers = keeping.make_store, keeping.dropped_layers
+        outliving = OutlivingTensors(owned, computes_loss=bool(plan.output))
+        make_store, self._dropped_layers = policy.make_store, policy.dropped_layers
         self._offloading = make_store and Offloading(
-            plan.index, lasting, partial(make_store, self.device)
+            plan.index, outliving, partial(make_store, self.device)
         )
         self._recompute = LayerRecompute()
-        self._slotting = None if keeping == _IN_MEMORY else Slotting(lasting)
-        self._kept_bytes = KeptBytes(plan.index, lasting, self.weights)
+        self._slotting = None if policy == _IN_MEMORY else Slotting(outliving)
+        self._kept_bytes = KeptBytes(plan.index, outliving, self.weights)
         has_peers = bool(plan.imports or plan.exports)
-        self._claims = Claims(plan.index, decides=plan.decides) if has_peers else None
+        self._claims = LeafClaims(plan.index, decides=plan.decides) if has_peers else None
         everyone, norms = owned.everyone, set(self._norms.layers)
         self._stateful = [module for module in everyone if module not in norms]
         self._around_layers: list[LayersGuard] = [  # the outermost first
@@ -117,27 +125,27 @@ class Stage:
         self._watch_state()
 
     def _watch_state(self) -> None:
-        """Watch state around backwards, until the first one has shown whether there is any."""
+        """Watch state around backwards, until the first one shows whether there is any."""
         self._state: BackwardState | None = BackwardState(self.index, self._stateful, self.weights)
         self._is_settled = self._is_hooked = False
 
     def _settle(self) -> None:
-        """Do without the watch on state where the first backward had none."""
+        """Stop watching state if the first backward found none."""
         if self._state is not None and self._state.is_idle:
             self._state = None
         self._is_settled, self._is_hooked = True, self.weights.are_hooked
 
     def check_norms(self) -> None:
-        """Refuse BatchNorm layers that were put in, or taken out, since the stage was made.
+        """Refuse BatchNorm layers that were added or removed since the stage was made.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: the BatchNorm layers differ.
         """
         if self._norms.layers or any(isinstance(m, AnyBatchNorm) for m in self._owned.everyone):
             self._norms.check_all_known()
 
     def begin(self, run: Run) -> None:
-        """Take part in a run, or go on with one."""
+        """Prepare for a run, or for the backwards of an earlier one."""
         if self._is_settled and self._is_hooked != self.weights.are_hooked:
             self._watch_state()  # a hook was put on a weight since
         run.stages.setdefault(self.index, StageRun())
@@ -148,20 +156,20 @@ class Stage:
             self.weights.begin(moving, elsewhere, run.window.uses[self.index])
 
     def end(self, run: Run) -> None:
-        """Take part in the run no more."""
+        """Leave the newest weights in place after a run."""
         if run.window is not None:
             self.weights.end()
 
     def forget(self, error: BaseException) -> None:
-        """Forget what was seen of the layers: how they draw, whether they change their input."""
+        """Forget the facts learned of layers: how they draw, which inputs they change."""
         self._drawing.forget(error)
         for guard in self._of_inputs:
             guard.forget(error)
 
-    # -- what the instructions ask for --------------------------------------------------------
+    # -- one method per instruction -----------------------------------------------------------
 
     def forward(self, run: Run, microbatch: int, keep_graph: bool, version: int) -> None:
-        """Run the layers; leave behind the activations to send, and a tape for the backward."""
+        """Run the layers; leave the activations to send, and a tape for the backward."""
         self.weights.show(version)
         here = run.stages[self.index]
         received = self.handover.receive(run, here, microbatch)
@@ -198,14 +206,14 @@ class Stage:
             raise
 
     def backward(self, run: Run, microbatch: int) -> None:
-        """Run autograd once from all roots; leave behind the gradients to send; free the graph."""
+        """Run autograd once from all roots; leave the gradients to send; free the graph."""
         tape = self._tape(run, microbatch)
         del run.stages[self.index].tapes[microbatch]
         self._run_backward(run, tape)
         self._end(run, tape)
 
     def backward_input(self, run: Run, microbatch: int) -> None:
-        """Leave behind the gradients to send; leave those of weights to `backward_weight`."""
+        """Compute the gradients to send; leave weight gradients to `backward_weight`."""
         tape = self._tape(run, microbatch)
         self._run_backward(run, tape, in_parts=True)
         tape.drop_graph()
@@ -214,15 +222,13 @@ class Stage:
         tape.received = {}
 
     def backward_weight(self, run: Run, microbatch: int) -> None:
-        """Add to the gradients of weights what `backward_input` has left; call it in the order of
-        the micro-batches.
-        """
+        """Add the weight gradients that `backward_input` left, in the order of micro-batches."""
         tape = run.stages[self.index].tapes.pop(microbatch)
         self._run_weight_backward(run, tape)
         self._end(run, tape)
 
     def offload(self, run: Run, microbatch: int) -> None:
-        """Move what the forward has left behind out of the device's memory."""
+        """Move the activations of a micro-batch out of the device's memory."""
         assert self._offloading is not None
         tape = run.stages[self.index].tapes[microbatch]
         self._offloading.offload(run, tape)
@@ -230,7 +236,7 @@ class Stage:
             self._kept_bytes.after_move(run, tape)
 
     def fetch(self, run: Run, microbatch: int) -> None:
-        """Bring back what `offload` moved away."""
+        """Bring back the activations that `offload` moved away."""
         assert self._offloading is not None
         tape = run.stages[self.index].tapes[microbatch]
         self._offloading.fetch(tape)
@@ -239,23 +245,23 @@ class Stage:
             self._kept_bytes.after_move(run, tape)
 
     def _tape(self, run: Run, microbatch: int) -> Tape:
-        """Return a tape for use now; on a GPU, once what was moved away is back."""
+        """Return a tape; on a GPU, let the compute stream wait for its fetched values."""
         tape = run.stages[self.index].tapes[microbatch]
         if tape.copied is not None:
             self.device.wait(tape.copied)
         return tape
 
     def commit_statistics(self, run: Run) -> None:
-        """Move the BatchNorm running statistics by all micro-batches' moments; free those."""
+        """Move the BatchNorm running statistics by the moments of all micro-batches."""
         self._norms.commit(run)
 
     def reduce_gradients(self, run: Run) -> None:
-        """Begin to add up the gradients over all replicas; `Engine.drive` waits for the sums."""
+        """Begin to sum the gradients over all replicas; `Engine.drive` waits for the sums."""
         assert self._replicas is not None
         self._replicas.begin(self._owned.parameters)
 
     def update_weights(self, run: Run) -> None:
-        """Let the optimizer move the weights by the gradients gathered; free the gradients."""
+        """Let the optimizer update the weights; free the gradients."""
         assert run.window is not None
         if self._replicas is not None:
             self._replicas.finish_for_update()
@@ -269,8 +275,8 @@ class Stage:
     # -- forward ------------------------------------------------------------------------------
 
     def _run_layers(self, run: Run, tape: Tape) -> dict[int, Activation]:
-        """Run all layers on what was received; note roots and loss in the tape."""
-        values, given = self.handover.enter(run, tape)
+        """Run all layers on the received values; store roots and loss in the tape."""
+        values, inputs = self.handover.enter(run, tape)
         tape.layer_marks = []
         perform: Callable[..., Any] = partial(self._perform, run, tape)
         if self.plan.draws_between:
@@ -279,10 +285,10 @@ class Stage:
         else:
             self.plan.run(values, perform)
         for guard in self._of_inputs:
-            guard.after_layers(run, tape, given)
+            guard.after_layers(run, tape, inputs)
         if run.aside is not None:
             run.aside.look(run, tape)
-        leaving = self.handover.export(values, given, tape)
+        leaving = self.handover.export(values, inputs, tape)
         if self.plan.output:
             self.handover.take_output(
                 run, tape, join_output([values[v] for v in self.plan.output])
@@ -293,10 +299,10 @@ class Stage:
     def _perform(
         self, run: Run, tape: Tape, step: Step, function: Any, again: bool = False
     ) -> Any:
-        """Run one layer, with random numbers of its own if it draws any.
+        """Run one layer, with its own random stream if it draws.
 
-        A layer that is to drop what it saves comes here twice: the second time `again`, from
-        `LayerRecompute`, as it does in a recompute.
+        A layer that drops its saved tensors comes here twice: `LayerRecompute` calls the second
+        time, with `again`, as in a recompute.
         """
         if not again:
             tape.layer_marks.append((next_node_number(), step))
@@ -336,8 +342,11 @@ class Stage:
             self.handover.leave_gradient(run, here, tape, peer)
 
     def _divide(self, run: Run, tape: Tape, roots: Sequence[Tensor]) -> None:
-        """Let a backward leave the gradients of weights; one that has to be whole comes after all
-        that earlier ones have left, for these add up in the order of the micro-batches.
+        """Split this backward if possible; else run all pending weight backwards first.
+
+        So weight gradients add up in the order of the micro-batches:
+
+            F0 F1 I0 [B1 whole]   ──►   I0 W0 B1      not I0 B1 W0
         """
         division = tape.divide(roots)
         if run.looks:
@@ -357,9 +366,7 @@ class Stage:
             raise
 
     def _end(self, run: Run, tape: Tape) -> None:
-        """Tell the guards that a tape is used up; free a version of the weights that was kept for
-        it.
-        """
+        """Free the weight version of a tape that is used up, and settle the guards."""
         if run.window is not None:
             self.weights.let_go(tape.version)
         if run.batch.trace is Trace.MEMORY:
@@ -370,7 +377,7 @@ class Stage:
     def _run_autograd(self, run: Run, tape: Tape, backward: Callable[[], None]) -> None:
         kind = self.device.device.type
         casts = run.output_gradients is None and torch.is_autocast_enabled(kind)
-        # Operators take the types of their forwards.
+        # Under autocast a backward would cast again; operators must use their forwards' types.
         uncast: Context | None = torch.autocast(kind, enabled=False) if casts else None
         state = None if self._state is None else self._state.around_backward(run, tape)
         contexts = [uncast, state]

@@ -1,7 +1,7 @@
-"""State that layers change: buffers, and tensors that a module holds as plain attributes.
+"""Watch state that layers change: buffers, and tensors that modules hold as plain attributes.
 
-What a forward changes is kept as it was, for its recompute; what a backward changes, parameters
-too, is refused where a forward may read it too early.
+changed by a forward    keep the old value, for the recompute
+changed by a backward   refuse it, if a forward of a later micro-batch has run already
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,14 @@ from .weights import Weights
 
 
 class ChangingState:
-    """Finds out what state of a stage its forward changes, and keeps what each forward saw.
+    """Finds the state that a stage's forwards change, and keeps the old values for recomputes.
 
-    State are buffers, and tensors that a module holds as plain attributes.  The first forward in
-    some training modes keeps a copy of everything and compares it, since some kernels (that of
-    BatchNorm) change a buffer without a new version; from then on only what was seen to change in
-    place is copied.  A buffer may be None, or not be there yet.
+    The first forward in a combination of training modes copies all state and compares it: some
+    kernels (BatchNorm's) change a buffer without a new version.  Later forwards copy only state
+    that changed in place before.  A buffer may be None, or not exist yet.
 
-    `known_in` are the modes of the last first forward; in these, without `attributes` and buffers
-    there is nothing to look at.
+    `known_in` are the modes of the last first forward.  In these modes a stage without buffers and
+    `attributes` has no state.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -42,14 +41,14 @@ class ChangingState:
         self._copied: set[Place] = set()
 
     def look(self, modes: list[bool]) -> dict[Place, Any]:
-        """Return what stands at each place, its version, and a copy if it may change in place."""
-        is_new = modes != self.known_in  # what a layer leaves alone in one mode it may change here
+        """Return the tensor at each place, its version, and a copy if it may change in place."""
+        is_new = modes != self.known_in  # a layer may change other state in other modes
         before = read_state(self._modules, self.attributes)
         return {
             place: (
                 tensor,
                 version_counter(tensor),
-                _copy(tensor) if is_new or place in self._copied else None,
+                tensor.detach().clone() if is_new or place in self._copied else None,
             )
             if tensor is not None
             else (None, 0, None)
@@ -57,11 +56,11 @@ class ChangingState:
         }
 
     def changed(self, before: dict[Place, Any], modes: list[bool]) -> dict[Place, Any]:
-        """Return the old values of what the forward changed, in place or by another tensor.
+        """Return the old values of state that the forward changed, in place or by assignment.
 
         Raises:
-            RecomputeError: it changed a tensor in place that no earlier forward changed, so the
-                old value is lost.
+            RecomputeError: the forward changed a tensor in place that no earlier forward changed,
+                so the old value is lost.
         """
         if modes != self.known_in:
             self.attributes = attributes(self._modules)
@@ -74,31 +73,24 @@ class ChangingState:
             ):
                 self._copied.add(place)
                 if copy is None:
-                    raise _lost(place)
+                    module, is_buffer, name = place
+                    kind = "buffer" if is_buffer else "attribute"
+                    raise RecomputeError(
+                        f"the forward changed {kind} {name!r} of a {type(module).__name__} in "
+                        "place, which no forward before it did, so a recompute could not see its "
+                        "old value. Zero the gradients and run the step again: from now on the "
+                        "old value is kept"
+                    )
                 old[place] = copy
             elif now.get(place) is not tensor:
                 old[place] = tensor
         return old
 
 
-def _lost(place: Place) -> RecomputeError:
-    module, is_buffer, name = place
-    kind = "buffer" if is_buffer else "attribute"
-    return RecomputeError(
-        f"the forward changed {kind} {name!r} of a {type(module).__name__} in place, which no "
-        "forward before it did, so a recompute could not see its old value. Zero the gradients "
-        "and run the step again: from now on the old value is kept"
-    )
-
-
 def _changed_in_place(tensor: Tensor, version: int, copy: Tensor | None) -> bool:
     if version_counter(tensor) != version or copy is None or tensor.layout is not torch.strided:
         return version_counter(tensor) != version
     return not same_bits(tensor, copy)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 Versions = dict[Place, tuple[Tensor, int]]
@@ -113,10 +105,9 @@ class BackwardState:
         unsplit    F0 B0 F1 B1 F2 B2        F1 reads what B0 wrote
         gpipe      F0 F1 F2 B0 B1 B2        F1 reads what was there before the step
 
-    An attribute that a backward replaces is let pass: hooks keep what they saw there, and a
-    checkpoint of the user's own runs a forward again that does.  Parameters are looked at as well:
-    an optimizer that steps in a hook changes them, and of biases and tables autograd saves nothing
-    by which it would notice.
+    A backward may assign an attribute: hooks store values there, and so do forwards that the
+    user's own checkpoint runs again.  Parameters are watched too: an optimizer that steps in a
+    hook changes them, and autograd saves no bias or table by which it would notice.
     """
 
     def __init__(self, stage: int, modules: Sequence[nn.Module], weights: Weights) -> None:
@@ -132,11 +123,11 @@ class BackwardState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to watch, as is known after the first forward."""
+        """True if the stage has no state to watch; known after the first forward."""
         return not (self._holders or self._attributes or self._weights.are_hooked)
 
     def around_backward(self, run: Run, tape: Tape) -> Context | None:
-        """Compare what forwards may read before and after, if one has run too early."""
+        """Compare state before and after, if a forward of a later micro-batch has run."""
         ran = run.stages[self._stage].tapes
         early = any(other > tape.microbatch for other in ran)
         return self._comparing() if early else None
@@ -148,24 +139,22 @@ class BackwardState:
         self._check_unchanged(before)
         for (was, _), (now, weight) in zip(weights, self._weights.changes, strict=False):
             if was != now:
-                raise self._moved(weight)
-
-    def _moved(self, weight: Tensor) -> StateError:
-        return StateError(
-            f"the backward of stage {self._stage} changed a parameter of shape "
-            f"{tuple(weight.shape)} in place, after forwards of later micro-batches had run with "
-            "its old values: an optimizer that steps in a hook does this, and the gradients would "
-            "be of a mixture of both. The parameters may be half updated: load a checkpoint; call "
-            "optimizer.step() after train_step, or train with num_microbatches=1"
-        )
+                raise StateError(
+                    f"the backward of stage {self._stage} changed a parameter of shape "
+                    f"{tuple(weight.shape)} in place, after forwards of later micro-batches had "
+                    "run with its old values: an optimizer that steps in a hook does this, and "
+                    "the gradients would be of a mixture of both. The parameters may be half "
+                    "updated: load a checkpoint; call optimizer.step() after train_step, or train "
+                    "with num_microbatches=1"
+                )
 
     def _versions(self) -> Versions:
-        """Note which tensor stands at each place, and how often it was changed in place."""
+        """Return the tensor at each place, and its version."""
         now = read_state(self._holders, self._attributes)
         return {p: (tensor, version_of(tensor)) for p, tensor in now.items() if tensor is not None}
 
     def _check_unchanged(self, before: Versions) -> None:
-        """Compare with what was there before.
+        """Compare the state with earlier versions.
 
         Raises:
             StateError: a tensor was changed in place, or a buffer was replaced.

@@ -1,7 +1,7 @@
-"""What the forward of one micro-batch leaves behind, for its backward to use up.
+"""The saved state of one micro-batch on a stage, from its forward to its backward.
 
 forward ──► Tape ──┬──────────────────────────────────────► backward          as a rule
-                   ├─► no graph, Seen ───────► recompute ─► backward          of a stage
+                   ├─► no graph, Conditions ───────► recompute ─► backward          of a stage
                    ├─► emptied slots, reruns ► recompute ─► backward          of some layers
                    ├─► emptied slots, away ──► fetch ─────► backward          offload
                    └─► backward_input ──────► parts ──────► backward_weight   a split backward
@@ -30,13 +30,13 @@ from penstock.transport.channels import Activation
 from .split_backward import Division, SplitBackward, divide, split
 
 FROM_CALLER = -1
-"""Stands where a peer stage stands, for values that come from the caller's batch."""
+"""The number in place of a peer stage for values from the caller's batch."""
 
 
-class Given(NamedTuple):
-    """A tensor given to the layers: where from, its version then, whether it is a copy.
+class StageInput(NamedTuple):
+    """An input of the layers: its source (peer, place), its version, and whether it is a copy.
 
-    `before` is what an alias held in an evaluation.
+    `before` is a copy of an alias's values, in evaluation.
     """
 
     key: tuple[int, int]
@@ -49,9 +49,11 @@ class Given(NamedTuple):
 
 
 @dataclass(slots=True)
-class Seen:
-    """What a forward saw that is recomputed: changing state, training modes, versions of weights
-    and inputs; and one of its results, with its version, for the recompute to give again.
+class Conditions:
+    """The conditions of a forward, for its recompute.
+
+    They are changing state, training modes, and versions of weights and inputs.  `result` is one
+    of the results with its version, to compare with the recompute's.
     """
 
     state: dict[Place, Any]
@@ -62,23 +64,22 @@ class Seen:
 
 
 class LayerInput(NamedTuple):
-    """A tensor that a layer was given: in a slot, or as it was where it lasts longer."""
+    """An input tensor of a layer, in a slot, or itself if it outlives the tape."""
 
     kept: Slot | Tensor
     wants_grad: bool
 
     @property
     def is_as_given(self) -> bool:
-        """Whether it was not changed in place since."""
+        """True if the tensor was not changed in place since."""
         return isinstance(self.kept, Tensor) or self.kept.is_as_saved
 
 
 @dataclass(slots=True)
 class Rerun:
-    """A layer that is to run again: its inputs, the slots to fill, and what it gave, if that is to
-    be compared.
+    """A layer to run again: its inputs, the slots to fill, and a result to compare, if any.
 
-    `saved` says which slots of the stage are the layer's; they are in `emptied` once they are.
+    `saved` is the range of the layer's slots among the stage's; `emptied` are these once emptied.
     """
 
     step: Step
@@ -91,11 +92,11 @@ class Rerun:
 
 
 @dataclass(slots=True)
-class Away:
-    """Values of one micro-batch that were moved to a store, and where they belong.
+class Offloaded:
+    """The offloaded values of one micro-batch, and their slots.
 
-    `moved` has for each storage its place there, and the slots that are views of it.  `inputs` are
-    received tensors: (peer, place, slot, how often it had been changed).
+    `moved` has for each storage its place in the store, and the slots that are views of it.
+    `inputs` are received tensors: (peer, place, slot, number of in-place changes).
     """
 
     store: AbstractStore
@@ -107,23 +108,21 @@ class Away:
 class Tape:
     """One micro-batch of a stage between its forward and the end of its backward.
 
-    The backward is one; or, after `divide`, `backward` leaves the gradients of weights to
-    `backward_weight`, with the same bits in all of them.  Between the two, `parts` keep the inputs
-    of the operators that weigh most, the gradients of their results, and those of all other
-    parameters.  It is None where a backward has to be one.
+    After `divide`, `backward` leaves weight gradients to `backward_weight`, with the same bits.
+    Between the two, `parts` keep the inputs of the heavy operators, the gradients of their
+    results, and the gradients of all other parameters.  It is None if the backward is whole.
 
-    `slots` hold what autograd saved, where it is to be moved; `away` is what is elsewhere now, and
-    `copied` marks on a GPU when it is back.
+    `slots` hold autograd's saved tensors, if they may be offloaded or dropped.  `away` has the
+    offloaded ones; on a GPU the event `copied` marks their return.
 
-    `dropped_layers` drop what they have saved, and `reruns` are those that have, in order.
-    `layouts` say by layer what it was given in slices.
-    `tripwires` are on what came with hooks on its gradient, and raise while layers run.
+    `dropped_layers` drop their saved tensors; `reruns` are the layers that did, in order.
+    `layouts` are, by layer, the layouts of inputs in slices.  `tripwires` are hooks on received
+    values with gradient hooks; they raise while layers run.
 
-    `graph_dropped`: the forward kept no graph, and a recompute will build it.  `version` is that
-    of the weights which the forward has seen.
-    `reruns_in_backward`: the backward may run layers again, inside a checkpoint of the user's own.
-    With `draws_again` these draw the numbers again that they drew; with `must_not_draw` one of
-    them could not.
+    `graph_dropped`: the forward kept no graph, and a recompute will build it.  `version` is the
+    version of the weights in the forward.  `reruns_in_backward`: the backward may run layers
+    again, inside the user's own checkpoint.  With `draws_again` these repeat their random numbers;
+    with `must_not_draw` one of them could not.
     """
 
     microbatch: int
@@ -133,7 +132,7 @@ class Tape:
     reruns_in_backward: bool = False
     draws_again: bool = False
     must_not_draw: bool = False
-    seen: Seen | None = None
+    conditions: Conditions | None = None
     layer_marks: list[tuple[int, Step]] = field(default_factory=list)
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     exported: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -146,18 +145,18 @@ class Tape:
     tripwires: list[RemovableHandle] = field(default_factory=list)
     slots: Slots | None = None
     layouts: dict[int, tuple[Layout | None, ...]] = field(default_factory=dict)
-    away: Away | None = None
+    away: Offloaded | None = None
     copied: Event | None = None
 
     def disarm(self) -> None:
-        """Let gradients be computed again, once the layers have run."""
+        """Remove the tripwires, once the layers have run."""
         for handle in self.tripwires:
             handle.remove()
         self.tripwires.clear()
 
     @property
     def may_rerun(self) -> bool:
-        """Whether the backward may run layers again."""
+        """True if the backward may run layers again."""
         return self.reruns_in_backward or self.draws_again
 
     @property
@@ -172,21 +171,21 @@ class Tape:
 
     @property
     def results(self) -> list[Tensor]:
-        """All that the forward gave."""
+        """The results of the forward: exported leaves, outputs and the loss."""
         exported = chain.from_iterable(self.exported.values())
         return [*exported, *self.output, *([] if self.loss is None else [self.loss])]
 
     @property
     def waiting(self) -> list[Tensor]:
-        """All that `backward` has left to `backward_weight`."""
+        """The tensors that `backward` keeps for `backward_weight`."""
         return [] if self.parts is None else self.parts.waiting
 
     def drop_graph(self) -> None:
-        """Keep only what a recompute needs."""
+        """Free the graph's leaves and roots; keep the state that a recompute needs."""
         self.entries, self.exported, self.output, self.loss = {}, {}, [], None
 
     def divide(self, roots: Sequence[Tensor]) -> Division:
-        """Let `backward` leave to `backward_weight` what can be left; return what was decided."""
+        """Split the backward in two parts if possible; return the division of the graph."""
         every = [e for entries in self.entries.values() for e in entries if e.node is not None]
         division = divide(roots, {entry.node for entry in every})
         self.parts = split(division, every)
@@ -200,7 +199,7 @@ class Tape:
             self.parts.run_input(roots, gradients)
 
     def backward_weight(self) -> None:
-        """Let weights add the gradients that `backward` has left, if there are any still."""
+        """Add the weight gradients that `backward` left, unless this was done already."""
         if self.parts is not None:
             self.parts.run_weights()
             self.parts = None

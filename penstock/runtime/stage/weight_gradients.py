@@ -1,11 +1,12 @@
-"""The operators whose gradients of weights can be computed later, apart from all others.
+"""Formulas of operators whose weight gradients can be computed later, apart from all others.
 
-Known are those that do most of the work.  What each one computes here is what its own backward in
-torch computes, to the bit.
+The table has the operators with most of the work.  Each formula repeats the operator's backward in
+torch, to the bit.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from penstock.torch_private import (
 )
 
 Formula = Callable[..., list[Tensor]]
-"""Computes gradients of an operator's arguments from that of its result, and from what it read."""
-Found = tuple[list[int], Formula, list[Tensor]]
-"""The places of the arguments, their formula, and the tensors that it reads."""
+"""(gradient of the result, saved tensors) -> gradients of the operator's arguments."""
+Deferred = tuple[list[int], Formula, list[Tensor]]
+"""The places of the arguments, their formula, and the saved tensors that it reads."""
 
 LEAF = "torch::autograd::AccumulateGrad"
 """The name of a node that adds to the `.grad` of a tensor, its `variable`."""
@@ -38,16 +39,17 @@ PASSING = {
     "UnsqueezeBackward0",
     "ViewBackward0",
 }
-"""Nodes with one edge that save no tensor: a gradient passes them as well later as now."""
+"""Nodes with one edge that save no tensor: a gradient may pass them later."""
 
 
 @dataclass(slots=True)
 class Cut:
-    """An operator whose gradients of weights are computed later.
+    """An operator whose weight gradients are computed later.
 
-    `ways` are the nodes that each gradient passes, from the operator to a leaf.  `reads` are the
-    tensors to compute from, with their versions, besides the gradient of the result, which is
-    `caught`.  `is_whole`: the operator has no other gradients to compute, or that of a bias only.
+        operator ──► cast ──► transpose ──► leaf        `ways`: the nodes behind each cut edge
+
+    `reads` are the saved tensors of the formula, with their versions.  `caught` is the gradient of
+    the operator's result.  `is_whole`: the operator has no other gradients, or only a bias's.
     """
 
     edges: dict[int, GradientEdge]
@@ -58,23 +60,23 @@ class Cut:
     caught: list[tuple[Tensor, int] | None] = field(default_factory=list)
 
     def catch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Note the gradient of the result."""
+        """Keep the gradient of the result, and its version."""
         gradient = gradients[0]
         self.caught.append(None if gradient is None else (gradient, version_of(gradient)))
 
     @property
     def needs(self) -> list[tuple[Tensor, int]]:
-        """The gradient of the result, if there is one, and `reads`."""
+        """The gradient of the result, if any, and `reads`."""
         return [found for found in (*self.caught, *self.reads) if found is not None]
 
     def compute(self) -> tuple[list[Tensor], int]:
-        """Compute the gradients of the weights; forget what that was computed from.
+        """Compute the gradients of the weights; free the tensors that the formula read.
 
         Returns:
-            These, and by how many elements they are more than what is forgotten.
+            The gradients, and their number of elements minus that of the freed tensors.
 
         Raises:
-            StateError: a tensor that it reads was changed in place since.
+            StateError: a tensor of the formula was changed in place since.
         """
         reads, more = [], 0
         for tensor, version in self.needs:
@@ -92,9 +94,7 @@ class Cut:
 
 
 def cut_of(node: Node, name: str) -> Cut | str:
-    """Cut the edges of an operator to its weights; or say why their gradients have to be computed
-    with all others.
-    """
+    """Cut the edges of an operator to its weights; or return why they cannot be cut."""
     found = OPERATORS[name](node)
     if found is None:
         return "has read what a checkpoint computes again, or has a form that is not known"
@@ -121,9 +121,7 @@ def cut_of(node: Node, name: str) -> Cut | str:
 
 
 def _way(after: Node | None) -> list[Node]:
-    """List the nodes from an operator's edge to the leaf that is its argument, or where the
-    argument comes from by nodes that only pass the gradient on; empty if there is no such leaf.
-    """
+    """Return the nodes from an operator's edge to a leaf; [] if other than passing nodes are."""
     way: list[Node] = []
     while after is not None:
         way.append(after)
@@ -138,7 +136,7 @@ def _has_hooks(node: Node) -> bool:
     """Tell whether hooks run before or after a node."""
     for register in (node.register_hook, node.register_prehook):
         handle = register(_no_hook)
-        hooks = handle.hooks_dict_ref()  # where the others are, if there are any
+        hooks = handle.hooks_dict_ref()  # torch keeps all hooks of a node in this dictionary
         handle.remove()
         if hooks:
             return True
@@ -149,15 +147,11 @@ def _no_hook(*_: object) -> None:
     """Change nothing."""
 
 
-# -- operators: what their own backward computes, and nothing else ------------------------------
+# -- operators: the formulas of torch's own backward --------------------------------------------
 
 
-def _mm(node: Node) -> Found | None:
-    return _product(node, "self", 1)
-
-
-def _addmm(node: Node) -> Found | None:
-    """Leave the bias to the input backward: its gradient is a small sum over what is at hand."""
+def _addmm(node: Node) -> Deferred | None:
+    """Leave the bias to the input backward: its gradient is a small sum of what is at hand."""
     found = _product(node, "mat1", 2)
     if found is None or saved_numbers(node, "alpha") != [1]:
         return None
@@ -175,24 +169,21 @@ def _addmm(node: Node) -> Found | None:
     return [*places, 0], of_both, reads
 
 
-def _product(node: Node, name: str, place: int) -> Found | None:
+def _product(node: Node, name: str, place: int) -> Deferred | None:
     reads, numbers = saved_tensors(node, name), saved_numbers(node, "mat2_sym_strides")
     if reads is None or numbers is None:
         return None
-    by_columns = numbers[0] == (1, reads[0].shape[1])  # then autograd lays the gradient out so
-    return [place], _of_columns if by_columns else _of_rows, reads
+    by_columns = numbers[0] == (1, reads[0].shape[1])  # autograd's gradient has the same layout
+
+    def formula(gradient: Tensor, x: Tensor) -> list[Tensor]:
+        if by_columns and gradient.layout is torch.strided:
+            return [gradient.t().mm(x).t()]
+        return [x.t().mm(gradient)]
+
+    return [place], formula, reads
 
 
-def _of_columns(gradient: Tensor, x: Tensor) -> list[Tensor]:
-    is_dense = gradient.layout is torch.strided
-    return [gradient.t().mm(x).t()] if is_dense else _of_rows(gradient, x)
-
-
-def _of_rows(gradient: Tensor, x: Tensor) -> list[Tensor]:
-    return [x.t().mm(gradient)]
-
-
-def _bmm(node: Node) -> Found | None:
+def _bmm(node: Node) -> Deferred | None:
     reads = saved_tensors(node, "self")
 
     def formula(gradient: Tensor, x: Tensor) -> list[Tensor]:
@@ -201,7 +192,7 @@ def _bmm(node: Node) -> Found | None:
     return None if reads is None else ([1], formula, reads)
 
 
-def _convolution(node: Node) -> Found | None:
+def _convolution(node: Node) -> Deferred | None:
     reads = saved_tensors(node, "input", "weight")
     settings = saved_numbers(node, *_CONVOLUTION)
     if reads is None or settings is None:
@@ -227,7 +218,7 @@ _CONVOLUTION = (
 )
 
 
-def _embedding(node: Node) -> Found | None:
+def _embedding(node: Node) -> Deferred | None:
     reads = saved_tensors(node, "indices")
     settings = saved_numbers(node, *_EMBEDDING, "sparse")
     if reads is None or settings is None or settings.pop():
@@ -244,11 +235,11 @@ def _embedding(node: Node) -> Found | None:
 
 _EMBEDDING = ("weight_sym_argsize_0", "padding_idx", "scale_grad_by_freq")
 
-OPERATORS: dict[str, Callable[[Node], Found | None]] = {
+OPERATORS: dict[str, Callable[[Node], Deferred | None]] = {
     "AddmmBackward0": _addmm,
-    "MmBackward0": _mm,
+    "MmBackward0": partial(_product, name="self", place=1),
     "BmmBackward0": _bmm,
     "ConvolutionBackward0": _convolution,
     "EmbeddingBackward0": _embedding,
 }
-"""By the names of nodes.  An operator that is not here is computed by the input backward."""
+"""The formulas by node name; the input backward computes all other operators."""

@@ -1,4 +1,4 @@
-"""The parameters of a stage, and which version of them a forward has seen."""
+"""Hold the parameters of a stage, and older versions of them for asynchronous schedules."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,36 +17,35 @@ from penstock.torch_private import (
 )
 
 Version = list[tuple[int, int, int]]
-"""What tells a version of all weights from every other: which they are, how often each was changed
-in place, and where it lies: an assigned `.data` moves."""
+"""The identity of a version of all weights: (id, version counter, address) of each.
+
+The address changes when code assigns `.data`."""
 
 _NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """What one stage owns: all that its `modules` have, the loss's included, and what is between
-    them.
-    """
+    """The tensors of one stage: in its `modules`, the loss's included, and `between` them."""
 
     modules: tuple[nn.Module, ...]
     between: Between = NOTHING
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All parameters that are here now; each once."""
+        """The parameters that the stage has now, each once."""
         of_modules = (p for m in self.modules for p in m.parameters())
         return list(dict.fromkeys((*of_modules, *_standing(self.between.parameters))))
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All buffers that are here now; each once."""
+        """The buffers that the stage has now, each once."""
         of_modules = (b for m in self.modules for b in m.buffers())
         return list(dict.fromkeys((*of_modules, *_standing(self.between.buffers))))
 
     @property
     def everyone(self) -> list[nn.Module]:
-        """The modules and all that are inside them; each once."""
+        """The modules and all modules inside them, each once."""
         return list(dict.fromkeys(m for root in self.modules for m in root.modules()))
 
 
@@ -57,10 +56,10 @@ def _standing(slots: Sequence[Slot]) -> Iterator[Tensor]:
 class Weights:
     """The parameters that a stage owns, and older versions of them.
 
-    Of a synchronous schedule there is one version, number 0.  Others update weights while tapes of
-    earlier forwards are left: a parameter then moves to other memory before it changes, and what
-    autograd saved stays behind.  `show` puts a version in its place for as long as layers, or
-    autograd, work with it.  In the end each parameter is where it was at the start.
+    A synchronous schedule has one version, number 0.  Other schedules update weights while tapes
+    of earlier forwards exist.  A parameter then moves to other memory before it changes, and
+    autograd's saved tensors stay in the old memory.  `show` points the parameters at a version
+    while layers or autograd use it.  In the end each parameter is back in its first memory.
 
         version   0: [memory a]   ──► copy ──►   1: [memory b]   ──► copy ──►   2: [memory a]
                   in use until its last tape                     a is free again
@@ -69,7 +68,7 @@ class Weights:
     def __init__(self, owned: Owned) -> None:
         self.owned, self._holders = owned, owned.everyone
         self.number = 0
-        """How many updates the newest version has seen in this run."""
+        """The number of updates of the newest version in this run."""
         self._shown = 0
         self._moving: Sequence[Tensor] = ()
         self._elsewhere: Collection[Tensor] = ()
@@ -80,17 +79,17 @@ class Weights:
 
     @property
     def shown(self) -> Version:
-        """The version that layers see now; they are sent those weights that move elsewhere."""
+        """The version that layers see now, without weights that other stages update."""
         return [(id(p), version_counter(p), p.data_ptr()) for p in self._seen()]
 
     @property
     def changes(self) -> list[tuple[int, Tensor]]:
-        """How often each parameter was changed in place, and the parameter."""
+        """The version counter of each parameter, and the parameter."""
         return [(version_of(p), p) for p in self._seen()]
 
     @property
     def are_hooked(self) -> bool:
-        """Whether something runs when the gradient of one is found or added."""
+        """True if a parameter has a hook on its gradient."""
         return any(map(any, map(gradient_hooks, self._seen())))
 
     def _seen(self) -> list[Tensor]:
@@ -103,16 +102,16 @@ class Weights:
 
     @property
     def bytes_of_older(self) -> int:
-        """Bytes of the versions beside the newest."""
+        """Bytes of all versions but the newest."""
         older = [memory for number, memory in self._memory.items() if number != self.number]
         return sum(t.numel() * t.element_size() for memory in older for t in memory)
 
     def holds(self, version: Version) -> bool:
-        """Tell whether what a forward saw is still here, for its recompute and its backward."""
+        """Tell whether the version of a forward is still shown."""
         return version == self.shown
 
     def show(self, number: int) -> None:
-        """Let the parameters have the values that they had after `number` updates."""
+        """Point the parameters at their values after `number` updates."""
         if number != self._shown:
             self._put(self._memory[number])
             self._shown = number
@@ -120,16 +119,18 @@ class Weights:
     def begin(
         self, moving: Sequence[Tensor], elsewhere: Collection[Tensor], uses: Counter[int]
     ) -> None:
-        """Begin a run in which the parameters `moving` are updated, and those `elsewhere` by other
-        stages; `uses` counts the forwards that see each version.
+        """Begin a run that updates the parameters `moving` here, and `elsewhere` on other stages.
+
+        `uses` counts the forwards that see each version.
         """
         self._uses = uses.copy()
         self._elsewhere, self._moving, self._home = elsewhere, moving, [p.data for p in moving]
         self.number, self._shown, self._memory = 0, 0, {0: self._home}
 
     def update(self, step: Callable[[int], None]) -> None:
-        """Make a new version by `step`, which moves the parameters in place; keep the one before
-        if tapes or later forwards need it.
+        """Make a new version by `step`, which changes the parameters in place.
+
+        Keep the version before if tapes or later forwards need it: `step` then works on a copy.
         """
         self.show(self.number)
         keeps = self._uses[self.number] > 0
@@ -150,13 +151,13 @@ class Weights:
         self._shown, self._memory[self.number] = self.number, after
 
     def let_go(self, number: int) -> None:
-        """Need a version for one tape less; free it with the last, unless it is the newest."""
+        """Count one use of a version less; free it after the last, unless it is the newest."""
         self._uses[number] -= 1
         if not self._uses[number] and number != self.number:
             self._free.append(self._memory.pop(number))
 
     def end(self) -> None:
-        """Leave the newest version where the parameters were at the start; keep no other."""
+        """Copy the newest version into the parameters' first memory; free all others."""
         if not self._memory:
             return
         self.show(self.number)
