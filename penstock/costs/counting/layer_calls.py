@@ -4,13 +4,21 @@ from collections.abc import Hashable
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.model.capture.watch import original_class
 from penstock.model.stage_plan import Step
 from penstock.torch_private import NEVER_COMPUTES
 
 _OWN_PLACE = "its place in a list"
+
+
+Classes = tuple[type, ...]
+
+
+def classes_of(module: nn.Module) -> Classes:
+    """Return the classes of a module and its submodules: their Python takes unrecorded time."""
+    return tuple(original_class(part) for part in module.modules())
 
 
 def kind_of(step: Step, arguments: Any) -> Hashable:
