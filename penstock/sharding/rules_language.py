@@ -293,7 +293,7 @@ def _expand(seen: Seen) -> Rule:
 
 @rule("repeat")
 def _repeat(seen: Seen) -> Rule:
-    """What is repeated stays whole."""
+    """Keep repeated dimensions whole."""
     times = seen.argument(1, "repeats")
     times = times if isinstance(times, tuple) else seen.call.arguments[1:]
     new = len(times) - len(seen.takes[0])
