@@ -1,7 +1,7 @@
 """Costs of each layer on a device, for micro-batches of any size.
 
-Seconds are measured ones where the profile was measured on the device, and a roofline's elsewhere.
-Sizes that the profile lacks lie on the line through the two nearest ones that it has.
+The device on which the profile was measured has the measured seconds, any other a roofline's.  A
+size that the profile lacks lies on the line through the two nearest sizes.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,16 @@ _SECONDS = tuple(field.name for field in fields(LayerSeconds) if field.name.ends
 
 
 class _Line(NamedTuple):
-    """Place of a size on the line through two others.
-
-    `share` is how far it is from the lower one to the higher; `ratio` is its number of samples
-    over that of the nearest of the two.
-    """
+    """The place of a size on the line through two others."""
 
     share: float
+    """0 at the lower size, 1 at the higher one."""
     ratio: float
+    """Samples of the size over samples of the nearest of the two."""
 
     def at(self, low: float, high: float) -> float:
-        """Return the value there, from those of the two sizes; never below 0.
-
-        Beyond the ends, a line that falls would lead below 0, and one that begins below 0 says
-        that small sizes cost less than their share: there the nearest size decides.
-        """
+        """Return the value there, from the values of the two sizes; never below 0."""
+        # beyond the ends the nearest size decides where the line falls below 0 or its share
         on_line = low + (high - low) * self.share
         if self.share < 0:
             return max(on_line, low * self.ratio)
@@ -49,11 +44,14 @@ def layer_costs(
     busy: bool = False,
     like: Device | None = None,
 ) -> AtSize:
-    """Return the costs of each layer on a device for one micro-batch of so many samples.
+    """Return the costs of each layer on a device for one micro-batch.
 
-    Measured seconds count where the profile was measured on a device of this name, or no device
-    is given: with `busy` those of a host whose cores all work, if they are there.  With `like`,
-    the device that was measured, another one takes as much longer as its roofline says.
+    Args:
+        profile: the measured or counted costs.
+        device: the device; None for the one that was measured.
+        microbatch_size: samples of the micro-batch.
+        busy: prefer seconds that were measured while all cores work.
+        like: the measured device, whose seconds are scaled by the roofline to `device`.
 
     Raises:
         ConfigError: the size is not at least 1; the profile was only counted, and there is no
@@ -86,9 +84,7 @@ def layer_costs(
 
 
 def _nearest(sizes: Sequence[AtSize], wanted: int) -> tuple[AtSize, AtSize]:
-    """Return the two sizes whose line leads to the one that is wanted; that one twice if it is
-    there, and the only one.
-    """
+    """Return the two sizes on the line to a wanted one; that size, or an only one, twice."""
     same = next((each for each in sizes if each.microbatch_size == wanted), None)
     if same is not None or len(sizes) == 1:
         return same or sizes[0], same or sizes[0]
@@ -97,7 +93,7 @@ def _nearest(sizes: Sequence[AtSize], wanted: int) -> tuple[AtSize, AtSize]:
 
 
 def _is_measured(profile: Profile, size: AtSize, device: Device | None) -> bool:
-    """Tell whether the profile was measured on a device; refuse one of which nothing is known."""
+    """Tell if the profile was measured on a device; refuse a device without any costs."""
     if device is None and profile.measured_on is None:
         raise ConfigError(
             f"the operators of {profile.name} were counted, and not measured; say for which "
@@ -130,7 +126,7 @@ def _scaled(
 
 
 def _by_roofline(kind: LayerKind, device: Device | None) -> LayerSeconds:
-    """Return the roofline times of a layer; all 0 without a device, for one that has never run."""
+    """Return the roofline times of a layer; 0 without a device, for a layer that never ran."""
     forward_s, input_s, weight_s = (
         0.0 if device is None else operators_seconds(kind.operators, device, part)
         for part in (Part.FORWARD, Part.INPUT, Part.WEIGHT)
@@ -146,7 +142,7 @@ def _by_roofline(kind: LayerKind, device: Device | None) -> LayerSeconds:
 
 
 def _of_nothing(found: AtSize) -> AtSize:
-    """Return the costs of a micro-batch of 0 samples: only weights have bytes."""
+    """Return the costs of 0 samples: only weights have bytes."""
     none = dict.fromkeys(_SECONDS, 0.0)
 
     def empty(kind: LayerKind) -> LayerKind:

@@ -1,4 +1,4 @@
-"""Identity of a layer, by which plans and profiles refuse another model."""
+"""The identity of layers, by which plans and profiles refuse another model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,22 +10,21 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """Facts that tell a layer from those of other models.
-
-    A parameter that layers share is counted in the first of them.  `shapes` is a digest of the
-    names and shapes of the layer's parameters.
-    """
+    """Facts that tell a layer from the layers of other models."""
 
     name: str
     kind: str
+    """Name of the module's class."""
     num_parameters: int
+    """Number of parameters; the first of several layers counts a shared one."""
     shapes: str
+    """Digest of the names and shapes of parameters."""
 
     def __post_init__(self) -> None:
-        """Refuse a layer that cannot be.
+        """Refuse an impossible layer.
 
         Raises:
-            ConfigError: its number of parameters is below 0.
+            ConfigError: the number of parameters is below 0.
         """
         if not self.num_parameters >= 0:
             raise ConfigError(
@@ -48,8 +47,8 @@ class LayerFacts:
 def first_difference(
     known: Sequence[LayerFacts], found: Sequence[LayerFacts], what: str
 ) -> str | None:
-    """Name the first layer that differs between what knows a model, a `what`, and the model; None
-    where all are the same.
+    """Return a text about the first layer that differs between a `what`, such as a plan, and the
+    model; None if all layers are the same.
     """
     for n, (own, other) in enumerate(zip(known, found, strict=False)):
         if own == other:
@@ -68,7 +67,7 @@ def first_difference(
 
 
 def check_factors(factors: Sequence[float], num_layers: int) -> None:
-    """Refuse all but () and a finite number above 0 for each layer."""
+    """Refuse factors that are not () or a finite number above 0 for each layer."""
     if len(factors) not in (0, num_layers) or not all(0 < own < inf for own in factors):
         raise ConfigError(
             f"layer_factors={factors!r:.80} of a plan with {num_layers} layers; give a "

@@ -17,9 +17,6 @@ from .records import AtSize, LayerKind, LayerWeights
 class Profile:
     """Costs of a model's layers, for micro-batches of some sizes.
 
-    `spans` are (start, end) of layers that are to be on one stage.  `measured_on` names the device
-    that `LayerKind.seconds` are of, with `threads` for each stage; None where all was counted.
-
     Raises:
         ConfigError: parts of it do not fit together.
     """
@@ -27,14 +24,17 @@ class Profile:
     name: str
     layers: tuple[LayerFacts, ...]
     spans: tuple[tuple[int, int], ...]
+    """Ranges (start, end) of layers that have to share a stage."""
     weights: tuple[LayerWeights, ...]
     sizes: tuple[AtSize, ...]
     measured_on: str | None = None
+    """Name of the measured device; None if costs were only counted."""
     threads: int = 1
+    """Intra-op threads of each stage when it was measured."""
     environment: tuple[tuple[str, str], ...] = field(default=())
-    """Names and values: versions, machine, when it was made."""
+    """Names and values: versions, machine, date."""
     operators: Any = field(default=None, compare=False, repr=False)
-    """The model's `Operators` (counting/graph.py), by which stages may be divided; in no file."""
+    """The model's `Operators` (counting/graph.py) for sharding; not in files."""
 
     def __post_init__(self) -> None:
         num_layers = len(self.layers)
@@ -75,7 +75,7 @@ class Profile:
                 )
 
     def check_model(self, layers: Sequence[LayerFacts]) -> None:
-        """Refuse another model than the profile is of.
+        """Refuse a model that the profile does not describe.
 
         Raises:
             ConfigError: names the first layer that differs.
@@ -103,7 +103,7 @@ class Profile:
         """Read a profile that `save` wrote.
 
         Raises:
-            UnreadableError, ConfigError: the file does not hold one; names it and the place in it.
+            UnreadableError, ConfigError: the file has no profile; names it and the place in it.
         """
         file = path_of(path, "Profile")
         try:
@@ -116,7 +116,7 @@ class Profile:
             raise type(error)(f"{path}: {error}") from None
 
     def to_json(self) -> str:
-        """Write the profile as JSON; `from_json` reads it back."""
+        """Return the profile as JSON, which `from_json` reads."""
         return to_json(self)
 
     @classmethod
@@ -135,7 +135,7 @@ class Profile:
 
 
 def _below_zero(value: object, where: str) -> str:
-    """Say which number in a value is below 0, or none at all; nothing where none is."""
+    """Return a text about the first number below 0, or NaN, in a value; "" if there is none."""
     if isinstance(value, int | float):
         return "" if value >= 0 else f"{where} is {value!r}"
     if isinstance(value, tuple):
@@ -155,11 +155,10 @@ _TIMES = ("F", "B", "W", "recompute")
 
 
 def profile_lines(profile: Profile, priced: Sequence[AtSize] = ()) -> Iterator[str]:
-    """Yield a table for each micro-batch size: with seconds of each layer where these were
-    measured, or `priced` for the sizes.
+    """Yield a table for each micro-batch size, with seconds if `priced` or the profile has them.
 
-    F is a forward, B a whole backward and W its weight part; "kept" is what a layer saves for
-    its backward, "boundary" what lives between it and the next one.
+    F is a forward, B a whole backward and W its weight part.  "kept" has the bytes that a layer
+    saves for its backward, "boundary" the bytes of values between it and the next layer.
     """
     measured = f", measured on {profile.measured_on}" if profile.measured_on else ", counted"
     threads = f" with {count_text(profile.threads, 'thread')}" if profile.measured_on else ""
@@ -205,7 +204,7 @@ def _counted(kind: LayerKind, kept: int, boundary: int, weights: LayerWeights) -
 
 
 def kept_bytes(size: AtSize) -> list[int]:
-    """Return what each layer alone saves for its backward, each storage once."""
+    """Return the bytes that each layer saves for its backward, each storage once."""
     found = []
     for n, places in enumerate(size.saved):
         storages = {size.values[p].storage: size.values[p].num_bytes for p in places}
@@ -214,7 +213,7 @@ def kept_bytes(size: AtSize) -> list[int]:
 
 
 def boundary_bytes(size: AtSize) -> list[int]:
-    """Return what lives between each layer and the next one, each storage once."""
+    """Return the bytes of values between each layer and the next one, each storage once."""
     found = []
     for n in range(len(size.kind_of)):
         across = {

@@ -1,6 +1,6 @@
 """Costs of a layer for one micro-batch: operators, seconds and bytes.
 
-Layers that are alike are there once, as a `LayerKind`; `AtSize` says which layer is of which kind.
+Equal layers share a `LayerKind`; `AtSize` has the kind of each layer.
 """
 
 from dataclasses import dataclass
@@ -12,78 +12,78 @@ class Part(Enum):
 
     FORWARD = "forward"
     INPUT = "input"
-    """Of a backward, what gives gradients of the layer's inputs."""
+    """The part of a backward that computes gradients of the layer's inputs."""
     WEIGHT = "weight"
-    """Of a backward, what only gives gradients of its weights."""
+    """The part of a backward that computes gradients of weights only."""
 
 
 PRODUCTS = ("gemm", "attention", "conv1x1", "conv3x3", "conv")
-"""Classes that are priced by FLOPs and bytes, the slower of the two."""
+"""Classes of operators that cost the slower of FLOPs and bytes."""
 MOVES = ("norm", "pool", "reduce", "elementwise", "embedding", "copy")
-"""Classes that are priced by bytes."""
+"""Classes of operators that cost their bytes."""
 CLASSES = (*PRODUCTS, *MOVES)
+"""All classes of operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """`count` operators of one class and one size, in one part of a layer's work.
-
-    `num_bytes` are read and written ones of each.  `dims` are rows, columns and depth of a matrix
-    product, or of the one that a convolution amounts to; `batch` how many of these are done at
-    once.  Of other classes they are empty.
-    """
+    """Equal operators in one part of a layer's work."""
 
     name: str
-    """Of `CLASSES`."""
+    """The class, one of `CLASSES`."""
     part: Part
     flops: int
+    """FLOPs of each."""
     num_bytes: int
+    """Bytes that each reads and writes."""
     dims: tuple[int, ...] = ()
+    """Rows, columns and depth of the matrix product or convolution; () for all else."""
     batch: int = 1
+    """Matrix products of one operator."""
     dtype: str = "float32"
     count: int = 1
+    """Number of these operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:
     """Seconds of one layer for one micro-batch, measured (medians over repeats) or by a roofline.
 
-    `backward_s` is a whole backward; `input_s` and `weight_s` are one in two parts, which cost
-    a little more together.  In measured ones gradients of weights are added to others.
-    `spread` is half the distance between the quartiles of forward plus backward, as a share of
-    their median.
+    Measured backwards add the gradients of weights to others.
     """
 
     forward_s: float
     recompute_s: float
     backward_s: float
+    """Seconds of a whole backward."""
     input_s: float
+    """Seconds of the first part of a divided backward; the parts take longer together."""
     weight_s: float
+    """Seconds of its second part."""
     spread: float = 0.0
+    """Half the interquartile range of forward plus backward, as a share of their median."""
     is_measured: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """Operators of a layer for one micro-batch, and the bytes that it keeps for its backward.
-
-    `inner_bytes` is what it saves beside the values that come in and go out, each storage once;
-    `left_bytes` what the input part of a divided backward leaves to the other one, at most.
-    """
+    """Costs of equal layers for one micro-batch."""
 
     operators: tuple[Operator, ...]
     inner_bytes: int
+    """Bytes saved for the backward beside inputs and results, each storage once."""
     left_bytes: int
+    """Most bytes that the input part of a divided backward leaves for the weight part."""
     draws: bool = False
-    """True where it draws random numbers."""
+    """True if the layer draws random numbers."""
     seconds: LayerSeconds | None = None
-    """Measured, or by the roofline of a device; None where it was only counted."""
+    """Seconds measured, or by the roofline of a device; None if only counted."""
     busy_seconds: LayerSeconds | None = None
-    """Measured while all cores of the host are busy with such work."""
+    """Seconds measured while all cores of the host run such layers."""
 
     @property
     def num_forward(self) -> int:
-        """Operators of its forward."""
+        """Operators of the forward."""
         return sum(x.count for x in self.operators if x.part is Part.FORWARD)
 
     @property
@@ -94,71 +94,69 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value between layers: a tensor, or several together.
-
-    `producer` is the layer's number, -1 for the model's input; `consumers` are in order.  The last
-    layer's value has none: it goes to the loss.  `storage` is equal for values that share memory.
-    With `has_gradient` a gradient of as many bytes comes back.  With `is_weight` it is a
-    parameter that later layers use too; the first of its layers has it.
-    """
+    """A value between layers: a tensor, or several together."""
 
     producer: int
+    """Number of the layer that makes it; -1 for the model's input."""
     consumers: tuple[int, ...]
+    """Numbers of the layers that use it, in order; () for the model's output."""
     num_bytes: int
     storage: int
+    """A number that values in the same memory share."""
     has_gradient: bool = True
+    """True if a gradient of as many bytes comes back."""
     is_weight: bool = False
+    """True for a parameter that several layers use; the first of them is the producer."""
 
     def touches(self, layer: int) -> bool:
-        """Tell whether a layer gives the value or is given it."""
+        """Tell if a layer makes the value or uses it."""
         return self.producer == layer or layer in self.consumers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtSize:
-    """A model's layers for micro-batches of one size.
-
-    `kind_of[n]` is the place of layer n's kind in `kinds`, `saved[n]` are the places in `values`
-    of what it saves for its backward of what comes in and goes out.  `loss` is what the loss
-    function costs, where it was given, `loss_saved` what it saves of the model's output, and
-    `target_bytes` are those of its targets: the stage that computes it keeps them from the forward
-    on, as the first stage keeps the model's input.
-    """
+    """Costs of a model's layers for micro-batches of one size."""
 
     microbatch_size: int
+    """Samples of a micro-batch."""
     kinds: tuple[LayerKind, ...]
     kind_of: tuple[int, ...]
+    """Place in `kinds`, by layer."""
     values: tuple[Value, ...]
     saved: tuple[tuple[int, ...], ...]
+    """Places in `values` of inputs and results that a layer saves for its backward, by layer."""
     loss: LayerKind | None = None
+    """Costs of the loss function, if there was one."""
     loss_saved: tuple[int, ...] = ()
+    """Places in `values` of outputs of the model that the loss saves."""
     target_bytes: int = 0
+    """Bytes of targets, which the last stage keeps as the first one keeps the model's input."""
 
     def layer(self, number: int) -> LayerKind:
-        """Return what is known of a layer."""
+        """Return the costs of a layer."""
         return self.kinds[self.kind_of[number]]
 
     def seconds(self, number: int) -> LayerSeconds:
-        """Return the seconds of a layer, where they are known."""
-        found = self.layer(number).seconds
-        assert found is not None, "it was measured, or is known for a device"
-        return found
+        """Return the seconds of a layer, which have to be known."""
+        seconds = self.layer(number).seconds
+        assert seconds is not None, "it was measured, or is known for a device"
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Bytes of a layer's parameters; one that layers share is counted in the first of them."""
+    """Bytes of a layer's parameters; the first of several layers counts a shared one."""
 
     parameter_bytes: int
     gradient_bytes: int
-    """Of those that want gradients."""
+    """Bytes of gradients."""
     optimizer_bytes: int
-    """State of the optimizer."""
+    """Bytes of optimizer state."""
     buffer_bytes: int = 0
     num_norms: int = 0
-    """BatchNorms, whose running statistics move once in a step."""
+    """Number of BatchNorms, whose running statistics move once a step."""
     partial_bytes: int = 0
-    """Of gradients of which each shard has a part: they are summed once in a step."""
+    """Bytes of gradients that are partial sums, which an all-reduce adds up once a step."""
 
     @property
     def total_bytes(self) -> int:

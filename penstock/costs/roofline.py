@@ -1,9 +1,9 @@
-"""Price operators on a described device: by its peak or its memory, whichever is slower.
+"""The roofline: seconds of operators on a device, by its peak or its memory.
 
     seconds = max(FLOPs / (peak * efficiency * fill), bytes / (copy * efficiency), floor) + gap
 
-Products may be bound by either; all other classes are bound by their bytes.  What a class reaches
-is the device's own figure where it has one, and the usual one of `USUAL` otherwise.
+Products may be bound by either; all other classes are bound by their bytes.  The efficiency of a
+class is the device's figure, or the one of `USUAL`.
 """
 
 from collections.abc import Iterable
@@ -31,15 +31,15 @@ USUAL = {
 
 Assumed once, from what float32 kernels of cuBLAS and cuDNN usually reach on Pascal and Volta, and
 fitted to no run of a pipeline; a device's own figures count before them.  Attention: fused kernels
-reach 50 to 73 % of an A100's peak (FlashAttention-2, Dao 2023, arXiv 2307.08691, abstract).  What
-is 1.0 streams its memory once, as a copy does.
+reach 50 to 73 % of an A100's peak (FlashAttention-2, Dao 2023, arXiv 2307.08691, abstract).  A
+class with 1.0 streams its memory once, as a copy does.
 """
 USUAL_OF_PART = {Part.INPUT: 0.95, Part.WEIGHT: 0.80}
-"""Efficiency of a convolution's backward, as a share of its forward's (assumed likewise)."""
+"""Efficiency of a convolution's backward over its forward's (assumed likewise)."""
 
 
 def operator_seconds(operator: Operator, device: Device) -> float:
-    """Return the seconds of an operator on a device, of all `count` of them.
+    """Return the seconds of all `count` runs of an operator on a device.
 
     Raises:
         ConfigError: the device has no peak for the operator's dtype.
@@ -58,14 +58,14 @@ def operator_seconds(operator: Operator, device: Device) -> float:
 
 
 def operators_seconds(operators: Iterable[Operator], device: Device, part: Part) -> float:
-    """Return the seconds of those operators that belong to one part of a layer's work."""
+    """Return the seconds of the operators in one part of a layer's work."""
     return sum(operator_seconds(each, device) for each in operators if each.part is part)
 
 
 def _efficiency(operator: Operator, device: Device) -> float:
-    """Return what an operator reaches: the device's most special figure, or the usual one.
+    """Return the efficiency of an operator: the device's most special figure, or the usual one.
 
-    A figure that is of no part is that of the forward; the usual ratio holds for the backward.
+    A figure without a part holds for the forward; the backward has the usual ratio to it.
     """
     name, figures = operator.name, device.efficiency
     of_part = figures.get(f"{name}.{operator.part.value}")
@@ -88,9 +88,10 @@ def _peak(operator: Operator, device: Device) -> float:
 
 
 def _fill(operator: Operator, device: Device) -> float:
-    """Return how much of the device a product keeps busy: its last tiles and waves are not full.
+    """Return the share of the device that a product keeps busy.
 
-    Where there are fewer tiles than units, the depth is split among these, as libraries do.
+    Its last tiles and its last wave are not full.  A product with fewer tiles than units has its
+    depth split among the units, as libraries do.
     """
     if not operator.dims:
         return 1.0

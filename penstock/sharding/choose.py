@@ -1,10 +1,10 @@
 """Choose a state for each node of a problem: the least cost of nodes, pairs and conversions.
 
-a - b - c           what has at most two neighbours is eliminated: for all states of these its
- \\     |            own best state is known; a pair of them costs as much more
-  d - e             so are the users of a shared conversion that meet again in one node at most;
-                    the rest is a linear program, whose answer is mostly whole, or an integer
-                    program where it is not
+    a - b - c       A node with at most two neighbours is eliminated: its best state is known for
+     \\     |        all of their states, and its cost is added to the pair of them.
+      d - e         So are the users of a shared conversion that meet in at most one other node.
+
+The rest is a linear program.  Its answer is mostly whole; if not, the integer program is solved.
 """
 
 from collections import Counter
@@ -21,31 +21,31 @@ Numbers = numpy.ndarray[Any, Any]
 States = dict[int, int]
 """The state of each node."""
 _LARGEST = 2_000_000
-"""Entries of the largest table that elimination looks at."""
+"""Entries of the largest table that elimination makes."""
 _MOST_USERS = 6
-"""Users of a conversion that elimination looks at together: 203 ways to part them into sets."""
+"""Most users of a conversion that is eliminated: there are 203 ways to part 6 into sets."""
 _WHOLE = 1e-6
+"""Largest distance from a whole number at which a variable counts as whole."""
 _SCALE = 1e6
-"""What the solver sees of a second: it takes costs below 1e-7 for none."""
+"""Solver's units in a second: it takes costs below 1e-7 for none."""
 
 
 class Side(NamedTuple):
-    """One side of a conversion: `which` layout each state of a node means; without a node it has
-    the first of `which`.
-    """
+    """One side of a conversion: a value's layout for each state of a node."""
 
     node: int | None
+    """The node; None if the layout is fixed, the first of `which`."""
     which: Numbers
+    """Place of the layout, by state."""
 
 
 class Shared(NamedTuple):
-    """Conversions of a value for several users, in seconds by layouts before and after: one that
-    several make is paid once.
-    """
+    """Conversions of a value for several users; one that several need is paid once."""
 
     before: Side
     users: Sequence[Side]
     seconds: Numbers
+    """Seconds by [layout before, layout after]."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Problem:
     shared: list[Shared] = field(default_factory=list)
 
     def convert(self, before: Side, users: Sequence[Side], seconds: Numbers) -> None:
-        """Add what conversions cost."""
+        """Add the costs of conversions of a value."""
         if len(users) > 1:
             self.shared.append(Shared(before, users, seconds))
             return
@@ -73,17 +73,13 @@ class Problem:
     def around(self, nodes: Collection[int]) -> "Problem":
         """Return the part of the costs that depends on the states of some nodes."""
         near = {pair: own for pair, own in self.pairs.items() if not set(nodes).isdisjoint(pair)}
-        shared = [
-            own
-            for own in self.shared
-            if any(side.node in nodes for side in (own.before, *own.users))
-        ]
+        shared = [x for x in self.shared if any(s.node in nodes for s in (x.before, *x.users))]
         return Problem(
             [x if k in nodes else x * 0 for k, x in enumerate(self.costs)], near, shared
         )
 
     def cost(self, states: Mapping[int, int]) -> float:
-        """Return what these states cost."""
+        """Return the cost of these states."""
         found = sum(float(own[states[k]]) for k, own in enumerate(self.costs))
         found += sum(float(own[states[i], states[j]]) for (i, j), own in self.pairs.items())
         for before, users, seconds in self.shared:
@@ -92,7 +88,7 @@ class Problem:
         return found
 
     def digest(self, more: Sequence[Numbers], gap: float) -> bytes:
-        """Return what is equal for all that `solve` finds the same states for."""
+        """Return a digest of all numbers that `solve` reads."""
         sides = [side for own in self.shared for side in (own.before, *own.users)]
         tables = [*self.costs, *self.pairs.values(), *(own.seconds for own in self.shared)]
         tables += [*(side.which for side in sides), *more]
@@ -103,9 +99,11 @@ class Problem:
         return found.digest()
 
     def solve(self, more: Sequence[Numbers], gap: float) -> States | None:
-        """Return the best states, at most a share `gap` worse than the best; `more` are further
-        costs of nodes, if there are any.  None: the solver finds none.
+        """Return states at most a share `gap` worse than the best; None if the solver finds none.
+
+        `more` are further costs of nodes, if there are any.
         """
+        # 1. eliminate nodes, then the users of shared conversions, as long as any can be
         costs = dict(enumerate(self.costs))
         if more:
             costs = {k: own + more[k] for k, own in costs.items()}
@@ -113,9 +111,11 @@ class Problem:
         gone = _eliminate(costs, pairs, set(_nodes(shared)))
         while joined := next(filter(None, (_join(costs, pairs, shared, x) for x in shared)), None):
             gone += joined + _eliminate(costs, pairs, set(_nodes(shared)))
+        # 2. solve the rest as a linear or integer program
         states = _of_the_rest(costs, pairs, shared, gap)
         if states is None:
             return None
+        # 3. look up the eliminated nodes' best states, the last eliminated first
         for k, near, best in reversed(gone):
             states[k] = int(best[tuple(states[j] for j in near)])
         return states
@@ -136,7 +136,7 @@ def _add(pairs: dict[tuple[int, int], Numbers], pair: tuple[int, int], table: Nu
 
 
 class _Gone(NamedTuple):
-    """A node that is eliminated: its best state for all states of its neighbours."""
+    """An eliminated node, with its best state for all states of its neighbours."""
 
     node: int
     neighbours: tuple[int, ...]
@@ -146,7 +146,7 @@ class _Gone(NamedTuple):
 def _eliminate(
     costs: dict[int, Numbers], pairs: dict[tuple[int, int], Numbers], kept: set[int | None]
 ) -> list[_Gone]:
-    """Take all nodes with at most two neighbours out of costs and pairs, but those to be kept."""
+    """Take nodes with at most two neighbours out of costs and pairs, except the `kept` ones."""
     gone: list[_Gone] = []
     before = -1
     while len(gone) > before:
@@ -188,8 +188,10 @@ def _join(
     shared: list[Shared],
     own: Shared,
 ) -> list[_Gone]:
-    """Take the users of a conversion out, and it, if one node at most is a neighbour of theirs;
-    that node, the `end`, may be a user too, and stays.
+    """Eliminate a conversion with its users, if they have one neighbour `end` at most.
+
+    maker ──► conversion ──► user 1 ──► end      The maker and the end stay.  The end may be a
+                         └─► user 2 ──┘          user, too.
     """
     (maker, which), users, seconds = own
     ends = _ends(pairs, shared, own)
@@ -208,7 +210,10 @@ def _join(
             total = total + costs.pop(node)[:, None]
             if end is not None and _near(pairs, node):
                 total = total + _pop(pairs, node, end)
-        wants.append(_by_layout(total, layouts, rows.shape[1]))
+        # the least cost [layout, end] of the user, and the state that has it
+        is_in = layouts[: len(total)] == numpy.arange(rows.shape[1])[:, None]
+        by_layout = numpy.where(is_in[:, :, None], total, numpy.inf)
+        wants.append((by_layout.min(axis=1), by_layout.argmin(axis=1)))
     least, best = _parted(rows, wants)
     shared[:] = [each for each in shared if each is not own]
     left = tuple(k for k in (maker, end) if k is not None)
@@ -223,7 +228,7 @@ def _join(
 def _ends(
     pairs: Collection[tuple[int, int]], shared: Sequence[Shared], own: Shared
 ) -> list[int | None]:
-    """Return what the users of a conversion may meet in, as `_join` wants it."""
+    """Return the nodes that may be the `end` of a conversion in `_join`; None for no node."""
     nodes = {user.node for user in own.users if user.node is not None}
     near = {k: _near(pairs, k) for k in nodes}
     uses = Counter(_nodes(shared))
@@ -235,20 +240,12 @@ def _ends(
     ]
 
 
-def _by_layout(total: Numbers, layouts: Numbers, count: int) -> tuple[Numbers, Numbers]:
-    """Return the least of the costs [state, end] of a user by the layout that it wants, and which
-    state has it.
-    """
-    is_in = layouts[: len(total)] == numpy.arange(count)[:, None]
-    found = numpy.where(is_in[:, :, None], total, numpy.inf)
-    return found.min(axis=1), found.argmin(axis=1)
-
-
 def _parted(
     rows: Numbers, wants: Sequence[tuple[Numbers, Numbers]]
 ) -> tuple[Numbers, list[Numbers]]:
-    """Return what a conversion and its users cost for states [maker, end], and the state of each
-    user: those that want one layout share it.  All ways to part users into such sets are tried.
+    """Return the least cost [maker, end] of a conversion and its users, and each user's state.
+
+    Users that want one layout share its conversion: all ways to part them into sets are tried.
     """
     least = numpy.full((len(rows), wants[0][0].shape[1]), numpy.inf)
     best = [numpy.zeros(least.shape, dtype=int) for _ in wants]
@@ -284,7 +281,7 @@ def _partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
 
 
 class _Table:
-    """Variables between 0 and 1 and rows of a linear program, put together from whole arrays."""
+    """A linear program of variables between 0 and 1, put together from arrays."""
 
     def __init__(self) -> None:
         self._costs: list[Numbers] = []
@@ -314,14 +311,15 @@ class _Table:
         self._entries.append((rows, variables.ravel(), numpy.full(variables.size, factor)))
 
     def one_of(self, costs: Numbers) -> Numbers:
-        """Add variables of which one is 1."""
+        """Add variables whose sum is 1."""
         found = self.variables(costs, whole=True)
         self.add(self.rows(numpy.ones(1), numpy.ones(1)), found, 1.0)
         return found
 
     def cells(self, costs: Numbers, sides: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
-        """Add variables whose sum in each row and column is that of the variables which mean it;
-        1 where there are none.
+        """Add a table of variables whose rows and columns have the sums of a side's variables.
+
+        A side without variables has the sum 1.
         """
         found = self.variables(costs)
         for lines, (variables, which) in zip((found, found.T), sides, strict=True):
@@ -332,7 +330,7 @@ class _Table:
         return found
 
     def solve(self, gap: float) -> Numbers | None:
-        """Return the values of all variables."""
+        """Return the values of all variables; None if the solver finds none."""
         is_whole = numpy.concatenate(self._is_whole)
         solver = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.silent()

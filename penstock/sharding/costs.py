@@ -1,10 +1,10 @@
-"""What a way to divide a layer costs: seconds of a micro-batch, and bytes that stay on a device.
+"""Costs of a divided layer: seconds of a micro-batch, and bytes that stay on a device.
 
 a call         its operators by the roofline, each a share of the whole where the call is cut
 a conversion   forward and backward collectives along each axis, over the cluster's links
 a weight       its gradient's sum and its gather once a step, shared by M micro-batches; weight,
                gradient and optimizer state in memory
-what is saved  activations of all micro-batches in flight
+activations    bytes saved by all micro-batches in flight
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,21 +31,16 @@ _COLLECTIVES: dict[Move, Callable[[Cluster, Sequence[int], float], float]] = {
     Move.ALL_TO_ALL: collectives.all_to_all_s,
 }
 _EACH_CONVERSION_S = 1e-7
-"""What a conversion counts for beside what it moves: fewer of them are better."""
+"""Seconds added to each conversion, so that the program prefers fewer of them."""
 USUAL_CLUSTER = "dgx-a100"
-"""What is assumed where nobody says what the devices are: eight that are well connected."""
+"""The default cluster: eight well connected devices."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices on a mesh whose devices are those of a cluster with these numbers, or the first ones,
-    neighbours along the last axis.
+    """Costs on a mesh of devices of a cluster, neighbours along the last axis.
 
-    `num_microbatches` share a step's sum of gradients, `num_in_flight` of them are kept at once;
-    an optimizer keeps `state_bytes` for each byte of a weight (Adam: 2).  Operators of layer n
-    take `factors[n]` times the roofline's seconds: as many as measured, where it was measured.
-
-    Of a weight a device has, in a step, for each byte that its layout says, n times cut:
+    This table has the bytes on a device for each byte of a weight that is cut n times:
 
                           between steps    for all of a step    gradient
         zero3             1 / n                                 1 / n
@@ -55,18 +50,26 @@ class Costs:
     """
 
     mesh: tuple[int, ...]
+    """Lengths of the mesh's axes."""
     cluster: Cluster
     num_microbatches: int = 1
+    """Micro-batches of a step, which share the all-reduce of gradients."""
     num_in_flight: int = 1
+    """Micro-batches whose activations are on the device at once."""
     state_bytes: float = 2.0
+    """Bytes of optimizer state for each byte of a weight (Adam: 2)."""
     devices: tuple[int, ...] = ()
+    """Numbers of the mesh's devices in the cluster; () for the first ones."""
     factors: tuple[float, ...] = ()
+    """Measured over roofline seconds, one factor per layer; () for 1."""
     keeps: bool = False
+    """True where a weight is gathered once, for all of a step."""
     gathers: bool = False
+    """True where a weight is cut between steps, and gathered for each."""
 
     @classmethod
     def usual(cls, mesh: Sequence[int], num_microbatches: int = 1, num_in_flight: int = 1) -> Self:
-        """Return prices on what is usually meant."""
+        """Return costs on the default cluster, with as many hosts as the mesh needs."""
         one = Cluster.load(USUAL_CLUSTER)
         hosts = -(-prod(mesh) // len(one.places))
         cluster = one.times(hosts) if hosts > 1 else one
@@ -77,7 +80,7 @@ class Costs:
         return sum(self._parts_s(call, planned))
 
     def _parts_s(self, call: Call, planned: PlannedCall) -> tuple[float, float]:
-        """Return the seconds of a call's forward, and of the rest of it."""
+        """Return the seconds of a call's forward, and of its backward."""
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
         key = call.operators, parts
         if key not in self._known_operators:
@@ -90,15 +93,17 @@ class Costs:
         return forward_s * factor, rest_s * factor
 
     def factor(self, layer: int) -> float:
-        """Return how many times the roofline's seconds the operators of a layer take."""
+        """Return measured over roofline seconds of a layer."""
         return self.factors[layer] if self.factors else 1.0
 
     def forward_s(
         self, graph: Graph, calls: Sequence[Call], plan: LayerSharding, seconds: float
     ) -> float:
-        """Return what of a layer's seconds is its forward, as done again where it is recomputed:
-        nothing that is done once a step, and of conversions by what they send.
+        """Return the part of a layer's seconds that its recompute repeats: its forward.
+
+        Conversions count by the share of the bytes they send forward.
         """
+        # without what happens once a step: all-reduces of gradients, all-gathers of weights
         once_s = sum(self.once_s(*own) for own in self._at_rest(graph, calls, plan.name, plan))
         planned = plan.calls or (PlannedCall("", (ALIKE,) * len(self.mesh)),) * len(calls)
         every = [self._parts_s(*own) for own in zip(calls, planned, strict=True)]
@@ -115,8 +120,9 @@ class Costs:
         *,
         times: float = 1,
     ) -> Any:
-        """Return the seconds of conversions of a value, so many `times` for a micro-batch, and of
-        its gradient on the way back: an array of `before` x `after`.
+        """Return the seconds of conversions of a value and of its gradient: [before, after].
+
+        The value is converted so many `times` a micro-batch, its gradient once.
         """
         how = spec.num_bytes, spec.wants_gradient, times
         key = how, tuple(before), tuple(after)
@@ -131,14 +137,16 @@ class Costs:
         return self._known_tables[key]
 
     def times(self, is_saved: bool) -> float:
-        """Return how many times a weight that is cut is gathered for a micro-batch: again for the
-        backward of calls that save it, or once for all of a step.
+        """Return the all-gathers of a weight for each micro-batch.
+
+        A weight that the backward needs is gathered twice, and with `keeps` once for a step.
         """
         return 1 / self.num_microbatches if self.keeps else 1 + is_saved
 
     def once_s(self, spec: TensorSpec, at_rest: Layout) -> float:
-        """Return a micro-batch's share of the seconds in which a weight's gradient is summed, and
-        in which the weight is gathered from the slices that devices have of it between steps.
+        """Return a micro-batch's share of a weight's collectives that run once a step.
+
+        They are the all-reduce of its gradient and the all-gather of its slices between steps.
         """
         num_bytes, found = self.bytes_of(spec, at_rest), 0.0
         held = list(self._between_steps(spec, at_rest))
@@ -154,13 +162,14 @@ class Costs:
         return shrunk(at_rest, spec.shape, self.mesh) if self.gathers else at_rest
 
     def bytes_of(self, spec: TensorSpec, layout: Sequence[State]) -> float:
-        """Return the bytes of what a device holds of a tensor."""
+        """Return the bytes of a tensor's part on a device."""
         parts = (n for n, state in zip(self.mesh, layout, strict=True) if isinstance(state, S))
         return spec.num_bytes / prod(parts)
 
     def weight_bytes(self, spec: TensorSpec, at_rest: Layout) -> float:
-        """Return the bytes of a weight, its gradient and its optimizer state, in a step: what is
-        gathered for all of it is there beside the slices.
+        """Return the bytes of a weight, its gradient and its optimizer state during a step.
+
+        A weight that is gathered for all of a step lies beside its slices.
         """
         between = self._between_steps(spec, at_rest)
         in_step = (I,) * len(self.mesh) if self.keeps else at_rest
@@ -172,9 +181,9 @@ class Costs:
     def update_bytes(
         self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
     ) -> float:
-        """Return the bytes that an optimizer moves on a device for a layer once a step: it reads
-        the slices that the device has between steps, their gradients and its state of them, and
-        writes the slices and its state.
+        """Return the bytes that the optimizer reads and writes on a device for a layer, in a step.
+
+        It reads slices of weights, their gradients and its state; it writes slices and state.
         """
         own = self._at_rest(graph, calls, name, plan)
         held = (self.bytes_of(spec, self._between_steps(spec, at_rest)) for spec, at_rest in own)
@@ -183,9 +192,9 @@ class Costs:
     def saved_bytes(
         self, graph: Graph, call: Call, planned: PlannedCall, users: Mapping[int, int]
     ) -> float:
-        """Return the bytes of what a call saves, of all micro-batches in flight.
+        """Return the bytes that a call saves for all micro-batches in flight.
 
-        What `users` calls save is shared among these.
+        Calls share the bytes of a tensor that `users` of them save.
         """
         shared = (
             self.bytes_of(graph.tensors[n], layout) / users.get(n, 1)
@@ -196,8 +205,8 @@ class Costs:
     def layer_bytes(
         self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
     ) -> float:
-        """Return the bytes that stay on a device for a layer: weights, gradients, optimizer state,
-        and what all micro-batches in flight have saved.
+        """Return the bytes of a layer on a device: weights, gradients, optimizer state, and the
+        activations of all micro-batches in flight.
         """
         found = sum(self.weight_bytes(*own) for own in self._at_rest(graph, calls, name, plan))
         return found + self.activation_bytes(graph, calls, plan)
@@ -205,13 +214,13 @@ class Costs:
     def _at_rest(
         self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
     ) -> Iterator[tuple[TensorSpec, Layout]]:
-        """Yield the weights of a layer, and how each is held."""
+        """Yield the weights of a layer with their layouts at rest."""
         whole = (I,) * len(self.mesh)
         for spec in weights_of(graph, calls):
             yield spec, plan.weights.get(spec.name.removeprefix(f"{name}."), whole)
 
     def activation_bytes(self, graph: Graph, calls: Sequence[Call], plan: LayerSharding) -> float:
-        """Return the bytes of what all micro-batches in flight have saved on a device."""
+        """Return the bytes of activations of all micro-batches in flight on a device."""
         pairs = list(zip(calls, plan.calls, strict=False))  # a layer that is whole has no plan
         inner = sum(self._inner_bytes(*pair) for pair in pairs)
         held = {own for pair in pairs for own in _saved(graph, *pair)}
@@ -273,7 +282,7 @@ def weights_of(graph: Graph, calls: Sequence[Call]) -> Iterator[TensorSpec]:
 
 
 def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int, Layout]]:
-    """Yield what a call saves, but weights, and the slices in which it does."""
+    """Yield the tensors that a call saves, except weights, with their layouts."""
     layouts = dict(zip(call.gives, planned.gives, strict=True))
     layouts |= dict(zip(call.takes, planned.takes, strict=True))
     for tensor in call.saved:
@@ -283,7 +292,7 @@ def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int
 
 
 def _slices(layout: Layout) -> Layout:
-    """Return a layout in which a device holds as much of a value."""
+    """Return the layout with I in the place of R and P: a device holds as many bytes."""
     return tuple(state if isinstance(state, S) else I for state in layout)
 
 
@@ -291,9 +300,10 @@ def _slices(layout: Layout) -> Layout:
 def _moves_between(
     before: tuple[Layout, ...], after: tuple[Layout, ...]
 ) -> tuple[list[tuple[int, tuple[int, ...], Move]], Any, Any]:
-    """Return the moves of which conversions are made: along which axis, which other axes cut the
-    value, and what is done, first of all nothing; which of them each conversion needs,
-    [before, after, value or gradient, step]; and whether there is one [before, after].
+    """Return the moves of conversions, the moves that each one needs, and where one is needed.
+
+    A move is (axis, other axes that cut the value, kind); move 0 does nothing.  The second result
+    has places of moves by [before, after, value or gradient, step], the third [before, after].
     """
     nothing: tuple[int, tuple[int, ...], Move] = 0, (), Move.NONE
     known, every = {nothing: 0}, [[_moves_of(old, new) for new in after] for old in before]
@@ -311,9 +321,7 @@ def _moves_between(
 def _moves_of(
     before: Layout, after: Layout
 ) -> list[tuple[int, tuple[int, ...], tuple[Move, Move]]]:
-    """Return the steps of a conversion: along which axis, which other axes cut the value, and what
-    is done.
-    """
+    """Return the steps of a conversion: axis, other axes that cut the value, and the moves."""
     found, current = [], list(before)
     for axis, old, new in steps(before, after):
         others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))

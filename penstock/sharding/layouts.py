@@ -1,8 +1,8 @@
-"""Layouts: what each device along an axis of a mesh holds of a value, and of its gradient.
+"""Layouts: the parts of a value and of its gradient on the devices along an axis of a mesh.
 
     state   value                     gradient                 such as
     I       the whole, on each        the whole, on each       parameters at rest
-    R       the whole, on each        parts of a sum           what is multiplied by columns
+    R       the whole, on each        parts of a sum           the input of a product by columns
     P       parts of a sum            the whole, on each       the result of a product by rows
     S(d)    slices along dimension d  slices along d           a shard
 
@@ -28,7 +28,7 @@ class Whole(Enum):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """Return its name."""
+        """Return the state's name."""
         return self.value
 
 
@@ -42,18 +42,16 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class S:
-    """Slices along a dimension, in the order of the axis.
-
-    `sizes` are their lengths, which may be uneven, once the tensor is there; a plan knows none.
-    Where an earlier axis cuts the same dimension, they are the lengths into which the slice of
-    this device is cut further.
-    """
+    """Slices along a dimension, in the order of the axis."""
 
     dim: int
     sizes: Sizes = ()
+    """Lengths of the slices, perhaps uneven; a plan knows none.  If an earlier axis cuts the same
+    dimension, they divide the slice of this device.
+    """
 
     def __repr__(self) -> str:
-        """Return it as it is written."""
+        """Return the state as plans write it."""
         return f"S({self.dim})"
 
 
@@ -63,13 +61,14 @@ Layout = tuple[State, ...]
 
 
 def samples(layout: Layout) -> int:
-    """Return how many samples a tensor has of which each device holds a slice."""
+    """Return the number of samples of a tensor that is cut along samples; 0 for others."""
     return sum(state.sizes) if isinstance(state := layout[0], S) else 0
 
 
 def as_on(layout: Layout, mesh: Sequence[int], place: int) -> Layout:
-    """Return a layout as the device at a place of a mesh has it: even slices of samples, where it
-    is that of a mesh of another shape.
+    """Return a layout for the device at a place of a mesh.
+
+    A layout of a mesh of another shape becomes even slices of samples.
     """
     counts = [len(state.sizes) if isinstance(state, S) else 0 for state in layout]
     if len(counts) == len(mesh) and all(
@@ -86,24 +85,24 @@ def as_on(layout: Layout, mesh: Sequence[int], place: int) -> Layout:
 
 
 def layout_text(layout: Layout) -> str:
-    """Return a layout as it is written: the states along all axes."""
+    """Return a layout as plans write it: its states along all axes."""
     return "·".join(map(repr, layout))
 
 
 def layout_of(text: str) -> Layout:
-    """Read what `layout_text` writes."""
+    """Read a layout that `layout_text` wrote."""
     parts = [part.strip() for part in text.split("·")]
     return tuple(S(int(part[2:-1])) if part[0] == "S" else Whole(part) for part in parts)
 
 
 class Move(Enum):
-    """What a conversion does to the tensors of an axis."""
+    """An operation on the tensors of an axis: a collective, or a local one."""
 
     NONE = "none"
     SLICE = "slice"
-    """Keep the own slice of the whole."""
+    """Keep this device's slice of the whole."""
     PAD = "pad"
-    """Put the own slice into a whole of zeros."""
+    """Put this device's slice into a whole of zeros."""
     MASK = "mask"
     """Keep the whole on the first device, zeros on all others."""
     ALL_REDUCE = "all-reduce"
@@ -131,7 +130,7 @@ _PAIRS: dict[tuple[Whole | type[S], Whole | type[S]], tuple[Move, Move]] = {
 
 
 def moves(before: State, after: State) -> tuple[Move, Move]:
-    """Return what a conversion does to a value, and to its gradient on the way back."""
+    """Return the moves of a conversion: of the value, and of its gradient on the way back."""
     if before == after:
         return Move.NONE, Move.NONE
     return _PAIRS[_kind(before), _kind(after)]
@@ -142,13 +141,14 @@ def _kind(state: State) -> Whole | type[S]:
 
 
 def even(length: int, count: int) -> Sizes:
-    """Return the lengths of `count` slices, the first ones longer by one where it must be."""
+    """Return the lengths of `count` slices, which differ by 1 at most, the longer ones first."""
     return tuple(length // count + (n < length % count) for n in range(count))
 
 
 def shrunk(in_step: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
-    """Cut a weight along each axis, of these sizes, along which it is whole: the longest
-    dimension, evenly where one can be.
+    """Cut a weight along each axis along which it is whole; `sizes` are the axes' lengths.
+
+    The longest dimension is cut, one that divides evenly before others.
     """
     lengths = list(shape)
     for state, size in zip(in_step, sizes, strict=True):
@@ -169,8 +169,10 @@ def shrunk(in_step: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layou
 def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
     """Yield the conversions, each along one axis, that lead from one layout to another.
 
-    Where two axes cut one dimension, the later axis cuts the slices of the earlier one; so it is
-    made whole before the earlier one changes.
+    If two axes cut one dimension, the later one cuts the slices of the earlier one.  So the later
+    axis is made whole before the earlier one changes:
+
+        (S(0), S(0)) -> (I, S(0))      axis 1 to I, axis 0 to I, axis 1 to S(0)
     """
     current = list(before)
     for axis, wanted in enumerate(after):
@@ -190,7 +192,7 @@ def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
 
 
 class Slice(NamedTuple):
-    """Where a part of a tensor begins and how long it is, by dimension; and the whole's shape."""
+    """A part of a tensor: offsets and lengths by dimension, and the shape of the whole."""
 
     offsets: Shape
     lengths: Shape
@@ -198,15 +200,15 @@ class Slice(NamedTuple):
 
     @classmethod
     def of_all(cls, shape: Shape) -> "Slice":
-        """Return all of a tensor."""
+        """Return the slice that is all of a tensor."""
         return cls((0,) * len(shape), shape, shape)
 
     @property
     def is_all(self) -> bool:
-        """Whether it is all of the tensor."""
+        """True if the slice is all of the tensor."""
         return self.lengths == self.whole
 
     @property
     def indices(self) -> tuple[slice, ...]:
-        """The indices that cut it out of a whole tensor, or of one in a file."""
+        """The indices that cut the part out of the whole tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.offsets, self.lengths, strict=True))

@@ -1,4 +1,4 @@
-"""Ready plans by name: each leaves some choices to calls and weights, and the program picks."""
+"""Ready plans by name: each one limits the choices among which the program picks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,24 +12,26 @@ from .program import Allow, Site
 from .rules import Choice, base_name
 
 _PRODUCTS = ("linear", "addmm", "matmul")
+"""Functions whose weights are cut by tensor parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What a plan allows: choices of calls, states of weights at rest, and of what goes from one
-    layer to the next: along the first axis, and with each of these along every other one.
-    """
+    """The choices that a ready plan allows."""
 
     allow: Allow
+    """Allowed choices of calls."""
     rests: Callable[[TensorSpec, int], Sequence[State]]
+    """Allowed states of a weight at rest along an axis."""
     borders: Mapping[State, Sequence[State]] = field(default_factory=lambda: {I: (I,)})
+    """Allowed states of values between layers along the first axis, with those of all others."""
     keeps: bool = False
-    """Weights that are cut are gathered for the first use of a step, and kept until it ends."""
+    """True if sliced weights are gathered at the first use in a step, and kept until it ends."""
     gathers: bool = False
-    """Weights are cut between steps where calls have the whole, and gathered for each."""
+    """True if weights that are whole in calls are cut between steps, and gathered for each."""
 
     def layouts(self, num_axes: int) -> Iterator[Layout]:
-        """Yield the layouts that what goes from one layer to the next may have."""
+        """Yield the allowed layouts of values between layers."""
         for first, others in self.borders.items():
             yield from ((first, *rest) for rest in product(others, repeat=num_axes - 1))
 
@@ -65,8 +67,9 @@ def _experts(spec: TensorSpec, axis: int) -> Sequence[State]:
 
 
 def _megatron(site: Site, axis: int, choice: Choice) -> bool:
-    """Cut the weights of products, by columns and by rows in turn, and nothing along samples or
-    positions (Shoeybi et al. 2019, section 3).
+    """Cut weights of products by columns and by rows in turn (Shoeybi et al. 2019, section 3).
+
+    No other call is cut along samples or positions.
     """
     if not any(site.weights):
         return choice.cut == "" or not _cuts_samples(choice)
@@ -79,14 +82,15 @@ def _sequence(site: Site, axis: int, choice: Choice) -> bool:
 
 
 def _grid(site: Site, axis: int, choice: Choice) -> bool:
-    """Cut samples along the first axis; weights of products along others, and what is between
-    them as fits (Narayanan et al. 2021).
+    """Cut samples along the first axis, weights of products along others (Narayanan et al. 2021).
+
+    Calls between products are cut as fits.
     """
     return _cuts_a_weight(site, choice) == (axis > 0 and not _is_small(site))
 
 
 def _is_small(site: Site) -> bool:
-    """Tell whether a call's weights stay whole: it is no product, or cannot be cut."""
+    """Tell if a call's weights stay whole: it is no product, or no choice cuts them."""
     is_product = base_name(site.call.function) in _PRODUCTS
     every = (choice for own in site.by_axis for choice in own)
     return not is_product or not any(_cuts_a_weight(site, choice) for choice in every)
@@ -116,7 +120,7 @@ def _of_weights(site: Site, choice: Choice) -> list[State]:
 
 
 def _cuts_samples(choice: Choice) -> bool:
-    """Tell whether the first dimension of anything is cut."""
+    """Tell if the first dimension of any argument or result is cut."""
     return S(0) in (*choice.takes, *choice.gives)
 
 
@@ -137,8 +141,9 @@ READY: dict[str, Ready] = {
 
 
 def ready_plan(name: str) -> Ready:
-    """Return the ready plan of this name: after any "+zero1" says that weights are gathered for
-    each step, and "zero1" alone is "data+zero1".
+    """Return the ready plan of this name.
+
+    "+zero1" after any name cuts weights between steps; "zero1" alone is "data+zero1".
 
     Raises:
         ConfigError: there is none.

@@ -1,4 +1,4 @@
-"""What a plan says of each layer: a choice for each call, a state for each weight.
+"""The plan of operators: for each layer, a choice for each call and a layout for each weight.
 
 layer 2 'blocks.1'        takes              gives    moved forward  moved backward
 layer_norm                I, I, I            I
@@ -19,7 +19,7 @@ from .rules import Choice, base_name
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """Another way to divide a call, and by how many seconds a micro-batch then takes longer."""
+    """The next best way to divide a call, and the seconds it adds to a micro-batch."""
 
     choices: tuple[Choice, ...]
     more_s: float
@@ -27,62 +27,56 @@ class Instead:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call of a layer: how it is divided along each axis, and the bytes that each device sends
-    for it; `changes` are the places of what it changes in place, of what it takes, and `instead`
-    is the next best way.
-    """
+    """One call of a layer, with a choice along each axis."""
 
     function: str
     choices: tuple[Choice, ...]
     forward_bytes: int = 0
+    """Bytes that each device sends for it in a forward."""
     backward_bytes: int = 0
+    """Bytes that each device sends for it in a backward."""
     changes: tuple[int, ...] = ()
+    """Places, among its arguments, of the tensors that it changes in place."""
     instead: Instead | None = None
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """What is cut along each axis; "" where all devices do the same."""
+        """The letter that is cut along each axis; "" where the call is replicated."""
         return tuple(choice.cut for choice in self.choices)
 
     @cached_property
     def takes(self) -> tuple[Layout, ...]:
-        """The layout of each tensor that it takes."""
+        """The layout of each argument."""
         return tuple(zip(*(choice.takes for choice in self.choices), strict=True))
 
     @cached_property
     def gives(self) -> tuple[Layout, ...]:
-        """The layout of each tensor that it gives."""
+        """The layout of each result."""
         return tuple(zip(*(choice.gives for choice in self.choices), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSharding:
-    """How one layer is divided along the axes of its stage's mesh.
-
-    `weights` are layouts of its parameters at rest, by their names in the layer; those that are
-    not there are whole.  `leaving` are layouts of what other layers are given, by (call, place
-    among what it gives), where they are not whole; `num_entering` counts what this layer is given
-    so.  `again` are weights in slices that the backward wants too: what they are converted to is
-    freed after the forward.
-
-    Between stages of unlike meshes slices are even: samples that are no `multiple` cross whole.
-    `gives_slices` says of a layer on one device that the stage after it is given slices.
-    """
+    """The division of one layer along the axes of its stage's mesh."""
 
     name: str
     calls: tuple[PlannedCall, ...]
     weights: Mapping[str, Layout]
+    """Layouts of parameters at rest, by their names in the layer; all others are whole."""
     leaving: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
+    """Layouts of values for other layers that are not whole, by (call, place of the result)."""
     num_entering: int = 0
+    """Number of values that enter the layer in a layout that is not whole."""
     again: frozenset[str] = frozenset()
+    """Sliced weights that the backward needs: they are freed after the forward, gathered again."""
     multiple: int = 1
+    """Batches of a multiple of this cross between unlike meshes in even slices, others whole."""
     gives_slices: bool = False
+    """True for a layer on one device that sends slices to the next stage."""
 
     @property
     def is_divided(self) -> bool:
-        """Whether devices do, hold or are given different things; else each runs the layer as it
-        is.
-        """
+        """True if devices compute, hold or receive different parts; else each runs it whole."""
         cuts = any(choice.cut for call in self.calls for choice in call.choices)
         holds = any(isinstance(state, S) for own in self.weights.values() for state in own)
         return cuts or holds or bool(self.leaving) or self.num_entering > 0
@@ -100,23 +94,20 @@ class LayerSharding:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How the layers of a model are divided among the devices of their stages; `meshes` are the
-    lengths of the axes along which, each once, in the order of stages.
-    """
+    """The division of a model's layers among the devices of their stages."""
 
     meshes: tuple[tuple[int, ...], ...]
+    """Meshes of the stages, each once, as the lengths of their axes."""
     layers: tuple[LayerSharding, ...]
     unknown: tuple[str, ...] = ()
-    """Functions that have no rule, and why layers are whole: there all devices do the same."""
+    """Functions without a rule, and reasons why layers are whole: these run replicated."""
     keeps: bool = False
-    """Whether what weights are converted to is kept until the step ends."""
+    """True if gathered weights are kept until the step ends."""
     gathers: bool = False
-    """Whether weights are cut between steps, along shards and replicas, where calls have the
-    whole: gathered once a step.
-    """
+    """True if weights are cut between steps along shards and replicas, and gathered for each."""
 
     def __str__(self) -> str:
-        """Print the layers that differ, each with its calls and its weights."""
+        """Return a table of calls and weights of each layer that differs from earlier ones."""
         parts = [_summary(self)]
         seen: dict[object, str] = {}
         for layer in self.layers:
@@ -130,7 +121,7 @@ class Sharding:
 
 
 def meshes_text(meshes: Sequence[Sequence[int]]) -> str:
-    """Write the lengths of axes: "2 x 2", or "1 or 2 x 2" where stages have others."""
+    """Return meshes as text: "2 x 2", or "1 or 2 x 2" where stages differ."""
     return " or ".join(" x ".join(map(str, mesh)) for mesh in meshes)
 
 
@@ -184,12 +175,13 @@ def _instead(call: PlannedCall) -> tuple[str, str]:
 
 
 def sent_bytes(move: Move, num_bytes: int, count: int) -> float:
-    """Return the bytes that each of `count` devices sends, of a value of `num_bytes` in all."""
+    """Return the bytes that each of `count` devices sends for a value of `num_bytes`."""
     share = (count - 1) / count
     return num_bytes * share * _TIMES.get(move, 0) / (count if move is Move.ALL_TO_ALL else 1)
 
 
 _TIMES = {Move.ALL_REDUCE: 2, Move.ALL_GATHER: 1, Move.REDUCE_SCATTER: 1, Move.ALL_TO_ALL: 1}
+"""Passes over the value in a ring; other moves send nothing."""
 
 
 def conversion_bytes(

@@ -7,7 +7,7 @@
                                                                    state, over `before` the user's
                 w(value, before, after): a conversion is done      at least e of each use: shared
 
-What enters a layer and what leaves it is whole on all devices, or in a layout that its neighbours
+Values that enter or leave a layer are whole on all devices, or in a layout that its neighbours
 agree on.
 """
 
@@ -35,37 +35,35 @@ from .rules import ALIKE, Choice, Seen, divisions, fits, together
 
 @dataclass(frozen=True)
 class Site:
-    """A call with what may be chosen for it along each axis; `weights` says which of what it takes
-    are weights, `options` are the choices for all axes together.
-    """
+    """A call with its candidates."""
 
     call: Call
     weights: tuple[bool, ...]
+    """True for each argument that is a weight."""
     by_axis: tuple[tuple[Choice, ...], ...]
+    """The choices along each axis."""
     options: tuple[PlannedCall, ...] = ()
+    """The allowed choices for all axes together."""
 
 
 Allow = Callable[[Site, int, Choice], bool]
-"""Tells which choices a ready plan leaves to a call along an axis."""
+"""Tells if a ready plan allows a choice of a call along an axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is asked of a program: prices, and what may be chosen.
-
-    `rests` gives the states that a weight of some shape may have at rest along an axis, `pins` the
-    layouts of some by number.
-    """
+    """The input of all layers' programs: costs and allowed choices; and results they share."""
 
     costs: Costs
     allow: Allow
     rests: Callable[[TensorSpec, int], Sequence[State]]
+    """The states that a weight may have at rest along an axis."""
     pins: Mapping[int, Layout] = field(default_factory=dict)
+    """Pinned layouts of weights, by number."""
     known: "dict[int, _Choices]" = field(default_factory=dict)
+    """Candidates and their costs, by layer."""
     solved: "dict[bytes, Future[States | None]]" = field(default_factory=dict)
-    """What is found for problems of the same numbers, by their digest: of layers, mostly, that
-    differ in calls without choices.
-    """
+    """Solutions by the digest of a problem: layers often differ only in calls without choices."""
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -74,30 +72,30 @@ class Task:
 
 
 Borders = Mapping[int, Layout]
-"""By number, tensors that cross from one layer to another in a layout that is not whole."""
+"""Layouts that are not whole of tensors that cross between layers, by number."""
 
 
 class Solved(NamedTuple):
-    """A choice for each call, the layout of each weight by number, and what they cost together:
-    seconds, and with the price of bytes.
-    """
+    """A solution of a layer's program."""
 
     calls: list[PlannedCall]
+    """The choice of each call."""
     weights: dict[int, Layout]
+    """The layout at rest of each weight, by number."""
     seconds: float
+    """Seconds of a micro-batch."""
     cost: float
+    """Seconds plus the price of resident bytes."""
 
 
 _Held = tuple[int | None, Sequence[Layout]]
 """A node, and the layout of a value for each of its states; without a node, its only layout."""
 _Conversions = tuple[Side, Sequence[Side], Numbers]
-"""What `Problem.convert` is given."""
+"""The arguments of `Problem.convert`."""
 
 
 class _Choices:
-    """What there is to choose in a layer, whatever is at its borders, and what each choice costs:
-    of its calls, and then of its weights.
-    """
+    """Candidates of a layer's calls, then of its weights, and their costs for any borders."""
 
     def __init__(self, graph: Graph, layer: int, task: Task) -> None:
         self._graph, self._task, self._mesh = graph, task, task.mesh
@@ -108,7 +106,7 @@ class _Choices:
         costs, names = task.costs, {graph.tensors[n].name for n in self.weights}
         shared = (spec for spec in weights_of(graph, self.calls) if spec.name not in names)
         self.shared_s = sum(costs.once_s(spec, (I,) * len(self._mesh)) for spec in shared)
-        """What weights cost that other layers use, too: they are whole in calls."""
+        """Seconds of collectives of weights that other layers use too: they are whole in calls."""
         self.seconds: list[Numbers] = [
             *(numpy.array([costs.call_s(s.call, x) for x in s.options]) for s in self.sites),
             *(
@@ -139,7 +137,7 @@ class _Choices:
 
     @cached_property
     def users(self) -> "dict[int, list[_Held]]":
-        """How each value is used by calls; all that is used outside, too, has an entry."""
+        """Users of each value, and an empty entry for values that are used outside only."""
         found: dict[int, list[_Held]] = {}
         for k, site in enumerate(self.sites):
             for place, tensor in enumerate(site.call.takes):
@@ -150,12 +148,12 @@ class _Choices:
 
     @cached_property
     def outside(self) -> set[int]:
-        """What is used outside the layer."""
+        """Values that are used outside the layer."""
         return used_outside(self._graph, self.calls)
 
     @cached_property
     def makers(self) -> "dict[int, _Held]":
-        """How each value is before it is used, but what comes from other layers."""
+        """The maker of each value, except of values from other layers."""
         found: dict[int, _Held] = {}
         for k, site in enumerate(self.sites):
             for place, tensor in enumerate(site.call.gives):
@@ -165,7 +163,7 @@ class _Choices:
 
     @cached_property
     def inner(self) -> "dict[int, _Conversions]":
-        """The conversions of what is at no border, whatever is at these."""
+        """The conversions of values at no border."""
         return {
             tensor: self.conversions(tensor, self.makers[tensor], users)
             for tensor, users in self.users.items()
@@ -186,7 +184,7 @@ class _Choices:
 
     @cached_property
     def num_bytes(self) -> list[Numbers]:
-        """What stays on a device for each choice of a call, and each state of a weight."""
+        """Resident bytes of each choice of a call, then of each state of a weight."""
         graph, costs = self._graph, self._task.costs
         users = Counter(n for call in self.calls for n in call.saved)
         saved = [
@@ -221,9 +219,7 @@ class LayerProgram:
             self._problem.convert(*found)
 
     def solve(self, byte_s: float = 0.0) -> Solved:
-        """Return a choice for each call, the layout of each weight by number, and the cost.
-
-        A byte that stays on a device counts as much as `byte_s` seconds of a micro-batch.
+        """Return the best choices, if a resident byte costs `byte_s` seconds of a micro-batch.
 
         Raises:
             PlanError: the solver finds none.
@@ -241,7 +237,7 @@ class LayerProgram:
         )
 
     def begin(self, byte_s: float, executor: Executor | None = None) -> "Future[States | None]":
-        """Find the states that `solve` returns, or let an executor do so from now on."""
+        """Find the states that `solve` returns, in an executor if there is one."""
         more, gap, known = self._more(byte_s), _GAP if byte_s else 0.0, self._task.solved
         digest = self._problem.digest(more, gap)
         if digest not in known and executor is not None:
@@ -252,13 +248,14 @@ class LayerProgram:
         return known[digest]
 
     def _more(self, byte_s: float) -> Sequence[Numbers]:
-        """Return what the bytes of each choice count for."""
+        """Return the price of the bytes of each choice."""
         num_bytes = self._task.known[self.layer].num_bytes if byte_s else []
         return [byte_s * own for own in num_bytes]
 
     def compared(self, plan: LayerSharding) -> LayerSharding:
-        """Return a plan with the next best way to divide each call: one that cuts something else,
-        and how much longer a micro-batch takes with it, all else unchanged but the layouts of
+        """Return a plan with the next best choice of each call, and the seconds that it adds.
+
+        The next best choice cuts another letter.  All else stays as planned, except layouts of
         weights that only this call uses.
         """
         names = [self._graph.tensors[n].name.removeprefix(f"{plan.name}.") for n in self._weights]
@@ -294,17 +291,17 @@ def _longer(way: Instead) -> float:
 
 
 _GAP = 1e-3
-"""How far from the best a plan may be where bytes count."""
+"""Relative optimality gap of programs in which bytes have a price."""
 
 
 def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]) -> Side:
-    """Number layouts, those that are new in `places`."""
+    """Return a side of a conversion; add its new layouts to `places`."""
     which = [places.setdefault(layout, len(places)) for layout in layouts]
     return Side(node, numpy.array(which))
 
 
 def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
-    """Return the seconds of a layer that all devices do alike."""
+    """Return the seconds of a replicated layer."""
     alike, whole = (ALIKE,) * len(costs.mesh), (I,) * len(costs.mesh)
     own = [call for call in graph.of_layer(layer) if not call.is_between]
     weights_s = sum(costs.once_s(spec, whole) for spec in weights_of(graph, own))
@@ -319,8 +316,10 @@ def priced(
     solved: Solved,
     borders: Borders,
 ) -> LayerSharding:
-    """Count what the calls of a layer send for a micro-batch: each conversion once, those of what
-    leaves it with the calls that make it; none of weights that are kept for all of a step.
+    """Return the plan of a layer, with the bytes that its calls send for a micro-batch.
+
+    Each conversion counts once.  A value that leaves the layer is converted by the call that makes
+    it.  Weights that are gathered once for a step count nothing.
     """
     layouts, whole = {**borders, **solved.weights}, (I,) * len(costs.mesh)
     leaving = used_outside(graph, calls)
@@ -342,6 +341,7 @@ def priced(
         again_bytes = forward if tensor in again else 0
         return 0 if costs.keeps and tensor in cut else forward, backward + again_bytes
 
+    # in the order of calls, so that the first user of a layout pays for the conversion
     for call, planned in zip(calls, solved.calls, strict=True):
         both = [sent(n, after) for n, after in zip(call.takes, planned.takes, strict=True)]
         layouts.update(zip(call.gives, planned.gives, strict=True))
@@ -363,6 +363,6 @@ def priced(
 
 
 def _uses(calls: Sequence[Call], solved: Solved) -> Iterator[tuple[int, Layout]]:
-    """Yield what calls take, and in which layout."""
+    """Yield the arguments of calls with their layouts."""
     for call, planned in zip(calls, solved.calls, strict=True):
         yield from zip(call.takes, planned.takes, strict=True)

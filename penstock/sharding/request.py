@@ -2,8 +2,8 @@
 
     {"plan": "megatron", "blocks.*.widen.weight": "S(0)", "memory_limit_bytes": 2**34}
 
-A name is a pattern, as of files: * stands for anything, dots too.  Of several that match a weight
-the first counts.  A layout is a state for each axis, "S(0)·R"; a single state stands for all.
+A name is a pattern, as of files: * stands for anything, dots too.  The first pattern that matches
+a weight counts.  A layout is a state for each axis, "S(0)·R"; a single state stands for all.
 """
 
 import re
@@ -20,13 +20,14 @@ _NOT_NAMES = ("plan", "memory_limit_bytes")
 
 @dataclass(frozen=True, slots=True)
 class ShardingRequest:
-    """A ready plan, layouts of weights at rest by patterns of names, and the most that may stay on
-    a device: weights, gradients, optimizer state and saved activations of a stage.
-    """
+    """A user's request for sharding."""
 
     plan: str = "auto"
+    """The ready plan."""
     weights: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Layouts of weights at rest, by patterns of names."""
     memory_limit_bytes: int | None = None
+    """Limit of a device's weights, gradients, optimizer state and activations."""
 
     def __post_init__(self) -> None:
         for pattern, layout in self.weights.items():
@@ -36,7 +37,7 @@ class ShardingRequest:
 
     @classmethod
     def of(cls, given: "str | Mapping[str, Any] | ShardingRequest") -> "ShardingRequest":
-        """Read what users write: a name of a ready plan, or a mapping as above.
+        """Read a request that is the name of a ready plan, or a mapping as above.
 
         Raises:
             ConfigError: it is neither, or a layout is none.
@@ -56,7 +57,7 @@ class ShardingRequest:
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are cut between steps, and gathered for each."""
+        """True if weights are cut between steps, and gathered for each."""
         return self.plan.endswith("zero1")
 
     def check(self) -> None:
@@ -71,7 +72,7 @@ class ShardingRequest:
 
     @property
     def given(self) -> str | dict[str, Any]:
-        """What users write for it."""
+        """The request as users write it."""
         if self == ShardingRequest(self.plan):
             return self.plan
         limit = self.memory_limit_bytes
@@ -79,7 +80,7 @@ class ShardingRequest:
         return {"plan": self.plan, **self.weights, **limits}
 
     def __str__(self) -> str:
-        """Return it in a line."""
+        """Return the request in a line."""
         limit = self.memory_limit_bytes
         return ", ".join(
             (
@@ -91,7 +92,7 @@ class ShardingRequest:
 
 
 def _check(name: str, layout: Any) -> None:
-    """Refuse what is no layout of a weight at rest.
+    """Refuse a text that is no layout of a weight at rest.
 
     Raises:
         ConfigError: says which there are.
@@ -105,7 +106,7 @@ def _check(name: str, layout: Any) -> None:
 
 
 def _text(layout: Any) -> Any:
-    """Return a layout as text: users may give states, or one for each axis."""
+    """Return a layout as text; users may give a state, or a list with one for each axis."""
     if isinstance(layout, list | tuple):
         return "·".join(str(_text(state)) for state in layout)
     return layout if isinstance(layout, str) else repr(layout)

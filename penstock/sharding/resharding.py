@@ -1,9 +1,8 @@
-"""Resharding between meshes: what the ranks of a stage hold, as those of the next one want it.
+"""Resharding between meshes: plan the messages that turn the layout of one into the other's.
 
-Each element that is wanted crosses once, however many ranks want it; these then gather it from
-each other inside their mesh (Alpa, Zheng et al. 2022, section 6: the local all-gather).  Elements
-that the same ranks hold and the same ranks want are a cell.  Both sides divide it evenly; a piece
-is what lies between two marks of either:
+Each wanted element crosses once.  The ranks that want it then gather it inside their mesh (Alpa,
+Zheng et al. 2022, section 6: the local all-gather).  Elements with the same holders and the same
+receivers form a cell.  Both sides divide it evenly; two neighbouring marks bound a piece:
 
     held by 0 and 1        ├───── 0 ─────┼───── 1 ─────┤
     wanted by 2, 3 and 4   ├─── 2 ───┼── 3 ──┼─── 4 ───┤
@@ -28,7 +27,7 @@ Ends = list[tuple[int, int]]
 """(end, rank), in order: the rank takes the elements from the end before its own up to its own."""
 
 _OFF = 0.05
-"""By how much of a share a mark may be off, at each end: then fewer, longer pieces cross."""
+"""Share of a rank's part by which a mark may be off at each end: fewer, longer pieces cross."""
 
 
 class Piece(NamedTuple):
@@ -41,16 +40,18 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Resharding:
-    """What crosses between the meshes, and what the receivers gather from each other then.
+    """Pieces that cross between two meshes, and the gathers inside the receiving mesh.
 
-    Each of the gathers has what every rank of a group got: all others of the group want it too.
-    The numbers of elements differ little or not at all; a rank may have got none.
+    The ranks of a gather receive nearly equal numbers of elements; a rank may receive none.
     """
 
     held: Mapping[int, Slice]
+    """The part of the tensor on each sending rank."""
     wanted: Mapping[int, Slice]
+    """The part that each receiving rank needs."""
     crossing: Sequence[Piece]
     spreading: Sequence[Mapping[int, Sequence[Slice]]]
+    """The gathers: parts that each rank of a group received, which all of the group want."""
 
     def sends(self, rank: int) -> dict[int, list[Slice]]:
         """Return the parts in a rank's message to each receiver, in the order that both know."""
@@ -71,21 +72,23 @@ def _by_peer(pairs: Iterable[tuple[int, Slice]]) -> dict[int, list[Slice]]:
 def plan_resharding(
     held: Sequence[tuple[int, Slice]], wanted: Sequence[tuple[int, Slice]]
 ) -> Resharding:
-    """Plan how a tensor comes from the ranks of one mesh to those of another.
+    """Plan the messages of a tensor from the ranks of one mesh to those of another.
 
     Args:
-        held: what each rank of the sending mesh has; several may have the same.
-        wanted: what each rank of the receiving mesh is to have.
+        held: the part on each rank of the sending mesh; several may have the same.
+        wanted: the part for each rank of the receiving mesh.
 
     No rank is in both.  The order in which ranks are given does not matter.
 
     Raises:
-        PlanError: somebody wants elements that nobody holds.
+        PlanError: a rank wants elements that no rank holds.
     """
     has, wants = dict(held), dict(wanted)
+    # 1. cells, each divided evenly among its senders and among its receivers
     cells = list(_cells(has, wants))
     sent = _divide([(box, senders) for box, senders, _ in cells])
     got = _divide([(box, receivers) for box, _, receivers in cells])
+    # 2. pieces between the marks of both, rounded to rows of the cell's last dimensions
     crossing: list[Piece] = []
     spreading: dict[Ranks, dict[int, list[Slice]]] = {}
     for (box, senders, receivers), *ends in zip(cells, sent, got, strict=True):
@@ -106,9 +109,7 @@ def plan_resharding(
 def _cells(
     held: Mapping[int, Slice], wanted: Mapping[int, Slice]
 ) -> Iterator[tuple[Slice, Ranks, Ranks]]:
-    """Cut the tensor wherever a slice begins or ends; yield what is wanted, who has it, and by
-    whom it is wanted.
-    """
+    """Cut the tensor where slices begin or end; yield wanted cells, holders and receivers."""
     slices = {**held, **wanted}
     whole = next((s.whole for s in slices.values()), ())
     along: list[list[tuple[int, int, set[int]]]] = []
@@ -132,7 +133,7 @@ def _cells(
 
 
 def _divide(cells: Sequence[tuple[Slice, Ranks]]) -> list[Ends]:
-    """Divide all cells that a group of ranks can take, laid in a row, evenly among these."""
+    """Divide the cells of each group of ranks, laid in a row, evenly among the group."""
     of_group: dict[Ranks, list[int]] = {}
     for number, (_, group) in enumerate(cells):
         of_group.setdefault(group, []).append(number)
@@ -148,7 +149,7 @@ def _divide(cells: Sequence[tuple[Slice, Ranks]]) -> list[Ends]:
 
 
 def _pour(amount: int, ranks: Ranks, loads: dict[int, int]) -> Ends:
-    """Fill the least loaded ranks up to one level; return up to where each takes the amount."""
+    """Share an amount so that the least loaded ranks reach one level; return each rank's end."""
     low = sorted(ranks, key=loads.__getitem__)
     while (total := amount + sum(loads[r] for r in low)) < loads[low[-1]] * len(low):
         low.pop()

@@ -1,4 +1,4 @@
-"""Which calls of a layer are divided, and what of them is seen outside it."""
+"""Find the calls of a layer that may be divided, and the values that leave them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from .rules import base_name
 
 
 def routed_calls(graph: Graph, layer: int) -> list[Call]:
-    """Return the calls inside a layer's own call that work on what it is given or on its weights.
+    """Return the calls inside a layer's own call that work on its arguments or weights.
 
-    All others make what they make of nothing, of buffers, or of tensors that the layer comes by in
-    another way than by its arguments (a cache has made one), on each device alike.
+    All others run replicated.  They work on nothing, on buffers, or on tensors that the layer gets
+    by another way than its arguments, such as from a cache.
     """
     found: list[Call] = []
-    free: set[int] = set()
+    free: set[int] = set()  # tensors that are the same on each device, in any case
     made: set[int] = set()
     entering = graph.entering.get(layer)
     for call in graph.of_layer(layer):
@@ -35,24 +35,23 @@ def routed_calls(graph: Graph, layer: int) -> list[Call]:
 
 
 def own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
-    """Return the parameters that these calls use, and no other ones."""
+    """Return the parameters that only these calls use."""
     uses = Counter(n for call in calls for n in call.takes)
     own = (n for n, count in uses.items() if count == graph.num_uses[n])
     return [n for n in own if graph.tensors[n].name and graph.tensors[n].wants_gradient]
 
 
 def used_outside(graph: Graph, calls: Sequence[Call]) -> set[int]:
-    """Return what these calls make that others use, or the model gives."""
+    """Return results of these calls that other calls use, or that the model returns."""
     uses, outputs = Counter(n for call in calls for n in call.takes), {*graph.outputs}
     made = {n for call in calls for n in call.gives}
     return {n for n in made if n in outputs or uses[n] < graph.num_uses[n]}
 
 
 def why_whole(graph: Graph, layer: int) -> str:
-    """Say why a layer is better done by all devices alike; "" if it may be divided.
+    """Return the reason why a layer runs replicated; "" if it may be divided.
 
-    What is changed in place may be seen through another view of it, of which a device may hold
-    another part.
+    A tensor that is changed in place may have a view of which a device holds another part.
     """
     routed = {id(call) for call in routed_calls(graph, layer)}
     for call in graph.of_layer(layer):
@@ -74,17 +73,16 @@ _NEW_MEMORY = {
     *("relu", "relu6", "hardtanh", "leaky_relu", "elu", "silu", "gelu", "sigmoid", "tanh"),
     *("hardswish", "hardsigmoid", "mean", "amax"),
 }
-"""Functions whose results share no memory with what they are given, unless they change it."""
+"""Functions whose results share no memory with an argument, unless they change it in place."""
 
 
 def _may_change(graph: Graph, call: Call) -> bool:
-    """Tell whether a call that changes a tensor in place may be divided: nothing else in the layer
-    shares memory with it.
+    """Tell if a call that changes a tensor in place may be divided: nothing shares its memory.
 
-        y = norm(x)     new memory          each device may hold another part of y: what stands for
-        y.relu_()       changes it          it is given the part of the result instead
-        z = y.view(-1)  a view of it        of which a device may hold other parts than of y:
-        y.add_(1)       changes both        the layer is not divided
+    y = norm(x)     new memory          the result of relu_ replaces y, whose parts it may
+    y.relu_()       changes it          divide in another way
+    z = y.view(-1)  a view of it        a device may hold other parts of z than of y:
+    y.add_(1)       changes both        the layer is not divided
     """
     if len(call.changes) != 1 or len(call.gives) != 1:
         return False
@@ -101,7 +99,7 @@ def _may_change(graph: Graph, call: Call) -> bool:
 
 
 def whole_bytes(graph: Graph, calls: Sequence[Call]) -> float:
-    """Return the bytes that calls save on a device that does all of them."""
+    """Return the bytes that calls save where they run replicated."""
     saved = {n for call in calls for n in call.saved}
     own = (graph.tensors[n] for n in saved)
     whole = sum(x.num_bytes for x in own if not (x.name and x.wants_gradient))

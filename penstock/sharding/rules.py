@@ -1,19 +1,19 @@
-"""Rules: how the calls of torch's functions may be divided along one axis of a mesh.
+"""Rules: the ways to divide the calls of torch's functions along one axis of a mesh.
 
-A rule names the dimensions of what a call takes and gives by letters, as an einsum does:
+A rule names the dimensions of the arguments and results of a call by letters, as an einsum does:
 
     linear    "abk,nk,n->abn"    cut along b:  S(1), R, R    -> S(1)
                                  cut along n:  R, S(0), S(0) -> S(2)    by columns
                                  cut along k:  S(2), S(1), P -> P       by rows: one adds the bias
 
-One letter is cut at a time: what has it is a shard, of what lacks it each device needs the whole
-(its gradient is a partial sum), and a result that lacks it is a partial sum.  Every call can also
-be done by all devices alike.  What has no rule is done so only, and named in the plan.
+One letter is cut at a time.  A tensor that has the letter is a shard.  An argument that lacks it
+is whole on each device, and its gradient is a partial sum.  A result without it is a partial sum.
+Every call can also run replicated.  A function without a rule runs only so; the plan names it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -24,47 +24,46 @@ from penstock.costs.counting.opaque_modules import OPAQUE
 from .layouts import I, Layout, P, R, S, Shape, State
 
 LETTERS = "abcdefghijlmopqrstuvwxyz"
+"""Names of dimensions; k and n are left to products: the sum's dimension and the columns."""
 WHOLE = "."
-"""A dimension that is not cut: of length 1 where others are longer, or needed whole."""
+"""A dimension that is not cut: it has length 1 where others are longer, or is needed whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What may be cut in a call: letters for each dimension of what it takes and gives.
-
-    A result is linear in all that it takes together if `is_linear`: of partial sums it gives
-    partial sums.  `bias` is the place of what is added to a product.  `pieces` says of letters how
-    long the pieces are, of the first tensor that has one, which are not cut; 1 otherwise.
-    """
+    """The letters of each dimension of a call's arguments and results."""
 
     takes: tuple[str, ...]
+    """Letters of each argument."""
     gives: tuple[str, ...]
+    """Letters of each result."""
     is_linear: bool = False
+    """True where partial sums of all arguments together give partial sums."""
     bias: int | None = None
+    """The place of the argument that is added to a product."""
     pieces: tuple[tuple[str, int], ...] = ()
+    """Letters whose slices are multiples of a length, with that length; 1 for all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to divide a call along an axis: a state for each tensor it takes and gives.
-
-    `cut` is the letter that is cut; "" where all devices do the same.  Slices of the first tensor
-    that has it are multiples of `piece` long.
-    """
+    """One way to divide a call along an axis: a state for each argument and result."""
 
     takes: tuple[State, ...]
     gives: tuple[State, ...]
     cut: str = ""
+    """The letter that is cut; "" where the call is replicated."""
     piece: int = 1
+    """Slices of the first tensor with the letter are multiples of this length."""
 
 
 ALIKE = Choice((), ())
-"""All devices do the same, of a call that is in no plan."""
+"""The choice of a call that is in no plan: it runs replicated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A call with the shapes of its tensors, as rules look at it."""
+    """A call with the shapes of its arguments and results."""
 
     call: Call
     takes: tuple[Shape, ...]
@@ -72,7 +71,7 @@ class Seen:
 
     @classmethod
     def of(cls, graph: Graph, call: Call) -> "Seen":
-        """Look a call's shapes up."""
+        """Look up the shapes of a call."""
         tensors = graph.tensors
         takes, gives = (tuple(tensors[n].shape for n in x) for x in (call.takes, call.gives))
         return cls(call, takes, gives)
@@ -81,13 +80,17 @@ class Seen:
         """Return an argument that may be given by its place or by its name."""
         return self.call.argument(place, name, default)
 
+    def dim(self, place: int, default: int | None = None) -> Any:
+        """Return the argument `dim`, which torch also takes as `axis`."""
+        return self.argument(place, "dim", dict(self.call.options).get("axis", default))
+
 
 FindRule = Callable[[Seen], Rule | None]
 _RULES: dict[str, FindRule] = {}
 
 
 def rule(*names: str) -> Callable[[FindRule], FindRule]:
-    """Register what finds the rule of functions with these names."""
+    """Register a function that finds the rule of the functions with these names."""
 
     def register(find: FindRule) -> FindRule:
         _RULES.update(dict.fromkeys(names, find))
@@ -98,10 +101,10 @@ def rule(*names: str) -> Callable[[FindRule], FindRule]:
 
 @lru_cache(maxsize=4096)
 def base_name(function: str) -> str:
-    """Return a function's name without where it lives, and without how it is spelled in code.
+    """Return a function's name without its module and its spelling as an operator.
 
-    torch.Tensor.__add__, torch.add and torch.Tensor.add_ are one; so are torch.rand_like and
-    torch.zeros_like, of which training may call one and evaluation the other.
+    torch.Tensor.__add__, torch.add and torch.Tensor.add_ have one name.  torch.rand_like and
+    torch.zeros_like have one, too: training may call the one and evaluation the other.
     """
     name = function.rpartition(".")[2]
     if name == "__get__":
@@ -131,17 +134,26 @@ _SPELLED = {
 
 @lru_cache(maxsize=1 << 14)
 def choices(seen: Seen, count: int) -> tuple[Choice, ...]:
-    """Return all ways to divide a call among `count` devices, those by all alike first."""
+    """Return all ways to divide a call among `count` devices, the replicated ones first."""
     num_takes, num_gives = len(seen.takes), len(seen.gives)
-    found = [Choice((state,) * num_takes, (state,) * num_gives) for state in (I, R)]
-    own = find(seen)
-    if own is None:
-        return tuple(found)
-    if own.is_linear and num_takes:
-        found.append(Choice((P,) * num_takes, (P,) * num_gives))
-    letters = dict.fromkeys("".join((*own.takes, *own.gives)).replace(WHOLE, ""))
-    found += [_cut(own, letter) for letter in letters]
-    return tuple(choice for choice in found if _is_enough(seen, (choice,), (count,)))
+    options = [Choice((state,) * num_takes, (state,) * num_gives) for state in (I, R)]
+    letters = find(seen)
+    if letters is None:
+        return tuple(options)
+    if letters.is_linear and num_takes:
+        options.append(Choice((P,) * num_takes, (P,) * num_gives))
+    names = dict.fromkeys("".join((*letters.takes, *letters.gives)).replace(WHOLE, ""))
+    options += [_cut(letters, name) for name in names]
+    return tuple(choice for choice in options if _is_enough(seen, (choice,), (count,)))
+
+
+def _cut(letters: Rule, name: str) -> Choice:
+    """Return the choice that cuts a call along one letter."""
+    gives = tuple(S(result.index(name)) if name in result else P for result in letters.gives)
+    takes: list[State] = [S(own.index(name)) if name in own else R for own in letters.takes]
+    if letters.bias is not None and name not in letters.takes[letters.bias] and P in gives:
+        takes[letters.bias] = P
+    return Choice(tuple(takes), gives, name, dict(letters.pieces).get(name, 1))
 
 
 def divisions(seen: Seen, mesh: Sequence[int]) -> tuple[tuple[Choice, ...], ...]:
@@ -152,13 +164,13 @@ def divisions(seen: Seen, mesh: Sequence[int]) -> tuple[tuple[Choice, ...], ...]
 def together(
     seen: Seen, by_axis: Sequence[Sequence[Choice]], mesh: tuple[int, ...]
 ) -> list[tuple[Choice, ...]]:
-    """Return a choice for each axis, in all ways that leave each device something."""
-    return [own for own in product(*by_axis) if _is_enough(seen, own, mesh)]
+    """Return all combinations of a choice per axis that leave each device something."""
+    return [combined for combined in product(*by_axis) if _is_enough(seen, combined, mesh)]
 
 
 @lru_cache(maxsize=1 << 16)
 def fits(shape: Shape, layout: Layout, mesh: tuple[int, ...]) -> bool:
-    """Tell whether each device gets something of a tensor: of one without elements, when whole."""
+    """Tell whether each device gets a part of a tensor; an empty tensor has to be whole."""
     return all(
         max(length, 1)
         >= prod(n for n, s in zip(mesh, layout, strict=True) if isinstance(s, S) and s.dim == d)
@@ -166,24 +178,26 @@ def fits(shape: Shape, layout: Layout, mesh: tuple[int, ...]) -> bool:
     )
 
 
-def _is_enough(seen: Seen, own: Sequence[Choice], mesh: tuple[int, ...]) -> bool:
-    """Tell whether each device gets something of what is cut."""
-    takes = zip(seen.takes, zip(*(choice.takes for choice in own), strict=True), strict=True)
-    gives = zip(seen.gives, zip(*(choice.gives for choice in own), strict=True), strict=True)
+def _is_enough(seen: Seen, by_axis: Sequence[Choice], mesh: tuple[int, ...]) -> bool:
+    """Tell whether each device gets at least one piece of each dimension that is cut."""
+    takes = zip(seen.takes, zip(*(choice.takes for choice in by_axis), strict=True), strict=True)
+    gives = zip(seen.gives, zip(*(choice.gives for choice in by_axis), strict=True), strict=True)
     tensors = [*takes, *gives]
     if not all(fits(shape, layout, mesh) for shape, layout in tensors):
         return False
-    for axis, choice in enumerate(own):
-        parts = prod(n for n, other in zip(mesh, own, strict=True) if other.cut == choice.cut)
-        cut = (shape[x.dim] for shape, layout in tensors if isinstance(x := layout[axis], S))
-        if next(cut, parts * choice.piece) < parts * choice.piece:
+    for axis, choice in enumerate(by_axis):
+        # axes that cut the same letter divide its slices further
+        parts = prod(n for n, other in zip(mesh, by_axis, strict=True) if other.cut == choice.cut)
+        lengths = (shape[x.dim] for shape, layout in tensors if isinstance(x := layout[axis], S))
+        if next(lengths, parts * choice.piece) < parts * choice.piece:
             return False
     return True
 
 
 def find(seen: Seen) -> Rule | None:
-    """Return the rule of a call; None where there is none, or it is given one tensor twice: rules
-    speak of tensors that differ.
+    """Return the rule of a call; None where there is none, or one tensor is given twice.
+
+    Rules speak of tensors that differ.
     """
     if len(seen.call.uses) > len(seen.takes):
         return None
@@ -194,138 +208,116 @@ def find(seen: Seen) -> Rule | None:
     return None if finder is None else finder(seen)
 
 
-def _cut(own: Rule, letter: str) -> Choice:
-    gives = tuple(S(name.index(letter)) if letter in name else P for name in own.gives)
-    takes: list[State] = [S(name.index(letter)) if letter in name else R for name in own.takes]
-    if own.bias is not None and letter not in own.takes[own.bias] and P in gives:
-        takes[own.bias] = P
-    return Choice(tuple(takes), gives, letter, dict(own.pieces).get(letter, 1))
-
-
-# -- the rules ------------------------------------------------------------------------------------
-
-
-def _letters(count: int) -> str:
-    return LETTERS[:count]
-
-
-def _broadcast(seen: Seen) -> Rule:
-    """Name the dimensions of what is combined element by element."""
-    (result,) = {*seen.gives}
-    letters = _letters(len(result))
-    takes = []
-    for shape in seen.takes:
-        ends = letters[len(letters) - len(shape) :]
-        pairs = zip(ends, shape, result[len(result) - len(shape) :], strict=True)
-        takes.append("".join(x if own == full else WHOLE for x, own, full in pairs))
-    return Rule(takes=tuple(takes), gives=(letters,) * len(seen.gives))
-
-
-@rule(
-    *("gelu", "relu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "pow", "abs"),
-    *("where", "lt", "gt", "le", "ge", "eq", "ne", "clamp", "square", "softplus", "erf"),
-    *("masked_fill", "float", "long", "bool", "half", "bfloat16", "double"),
-)
-def elementwise(seen: Seen) -> Rule:
-    """Find the rule of what is done to each element alike, and is not linear."""
-    return _broadcast(seen)
-
-
-@rule("add", "sub")
-def _sum(seen: Seen) -> Rule:
-    own = _broadcast(seen)
-    is_linear = len(seen.takes) == 2 and len(set(seen.takes)) == 1
-    return Rule(takes=own.takes, gives=own.gives, is_linear=is_linear)
-
-
-@rule("mul", "div")
-def _product(seen: Seen) -> Rule:
-    """Scaling by a number is linear; a number divided by a tensor is not, nor what is rounded."""
-    own, call = _broadcast(seen), seen.call
-    divides = "rtruediv" in call.function or "rdiv" in call.function
-    starts = isinstance(call.arguments[0], Ref) if call.arguments else False
-    is_scaled = len(seen.takes) == 1 and starts and not divides and not call.options
-    return Rule(takes=own.takes, gives=own.gives, is_linear=is_scaled)
-
-
-@rule("neg", "contiguous", "clone", "dropout")
-def _one_linear(seen: Seen) -> Rule:
-    letters = _letters(len(seen.takes[0]))
-    return Rule(takes=(letters,), gives=(letters,), is_linear=True)
-
-
-@rule("linear")
-def _linear(seen: Seen) -> Rule:
-    rows = _letters(len(seen.takes[0]) - 1)
-    takes = (f"{rows}k", "nk", "n")[: len(seen.takes)]
-    bias = 2 if len(takes) == 3 else None
-    return Rule(takes=takes, gives=(f"{rows}n",), bias=bias)
-
-
-@rule("layer_norm", "rms_norm")
-def _norm(seen: Seen) -> Rule:
-    shape, normal = seen.takes[0], seen.argument(1, "normalized_shape")
-    letters = _letters(len(shape) - len(normal)) + WHOLE * len(normal)
-    rest = tuple(WHOLE * len(other) for other in seen.takes[1:])
-    return Rule(takes=(letters, *rest), gives=(letters,))
-
-
-@rule("transpose")
-def _transpose(seen: Seen) -> Rule:
-    letters = list(_letters(len(seen.takes[0])))
-    one, other = seen.argument(1, "dim0"), seen.argument(2, "dim1")
-    before = "".join(letters)
-    letters[one], letters[other] = letters[other], letters[one]
-    return Rule(takes=(before,), gives=("".join(letters),), is_linear=True)
-
-
-@rule("permute")
-def _permute(seen: Seen) -> Rule:
-    letters = _letters(len(seen.takes[0]))
-    dims = seen.argument(1, "dims")
-    dims = dims if isinstance(dims, tuple) else seen.call.arguments[1:]
-    return Rule(takes=(letters,), gives=("".join(letters[d] for d in dims),), is_linear=True)
-
-
-@rule("unsqueeze")
-def _unsqueeze(seen: Seen) -> Rule:
-    letters, dims = _letters(len(seen.takes[0])), len(seen.gives[0])
-    dim = seen.argument(1, "dim") % dims
-    return Rule(takes=(letters,), gives=(letters[:dim] + WHOLE + letters[dim:],), is_linear=True)
-
-
-@rule("view", "reshape", "flatten", "unflatten")
-def _view(seen: Seen) -> Rule | None:
-    """Only the first dimension of a group that is merged or divided keeps its slices whole; the
-    same bits as another type are no such view.
-    """
-    if isinstance(seen.argument(1, "dtype"), str):
-        return None
-    takes, gives = _grouped(seen.takes[0], seen.gives[0])
-    return Rule(takes=(takes,), gives=(gives,), is_linear=True)
-
-
-def _grouped(before: Shape, after: Shape) -> tuple[str, str]:
-    takes, gives = [WHOLE] * len(before), [WHOLE] * len(after)
-    for letter, (i, j) in zip(LETTERS, _group_starts(before, after), strict=False):
-        takes[i] = gives[j] = letter
-    return "".join(takes), "".join(gives)
-
-
-def _group_starts(before: Shape, after: Shape) -> Iterator[tuple[int, int]]:
-    """Yield where groups of dimensions begin that hold the same elements, before and after."""
-    i = j = 0
-    while i < len(before) and j < len(after):
-        yield i, j
-        ends = i + 1, j + 1
-        while prod(before[i : ends[0]]) != prod(after[j : ends[1]]):
-            if prod(before[i : ends[0]]) < prod(after[j : ends[1]]):
-                ends = ends[0] + 1, ends[1]
-            else:
-                ends = ends[0], ends[1] + 1
-        i, j = ends
-
-
 def unknown(calls: Sequence[Seen]) -> list[str]:
     """Return the names of functions without a rule, in order of first sight."""
     return list(dict.fromkeys(s.call.function for s in calls if s.takes and find(s) is None))
+
+
+# -- rules in letters -----------------------------------------------------------------------------
+
+
+def spelled(names: str, notation: str, *, is_linear: bool = False) -> None:
+    """Register one notation of letters, as `spell` reads it, for functions with these names."""
+    rule(*names.split())(partial(spell, notation=notation, is_linear=is_linear))
+
+
+def spell(
+    seen: Seen,
+    notation: str,
+    *,
+    pieces: tuple[tuple[str, int], ...] = (),
+    is_linear: bool = False,
+) -> Rule | None:
+    """Return the rule that a notation says; None where the call has other tensors as arguments.
+
+        "input *k, weight nk, +bias n -> *n"
+
+    The notation has the arguments in the order of the signature; those with letters are tensors.
+    `*` stands for the leading dimensions of the first tensor, `_` for its others, which are whole.
+    `+` marks the argument that is added to a product.
+    """
+    arguments, _, gives = notation.partition("->")
+    shapes = dict(zip(seen.call.takes, seen.takes, strict=True))
+    takes: dict[int, str] = {}
+    bias = None
+    rest = 0
+    for place, argument in enumerate(arguments.split(",")):
+        name, has_letters, letters = argument.lstrip().partition(" ")
+        value = seen.argument(place, name.lstrip("+"))
+        if not has_letters or not isinstance(value, Ref):
+            continue
+        letters = letters.strip()
+        if place == 0:
+            rest = len(shapes[value.tensor]) - len(letters.replace("*", "").replace("_", ""))
+        if name.startswith("+"):
+            bias = seen.call.takes.index(value.tensor)
+        takes[value.tensor] = _unfolded(letters, rest)
+    if takes.keys() != shapes.keys():
+        return None
+    return Rule(
+        takes=tuple(takes[tensor] for tensor in shapes),
+        gives=(_unfolded(gives.strip(), rest),) * len(seen.gives),
+        bias=bias,
+        pieces=pieces,
+        is_linear=is_linear,
+    )
+
+
+def _unfolded(letters: str, rest: int) -> str:
+    return letters.replace("*", LETTERS[:rest]).replace("_", WHOLE * rest)
+
+
+def named(shape: Shape, whole: Collection[int] = (), instead: str = WHOLE) -> str:
+    """Name all dimensions but those that are needed whole, which are called `instead`."""
+    letters = LETTERS[: len(shape)]
+    return "".join(instead if d in whole else x for d, x in enumerate(letters))
+
+
+def ends(shape: Shape, letters: str, result: Shape) -> str:
+    """Name the dimensions of a tensor that broadcasts to `result`, whose names are `letters`."""
+    first = len(result) - len(shape)
+    lengths = zip(shape, result[first:], letters[first:], strict=True)
+    return "".join(x if length == full else WHOLE for length, full, x in lengths)
+
+
+# -- element by element ---------------------------------------------------------------------------
+
+
+def elementwise(seen: Seen) -> Rule:
+    """Return the rule of a function that broadcasts its arguments and treats elements alike."""
+    (result,) = {*seen.gives}
+    letters = named(result)
+    takes = tuple(ends(shape, letters, result) for shape in seen.takes)
+    return Rule(takes=takes, gives=(letters,) * len(seen.gives))
+
+
+rule(
+    *("gelu", "relu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "pow", "abs"),
+    *("where", "lt", "gt", "le", "ge", "eq", "ne", "clamp", "square", "softplus", "erf"),
+    *("masked_fill", "float", "long", "bool", "half", "bfloat16", "double", "int", "short"),
+    *("exp2", "log2", "and", "or", "xor", "invert", "isinf", "isnan", "isfinite", "nan_to_num"),
+    *("rsub", "rpow", "floordiv", "floor_divide", "mod", "remainder", "fmod", "made_like"),
+    *("hardtanh", "relu6", "leaky_relu", "elu", "selu", "celu", "hardswish", "hardsigmoid"),
+    *("mish", "logsigmoid", "softsign", "threshold", "maximum", "minimum", "sign", "sin", "cos"),
+    *("log1p", "expm1", "reciprocal", "floor", "ceil", "round", "logical_and", "logical_or"),
+    *("logical_not",),
+)(elementwise)
+
+
+@rule("add", "sub", "mul", "div")
+def _arithmetic(seen: Seen) -> Rule:
+    """Sums of tensors of one shape are linear, and so is scaling by a number.
+
+    A number divided by a tensor is not linear, nor is a quotient that is rounded.
+    """
+    call = seen.call
+    if base_name(call.function) in ("add", "sub"):
+        is_linear = len(seen.takes) == 2 and len(set(seen.takes)) == 1
+    else:
+        divides = "rtruediv" in call.function or "rdiv" in call.function
+        starts = isinstance(call.arguments[0], Ref) if call.arguments else False
+        is_linear = len(seen.takes) == 1 and starts and not divides and not call.options
+    return replace(elementwise(seen), is_linear=is_linear)
+
+
+spelled("neg contiguous clone dropout detach positive", "input * -> *", is_linear=True)

@@ -1,41 +1,37 @@
-"""Rules of what language models are made of: attention, products, selection and experts."""
+"""Rules of products, of attention, of functions along a dimension and of changes of shape.
 
-from collections.abc import Collection, Iterator, Sequence
+linear        "*k, nk, n -> *n"
+matmul        "*yk, *kn -> *yn"     with broadcast dimensions before
+"""
+
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
-
-from penstock.costs.counting.graph import Ref
+from math import prod
 
 from .layouts import Shape
-from .rules import LETTERS, WHOLE, Rule, Seen, base_name, elementwise, rule
-from .rules_vision import reduced
+from .rules import (
+    LETTERS,
+    WHOLE,
+    Rule,
+    Seen,
+    base_name,
+    elementwise,
+    ends,
+    named,
+    rule,
+    spelled,
+)
 
-
-def _named(shape: Shape, whole: Collection[int] = ()) -> str:
-    """Name all dimensions but those that are needed whole."""
-    return "".join(WHOLE if d in whole else x for d, x in enumerate(LETTERS[: len(shape)]))
-
-
-def _ends(shape: Shape, letters: str, result: Shape) -> str:
-    """Name the dimensions of what broadcasts to `result`, whose names are `letters`."""
-    first = len(result) - len(shape)
-    rest = zip(shape, result[first:], letters[first:], strict=True)
-    return "".join(x if own == full else WHOLE for own, full, x in rest)
+spelled("linear", "input *k, weight nk, +bias n -> *n")
+spelled("tril triu", "input *.. -> *..", is_linear=True)
 
 
 # -- element by element ---------------------------------------------------------------------------
 
 
-rule(
-    *("exp2", "log2", "and", "or", "xor", "invert", "isinf", "isnan", "isfinite", "nan_to_num"),
-    *("rsub", "rpow", "floordiv", "floor_divide", "mod", "remainder", "fmod"),
-    *("made_like", "int", "short"),
-)(elementwise)
-
-
 @rule("new_zeros", "new_ones", "new_full", "new_empty")
 def _made(seen: Seen) -> Rule | None:
-    """Cut what is made as the tensor that it is made beside, along dimensions that are as long."""
+    """Cut a new tensor as the one it is made beside, along dimensions of equal length."""
     (beside, *others), (result,) = seen.takes, seen.gives
     if others:
         return None
@@ -45,18 +41,14 @@ def _made(seen: Seen) -> Rule | None:
     return Rule(takes=(takes,), gives=(gives,))
 
 
-@rule("to", "type_as", "type")
-def _as_type(seen: Seen) -> Rule:
-    """What is given beside a tensor only says which type."""
+@rule("to", "type_as", "type", "layer_norm", "rms_norm")
+def _of_first(seen: Seen) -> Rule:
+    """Cut the first tensor only; a norm keeps whole the dimensions that it looks at together."""
     tensor, *others = seen.takes
-    rest = tuple(WHOLE * len(shape) for shape in others)
-    return Rule(takes=(_named(tensor), *rest), gives=(_named(tensor),))
-
-
-@rule("detach", "positive")
-def _same(seen: Seen) -> Rule:
-    letters = _named(seen.takes[0])
-    return Rule(takes=(letters,), gives=(letters,), is_linear=True)
+    is_norm = base_name(seen.call.function).endswith("norm")
+    normal = len(seen.argument(1, "normalized_shape")) if is_norm else 0
+    letters = named(tensor, range(len(tensor) - normal, len(tensor)))
+    return Rule(takes=(letters, *(WHOLE * len(shape) for shape in others)), gives=(letters,))
 
 
 # -- products -------------------------------------------------------------------------------------
@@ -68,34 +60,34 @@ def _matmul(seen: Seen) -> Rule | None:
 
 
 def _product(factors: Sequence[Shape], result: Shape) -> Rule | None:
-    """Name rows y, columns n and what is summed over k; a vector has neither rows nor columns."""
+    """Name rows y, columns n and the sum's dimension k; a vector has neither rows nor columns."""
     if len(factors) != 2:
         return None
     left, right = factors
     outer = "y" * (len(left) > 1) + "n" * (len(right) > 1)
     batch = result[: len(result) - len(outer)]
-    letters = _named(batch)
+    letters = named(batch)
     takes = (
-        _ends(left[:-2], letters, batch) + "yk"[-min(2, len(left)) :],
-        _ends(right[:-2], letters, batch) + "kn"[: len(right)],
+        ends(left[:-2], letters, batch) + "yk"[-min(2, len(left)) :],
+        ends(right[:-2], letters, batch) + "kn"[: len(right)],
     )
     return Rule(takes=takes, gives=(letters + outer,))
 
 
 @rule("addmm", "baddbmm", "addmv")
 def _added_product(seen: Seen) -> Rule | None:
-    """What is added is a part of the sum only once where k is cut."""
+    """Treat the added tensor as a bias: one partial sum of a cut along k contains it."""
     added, *factors = seen.takes
-    found = _product(factors, seen.gives[0])
-    if found is None:
+    product = _product(factors, seen.gives[0])
+    if product is None:
         return None
-    takes = (_ends(added, found.gives[0], seen.gives[0]), *found.takes)
-    return Rule(takes=takes, gives=found.gives, bias=0)
+    takes = (ends(added, product.gives[0], seen.gives[0]), *product.takes)
+    return Rule(takes=takes, gives=product.gives, bias=0)
 
 
 @rule("einsum")
 def _einsum(seen: Seen) -> Rule | None:
-    """Take the letters of the equation, but not those of a diagonal."""
+    """Take the letters of the equation; a diagonal is whole."""
     equation = seen.argument(0, "equation")
     if not isinstance(equation, str):
         return None
@@ -105,17 +97,20 @@ def _einsum(seen: Seen) -> Rule | None:
         return None
     if "->" not in equation:
         result = "".join(sorted(x for x in {*given} - {","} if given.count(x) == 1))
+    # letters for the dimensions of an ellipsis, aligned at its end as in a broadcast
     dots = "".join(x for x in LETTERS if x not in equation)
     most = max(len(x) - len(p.replace("...", "")) for x, p in zip(seen.takes, parts, strict=True))
     dots = dots[:most]
     takes = [_spelled(p, dots, len(x)) for p, x in zip(parts, seen.takes, strict=True)]
+    # a dimension of length 1 that is broadcast is whole
     lengths: dict[str, int] = {}
     for letter, length in chain(*map(zip, takes, seen.takes)):
         lengths[letter] = max(length, lengths.get(letter, 0))
     diagonal = {x for part in takes for x in part if part.count(x) > 1}
-    own = (zip(part, shape, strict=True) for part, shape in zip(takes, seen.takes, strict=True))
+    pairs = (zip(part, shape, strict=True) for part, shape in zip(takes, seen.takes, strict=True))
     names = tuple(
-        "".join(WHOLE if x in diagonal or n != lengths[x] else x for x, n in part) for part in own
+        "".join(WHOLE if x in diagonal or n != lengths[x] else x for x, n in part)
+        for part in pairs
     )
     gives = _spelled(result, dots, len(seen.gives[0]))
     return Rule(takes=names, gives=("".join(WHOLE if x in diagonal else x for x in gives),))
@@ -132,214 +127,184 @@ def _spelled(part: str, dots: str, dims: int) -> str:
 
 @rule("scaled_dot_product_attention")
 def _attention(seen: Seen) -> Rule | None:
-    """Cut sequences, heads, and positions that look where they are not counted.
+    """Cut sequences, heads, and the positions of queries, unless the mask is causal.
 
-    Heads that are looked at in groups are cut along the groups.
+    Grouped heads are cut along the groups.
     """
     query, key, value, *masks = seen.takes
     result = seen.gives[0]
     batch = result[:-2]
-    letters = _named(batch)
+    letters = named(batch)
     row = WHOLE if seen.argument(5, "is_causal", default=False) else "y"
-    takes = [_ends(query[:-2], letters, batch) + row + WHOLE]
+    takes = [ends(query[:-2], letters, batch) + row + WHOLE]
     for shape in (key, value):
-        own = _ends(shape[:-2], letters, batch)
+        own = ends(shape[:-2], letters, batch)
         if seen.argument(7, "enable_gqa", default=False) and shape[-3] > 1:
             own = own[:-1] + letters[-1]
         takes.append(own + WHOLE * 2)
     for mask in masks:
-        takes.append(_ends(mask, f"{letters}{row}{WHOLE}", (*query[:-1], key[-2])))
+        takes.append(ends(mask, f"{letters}{row}{WHOLE}", (*query[:-1], key[-2])))
     return Rule(takes=tuple(takes), gives=(f"{letters}{row}{WHOLE}",))
 
 
 # -- along a dimension ----------------------------------------------------------------------------
 
+_JOINS = ("cat", "concat", "concatenate")
+_SPLITS = ("chunk", "split", "tensor_split", "split_with_sizes")
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "softmax", "log_softmax", "argsort", "sort"), (1, -1)),
     **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
-    "narrow": (1, 0),
+    **dict.fromkeys(("narrow", *_JOINS), (1, 0)),
+    **dict.fromkeys(_SPLITS, (2, 0)),
+    "normalize": (2, 1),
 }
-"""Where functions are told the dimension along which they work, and which it is otherwise."""
-_LINEAR = ("cumsum", "narrow")
+"""The place of the argument `dim` of functions that work along a dimension, and its default."""
+_LINEAR = ("cumsum", "narrow", *_JOINS, *_SPLITS)
 
 
 @rule(*_ALONG)
 def _along(seen: Seen) -> Rule | None:
-    """Keep whole what is looked at together: the others are cut in all results alike."""
-    dims = len(seen.takes[0])
+    """Keep whole the dimension along which a function works; cut the others alike."""
+    num_dims = len(seen.takes[0])
     place, default = _ALONG[base_name(seen.call.function)]
-    dim = seen.argument(place, "dim", default)
-    if not isinstance(dim, int) or not dims:
+    dim = seen.dim(place, default)
+    is_ragged = len({len(shape) for shape in seen.takes}) != 1  # `cat` leaves out empty ones
+    if not isinstance(dim, int) or not num_dims or is_ragged:
         return None
-    letters = _named(seen.takes[0], [dim % dims])
-    is_linear = base_name(seen.call.function) in _LINEAR
-    return Rule(takes=(letters,), gives=(letters,) * len(seen.gives), is_linear=is_linear)
-
-
-@rule("select")
-def _without_one(seen: Seen) -> Rule:
-    dim = seen.argument(1, "dim", 0) % len(seen.takes[0])
-    letters = _named(seen.takes[0], [dim])
-    gives = (letters[:dim] + letters[dim + 1 :],) * len(seen.gives)
-    return Rule(takes=(letters,), gives=gives, is_linear=True)
-
-
-@rule("argmax", "argmin", "max", "min", "count_nonzero", "median")
-def _chosen(seen: Seen) -> Rule | None:
-    """Of one tensor, along a dimension or of all; of two, element by element."""
-    if len(seen.takes) > 1:
-        return elementwise(seen)
-    return reduced(seen, cuts_reduced=False)
-
-
-@rule("one_hot")
-def _one_hot(seen: Seen) -> Rule:
-    letters = _named(seen.takes[0])
-    return Rule(takes=(letters,), gives=(letters + WHOLE,))
-
-
-@rule("tril", "triu")
-def _triangle(seen: Seen) -> Rule:
-    dims = len(seen.takes[0])
-    letters = _named(seen.takes[0], (dims - 2, dims - 1))
-    return Rule(takes=(letters,), gives=(letters,), is_linear=True)
-
-
-@rule("gather")
-def _gather(seen: Seen) -> Rule | None:
-    """Cut along the index's own dimension, too: each device looks into all of the other."""
-    if len(seen.takes) != 2:
-        return None
-    tensor, index = seen.takes
-    dim = seen.argument(1, "dim") % max(1, len(tensor))
-    whole = [d for d, (a, b) in enumerate(zip(tensor, index, strict=True)) if a != b and d != dim]
+    letters = named(seen.takes[0], [dim % num_dims])
     return Rule(
-        takes=(_named(tensor, [*whole, dim]), _named(index, whole)), gives=(_named(index, whole),)
+        takes=(letters,) * len(seen.takes),
+        gives=(letters,) * len(seen.gives),
+        is_linear=base_name(seen.call.function) in _LINEAR,
     )
 
 
-@rule("scatter", "scatter_add")
-def _scatter(seen: Seen) -> Rule | None:
-    tensor, *others = seen.takes
-    dim = seen.argument(1, "dim") % max(1, len(tensor))
-    lengths = list(zip(tensor, *others, strict=True))
-    letters = _named(tensor, [dim, *(d for d, own in enumerate(lengths) if len({*own}) > 1)])
-    return Rule(takes=(letters,) * len(seen.takes), gives=(letters,))
+_SUMS = ("sum", "mean")
+"""Reductions that give partial sums of a dimension that is cut; a mean, too."""
 
 
-@rule("index_select", "index_add", "index_copy")
-def _indexed(seen: Seen) -> Rule | None:
-    """What is selected may be cut along the index; what is added may not."""
-    tensor, index, *source = seen.takes
-    dim = seen.argument(1, "dim") % max(1, len(tensor))
-    letters = _named(tensor, [dim])
-    if source:
-        return Rule(takes=(letters, WHOLE, letters), gives=(letters,))
-    gives = letters[:dim] + "y" + letters[dim + 1 :]
-    return Rule(takes=(letters, "y"[: len(index)]), gives=(gives,)) if index else None
+@rule(
+    *(*_SUMS, "amax", "amin", "var", "std", "logsumexp", "prod", "all", "any"),
+    *("argmax", "argmin", "max", "min", "count_nonzero", "median"),
+)
+def _reduced(seen: Seen) -> Rule:
+    """Reduce one tensor along some dimensions, or along all; `max` of two is elementwise."""
+    if len(seen.takes) > 1:
+        return elementwise(seen)
+    dims = seen.dim(1)
+    dims = None if isinstance(dims, bool) else dims  # of another argument of `var`
+    dims = dims if isinstance(dims, tuple) else tuple(d for d in (dims,) if d is not None)
+    shape = seen.takes[0]
+    reduced = {d % len(shape) for d in dims or range(len(shape))} if shape else set[int]()
+    is_sum = base_name(seen.call.function) in _SUMS
+    gives = named(shape, reduced, WHOLE if len(seen.gives[0]) == len(shape) else "")
+    return Rule(
+        takes=(named(shape, () if is_sum else reduced),),
+        gives=(gives,) * len(seen.gives),
+        is_linear=is_sum,
+    )
 
 
 # -- shapes ---------------------------------------------------------------------------------------
 
 
+@rule("transpose", "swapaxes", "permute", "T", "t", "mT")
+def _permuted(seen: Seen) -> Rule | None:
+    letters = named(seen.takes[0])
+    order = list(range(len(letters)))
+    match base_name(seen.call.function):
+        case "permute":
+            dims = seen.argument(1, "dims")
+            order = [*(dims if isinstance(dims, tuple) else seen.call.arguments[1:])]
+        case "transpose":
+            one, other = seen.argument(1, "dim0"), seen.argument(2, "dim1")
+            order[one], order[other] = order[other], order[one]
+        case _ if len(order) == 2 or (len(order) > 2 and ".mT." in seen.call.function):
+            order[-2:] = order[:-3:-1]
+        case _:
+            return None
+    gives = "".join(letters[dim] for dim in order)
+    return Rule(takes=(letters,), gives=(gives,), is_linear=True)
+
+
+@rule("unsqueeze", "stack", "unbind")
+def _one_dimension_more(seen: Seen) -> Rule:
+    """One side of the call has a dimension that the other lacks; it is whole."""
+    adds = base_name(seen.call.function) != "unbind"
+    most = len(seen.takes[0]) + adds
+    dim = seen.dim(1, 0) % most
+    letters = LETTERS[: most - 1]
+    longer = letters[:dim] + WHOLE + letters[dim:]
+    takes, gives = (letters, longer) if adds else (longer, letters)
+    return Rule(takes=(takes,) * len(seen.takes), gives=(gives,) * len(seen.gives), is_linear=True)
+
+
+@rule("select", "squeeze")
+def _one_dimension_less(seen: Seen) -> Rule | None:
+    """A dimension that is removed, or may be, is not cut: `squeeze` removes slices of length 1."""
+    shape, dim = seen.takes[0], seen.dim(1)
+    if not isinstance(dim, int):
+        return None
+    dim %= len(shape)
+    takes = named(shape, [dim])
+    is_removed = base_name(seen.call.function) == "select" or shape[dim] == 1
+    gives = takes[:dim] + takes[dim + 1 :] if is_removed else takes
+    return Rule(takes=(takes,), gives=(gives,) * len(seen.gives), is_linear=True)
+
+
+@rule("view", "reshape", "flatten", "unflatten")
+def _view(seen: Seen) -> Rule | None:
+    """Cut the first dimension of each group that is merged or divided.
+
+        (4, 6, 8) -> (24, 8)    "a.b -> ab"    slices of a stay slices; those of `.` would not
+
+    A view of the same bits as another type has no rule.
+    """
+    if isinstance(seen.argument(1, "dtype"), str):
+        return None
+    before, after = seen.takes[0], seen.gives[0]
+    takes, gives = [WHOLE] * len(before), [WHOLE] * len(after)
+    for letter, (i, j) in zip(LETTERS, _group_starts(before, after), strict=False):
+        takes[i] = gives[j] = letter
+    return Rule(takes=("".join(takes),), gives=("".join(gives),), is_linear=True)
+
+
+def _group_starts(before: Shape, after: Shape) -> Iterator[tuple[int, int]]:
+    """Yield the places, before and after, where groups of dimensions with equal elements begin."""
+    i = j = 0
+    while i < len(before) and j < len(after):
+        yield i, j
+        stops = i + 1, j + 1
+        while (sizes := (prod(before[i : stops[0]]), prod(after[j : stops[1]])))[0] != sizes[1]:
+            is_behind = sizes[0] < sizes[1]
+            stops = stops[0] + is_behind, stops[1] + (not is_behind)
+        i, j = stops
+
+
 @rule("expand", "broadcast_to", "expand_as")
 def _expand(seen: Seen) -> Rule:
     result = seen.gives[0]
-    letters = _named(result)
+    letters = named(result)
     others = (letters,) * (len(seen.takes) - 1)
     is_linear = not others
-    takes = (_ends(seen.takes[0], letters, result), *others)
+    takes = (ends(seen.takes[0], letters, result), *others)
     return Rule(takes=takes, gives=(letters,), is_linear=is_linear)
 
 
 @rule("repeat")
 def _repeat(seen: Seen) -> Rule:
-    """What is repeated stays whole."""
+    """Keep repeated dimensions whole."""
     times = seen.argument(1, "repeats")
     times = times if isinstance(times, tuple) else seen.call.arguments[1:]
     new = len(times) - len(seen.takes[0])
-    letters = _named(seen.gives[0], [d for d, n in enumerate(times) if d < new or n != 1])
+    letters = named(seen.gives[0], [d for d, n in enumerate(times) if d < new or n != 1])
     return Rule(takes=(letters[new:],), gives=(letters,), is_linear=True)
 
 
 @rule("repeat_interleave")
 def _repeat_interleave(seen: Seen) -> Rule | None:
     """Slices of what is repeated element by element are as many times longer."""
-    times, dim = seen.argument(1, "repeats"), seen.argument(2, "dim")
+    times, dim = seen.argument(1, "repeats"), seen.dim(2)
     if not isinstance(times, int) or not isinstance(dim, int) or len(seen.takes) > 1:
         return None
-    return Rule(takes=(_named(seen.takes[0]),), gives=(_named(seen.takes[0]),), is_linear=True)
-
-
-@rule("squeeze")
-def _squeeze(seen: Seen) -> Rule | None:
-    """A dimension that may be gone is not cut: a slice of length 1 would be gone, too."""
-    shape, dim = seen.takes[0], seen.argument(1, "dim")
-    if not isinstance(dim, int):
-        return None
-    dim %= len(shape)
-    takes = _named(shape, [dim])
-    gives = takes if shape[dim] != 1 else takes[:dim] + takes[dim + 1 :]
-    return Rule(takes=(takes,), gives=(gives,), is_linear=True)
-
-
-@rule("T", "t", "mT")
-def _transposed(seen: Seen) -> Rule | None:
-    letters = _named(seen.takes[0])
-    if len(letters) != 2 and (len(letters) < 2 or ".mT." not in seen.call.function):
-        return None
-    gives = letters[:-2] + letters[:-3:-1]
-    return Rule(takes=(letters,), gives=(gives,), is_linear=True)
-
-
-# -- indices --------------------------------------------------------------------------------------
-
-_EVERY = "slice(None, None, None)"
-
-
-@rule("getitem")
-def _getitem(seen: Seen) -> Rule | None:
-    """Dimensions that are taken whole keep their slices; indices that are tensors may be cut."""
-    index = seen.argument(1, "index")
-    parts = _per_dimension(index if isinstance(index, tuple) else (index,), len(seen.takes[0]))
-    if any(isinstance(part, tuple | bool) for part in parts):
-        return None
-    shapes = dict(zip(seen.call.takes, seen.takes, strict=True))
-    indices = [shapes[part.tensor] for part in parts if isinstance(part, Ref)]
-    takes, gives = "", list[str]()
-    places = list[int]()
-    letters = iter(LETTERS)
-    for part in parts:
-        name = next(letters) if part == _EVERY else WHOLE
-        takes += "" if part is None else name
-        if isinstance(part, Ref):
-            places.append(len(gives))
-        elif not isinstance(part, int):
-            gives.append(name)
-    own = _of_indices(indices, letters)
-    # several indices that do not stand together have their dimensions in front
-    at = places[0] if places and places == [places[0]] * len(places) else 0
-    gives[at:at] = own[0]
-    if len(gives) != len(seen.gives[0]):  # a list among the indices looks like several of them
-        return None
-    is_linear = len(seen.takes) == 1
-    return Rule(takes=(takes, *own[1]), gives=("".join(gives),), is_linear=is_linear)
-
-
-def _per_dimension(index: tuple[Any, ...], dims: int) -> list[Any]:
-    """Say of each dimension what is taken of it; None stands for a new one."""
-    used = sum(part is not None and part != "Ellipsis" for part in index)
-    rest = [_EVERY] * (dims - used)
-    found = list[Any]()
-    for part in index:
-        found += rest if part == "Ellipsis" else [part]
-    return found if "Ellipsis" in index else found + rest
-
-
-def _of_indices(shapes: Sequence[Shape], letters: Iterator[str]) -> tuple[str, list[str]]:
-    """Name the dimensions that indices bring together, and those of each."""
-    longest = max((len(shape) for shape in shapes), default=0)
-    padded = [(1,) * (longest - len(shape)) + shape for shape in shapes]
-    together = tuple(max(lengths) for lengths in zip(*padded, strict=True))
-    names = "".join(next(letters) for _ in together)
-    return names, [_ends(shape, names, together) for shape in shapes]
+    return Rule(takes=(named(seen.takes[0]),), gives=(named(seen.takes[0]),), is_linear=True)

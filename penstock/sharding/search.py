@@ -3,8 +3,8 @@
     layer 0 ──I──► block ──b──► block ──b──► block ──I──► head      b: each layout that a plan
                                                                      allows between two layers
 
-Layers that do the same between the same layouts are planned once.  The layouts between them are
-those of the shortest way through.
+Equal layers between equal layouts are planned once.  The shortest path through all layers decides
+the layouts between them.
 """
 
 from collections import Counter
@@ -36,32 +36,31 @@ Mesh = Sequence[int]
 
 
 class Cost(NamedTuple):
-    """Seconds of layers, and what is minimised: these and the price of the bytes that stay."""
+    """Seconds of layers, and the total to minimise: seconds plus the price of resident bytes."""
 
     total: float
     seconds: float
 
-    def and_then(self, other: "Cost") -> "Cost":
-        """Add up."""
-        return Cost(self.total + other.total, self.seconds + other.seconds)
-
 
 class Ranges(NamedTuple):
-    """What layers [first, end) cost as a stage: seconds of a micro-batch and of its forward; bytes
-    of weights, gradients and optimizer, and those that the optimizer moves once a step; and of a
-    micro-batch those that its graph keeps, and those that enter from layers before.
-    """
+    """Costs of layers [first, end) as a stage: arrays by [first, end]."""
 
     seconds: Any
+    """Seconds of a micro-batch."""
     forward_s: Any
+    """Seconds of its forward."""
     stays: Any
+    """Bytes of weights, gradients and optimizer state."""
     updates: Any
+    """Bytes that the optimizer reads and writes once a step."""
     keeps: Any
+    """Bytes of activations of a micro-batch."""
     enters: Any
+    """Bytes of a micro-batch that enter from earlier layers."""
 
 
 class _Sum(NamedTuple):
-    """What is minimised, and the entries of `Ranges` that are sums over layers."""
+    """The total to minimise, and the entries of `Ranges` that are sums over layers."""
 
     total: float
     seconds: float
@@ -72,7 +71,7 @@ class _Sum(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Plans of all layers of a stage, their seconds and the bytes that stay on a device."""
+    """Plans of all layers of a stage, their seconds and their bytes on a device."""
 
     seconds: float
     num_bytes: float
@@ -80,14 +79,16 @@ class _Found(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A stage: the numbers of its layers, the layouts of weights that are pinned, by number, and
-    the meshes of the stages before and after it, if there are some.
-    """
+    """A stage."""
 
     layers: Sequence[int]
+    """Numbers of its layers."""
     pins: Mapping[int, Layout] = {}
+    """Pinned layouts of weights, by number."""
     before: Mesh | None = None
+    """The mesh of the previous stage, if there is one."""
     after: Mesh | None = None
+    """The mesh of the next stage, if there is one."""
 
 
 class Search:
@@ -111,21 +112,25 @@ class Search:
         self._why_whole = cache(partial(why_whole, graph))
         beside = [layers[0] - 1, *layers, layers[-1] + 1]
         self._crossing = [self._between(a, b) for a, b in pairwise(beside)]
-        """What only the layers before and after each border have to do with, both ends too."""
+        """Tensors at each border, ends included, that only the layers beside it make and use."""
         self._around = part.before, part.after
         self._ends = [self._end(place, mesh) for place, mesh in zip((0, -1), around, strict=True)]
-        """The layouts of what enters the stage and of what leaves it."""
+        """The layouts of values that enter the stage and that leave it."""
 
     def within(self, limit: int | None) -> list[LayerSharding]:
-        """Return the fastest plan that stays below a limit of bytes, of those that are the best
-        for some price of a byte.
+        """Return the fastest plan within a limit of bytes, of the best plans for prices of a byte.
 
-        Between a plan above the limit and one below, the price at which both cost the same finds
-        one that is better than both, until there is none.
+        seconds │ below ●
+                │        ╲     ● a better plan for the price of the line, if there is one:
+                │         ╲       it replaces the end on its side of the limit
+                │          ● above
+                └───────┼──────────── bytes
+                      limit
         """
         above = self._fastest(0.0)
         if limit is None or above.num_bytes <= limit:
             return above.plans
+        # raise the price of a byte until a plan stays within the limit
         byte_s = _BYTE_S
         while (below := self._fastest(byte_s)).num_bytes > limit:
             above, byte_s = below, byte_s * 100
@@ -137,6 +142,7 @@ class Search:
                     f"device: the least found is {bytes_text(least)}, {bytes_text(least - limit)} "
                     "more. Use more shards or stages, or raise the limit"
                 )
+        # the price at which both plans cost the same finds a better one, until there is none
         while below.seconds - above.seconds > _CLOSE * below.seconds:
             byte_s = (below.seconds - above.seconds) / (above.num_bytes - below.num_bytes)
             found = self._fastest(byte_s)
@@ -147,7 +153,7 @@ class Search:
         return below.plans
 
     def compared(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
-        """Return the plans of all layers with the next best way to divide each call."""
+        """Return the plans of all layers with the next best choice of each call."""
         before, known, found = self._ends[0], dict[object, LayerSharding](), []
         for place, plan in enumerate(plans):
             after = next(iter(plan.leaving.values()), self._whole)
@@ -160,7 +166,7 @@ class Search:
         return found
 
     def ended(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
-        """Return the plans with what the layers at both ends need to know of other stages."""
+        """Return the plans, the last one completed with facts about the next stage's mesh."""
         after, own = self._around[1], self._costs.mesh
         found = [*plans]
         if self._ends[1] != self._whole and after is not None:
@@ -169,7 +175,7 @@ class Search:
         return found
 
     def begin(self, byte_s: float, executor: Executor) -> None:
-        """Let an executor solve the programs that `of_ranges` needs, from now on."""
+        """Start the programs that `of_ranges` needs in an executor."""
         begun, before = set[object](), {self._whole}
         for place in range(len(self._layers)) if byte_s not in self._ranges else ():
             after = {self._whole, *self._borders(place)}
@@ -181,12 +187,12 @@ class Search:
             before = after
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
-        """Return what every range of the layers costs as a stage of its own."""
+        """Return the costs of every range of layers as a stage, for a price of a byte."""
         if byte_s not in self._ranges:
             self._ranges[byte_s] = self._summed(byte_s)
         return self._ranges[byte_s]
 
-    def _summed(self, byte_s: float) -> "Ranges":
+    def _summed(self, byte_s: float) -> Ranges:
         count = len(self._layers)
         sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(5)]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
@@ -201,8 +207,9 @@ class Search:
         return Ranges(seconds, forward_s, stays, updates, keeps, self._entering())
 
     def _entering(self) -> Numbers:
-        """Return the bytes of a micro-batch that enter every range: of a tensor that crosses where
-        the range begins a device has its slice, if it is cut there.
+        """Return the bytes of a micro-batch that enter every range, [first, end].
+
+        A tensor that crosses where the range begins counts as a slice if the border is cut.
         """
         places = {layer: n for n, layer in enumerate(self._layers)}
         found, parts = numpy.zeros((len(places), len(places) + 1)), prod(self._costs.mesh)
@@ -218,7 +225,7 @@ class Search:
     def _further(
         self, best: Mapping[Layout, Numbers], place: int, byte_s: float
     ) -> dict[Layout, Numbers]:
-        """Add a layer to the best ways to give what is before it in each layout."""
+        """Add a layer to the best paths that end before it, by layout."""
         found: dict[Layout, Numbers] = {}
         for before, after in self._ways(best, {self._whole, *self._borders(place)}):
             own = self._sized(place, before, after, byte_s)
@@ -230,15 +237,16 @@ class Search:
     def _ways(
         self, before: Iterable[Layout], after: Iterable[Layout]
     ) -> Iterator[tuple[Layout, Layout]]:
-        """Yield the layouts of what enters a layer and leaves it that are looked at together:
-        one is whole, or both are alike along the first axis.
+        """Yield pairs of layouts before and after a layer that the search tries.
+
+        One of them is whole, or both have the same state along the first axis.
         """
         for both in product(before, after):
             if self._whole in both or both[0][0] == both[1][0]:
                 yield both
 
     def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> _Sum:
-        """Return what one layer costs and keeps."""
+        """Return the costs and bytes of one layer."""
         key = self._key(place, before, after)[0], byte_s
         if key not in self._sizes:
             plan, cost = self._one(place, before, after, byte_s)
@@ -253,29 +261,27 @@ class Search:
             self._sizes[key] = _Sum(*cost, forward_s, stays, updates, keeps)
         return self._sizes[key]
 
-    def _bytes(self, plans: Sequence[LayerSharding]) -> float:
-        return sum(
-            self._costs.layer_bytes(self._graph, self._calls(n), self._names[n], plan)
-            for n, plan in zip(self._layers, plans, strict=True)
-        )
-
     def _fastest(self, byte_s: float) -> "_Found":
-        """Return the plan that costs least, if bytes cost that much."""
+        """Return the plan with the least total for a price of a byte."""
         begin, end = self._ends
         best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {begin: (Cost(0.0, 0.0), [])}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
             for before, after in self._ways(best, self._borders(place)):
                 own, cost = self._one(place, before, after, byte_s)
-                total = best[before][0].and_then(cost)
+                total = Cost(*(a + b for a, b in zip(best[before][0], cost, strict=True)))
                 if after not in further or total < further[after][0]:
                     further[after] = total, [*best[before][1], own]
             best = further
         cost, plans = best[end]
-        return _Found(cost.seconds, self._bytes(plans), plans)
+        num_bytes = sum(
+            self._costs.layer_bytes(self._graph, self._calls(n), self._names[n], plan)
+            for n, plan in zip(self._layers, plans, strict=True)
+        )
+        return _Found(cost.seconds, num_bytes, plans)
 
     def _borders(self, place: int) -> Iterator[Layout]:
-        """Yield the layouts that what a layer gives may have."""
+        """Yield the layouts that a layer's results may have."""
         if place == len(self._layers) - 1:
             yield self._ends[1]
             return
@@ -285,8 +291,9 @@ class Search:
         yield from self._layouts(place + 1)
 
     def _layouts(self, border: int) -> list[Layout]:
-        """Return the layouts that the plan allows what crosses a border: whole along each axis
-        along which some device would get nothing.
+        """Return the layouts that the ready plan allows at a border.
+
+        A value stays whole along an axis along which a device would get nothing.
         """
         shapes = [self._graph.tensors[n].shape for n in self._crossing[border]]
         found = dict[Layout, None]()
@@ -299,20 +306,18 @@ class Search:
         return [*found]
 
     def _cut_here(self, border: int) -> Layout:
-        """Return the layout of what crosses a border, if stages of this mesh end there."""
+        """Return the layout at a border between two stages of this mesh."""
         is_inner = 0 < border < len(self._layers)
         return self._thinnest(border) if is_inner else self._whole
 
     def _thinnest(self, border: int) -> Layout:
-        """Return the layout of those that the plan allows what crosses a border that is cut along
-        most axes.
-        """
+        """Return the layout at a border, of those allowed, that is cut along most axes."""
         if not self._crossing[border] or prod(self._costs.mesh) == 1:
             return self._whole
         return min(self._layouts(border), key=lambda own: own.count(I))
 
     def _end(self, border: int, other: Mesh | None) -> Layout:
-        """Return the layout of what enters the stage, or leaves it, from or to another mesh."""
+        """Return the layout of values between the stage and one of another mesh beside it."""
         own = self._costs.mesh
         shapes = [self._graph.tensors[n].shape for n in self._crossing[border]]
         lengths = {shape[0] if shape else 0 for shape in shapes}
@@ -327,39 +332,33 @@ class Search:
     def _one(
         self, place: int, before: Layout, after: Layout, byte_s: float
     ) -> tuple[LayerSharding, Cost]:
+        """Divide one layer; return its plan and cost, which equal layers share."""
         layer = self._layers[place]
         key, borders = self._key(place, before, after)
-        if (key, byte_s) not in self._known:
-            self._known[key, byte_s] = self._planned(key, place, borders, byte_s)
+        if (key, byte_s) not in self._known and not self._divides(place):
+            seconds = whole_s(self._graph, layer, self._costs)
+            whole = LayerSharding(self._names[layer], (), {})
+            self._known[key, byte_s] = whole, Cost(seconds, seconds)
+        elif (key, byte_s) not in self._known:
+            program = self._program(key, place, borders)
+            solved, name = program.solve(byte_s), self._names[program.layer]
+            plan = priced(self._graph, name, self._costs, program.calls, solved, program.borders)
+            self._known[key, byte_s] = plan, Cost(solved.cost, solved.seconds)
         plan, cost = self._known[key, byte_s]
         return replace(plan, name=self._names[layer]), cost
 
     def _key(self, place: int, before: Layout, after: Layout) -> tuple[object, Borders]:
-        """Return what tells the program of a layer, and its borders."""
-        if (place, before, after) not in self._keys:
-            self._keys[place, before, after] = self._new_key(place, before, after)
-        return self._keys[place, before, after]
-
-    def _new_key(self, place: int, before: Layout, after: Layout) -> tuple[object, Borders]:
+        """Return the key of a layer's program, and the layouts at its borders."""
+        if (place, before, after) in self._keys:
+            return self._keys[place, before, after]
         layer = self._layers[place]
         entering = self._crossing[place] if before != self._whole else []
         leaving = self._crossing[place + 1] if after != self._whole else []
         borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
         places = self._places(layer, {**borders, **self._task.pins})
-        return (self._graph.signature(layer), self._costs.factor(layer), places), borders
-
-    def _planned(
-        self, key: object, place: int, borders: Borders, byte_s: float
-    ) -> tuple[LayerSharding, Cost]:
-        """Divide one layer, and return what it costs."""
-        layer = self._layers[place]
-        if not self._divides(place):
-            seconds = whole_s(self._graph, layer, self._costs)
-            return LayerSharding(self._names[layer], (), {}), Cost(seconds, seconds)
-        program = self._program(key, place, borders)
-        solved, name = program.solve(byte_s), self._names[program.layer]
-        plan = priced(self._graph, name, self._costs, program.calls, solved, program.borders)
-        return plan, Cost(solved.cost, solved.seconds)
+        key = self._graph.signature(layer), self._costs.factor(layer), places
+        self._keys[place, before, after] = key, borders
+        return key, borders
 
     def _divides(self, place: int) -> bool:
         return prod(self._costs.mesh) > 1 and not self._why_whole(self._layers[place])
@@ -371,13 +370,13 @@ class Search:
         return self._programs[key]
 
     def _places(self, layer: int, borders: Borders) -> tuple[tuple[int, Layout], ...]:
-        """Say which tensors of a layer are at its borders, in the order in which it meets them."""
+        """Return the tensors at a layer's borders by order of first use, with their layouts."""
         calls = self._graph.of_layer(layer)
         met = dict.fromkeys(n for call in calls for n in (*call.takes, *call.gives))
         return tuple((k, borders[n]) for k, n in enumerate(met) if n in borders)
 
     def _between(self, maker: int, user: int) -> list[int]:
-        """Return the tensors that one layer gives to the next, and to nobody else."""
+        """Return the tensors that one layer makes and only the next one uses."""
         graph = self._graph
         if maker < 0 or user == len(self._names):
             return []
@@ -391,7 +390,9 @@ class Search:
         return sorted(own - set(graph.outputs))
 
 
-_BYTE_S, _MOST_BYTE_S = 1e-13, 1e-4
-"""Seconds that a byte counts for: where the search for a limit begins, and where it gives up."""
+_BYTE_S = 1e-13
+"""Seconds per byte: the first price in the search for a memory limit."""
+_MOST_BYTE_S = 1e-4
+"""Seconds per byte: the price above which the search gives up."""
 _CLOSE = 1e-3
-"""A plan this much slower than the best is as good."""
+"""Share by which plans may differ in seconds and count as equal."""

@@ -1,4 +1,4 @@
-"""Divide the operators of all stages: each by a search of its own, as one ready plan allows."""
+"""Divide the operators of all stages, one search for each, within one ready plan."""
 
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -28,13 +28,17 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     *,
     compares: bool = False,
 ) -> Sharding:
-    """Return a plan for the layers of a model, of these names.
+    """Return a plan for the layers of a model.
 
-    `stages` are the numbers of the layers of each stage, and `costs` those of all or of each.
-    Between stages values are in slices of samples, if the plan allows that anywhere.  With a
-    limit, weights, gradients, optimizer state and saved activations of a stage stay below it.
-    `pins` are layouts of weights at rest by patterns of their names, the first that matches.  A
-    plan that `compares` names the next best way to divide each call, too.
+    Args:
+        name: the ready plan.
+        graph: the calls of all layers.
+        layers: the layers' names.
+        costs: the costs of all stages together, or of each.
+        stages: numbers of the layers of each stage; default: all in one.
+        memory_limit_bytes: limit of weights, gradients, optimizer state and activations.
+        pins: layouts of weights at rest by patterns of names, of which the first match counts.
+        compares: add the next best choice of each call.
 
     Raises:
         ConfigError: there is no plan of this name, or a weight cannot be held as it is pinned.
@@ -46,25 +50,27 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     may_be_cut = {*chain.from_iterable(free)}
     stages = stages or [numbers]
     each = [costs] * len(stages) if isinstance(costs, Costs) else costs
-    held = {own.mesh: _pinned(pins or {}, graph, may_be_cut, own.mesh) for own in each}
-    found: dict[int, LayerSharding] = {}
+    pinned = {own.mesh: _pinned(pins or {}, graph, may_be_cut, own.mesh) for own in each}
+    # one search for each stage
+    of_layer: dict[int, LayerSharding] = {}
     for n, (stage, own) in enumerate(zip(stages, each, strict=True)):
         around = (each[k].mesh if 0 <= k < len(each) else None for k in (n - 1, n + 1))
-        part = Part(stage, held[own.mesh], *around)
+        part = Part(stage, pinned[own.mesh], *around)
         search = Search(graph, layers, part, ready, own)
         chosen = search.within(memory_limit_bytes)
         chosen = search.compared(chosen) if compares else chosen
-        found.update(zip(stage, search.ended(chosen), strict=True))
+        of_layer.update(zip(stage, search.ended(chosen), strict=True))
+    # functions that run replicated, and reasons for whole layers
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
-    plans = tuple(found[n] for n in numbers)
-    return Sharding(tuple(held), plans, (*unknown(seen), *reasons), ready.keeps, ready.gathers)
+    plans = tuple(of_layer[n] for n in numbers)
+    return Sharding(tuple(pinned), plans, (*unknown(seen), *reasons), ready.keeps, ready.gathers)
 
 
 def _pinned(
     pins: Mapping[str, str], graph: Graph, free: Collection[int], mesh: Sequence[int]
 ) -> dict[int, Layout]:
-    """Return the layouts of weights that are pinned, by number; `free` are those that may be cut.
+    """Return the pinned layouts of weights by number; weights in `free` may be cut.
 
     Raises:
         ConfigError: a name matches no weight, or a weight cannot be held so.

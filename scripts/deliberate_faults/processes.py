@@ -402,8 +402,8 @@ FAULTS = (
     Fault(
         "every shard adds the bias of a product by rows",
         "penstock/sharding/rules.py",
-        "        takes[own.bias] = P",
-        "        takes[own.bias] = I",
+        "        takes[letters.bias] = P",
+        "        takes[letters.bias] = I",
         "tests/sharding/test_pipeline.py",
         "test_shards_train and not stages and not replicas",
     ),

@@ -96,6 +96,25 @@ class Views(nn.Module):
         return x.view(x.shape[0], x.shape[1], 4, 2).transpose(1, 2).flatten(2)
 
 
+class AlongAxis(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.softmax(axis=0)  # type: ignore[call-overload, no-any-return]  # as in numpy
+
+
+def test_a_dimension_that_is_called_axis_stays_whole_too() -> None:
+    assert {choice.cut for choice in choices_of(AlongAxis())} == {"", "b", "c"}
+
+
+class BiasFirst(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, bias=self.bias, weight=self.weight)
+
+
+def test_arguments_may_be_named_in_any_order() -> None:
+    of_letters = {choice.cut: choice for choice in choices_of(BiasFirst(8, 4))}
+    assert of_letters["k"] == Choice((S(2), P, S(1)), (P,), "k")
+
+
 def test_the_first_dimension_of_a_group_keeps_its_slices() -> None:
     graph = graph_of(Views())
     view, transpose, flatten = (Seen.of(graph, call) for call in graph.of_layer(1))

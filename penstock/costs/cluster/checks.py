@@ -1,4 +1,4 @@
-"""Faults of a cluster, each named as its field stands in a file: `hosts[0].port`."""
+"""Check a cluster; errors name a field as a file does: `hosts[0].port`."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from .hosts import Host, Link
 
 MOST_DEVICES = 1 << 20
+"""Most devices of a cluster."""
 _LINKS_OF_HOSTS = ("port", "processes", "uplink", "network")
 
 
 def wrong_in_cluster(
     devices: Iterable[str], hosts: tuple[Host, ...], links: Mapping[str, Link]
 ) -> Iterator[str]:
-    """Yield what is wrong with a cluster, in the order of its parts."""
+    """Yield the faults of a cluster, in the order of its parts."""
     for what, entries in (("devices", list(devices)), ("hosts", hosts)):
         if not entries:
             yield f"{what} is empty; describe at least one"
@@ -127,7 +128,7 @@ def _wrong_together(hosts: tuple[Host, ...]) -> Iterator[str]:
 def _wrong_numbers(
     where: str, owner: Link | Host, names: Iterable[str], *, above_zero: bool = False
 ) -> Iterator[str]:
-    """Yield which fields are not finite, or below what they may be; None is no number."""
+    """Yield faults of fields that are not finite or too small; None is no number."""
     for name in names:
         value = getattr(owner, name)
         if value is None:

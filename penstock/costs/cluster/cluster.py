@@ -1,12 +1,11 @@
-"""Hosts, their devices and links: what a plan may use, and what transfers share.
+"""Clusters: hosts, their devices and the links between them.
 
-A value from one device to another passes resources, each with a bandwidth:
+A value on its way from one device to another passes resources, each with a bandwidth:
 
     one host      port of A ─ [uplink of A's group ─ uplink of B's group] ─ port of B
     two hosts     port of A ─ network card of A's host ─ network card of B's host ─ port of B
 
-Each has two lanes, out and in, where its link is duplex, and one where it is not.  Transfers that
-pass the same lane at a time wait for one another.
+A duplex link has two lanes, out and in; any other has one.  Transfers share a lane's bandwidth.
 """
 
 import re
@@ -34,10 +33,10 @@ _SEVERAL = re.compile(r"(?P<times>\d{1,9}) x (?P<name>.+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts and what they are made of; devices are numbered host by host, in order.
+    """Hosts, kinds of devices and links; devices are numbered host by host, in order.
 
     Raises:
-        ConfigError: a name is not there, or a figure is one that nothing has; names the field.
+        ConfigError: a name is unknown, or a figure is impossible; names the field.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Cluster:
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        """Read a cluster as a TOML file holds it; see docs/clusters.md for the keys.
+        """Read a cluster from the text of a TOML file; docs/clusters.md lists the keys.
 
         Raises:
             UnreadableError: it is no TOML, or a value is missing, unknown or of another type.
@@ -79,11 +78,11 @@ class Cluster:
         return found
 
     def to_toml(self, comment: str = "") -> str:
-        """Write a TOML file that gives this cluster again, after lines of comment."""
+        """Return the text of a TOML file with this cluster, after lines of comment."""
         return write_text(self, comment)
 
     def save(self, path: str | Path, comment: str = "") -> None:
-        """Write it as a TOML file that a person may edit."""
+        """Write the cluster to a TOML file that a person may edit."""
         Path(path).write_text(self.to_toml(comment), encoding="utf-8")
 
     @cached_property
@@ -96,7 +95,7 @@ class Cluster:
         )
 
     def device_of(self, place: int) -> Device:
-        """Return what kind of device has a number.
+        """Return the kind of the device with a number.
 
         Raises:
             ConfigError: there is none with this number.
@@ -112,7 +111,7 @@ class Cluster:
         return self._each_host[self._at(place).host][1]
 
     def route(self, source: int, target: int) -> Route:
-        """Return how a value gets from one device to another, both by their numbers.
+        """Return the route between two devices, by their numbers.
 
         Raises:
             ConfigError: there is no device with this number.
@@ -123,7 +122,7 @@ class Cluster:
         return self._routes[source, target]
 
     def times(self, number: int) -> Self:
-        """Return a cluster of so many times the hosts.
+        """Return a cluster with `number` times the hosts.
 
         Raises:
             ConfigError: it would have no hosts, or they have no network.
@@ -132,10 +131,7 @@ class Cluster:
         return replace(self, name=f"{number} x {self.name}", hosts=hosts)
 
     def between_processes(self) -> Self:
-        """Return the cluster as ranks see it that are processes of their own.
-
-        Where a host has another link for these, it is in the place of `port`.
-        """
+        """Return the cluster for ranks in separate processes: `processes` replaces `port`."""
         hosts = (replace(h, port=h.processes or h.port, processes=None) for h in self.hosts)
         return replace(self, hosts=tuple(hosts))
 
@@ -164,8 +160,9 @@ class Cluster:
 
 
 def load_device(name_or_path: str | Path) -> Device:
-    """Return a device by its name, or else from a TOML file: its fields, or a cluster that has
-    one kind of device.
+    """Return the device of a preset's name, or of a TOML file.
+
+    The file has a device's fields, or a cluster with one kind of device.
 
     Raises:
         UnreadableError, ConfigError: there is neither, or the file does not hold a device; names

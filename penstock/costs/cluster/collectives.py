@@ -1,21 +1,19 @@
 """Seconds of collectives within a group of devices: alpha-beta forms over routes.
 
-One way is a ring over the group; n devices, b bytes, alpha the longest latency (with the overheads
-of sender and receiver) and beta the bytes a second of the slowest part of the ring, where
-neighbours that pass the same lane share it:
+An algorithm with one level is a ring over n devices.  b is the number of bytes.  alpha is the
+longest latency, with the overheads of sender and receiver.  beta is the bandwidth of the slowest
+part of the ring; neighbours that pass the same lane share it.
 
     all-gather, reduce-scatter    (n - 1) (alpha + b / n / beta)
     all-reduce                    both, one after the other
     all-to-all                    (n - 1) rounds, in round r to the device r places on
 
-The other is in two levels, where devices of one host talk to each other first: for an all-reduce,
-a reduce-scatter in each host, an all-reduce of each part between the hosts, all parts at once, and
-an all-gather in each host.  What is returned is the way that takes less.
+An algorithm with two levels first runs inside each host.  An all-reduce is then a reduce-scatter
+in each host, an all-reduce of each part between hosts, and an all-gather in each host.  The
+functions return the seconds of the faster algorithm.  The routes' `collective_s` is added once.
 
-Each takes as long again as the routes' `collective_s` says, once.
-
-b is what each device has before an all-reduce, a reduce-scatter or an all-to-all, and after an
-all-gather.
+b counts the bytes of a device before an all-reduce, a reduce-scatter or an all-to-all, and after
+an all-gather.
 """
 
 import math
@@ -55,13 +53,13 @@ def all_to_all_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> fl
 
 
 def _begun_s(cluster: Cluster, group: Sequence[int]) -> float:
-    """Return what a collective takes beside its messages."""
+    """Return the seconds of a collective beside its messages."""
     routes = (cluster.route(a, b) for a, b in pairwise(group))
     return max((route.collective_s for route in routes), default=0.0)
 
 
 def _gathered_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds of the messages of an all-gather: in one ring, or in two levels."""
+    """Return the seconds of an all-gather's messages, by the faster algorithm."""
     ring_s = _passed_on_s(cluster, [group], num_bytes)
     parts = _alike_on_hosts(cluster, group)
     if parts is None:
@@ -72,18 +70,16 @@ def _gathered_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> flo
 
 
 def _passed_on_s(cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: float) -> float:
-    """Return the seconds until each device of each ring has had what all others have.
-
-    All rings run at once, and share lanes.  Each is as long as the others.
-    """
+    """Return the seconds of an all-gather in several rings of equal length that run at once."""
     n = len(rings[0])
     pairs = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     return (n - 1) * _at_once_s(cluster, pairs, num_bytes / n) if n > 1 else 0.0
 
 
 def _at_once_s(cluster: Cluster, pairs: Sequence[tuple[int, int]], num_bytes: float) -> float:
-    """Return the seconds until the last of several transfers, begun together, is there: the
-    longest latency, and the bytes at the least rate that one gets of a lane.
+    """Return the seconds of several transfers that begin together.
+
+    They are the longest latency plus the bytes over the smallest share of a lane.
     """
     routes = [cluster.route(a, b) for a, b in pairs]
     users = Counter(lane for route in routes for lane in route.lanes)
@@ -97,9 +93,10 @@ def _at_once_s(cluster: Cluster, pairs: Sequence[tuple[int, int]], num_bytes: fl
 
 
 def _checked(cluster: Cluster, group: Sequence[int]) -> list[int]:
-    """Refuse a group that has a device twice; return it in order of devices, the first one first.
+    """Return a group as a ring in order of devices, which leaves each host once.
 
-    A ring over devices in order leaves each host once.
+    Raises:
+        ConfigError: the group has a device twice.
     """
     if not group or len(set(group)) != len(group):
         raise ConfigError(f"the group {list(group)} is empty or repeats a device; name each once")
@@ -111,7 +108,7 @@ def _checked(cluster: Cluster, group: Sequence[int]) -> list[int]:
 
 
 def _alike_on_hosts(cluster: Cluster, group: Sequence[int]) -> list[list[int]] | None:
-    """Divide a group by hosts; None unless there are several, with as many devices of each."""
+    """Divide a group by hosts; None unless several hosts have equally many of its devices."""
     by_host: dict[int, list[int]] = {}
     for place in group:
         by_host.setdefault(cluster.places[place].host, []).append(place)

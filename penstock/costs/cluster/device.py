@@ -1,4 +1,4 @@
-"""A kind of device, as a cost model needs it: peaks, memory, and what is reached of them."""
+"""A kind of device in the cost model: peaks, memory and efficiencies."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,38 +8,40 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A kind of accelerator, or a core of a host.
-
-    `flops_per_s` is the peak by dtype ("float32", "bfloat16", ...; a matrix product of n multiply
-    and adds is 2 n FLOPs), `bytes_per_s` what a copy in its memory reaches, read and written bytes
-    added up: measured, not the data sheet's.  `efficiency` is the share of the peak (products and
-    convolutions) or of the copy (all else) that a class of operators reaches, by the names in
-    `penstock.costs.records`; "conv3x3.weight" for one part of a backward and
-    "gemm.bfloat16" for one dtype count before "gemm".  What is not named has the usual value.
-    A kernel takes at least `floor_s`, and `gap_s` lie between two; a host needs `issue_s` to issue
-    one operator.  `tile` are rows and columns of the result that one of its `units` computes at
-    once: a product that fills them badly takes as long as one that fills them.
-    """
+    """A kind of accelerator, or a core of a host."""
 
     name: str
     flops_per_s: Mapping[str, float]
+    """Peak by dtype ("float32", "bfloat16", ...); one multiply and add is 2 FLOPs."""
     bytes_per_s: float
+    """Measured rate of a copy in its memory, read and written bytes added up."""
     memory_bytes: int
     torch_type: str = "cuda"
     efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Share of the peak (products) or of the copy (all else) that a class of operators reaches.
+
+    Keys are `penstock.costs.records.CLASSES`.  "conv3x3.weight" for one part of a backward and
+    "gemm.bfloat16" for one dtype count before "gemm".  Other classes have the roofline's `USUAL`.
+    """
     floor_s: float = 0.0
+    """Least seconds of a kernel."""
     gap_s: float = 0.0
+    """Seconds between two kernels."""
     issue_s: float = 0.0
+    """Seconds in which the host issues one operator."""
     tile: tuple[int, int] = (1, 1)
+    """Rows and columns of a product that one unit computes at once; a partial tile costs the same.
+    """
     units: int = 1
+    """Units that compute tiles at the same time."""
     elementwise_fusion: float = 1.0
-    """Share of elementwise bytes that are left where a compiler fuses operators."""
+    """Share of elementwise bytes that remain after a compiler fuses operators."""
     host_bytes_per_s: float | None = None
-    """Rate of copies to its host's memory, or of a core to a file; None: nothing moves there."""
+    """Rate of copies to host memory, or of a core to a file; None: offload is impossible."""
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse figures that no device has.
+        """Refuse impossible figures.
 
         Raises:
             ConfigError: names the field.

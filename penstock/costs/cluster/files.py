@@ -1,11 +1,11 @@
-"""Clusters as TOML: what a file may say more shortly than the value it stands for.
+"""Read and write clusters as TOML, with two short forms:
 
 [devices.v100]
-preset = "v100-sxm2"                 the preset's fields; those that follow are in their place
+preset = "v100-sxm2"                 the preset's fields; later ones replace them
 memory_bytes = 34_359_738_368
 
 [[hosts]]
-devices = { v100 = 8 }               for a list of eight times "v100"
+devices = { v100 = 8 }               a list with "v100" eight times
 """
 
 import tomllib
@@ -26,7 +26,7 @@ from .presets import preset_names, preset_text
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Name the file in errors about what it holds."""
+    """Put the file's name before errors about its content."""
     try:
         yield
     except ConfigError as error:
@@ -56,7 +56,7 @@ def cluster_text(path_or_preset: str | Path) -> str:
 
 
 def file_text(path: str | Path, nor: str) -> str:
-    """Return the text of a file; where there is none, the error says too what else there is not.
+    """Return the text of a file; the error for a missing one ends with `nor`.
 
     Raises:
         UnreadableError: there is no such file, or it cannot be read.
@@ -84,11 +84,11 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def read_text(text: str) -> dict[str, Any]:
-    """Return what a TOML text says, written out.
+    """Return the plain data of a TOML text, with its short forms written out.
 
     Raises:
         UnreadableError: it is no TOML, or names a preset that is not there.
-        ConfigError: a device has figures that none has.
+        ConfigError: a device has impossible figures.
     """
     data = parsed(text)
     if isinstance(data.get("devices"), dict):
@@ -100,7 +100,7 @@ def read_text(text: str) -> dict[str, Any]:
 
 
 def write_text(cluster: Any, comment: str) -> str:
-    """Write a cluster as TOML that is read back as the same."""
+    """Return the TOML text of a cluster, which reads back as the same cluster."""
     import tomli_w  # not needed to read
 
     data = _short(cluster)
@@ -117,7 +117,7 @@ def write_text(cluster: Any, comment: str) -> str:
 
 
 def _device(key: str, data: Any) -> Any:
-    """Put a preset's fields where a device has none of its own, and see that it can be one."""
+    """Complete a device with the fields of its preset, and check it."""
     where = f"devices.{key}"
     if not isinstance(data, dict):
         return data
@@ -141,7 +141,7 @@ def _device(key: str, data: Any) -> Any:
 
 
 def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Put a table over another; tables in them likewise."""
+    """Return a table with the entries of another put over it, also in inner tables."""
     both = {**under, **over}
     for name in under.keys() & over.keys():
         if isinstance(under[name], dict) and isinstance(over[name], dict):
@@ -150,10 +150,10 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _host(where: str, host: Any) -> Any:
-    """Write out how many devices of each kind a host has.
+    """Return a host with the kind of each of its devices.
 
     Raises:
-        UnreadableError: it has a key that is read no more.
+        UnreadableError: the host has a key that is no longer supported.
     """
     if isinstance(host, dict) and "process_bytes" in host:
         raise UnreadableError(
@@ -174,7 +174,7 @@ def _host(where: str, host: Any) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """Return plain data without what is as usual."""
+    """Return plain data without fields that have their default."""
     if isinstance(value, Mapping):
         return {name: _short(part) for name, part in value.items()}
     if isinstance(value, tuple):

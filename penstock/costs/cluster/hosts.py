@@ -1,60 +1,59 @@
-"""Kinds of hosts, and kinds of links."""
+"""Hosts and links of a cluster, as kinds."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A kind of link: bytes a second each way, and seconds until the first byte is there.
-
-    `overhead_s` is for how long the sender computes nothing for each message, and the receiver
-    likewise; with `blocks` the sender computes nothing until its message is there.  Where sender
-    and receiver copy the bytes themselves, as between processes on CPUs, `copy_bytes_per_s` is how
-    fast each does; None: others move them.  `collective_s` is what a collective takes beside its
-    messages where ranks compute between one and the next: until it has begun everywhere, and all
-    that wait for it have been woken.
-    """
+    """A kind of link."""
 
     bytes_per_s: float
+    """Bandwidth in each direction."""
     latency_s: float = 0.0
+    """Seconds until the first byte arrives."""
     duplex: bool = True
     overhead_s: float = 0.0
+    """Seconds of a message in which the sender computes nothing; the receiver likewise."""
     blocks: bool = False
+    """True if the sender computes nothing until its message has arrived."""
     copy_bytes_per_s: float | None = None
+    """Rate at which sender and receiver copy the bytes themselves; None if others move them."""
     collective_s: float = 0.0
+    """Seconds of a collective beside its messages: to begin everywhere, and to wake all ranks."""
     source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """`count` hosts that are alike.
-
-    `devices` names the kind of each device.  `port` is the link of each device to the others of
-    its host; `processes` is the one where each rank is a process of its own, if that is another
-    (`Cluster.between_processes`).  `groups` are numbers of devices behind one switch or socket;
-    those of different groups talk over the `uplink` of each.  `network` is the link to other
-    hosts: each host has `cards` of it, shared by its devices evenly, in order.
-
-    `busy_speed[n - 1]` is how fast one of its ranks computes, as a share of one that is alone,
-    while n of them do; beyond the last entry, ranks share what that many get together.
-    """
+    """`count` equal hosts."""
 
     name: str
     devices: tuple[str, ...]
+    """The kind of each device."""
     count: int = 1
     port: str | None = None
+    """The link between devices of a host."""
     processes: str | None = None
+    """The link that replaces `port` between separate processes (`Cluster.between_processes`)."""
     groups: tuple[tuple[int, ...], ...] = ()
+    """Numbers of the devices behind each switch or socket."""
     uplink: str | None = None
+    """The link of each group to the others."""
     network: str | None = None
+    """The link to other hosts."""
     cards: int = 1
+    """Network cards of a host; its devices share them evenly, in order."""
     memory_bytes: int | None = None
     busy_speed: tuple[float, ...] = ()
+    """Speed of a rank while n ranks of the host compute, [n - 1], as a share of a lone rank's.
+
+    More ranks than entries share the speed of the last entry's ranks.
+    """
 
     def group_of(self, number: int) -> int | None:
         """Return the place in `groups` of the one with device `number`; None without groups."""
         return next((n for n, group in enumerate(self.groups) if number in group), None)
 
     def card_of(self, number: int) -> int:
-        """Return which network card device `number` uses."""
+        """Return the number of the network card that device `number` uses."""
         return number * self.cards // len(self.devices)

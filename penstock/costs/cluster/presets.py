@@ -1,4 +1,4 @@
-"""Devices and clusters that Penstock describes: TOML files in `presets`, found by their names."""
+"""Presets: devices and clusters in TOML files of the folder `presets`, by name."""
 
 import tomllib
 from importlib.resources import files
@@ -13,22 +13,22 @@ _ENDING = ".toml"
 
 
 def preset_names(folder: str) -> tuple[str, ...]:
-    """Return the names in "devices" or "clusters"."""
+    """Return the names of presets in the folder "devices" or "clusters"."""
     there = _FOLDER / folder
     names = [entry.name for entry in there.iterdir()] if there.is_dir() else []
     return tuple(sorted(x.removesuffix(_ENDING) for x in names if x.endswith(_ENDING)))
 
 
 def preset_text(folder: str, name: str) -> str:
-    """Return the file of a name that `preset_names` has."""
+    """Return the text of a preset's file."""
     return (_FOLDER / folder / f"{name}{_ENDING}").read_text(encoding="utf-8")
 
 
 def device_preset(name: str) -> Device:
-    """Return the device of a name; its file says where each figure comes from.
+    """Return a preset's device; its file names the source of each figure.
 
     Raises:
-        ConfigError: there is none of this name; lists those that there are.
+        ConfigError: no preset has this name; lists all names.
     """
     known = preset_names("devices")
     if name not in known:

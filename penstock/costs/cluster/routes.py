@@ -8,7 +8,7 @@ from .hosts import Host, Link
 
 
 class Place(NamedTuple):
-    """A device of a cluster: its host's number and name, its number there, and its kind."""
+    """A device of a cluster: its host, its number in the host, and its kind."""
 
     host: int
     host_name: str
@@ -17,42 +17,41 @@ class Place(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One direction of a resource that transfers share.
-
-    `what` is "port", "uplink" or "network"; `where` the number of the host and that of the device,
-    group or card; `direction` "out" or "in", and "both" where the link is not duplex.
-    """
+    """One direction of a resource that transfers share."""
 
     what: str
+    """"port", "uplink" or "network"."""
     where: tuple[int, ...]
+    """Numbers of the host, and of the device, group or card in it."""
     direction: str
+    """"out" or "in"; "both" if the link is not duplex."""
 
 
 class Route(NamedTuple):
-    """The path of a value from one device to another.
+    """The path of a value from one device to another, over all lanes at once.
 
-    It passes all `lanes` at once, at the speed of the slowest, `bytes_per_s`; `lane_bytes_per_s`
-    is what each carries.  `latency_s` is that of each kind of lane added up, of both ends the
-    longer one.  `overhead_s`, `blocks`, `copy_bytes_per_s` and `collective_s` are as in `Link`, of
-    the slowest link.  From a device to itself there are no lanes, and nothing takes time.
+    `overhead_s`, `blocks`, `copy_bytes_per_s` and `collective_s` are the slowest link's.
     """
 
     lanes: tuple[Lane, ...]
     latency_s: float
+    """Sum over kinds of lanes, each with the longer latency of both ends."""
     bytes_per_s: float
+    """Bandwidth of the slowest link."""
     overhead_s: float = 0.0
     blocks: bool = False
     lane_bytes_per_s: tuple[float, ...] = ()
+    """Bandwidth of each lane."""
     copy_bytes_per_s: float = math.inf
     collective_s: float = 0.0
 
     def busy_s(self, num_bytes: float) -> float:
-        """Return for how long the sender computes nothing for a message, and the receiver too."""
+        """Return the seconds of a message in which its sender, or receiver, computes nothing."""
         return self.overhead_s + num_bytes / self.copy_bytes_per_s
 
 
 AT_ONCE = Route((), 0.0, math.inf)
-"""The way from a device to itself."""
+"""The route from a device to itself: no lanes, and no time."""
 
 
 class _End(NamedTuple):
@@ -69,7 +68,7 @@ class _End(NamedTuple):
 def route_between(
     source: tuple[Place, Host], target: tuple[Place, Host], links: Mapping[str, Link]
 ) -> Route:
-    """Return the way from one device to another."""
+    """Return the route from one device to another."""
     if source[0] == target[0]:
         return AT_ONCE
     pairs = list(_segments(source, target, links))
@@ -92,7 +91,7 @@ def route_between(
 def _segments(
     source: tuple[Place, Host], target: tuple[Place, Host], links: Mapping[str, Link]
 ) -> Iterator[tuple[_End, _End]]:
-    """Yield what both ends pass, from the devices outwards."""
+    """Yield the links at both ends, from the devices outwards."""
     (a, at), (b, to) = source, target
     if at.port is not None and to.port is not None:
         yield (

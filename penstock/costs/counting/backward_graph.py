@@ -1,4 +1,9 @@
-"""Run the backward of a logged forward: all of it, and what only gives gradients of inputs."""
+"""Run the backward of a recorded forward, and assign its operators to calls and parts.
+
+calls   layer_norm ──► linear ──► gelu      forward: nodes get rising numbers
+nodes      1, 2          3, 4       5       marks say which numbers are of which call
+            ▲─────────────▲─────────┘       backward: hooks log the operators of each node
+"""
 
 from bisect import bisect_right
 from collections import Counter
@@ -21,11 +26,11 @@ from .recorder import Recorder
 
 _LEAF = "torch::autograd::AccumulateGrad"
 Edge = tuple[int, int]
-"""(number of a node of the graph, place among the gradients that it is given)."""
+"""(number of a node of the graph, place among the gradients it receives)."""
 
 
 class Logged(NamedTuple):
-    """An operator of a backward: `key` is the same where it runs again in another backward."""
+    """An operator of a backward; `key` is equal for the same operator in another backward."""
 
     key: Hashable
     operator: Operator
@@ -35,19 +40,19 @@ class Logged(NamedTuple):
 class BackwardLog:
     """Notes the operators of one backward, by the node of the graph that runs them.
 
-    Where several gradients of one value meet, the engine adds them up; these sums are noted at the
-    node that is given the sum.
+    The engine adds up several gradients of one value.  These sums are noted at the node that
+    receives the sum.
     """
 
     edges: Sequence[Sequence[Edge | None]]
-    """By node, the edges that its gradients take."""
+    """Edges that the gradients of a node take, by node."""
     logged: dict[int, list[Logged]] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)
     arrived: Counter[Edge] = field(default_factory=Counter)
     current: int | None = None
 
     def note(self, func: Any, operators: Sequence[Operator]) -> None:
-        """Note operators of the node that runs now; none runs while the engine adds up."""
+        """Note operators of the node that runs; none runs while the engine adds up gradients."""
         if self.current is None:
             return
         name = str(func.overloadpacket)
@@ -62,7 +67,7 @@ class BackwardLog:
         self.ran.add(node)
 
     def leave(self, node: int, gradients: Any, given: Any) -> None:
-        """Note that a node has ended, and count where its gradients go."""
+        """Note that a node ends, and count the gradients that arrive at other nodes."""
         self.current = None
         for edge, gradient in zip(self.edges[node], gradients, strict=False):
             if edge is None or gradient is None:
@@ -73,9 +78,9 @@ class BackwardLog:
 
 
 class BackwardGraph:
-    """The nodes behind some tensors, each of the call that made it.
+    """The autograd nodes behind some tensors, each with the call that made it.
 
-    `marks` are numbers of nodes and calls: from each number on nodes are of the call.
+    A pair (number, call) of `marks` says that nodes from the number on are the call's.
     """
 
     def __init__(self, roots: Sequence[Tensor], marks: Sequence[tuple[int, int]]) -> None:
@@ -89,14 +94,14 @@ class BackwardGraph:
         self.calls = [marks[max(place, 0)][1] for place in places]
         nodes = zip(self._numbers, self.calls, strict=True)
         self.custom = {call for node, call in nodes if isinstance(node, BackwardCFunction)}
-        """Calls with a node of a custom autograd function."""
+        """Calls that made a node of a custom autograd function."""
         self._place_leaves()
 
     def free(self) -> None:
-        """Let go of the nodes, each before those behind it; nothing else may hold the tensors.
+        """Free the nodes, each before the nodes behind it; nothing else may hold the tensors.
 
-        torch frees the nodes that Python has looked at one inside the other, unless Python still
-        holds the next: a deep graph would exceed the stack.
+        torch frees nodes that Python has seen recursively, unless Python still holds the next one.
+        A deep graph would exceed the stack.
         """
         self._roots, self._starts = (), []
         nodes = sorted(self._numbers, key=lambda node: node_number(node) or 0)
@@ -105,7 +110,7 @@ class BackwardGraph:
             nodes.pop()
 
     def _walk(self, waiting: list[Node]) -> None:
-        """Number all nodes, and list where their gradients go."""
+        """Number all nodes, and list the edges that their gradients take."""
         self._numbers = {node: n for n, node in enumerate(dict.fromkeys(waiting))}
         waiting = list(self._numbers)
         found: dict[int, list[Edge | None]] = {}
@@ -123,7 +128,7 @@ class BackwardGraph:
         self.edges = [found[n] for n in range(len(found))]
 
     def _place_leaves(self) -> None:
-        """Let a parameter be of the first call that uses it."""
+        """Assign each parameter's node to the first call that uses it."""
         leaves = {n for node, n in self._numbers.items() if node.name() == _LEAF}
         users: dict[int, int] = {}
         for n, edges in enumerate(self.edges):
@@ -136,9 +141,10 @@ class BackwardGraph:
     def run(
         self, recorder: Recorder, boundaries: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> dict[int, list[Operator]]:
-        """Return the operators of each call's backward, with the part that each belongs to.
+        """Return the operators of each call's backward, each with its part.
 
-        Those of the input part run also where only gradients of `boundaries` are asked for.
+        The graph runs twice: an operator that also runs for gradients of `boundaries` alone is in
+        the input part.
         """
         inputs = self._logged(recorder, boundaries, keeps=True)
         every = self._logged(recorder, [*boundaries, *weights], keeps=False)
@@ -152,7 +158,7 @@ class BackwardGraph:
         return found
 
     def _logged(self, recorder: Recorder, wanted: Sequence[Tensor], *, keeps: bool) -> BackwardLog:
-        """Run one backward; keep the graph for another one or not."""
+        """Return the log of one backward; `keeps` the graph for another one."""
         backward = BackwardLog(self.edges)
         ends = [(tensor, _edge_of(tensor)[0]) for tensor in wanted]
         known = [(tensor, self._numbers[end]) for tensor, end in ends if end in self._numbers]
@@ -197,7 +203,7 @@ def _edge_of(tensor: Tensor) -> tuple[Node, int]:
 
 
 def _sum(gradient: Tensor) -> Operator:
-    """Describe the sum of two gradients."""
+    """Return the description of a sum of two gradients."""
     return Operator(
         name="elementwise",
         part=Part.INPUT,

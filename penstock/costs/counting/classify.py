@@ -13,19 +13,22 @@ from penstock.torch_private import arguments_of, storage_id
 
 
 def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator, ...]:
-    """Describe what ran, as operators of the forward; none where nothing is read or written.
+    """Return the descriptions of an operator that ran; () if it reads and writes nothing.
 
-    The backward of a convolution is up to three: of its input, its weight and its bias.
+    The backward of a convolution has up to three: for its input, its weight and its bias.
     """
+    # 1. operators without work
     name = str(func.overloadpacket).removeprefix("aten.")
     if name.startswith(("empty", "new_empty")) or _is_view(func, (args, kwargs), result):
         return ()
     if name == "convolution_backward":
         return tuple(_convolution_backward(args, result))
+    # 2. bytes of all arguments and results
     only_writes = name.startswith(_ONLY_WRITE)
     read = list(tensors_in((args[1:] if only_writes else args, kwargs)))
     written = list(tensors_in(result))
     num_bytes, dtype = _total(read) + _total(written), _dtype([*written, *read])
+    # 3. FLOPs of products; bytes of passes that the arguments do not show
     product = _product(func, name, args, kwargs, result)
     if product is not None:
         kind, flops, dims, batch = product
@@ -67,7 +70,7 @@ def _operator(
 
 
 def _is_view(func: Any, given: Any, result: Any) -> bool:
-    """Tell whether an operator only gives other views of what it was given."""
+    """Tell if all results of an operator are views of its arguments."""
     if any(argument.is_write for argument in arguments_of(func)):
         return False
     known = {storage_id(t) for t in tensors_in(given) if _is_dense(t)}
@@ -80,10 +83,11 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 _ONLY_WRITE = ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "random_")
+"""Beginnings of the names of operators that do not read their first argument."""
 
 
 def _total(tensors: Iterable[Tensor]) -> int:
-    """Add up bytes, of each storage once."""
+    """Return the bytes of tensors; each storage counts once."""
     found: dict[int, dict[Any, int]] = {}
     whole: dict[int, int] = {}
     for tensor in tensors:
@@ -97,12 +101,13 @@ def _total(tensors: Iterable[Tensor]) -> int:
 
 
 _TWO_PASSES = ("batch_norm", "group_norm")
+"""Parts of the names of norms that read their input twice."""
 
 
 def _more_passes(func: Any, name: str, args: Any, kwargs: Any) -> int:
-    """Return what norms over many rows read again: their values are needed after the statistics.
+    """Return the bytes that norms over many rows read again, after their statistics.
 
-    So there are 3 passes in a forward, and 5 in a backward.
+    A forward has 3 passes in all, a backward 5.
     """
     if not any(kind in name for kind in _TWO_PASSES):
         return 0
@@ -114,7 +119,7 @@ def _more_passes(func: Any, name: str, args: Any, kwargs: Any) -> int:
 
 
 def argument_of(func: Any, args: Any, kwargs: Any, wanted: str) -> Any:
-    """Return an argument of an operator by name, or its default; None where it takes none."""
+    """Return an argument of an operator by name, or its default; None if it has none."""
     for place, argument in enumerate(arguments_of(func)):
         if argument.name == wanted:
             return args[place] if place < len(args) else kwargs.get(wanted, argument.default_value)
@@ -128,7 +133,7 @@ def _dtype(tensors: list[Tensor]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that devices know a dtype by."""
+    """Return the name of a dtype, as in `Device.flops_per_s`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -148,7 +153,7 @@ _WORDS = (
         ),
     ),
 )
-"""Classes by parts of the names of their operators; the first that fits counts."""
+"""Classes with parts of the names of their operators; the first match counts."""
 
 
 def _class_of(name: str, func: Any) -> str:
@@ -165,7 +170,7 @@ _Product = tuple[str, int, tuple[int, ...], int]
 
 
 def _product(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> _Product | None:
-    """Describe a product; None if it is none."""
+    """Return the description of a product; None for all else."""
     if name in _PRODUCTS:
         return _PRODUCTS[name](args, kwargs, result)
     if "scaled_dot_product" in name:
@@ -178,7 +183,7 @@ def _product(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> _Prod
 
 
 def _of_two(first: int) -> Callable[[Any, Any, Any], _Product]:
-    """Describe a product of the matrices that are arguments `first` and the next one."""
+    """Return a function that describes a product of the arguments `first` and the next one."""
 
     def product(args: Any, kwargs: Any, result: Any) -> _Product:
         left, right = args[first], args[first + 1]
@@ -198,7 +203,7 @@ def _convolution(args: Any, kwargs: Any, result: Any) -> _Product:
 
 
 def _dims(flops: int, result: Tensor, groups: int) -> tuple[int, int, int]:
-    """Return the sizes of the product that gives a tensor of images."""
+    """Return rows, columns and depth of a convolution's product."""
     rows, columns = result.shape[0] * prod(result.shape[2:]), result.shape[1] // groups
     return rows, columns, max(1, flops // max(1, 2 * rows * columns * groups))
 

@@ -29,7 +29,7 @@ from .backward_graph import BackwardGraph
 from .boundaries import divided_bytes, values_of
 from .classify import dtype_name
 from .graph import Graph
-from .layer_calls import kind_of
+from .layer_calls import Classes, classes_of, kind_of
 from .meta import inputs_on_meta, on_meta
 from .opaque_calls import as_functions, reader_of
 from .recorder import NeedsValues, Recorder
@@ -200,7 +200,7 @@ class _Count:
         values, storages = values_of(self._crossings)
         targets = [tensor for tensor in flatten(self._targets)[0] if self._has_loss]
         lasting = lasting | {storage_id(tensor) for tensor in targets}
-        kinds: dict[LayerKind, int] = {}
+        numbers: dict[tuple[Classes, LayerKind], int] = {}
         graph, of_layers = self.graph(lasting), self._recorder.saved_of_layers()
         kind_numbers: list[int] = []
         saved: list[tuple[int, ...]] = []
@@ -217,10 +217,11 @@ class _Count:
                 left_bytes=self._left.get(n, 0),
                 draws=any(call.draws for call in calls),
             )
-            kind_numbers.append(kinds.setdefault(kind, len(kinds)))
+            classes = () if is_loss else classes_of(self._layers.steps[n].module)
+            kind_numbers.append(numbers.setdefault((classes, kind), len(numbers)))
             saved.append(places)
         *kinds_of_layers, of_loss = kind_numbers
-        every = list(kinds)
+        every = [kind for _, kind in numbers]
         return AtSize(
             microbatch_size=microbatch_size,
             kinds=tuple(every),

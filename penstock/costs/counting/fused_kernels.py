@@ -1,4 +1,4 @@
-"""Let meta tensors take the kernels that torch would choose on another type of device.
+"""Run meta tensors by the kernels that torch would choose on another type of device.
 
 On the meta device torch puts attention and dropout together from small operators.  A GPU has one
 kernel for each, which saves less; the CPU has one for attention without dropout.
@@ -21,9 +21,9 @@ _ATTENTION = F.scaled_dot_product_attention
 
 
 def _looked_into(function: Any) -> Any:
-    """Return a function of torch that tells a mode of what it calls, and not of itself.
+    """Return a function of torch that shows a mode its inner calls, and not itself.
 
-    While a mode is told of a function it is off, so the attention inside goes by unseen.
+    A mode is off while it handles a function, so it would miss the attention inside.
     """
     seen_by_nobody = {"has_torch_function": lambda tensors: False}
     code, names = function.__code__, function.__globals__ | seen_by_nobody
@@ -59,7 +59,7 @@ def _attention(  # noqa: PLR0913 - as torch's own
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Run one kernel; None where there is none for such arguments."""
+    """Run one kernel; return None if there is none for such arguments."""
     usual = all(  # (B, H, T, C), of one width and dtype
         t.dim() == 4 and t.dtype is query.dtype and t.shape[-1] == query.shape[-1]
         for t in (query, key, value)
@@ -81,7 +81,7 @@ def _attention(  # noqa: PLR0913 - as torch's own
 
 
 def _kernel_on(torch_type: str, query: Tensor, mask: Tensor | None, dropout_p: float) -> str:
-    """Name the operator that torch chooses on the device; "" where it chooses none."""
+    """Return the operator that torch chooses on the device; "" if it chooses none."""
     if torch_type == "cuda":
         return _FLASH if query.dtype in _HALF and mask is None else _EFFICIENT
     learned = mask is not None and mask.requires_grad
@@ -89,7 +89,7 @@ def _kernel_on(torch_type: str, query: Tensor, mask: Tensor | None, dropout_p: f
 
 
 def _as_numbers(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return what is added to scores: a mask of truth values is made numbers first."""
+    """Return the numbers that a mask adds to scores."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(~mask, float("-inf"))

@@ -4,7 +4,7 @@
           w, b                w, b       ▲       w, b           torch ran for it, forward and
     x ───────────────────────────────────┘                      backward, and what it saves
 
-A profile is sums over it; whoever divides operators among devices needs its edges.
+A profile has sums over the graph; sharding needs its edges.
 """
 
 from collections import Counter
@@ -18,13 +18,14 @@ from penstock.costs.records import Operator
 
 
 class Value(NamedTuple):
-    """A value by its tensor's number: the layer that makes it, -1 for an input; those that take
-    it; its bytes.
-    """
+    """A value that calls take."""
 
     number: int
+    """Number of its tensor."""
     maker: int
+    """The layer that makes it; -1 for an input."""
     users: tuple[int, ...]
+    """The layers that use it."""
     num_bytes: int
 
 
@@ -37,57 +38,52 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor of the graph.
-
-    `maker` is the call that gave it; None for inputs of the model, parameters and buffers, of
-    which the last two have the model's own `name`.
-    """
+    """A tensor of the graph."""
 
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
     wants_gradient: bool
     maker: int | None = None
+    """The call that made it; None for inputs of the model, parameters and buffers."""
     name: str = ""
+    """Name of a parameter or buffer in the model; "" for all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a function of torch, made by a layer.
-
-    `function` is its full name, such as "torch.nn.functional.linear"; "" stands for what a layer
-    ran that no function showed: code in C++ or in a custom autograd function.
-    """
+    """One call of a function of torch, made by a layer."""
 
     layer: int
     function: str = ""
+    """Full name, such as "torch.nn.functional.linear"; "" for code in C++ or custom autograd."""
     arguments: tuple[Any, ...] = ()
     """Positional arguments, with a `Ref` for each tensor."""
     options: tuple[tuple[str, Any], ...] = ()
-    """The others, by name."""
+    """Keyword arguments, by name."""
     gives: tuple[int, ...] = ()
-    """Numbers of the tensors of its result; one that it was given gets a new number."""
+    """Numbers of the tensors of its result; an argument that is returned has a new number."""
     changes: tuple[int, ...] = ()
-    """Numbers of those tensors that it was given and has changed in place."""
+    """Numbers of the arguments that it changes in place."""
     operators: tuple[Operator, ...] = ()
     """Operators that torch ran for it, forward and backward."""
     saved: tuple[int, ...] = ()
     """Numbers of the tensors that it saves for its backward."""
     inner_bytes: int = 0
-    """Bytes of what else it saves."""
+    """Bytes of all else that it saves."""
     draws: bool = False
-    """True where it draws random numbers."""
+    """True if it draws random numbers."""
     is_between: bool = False
     """True for calls before or after the layer's own call: of the code between blocks."""
 
     @cached_property
     def takes(self) -> tuple[int, ...]:
-        """Numbers of the tensors that it is given, in order of first sight."""
+        """Numbers of its tensor arguments, each once, in order of first sight."""
         return tuple(dict.fromkeys(self.uses))
 
     @cached_property
     def uses(self) -> tuple[int, ...]:
-        """Numbers of the tensors that it is given, each as often as it is."""
+        """Numbers of its tensor arguments, with repetitions."""
         return tuple(_refs((self.arguments, self.options)))
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
@@ -99,14 +95,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Graph:
-    """All calls of one forward, in order, and all tensors by number; `outputs` are the model's,
-    `entering` what each layer is given, where that was seen.
-    """
+    """All calls of one forward, in order, and all tensors by number."""
 
     tensors: tuple[TensorSpec, ...]
     calls: tuple[Call, ...]
     outputs: tuple[int, ...] = ()
+    """Numbers of the model's outputs."""
     entering: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """Numbers of a layer's arguments, by layer, if they were seen."""
 
     def of_layer(self, layer: int) -> list[Call]:
         """Return the calls of one layer, in order."""
@@ -119,7 +115,7 @@ class Graph:
 
     @cached_property
     def values(self) -> tuple[Value, ...]:
-        """Arguments of calls that are no weights, in order of first sight."""
+        """Arguments of calls that are no parameters or buffers, in order of first sight."""
         users: dict[int, dict[int, None]] = {}
         for call in self.calls:
             for n in call.takes:
@@ -140,19 +136,12 @@ class Graph:
         return found
 
     def signature(self, layer: int) -> str:
-        """Return a text that is equal for layers that do the same to tensors of the same sizes.
+        """Return a text that is equal for layers with the same calls on tensors of the same sizes.
 
         Names of parameters and the numbers of tensors do not count.
         """
-        if layer not in self._signatures:
-            self._signatures[layer] = self._signature(layer)
-        return self._signatures[layer]
-
-    @cached_property
-    def _signatures(self) -> dict[int, str]:
-        return {}
-
-    def _signature(self, layer: int) -> str:
+        if layer in self._signatures:
+            return self._signatures[layer]
         numbers: dict[int, int] = {}
         facts = []
         for call in self.of_layer(layer):
@@ -170,7 +159,12 @@ class Graph:
             ]
             given = _renumbered((call.arguments, call.options), numbers)
             facts.append((call.function, given, own))
-        return sha256(repr(facts).encode()).hexdigest()[:16]
+        self._signatures[layer] = sha256(repr(facts).encode()).hexdigest()[:16]
+        return self._signatures[layer]
+
+    @cached_property
+    def _signatures(self) -> dict[int, str]:
+        return {}
 
 
 def _refs(value: Any) -> Iterator[int]:
@@ -191,11 +185,9 @@ def _renumbered(value: Any, numbers: dict[int, int]) -> Any:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Operators:
-    """The operators of a model, for micro-batches of any size.
-
-    `names` are those of layers in the graphs; `graph_of(B)` is the graph of a micro-batch of B
-    samples, recorded when it is asked for.
-    """
+    """The operators of a model, for micro-batches of any size."""
 
     names: tuple[str, ...]
+    """Names of the layers."""
     graph_of: Callable[[int], Graph]
+    """Records the graph of a micro-batch of so many samples."""

@@ -1,23 +1,33 @@
-"""Tell which layers are alike, and let saved tensors be as they are."""
+"""Compare layers by classes and settings; unpack saved tensors unchanged."""
 
 from collections.abc import Hashable
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.model.capture.watch import original_class
 from penstock.model.stage_plan import Step
 from penstock.torch_private import NEVER_COMPUTES
 
 _OWN_PLACE = "its place in a list"
+"""Stands for a layer's own number among its attributes."""
+
+
+Classes = tuple[type, ...]
+"""Classes of a module and of its submodules, in order."""
+
+
+def classes_of(module: nn.Module) -> Classes:
+    """Return the classes of a module and its submodules: their Python takes unrecorded time."""
+    return tuple(original_class(part) for part in module.modules())
 
 
 def kind_of(step: Step, arguments: Any) -> Hashable:
     """Return a value that is equal for layers of the same classes, sizes, settings and inputs.
 
-    A layer's own number in a list and how often it drops something (unless never) do not count.
-    Objects of other classes count by their class only.
+    A layer's own number in a list does not count, nor a rate of dropout above 0.  Objects of other
+    classes count by their class only.
     """
     places = frozenset(int(part) for part in step.name.split(".") if part.isdigit())
     parts = tuple(
@@ -56,7 +66,7 @@ def _fact(value: Any) -> Hashable:
 
 
 def as_it_is(tensor: Tensor) -> Tensor:
-    """Unpack what was saved as it is."""
+    """Return a saved tensor unchanged."""
     return tensor
 
 

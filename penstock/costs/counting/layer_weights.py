@@ -1,4 +1,4 @@
-"""Count the bytes of what each layer holds from step to step: weights and what belongs to them."""
+"""Count the bytes of weights, gradients and optimizer state of each layer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +15,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def layer_weights(layers: Layers, optimizer: MakeOptimizer) -> tuple[LayerWeights, ...]:
-    """Count parameters, their gradients and the state of an optimizer; one that layers share, in
-    the first of them.
+    """Count parameters, gradients and optimizer state; the first layer counts a shared parameter.
 
     Raises:
         ConfigError: the optimizer takes no step with parameters without values.
@@ -49,7 +48,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _state_bytes(parameter: Tensor, make: MakeOptimizer, known: dict[Any, int]) -> int:
-    """Let an optimizer move a parameter of this shape, without values; count what it keeps."""
+    """Return the bytes of state after a step with a meta tensor in the parameter's place."""
     key = tuple(parameter.shape), parameter.dtype
     if key not in known:
         twin = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
@@ -67,7 +66,7 @@ def _state_bytes(parameter: Tensor, make: MakeOptimizer, known: dict[Any, int]) 
 
 
 def _step(optimizer: torch.optim.Optimizer) -> str | None:
-    """Make a step; say why that does not end, where it asks for values once its state is there."""
+    """Make a step; return the error of one that asks for values, which may have made its state."""
     try:
         optimizer.step()
     except (NotImplementedError, RuntimeError) as error:

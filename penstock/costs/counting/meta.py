@@ -1,4 +1,4 @@
-"""Put a model and its inputs on the meta device for a while."""
+"""Run a model and its inputs on the meta device for a while."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from penstock.torch_private import parameters_of
 
 @contextmanager
 def on_meta(modules: Iterable[nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """Have the modules' parameters, buffers and tensor attributes on the meta device.
+    """Replace parameters, buffers and tensor attributes of modules by meta tensors inside.
 
-    Tensors that are one stay one.  All are the modules' own again afterwards, with what they held.
+    Shared tensors stay shared.  Afterwards the modules have their own tensors and values again.
 
     Yields:
-        What stands for each tensor, by the id of that one.
+        The stand-in of each tensor, by the id of the tensor.
     """
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     own = [
@@ -49,9 +49,9 @@ def on_meta(modules: Iterable[nn.Module]) -> Iterator[dict[int, Tensor]]:
 
 
 def inputs_on_meta(inputs: Any) -> Any:
-    """Return a value with meta tensors for its tensors of real or complex numbers.
+    """Return a value with meta tensors in the place of tensors of real or complex numbers.
 
-    Others keep their values: what a model decides by a mask, or by words, it decides as on these.
+    Others keep their values, since a model may decide by a mask, or by words.
     """
 
     def on_meta(tensor: Tensor) -> Tensor:

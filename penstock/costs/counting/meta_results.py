@@ -1,7 +1,7 @@
 """Run operators on meta tensors, each kind of call once.
 
-On the meta device many operators are computed by torch in Python, to find a shape: what they gave
-is remembered, which says all, so that layers that are alike run quickly.
+On the meta device torch runs many operators in slow Python code to find a shape.  Results of equal
+calls are remembered, so that equal layers run quickly.
 """
 
 from collections.abc import Hashable, Mapping
@@ -16,19 +16,21 @@ from penstock.torch_private import arguments_of, storage_id
 from .classify import described
 
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype of a result with memory of its own."""
+"""Shape, strides and dtype of a result in new memory."""
 
 
 class MetaResults:
-    """Runs operators; of two with equal arguments the second one only gets results of its own."""
+    """Runs operators; a second one with equal arguments only gets new results."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[tuple[Operator, ...], Any]] = {}
-        """The operators of a call, and the specs of its results; None where some are not new."""
+        """Descriptions of a call, and the specs of its results; None if some are not new."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Operator, ...]]:
-        """Run an operator on tensors that are all on the meta device, or have values; return its
-        result, and what it is.
+        """Run an operator on tensors that all are on the meta device, or all have values.
+
+        Returns:
+            The result, and the descriptions of the operator.
         """
         storages: dict[int, int] = {}
         facts = _fact(args, storages), _fact(tuple(kwargs.items()), storages)
@@ -44,7 +46,7 @@ class MetaResults:
 
 
 def _fact(value: Any, storages: dict[int, int]) -> Hashable:
-    """Return what is so of an argument, as a value of its type; None where it cannot be told."""
+    """Return facts about an argument that decide the result; None if there may be others."""
     if isinstance(value, Tensor):
         if not value.is_meta or value.layout is not torch.strided:
             return None
@@ -62,7 +64,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 
 def _specs(func: Any, given: Mapping[int, int], result: Any) -> Any:
-    """Describe new tensors, so that others like them can be made; None where some are not new.
+    """Return specs from which `_made` makes equal results; None if some are not new.
 
     `given` are the storages of the arguments.
     """

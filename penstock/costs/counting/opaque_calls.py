@@ -1,4 +1,4 @@
-"""Calls of opaque modules, shown to recorders and to tensors that hold shards as one function."""
+"""Show calls of opaque modules as one function to recorders and to sharded tensors."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,14 +16,15 @@ from .opaque_modules import OPAQUE, OpaqueModule
 
 
 def opaque_of(module: nn.Module) -> OpaqueModule | None:
-    """Return what is known of a module that is opaque; None of others."""
+    """Return the description of an opaque module; None for all others."""
     kind = original_class(module)
     return OPAQUE.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def reader_of(error: BaseException) -> str:
-    """Name the class of the innermost module that was running, but torch's own: it may have read
-    the values that an error asks for.
+    """Return the class name of the innermost running module that is not torch's.
+
+    It may have read the values that an error asks for.
     """
     found, trace = "its module", error.__traceback__
     while trace is not None:
@@ -37,7 +38,7 @@ def reader_of(error: BaseException) -> str:
 
 @contextmanager
 def as_functions(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have calls of opaque modules shown to modes and to subclasses of tensors, as functions."""
+    """Show calls of opaque modules inside as functions to torch function modes and subclasses."""
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     changed = []
     try:

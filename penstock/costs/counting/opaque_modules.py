@@ -1,11 +1,11 @@
-"""Opaque modules: classes whose forward reads values, or loops over them, seen as one function.
+"""Opaque modules: classes whose forward reads values, recorded as one function.
 
     experts(x, which, shares)  ──►  function(x, which, shares, up, down)    one call of a graph
                                         │
             on tensors without values   │   on values
-            the stand-in: as much work  ▼   what is said to run on shards
+            the stand-in: as much work  ▼   `run`, on shards
 
-Dimensions have letters, as in the rules of sharding: one that has a letter may be cut.
+Dimensions have letters, as in the rules of sharding; one with a letter may be cut.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpaqueModule:
-    """A class of modules whose calls are recorded, and run in shards, as one function.
+    """A class of modules whose calls are recorded, and sharded, as one function.
 
     Attributes:
-        name: the class, with where it lives.
-        takes: letters of the dimensions of each tensor that the forward takes, in order.
-        weights: those of each parameter that it uses, by name.
-        gives: those of its result.
-        stand_in: called with the module, what it takes and its weights, on tensors without values;
-            does as many operations as the forward, and gives what has its result's shape.
-        run: called likewise, on shards, and with `starts`, a mapping that says by letter where the
-            own slice begins; gives the own part of the result.
+        name: the full name of the class.
+        takes: letters of the dimensions of each tensor argument of the forward, in order.
+        weights: letters of each parameter that it uses, by name.
+        gives: letters of its result.
+        stand_in: a function of the module, its arguments and weights, all without values.  It does
+            as much work as the forward, and returns a tensor of the result's shape.
+        run: the same function on shards.  `starts` has the offset of this device's slice by
+            letter.  It returns this device's part of the result.
     """
 
     name: str
@@ -40,16 +40,16 @@ class OpaqueModule:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The letters of all that its function takes."""
+        """The letters of all arguments of its function."""
         return (*self.takes, *self.weights.values())
 
 
 OPAQUE: dict[str, OpaqueModule] = {}
-"""By the name of the class, which is the name of the function, too."""
+"""Opaque modules by the name of the class, which is also the name of the function."""
 
 
 def opaque_module(own: OpaqueModule) -> None:
-    """Register how modules of a class are recorded, and run in shards."""
+    """Register a class of opaque modules."""
     OPAQUE[own.name] = own
 
 
@@ -61,7 +61,7 @@ def opaque_module(own: OpaqueModule) -> None:
 def _like_experts(
     module: Any, x: "Tensor", which: "Tensor", shares: "Tensor", up: "Tensor", down: "Tensor"
 ) -> "Tensor":
-    """Give each token to the first expert, as often as it has experts."""
+    """Run the first expert once for each expert of a token."""
     rows = x.repeat_interleave(which.shape[1], 0)
     found = _expert(module, rows, up[0], down[0]) * shares.reshape(-1, 1)
     summed: Tensor = found.view(*which.shape, -1).sum(1).to(x.dtype)
@@ -78,7 +78,7 @@ def _run_experts(  # noqa: PLR0913 - all that experts take
     *,
     starts: Mapping[str, int],
 ) -> "Tensor":
-    """Add up what the experts that are here find for their tokens."""
+    """Add up the results of this device's experts."""
     import torch  # the letters are known without it
 
     result = torch.zeros_like(x)

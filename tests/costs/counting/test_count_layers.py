@@ -108,6 +108,16 @@ class Add(nn.Module):
         return x + skip
 
 
+def test_layers_of_unlike_classes_are_of_unlike_kinds_whatever_operators_they_run() -> None:
+    class Logged(nn.Linear):
+        """Runs Python that no operator shows."""
+
+    inner = nn.Sequential(Logged(4, 4))
+    layers = as_layers([nn.Linear(4, 4), Logged(4, 4), nn.Linear(4, 4), inner, Logged(4, 4)])
+    counted = count_layers(layers, torch.empty(2, 4))
+    assert counted.kind_of == (0, 1, 2, 3, 1)
+
+
 def test_a_skip_is_a_value_with_its_own_consumers() -> None:
     layers = as_layers(
         [
