@@ -9,8 +9,8 @@ class RecipeError(ConfigError):
 
 
 class RunFolderError(PenstockError):
-    """A run folder exists already, or the folder to resume from is not one."""
+    """A run folder exists already, or the folder to resume is not a run folder."""
 
 
 class DivergedError(PenstockError, ArithmeticError):
-    """The loss of a training run is infinite or no number: it will not come back."""
+    """The loss of a training run is not finite: the run has diverged."""

@@ -166,7 +166,7 @@ FAULTS = (
     Fault(
         "a fine-tuned run begins again with whatever weights are there now",
         "recipes/penstock_recipes/train/start.py",
-        "if kept is None:",
+        "if noted is None:",
         "if True:",
         "tests/laws/test_train_start.py",
         "or_not_at_all",
@@ -198,8 +198,8 @@ FAULTS = (
     Fault(
         "the way out of a damaged checkpoint is one that is damaged too",
         "recipes/penstock_recipes/train/start.py",
-        "    except CheckpointError:\n        return False",
-        "    except CheckpointError:\n        return True",
+        "        except CheckpointError:\n            return False",
+        "        except CheckpointError:\n            return True",
         "tests/laws/test_train_resume.py",
         "way_out",
     ),

@@ -23,13 +23,13 @@ def recipes(context: click.Context, as_json: bool) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    found = [describe(name) for name in recipe_names()]
+    descriptions = [describe(name) for name in recipe_names()]
     if as_json:
-        click.echo(json.dumps([asdict(each) for each in found]))
+        click.echo(json.dumps([asdict(description) for description in descriptions]))
         return
-    for each in found:
-        click.echo(f"{each.name}\n  {each.task}: {each.model} on {each.data}")
-        click.echo(f"  time: {each.time}; measured: {each.measured}")
+    for recipe in descriptions:
+        click.echo(f"{recipe.name}\n  {recipe.task}: {recipe.model} on {recipe.data}")
+        click.echo(f"  time: {recipe.time}; measured: {recipe.measured}")
     click.echo("\nTrain one with `penstock train NAME`; change one after `penstock recipes copy`.")
 
 

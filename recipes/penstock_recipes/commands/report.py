@@ -22,7 +22,7 @@ import click
     "[default: predicted.json in the run folder, if there]",
 )
 def report(run: Path, output: Path | None, predicted: Path | None) -> None:
-    """Write what is known of a run as one HTML page, which needs no network.
+    """Write the report of a run as one HTML page, which needs no network.
 
     It shows the timed step rank by rank, where its time went, memory, the curves of loss and
     scores, the plan with its reasons, the recipe and the environment.  `penstock train` writes it

@@ -19,7 +19,7 @@ from penstock_recipes.train.tasks.task import Task
 def load(
     name: str, overrides: Sequence[str], options: Mapping[str, Any], needs_values: bool
 ) -> Target | None:
-    """Read the recipe that `name` means; None if it is none's: the entry point that commands call.
+    """Read the recipe `name` as a target, for the commands; None if it is not a recipe.
 
     Raises:
         RecipeError, ConfigError: the recipe is wrong, or its data are not there.
@@ -39,7 +39,7 @@ def load(
 
 
 def _task_of(recipe: Recipe) -> Task:
-    """Read the data of a recipe; of a text that is not there, its shapes are enough."""
+    """Read the data of a recipe; a missing text is replaced by one of the same shapes."""
     data = recipe.data
     if not isinstance(data, Text) or Path(data.path).exists():
         return build_task(recipe)

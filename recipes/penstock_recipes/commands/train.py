@@ -1,4 +1,4 @@
-"""`penstock train`: train what a recipe says, or go on with a run."""
+"""`penstock train`: train a recipe, or resume a run."""
 
 import json
 import os
@@ -84,17 +84,16 @@ def train(context: click.Context, /, **_: object) -> int:
     asked.check()
     if asked.num_processes is not None:
         require_torch()
-        from penstock_recipes.train.command import check_resume, check_start
+        from penstock_recipes.train.command import check_request
 
-        check = check_resume if asked.resume is not None else check_start
-        check(asked.request, asked.num_processes)
+        check_request(asked.request, asked.num_processes, resumes=asked.resume is not None)
         return launch(asked.num_processes, asked.max_restarts, asked.as_arguments())
     return _train(asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What the command line says."""
+    """The arguments of the command line."""
 
     recipe: str | None
     overrides: tuple[str, ...]
@@ -121,19 +120,19 @@ class _Asked:
 
     @property
     def subject(self) -> str | Path | None:
-        """The recipe to train, or the run folder to go on with."""
+        """The recipe to train, or the run folder to resume."""
         return self.resume or self.recipe
 
     @property
     def request(self) -> "Request":
-        """What the run is to be."""
+        """The request for a run."""
         from penstock_recipes.train.command import Request
 
         recipe = None if self.recipe is None else find_recipe(self.recipe)
         return Request(recipe, self.overrides, self.resume or self.run_folder, self.plan)
 
     def as_arguments(self) -> list[str]:
-        """Return the command line again, without what concerns the launch."""
+        """Return the command line again, without the options of the launch."""
         words = ["train", *([self.recipe] if self.recipe is not None else [])]
         for override in self.overrides:
             words += ["--set", override]
@@ -144,9 +143,9 @@ class _Asked:
 
 
 def _train(asked: _Asked) -> int:
-    """Train in this process, which may be one of many; rank 0 speaks for all."""
+    """Train in this process, which may be one of many; only rank 0 prints."""
     is_one_of_many = os.environ.get("WORLD_SIZE", "1") != "1"  # numbers are checked later
-    if is_one_of_many:  # gloo connects processes that talk to each other, instead of each to all
+    if is_one_of_many:  # gloo then connects only processes that exchange messages
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:  # on a terminal only, as the imports take seconds

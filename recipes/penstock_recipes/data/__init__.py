@@ -1,16 +1,44 @@
-"""The order of samples in an epoch: a function of (seed, epoch), so a position is two numbers.
+"""The order of samples in an epoch, as a function of (seed, epoch).
 
-Resuming at (epoch, batch) needs nothing else: no generator state is kept anywhere.
+So (epoch, batch) is all that a resumed run needs; no generator state is saved.
 """
 
 import hashlib
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
+
+
+def require_library(library: str, needed_for: str, extra: str) -> None:
+    """Refuse to go on without a library, which comes with an extra of this package.
+
+    Raises:
+        ConfigError: it is not installed; the message says how to install it.
+    """
+    if find_spec(library) is None:
+        raise ConfigError(
+            f"{needed_for} {library}, which is not installed; "
+            f"install it with: pip install 'penstock-recipes[{extra}]'"
+        )
+
+
+def optional_library(module: str, needed_for: str, extra: str) -> Any:
+    """Import a module of such a library.
+
+    Raises:
+        ConfigError: as `require_library`.
+    """
+    require_library(module.partition(".")[0], needed_for, extra)
+    return import_module(module)
+
 
 def keyed_generator(*key: object) -> torch.Generator:
-    """Make a CPU generator seeded by a digest of `key`; equal keys draw equal numbers."""
+    """Return a CPU generator seeded by a digest of `key`; equal keys draw equal numbers."""
     text = ":".join(map(str, key))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") & (2**63 - 1))

@@ -11,7 +11,7 @@ from penstock_recipes.data import keyed_generator
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Inputs and what they should give: `inputs[n]` belongs to `targets[n]`."""
+    """Inputs and targets: `inputs[n]` belongs to `targets[n]`."""
 
     inputs: Tensor
     targets: Tensor
@@ -22,14 +22,14 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Samples to learn from, and samples to be judged by."""
+    """Training and test samples."""
 
     train: Samples
     test: Samples
 
 
 def load_digits(test_share: float = 0.2, seed: int = 0) -> Split:
-    """Read the digits and set `test_share` of each class aside; equal seeds give equal splits.
+    """Read the digits and hold out `test_share` of each class; equal seeds give equal splits.
 
     Inputs: float32, (N, 1, 8, 8), from 0 to 1.  Targets: int64, (N,), the digit.
 

@@ -1,4 +1,4 @@
-"""Images with their classes: those to learn from, batch by batch, and those to be judged by."""
+"""Images with their classes: training batches in a seeded order, and test images."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,12 @@ def epoch_shifts(num_samples: int, seed: int, epoch: int, max_shift: int) -> Ten
 
 
 def shift_images(images_BCHW: Tensor, shifts_B2: Tensor) -> Tensor:
-    """Move each image by its shift; what enters at the border is zero."""
+    """Move each image by its shift; the uncovered border is zero."""
     height, width = images_BCHW.shape[-2:]
-    rows = torch.arange(height) - shifts_B2[:, :1]  # (B, H): where each row comes from
+    rows = torch.arange(height) - shifts_B2[:, :1]  # (B, H): the source of each row
     columns = torch.arange(width) - shifts_B2[:, 1:]
-    inside = _inside(rows, height)[:, None, :, None] & _inside(columns, width)[:, None, None, :]
+    rows_inside, columns_inside = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
+    inside = rows_inside[:, None, :, None] & columns_inside[:, None, None, :]
     batch = torch.arange(len(images_BCHW))[:, None, None]
     row_index = rows.clamp(0, height - 1)[:, :, None]
     column_index = columns.clamp(0, width - 1)[:, None, :]
@@ -36,16 +37,15 @@ def shift_images(images_BCHW: Tensor, shifts_B2: Tensor) -> Tensor:
     return moved_BHWC.permute(0, 3, 1, 2).contiguous() * inside
 
 
-def _inside(index: Tensor, size: int) -> Tensor:
-    return (index >= 0) & (index < size)
-
-
 Share = Callable[[int], slice]
+"""Number of samples of a batch -> the slice of them that is wanted."""
 
 
 class ImageSet(ABC):
-    """Images in two parts.  Those to learn from come in the order of (seed, epoch), changed as
-    (seed, epoch, number of the image) says: batch b of an epoch is the same whenever it is made.
+    """Training and test images.
+
+    The training order is a function of (seed, epoch), and the augmentation of (seed, epoch, number
+    of the image).  So batch b of an epoch is the same whenever it is made.
     """
 
     classes: tuple[str, ...]
@@ -57,35 +57,34 @@ class ImageSet(ABC):
 
     @abstractmethod
     def example(self, num_samples: int) -> Tensor:
-        """Return so many images to learn from: float32, (B, channels, H, W)."""
+        """Return `num_samples` training images: float32, (B, channels, H, W)."""
 
     @abstractmethod
     def batches(
         self, seed: int, epoch: int, first: int, batch_size: int, share: Share
     ) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Yield the batches of an epoch from number `first` on: of each, the samples that `share`
-        picks (of a count of samples), their classes, and how many the whole batch has.
+        """Yield the batches of an epoch from number `first` on.
+
+        Each has the samples that `share` picks, their classes, and the size of the whole batch.
         """
 
     @abstractmethod
     def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield these of the images to be judged by, in order, with their classes: -1 for one
-        that cannot be decoded.
-        """
+        """Yield these test images in order with their classes; an undecodable one has class -1."""
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """Tell these images, their order and their classes from others."""
+        """A digest of the images, their order and their classes."""
 
     @property
     def skipped(self) -> Sequence[str]:
-        """What could not be decoded so far."""
+        """The names of the images that could not be decoded so far."""
         return ()
 
 
 class TensorImageSet(ImageSet):
-    """Images that fit in memory; those to learn from move by up to `max_shift` pixels."""
+    """Images in memory; training images are shifted by up to `max_shift` pixels."""
 
     def __init__(self, split: Split, classes: Sequence[str], max_shift: int = 0) -> None:
         self._train, self._test, self._max_shift = split.train, split.test, max_shift
@@ -95,11 +94,11 @@ class TensorImageSet(ImageSet):
 
     @property
     def digest(self) -> str:
-        found = blake2b(repr(self.classes).encode())
+        digest = blake2b(repr(self.classes).encode())
         for part in (self._train, self._test):
             for tensor in (part.inputs, part.targets):
-                found.update(tensor.contiguous().numpy().tobytes())
-        return found.hexdigest()
+                digest.update(tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def example(self, num_samples: int) -> Tensor:
         return self._train.inputs[:num_samples]
@@ -111,9 +110,9 @@ class TensorImageSet(ImageSet):
         order = epoch_order(self.num_train, seed, epoch)
         for batch in range(first, num_batches(self.num_train, batch_size)):
             whole = batch_indices(order, batch, batch_size)
-            own = whole[share(len(whole))]
-            inputs = shift_images(self._train.inputs[own], shifts[own])
-            yield inputs, self._train.targets[own], len(whole)
+            chosen = whole[share(len(whole))]
+            inputs = shift_images(self._train.inputs[chosen], shifts[chosen])
+            yield inputs, self._train.targets[chosen], len(whole)
 
     def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in torch.tensor(samples, dtype=torch.int64).split(batch_size):
@@ -121,7 +120,7 @@ class TensorImageSet(ImageSet):
 
 
 class ViewedImageSet(ImageSet):
-    """Images in files, decoded and changed by worker processes."""
+    """Images in files, decoded and augmented by worker processes."""
 
     def __init__(
         self,
@@ -134,11 +133,11 @@ class ViewedImageSet(ImageSet):
     ) -> None:
         self._train = ViewedImages(split.train, train_view, strict)
         self._test = ViewedImages(split.test, test_view, strict)
-        self._found, self._num_workers = split.skipped, num_workers
+        self._not_images, self._num_workers = split.skipped, num_workers
         self.classes, self.channels, self.size = split.train.classes, 3, train_view.size
         self.num_train, self.num_test = len(split.train), len(split.test)
         self._loader: ImageLoader | None = None
-        self._judge: ImageLoader | None = None
+        self._test_loader: ImageLoader | None = None
 
     @property
     def digest(self) -> str:
@@ -151,22 +150,23 @@ class ViewedImageSet(ImageSet):
     def batches(
         self, seed: int, epoch: int, first: int, batch_size: int, share: Share
     ) -> Iterator[tuple[Tensor, Tensor, int]]:
-        if self._loader is None:  # which keeps its workers from epoch to epoch
+        if self._loader is None:  # its workers live on from epoch to epoch
             self._loader = ImageLoader(self._train, seed, batch_size, self._num_workers, share)
         for number, batch in enumerate(self._loader.epoch(epoch, first), first):
             yield *batch, min(batch_size, self.num_train - number * batch_size)
 
     def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        if self._judge is None:
-            self._judge = ImageLoader(self._test, 0, batch_size, self._num_workers)
-        return self._judge.in_order(samples)
+        if self._test_loader is None:
+            self._test_loader = ImageLoader(self._test, 0, batch_size, self._num_workers)
+        return self._test_loader.in_order(samples)
 
     @property
     def skipped(self) -> Sequence[str]:
-        loaders = [loader for loader in (self._loader, self._judge) if loader is not None]
-        return [*self._found, *(name for loader in loaders for name in loader.skipped)]
+        loaders = [loader for loader in (self._loader, self._test_loader) if loader is not None]
+        return [*self._not_images, *(name for loader in loaders for name in loader.skipped)]
 
 
+# name -> classes, and the function from digits to their numbers
 _LABELS: dict[str, tuple[tuple[str, ...], Callable[[Tensor], Tensor]]] = {
     "digit": (tuple("0123456789"), lambda digits: digits),
     "parity": (("even", "odd"), lambda digits: digits % 2),
@@ -186,11 +186,11 @@ def digit_images(
     """Read the handwritten digits: float32, (N, 1, size, size), from 0 to 1.
 
     Args:
-        labels: the classes: `digit`, its `parity`, or in which `half` of 0 to 9 it is.
+        labels: the classes: `digit`, its `parity`, or the `half` of 0 to 9 that it is in.
         size: pixels of each side; the originals have 8 and are enlarged (bilinear).
-        train_share: share of the images to learn from that is kept, of each digit alike.
+        train_share: share of the training images to use, the same for each digit.
         test_share, seed: see `load_digits`.
-        max_shift: pixels by which images move while one learns from them.
+        max_shift: maximal shift of training images, in pixels.
 
     Raises:
         ConfigError: scikit-learn is not installed, or `test_share` is not between 0 and 1.
@@ -199,14 +199,11 @@ def digit_images(
     classes, label = _LABELS[labels]
     is_kept = of_each_class(split.train.targets, train_share, seed, "share", least=1)
     train = Samples(split.train.inputs[is_kept], split.train.targets[is_kept])
-    return TensorImageSet(
-        Split(*(Samples(_resized(p.inputs, size), label(p.targets)) for p in (train, split.test))),
-        classes,
-        max_shift,
-    )
 
+    def prepared(part: Samples) -> Samples:
+        inputs = part.inputs
+        if inputs.shape[-1] != size:
+            inputs = F.interpolate(inputs, size=(size, size), mode="bilinear", align_corners=False)
+        return Samples(inputs, label(part.targets))
 
-def _resized(images_BCHW: Tensor, size: int) -> Tensor:
-    if images_BCHW.shape[-1] == size:
-        return images_BCHW
-    return F.interpolate(images_BCHW, size=(size, size), mode="bilinear", align_corners=False)
+    return TensorImageSet(Split(prepared(train), prepared(split.test)), classes, max_shift)

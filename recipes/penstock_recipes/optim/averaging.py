@@ -1,4 +1,4 @@
-"""A running average of the weights, by which a model is judged."""
+"""A running average of the weights, for evaluation."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,22 +14,21 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class Averaging:
-    """Keeps a running average of what an optimizer moves, and of BatchNorm's running statistics.
+    """Keeps a running average of an optimizer's weights, and of BatchNorm's running statistics.
 
         average <- d * average + (1 - d) * weight       d = min(decay, (1 + step) / (10 + step))
 
-    It is part of the optimizer's state: saved and loaded with it, cut as it is cut.  The averages
-    of statistics are with the weight of their layer; a layer without one has none.  Statistics
-    are averaged since they are those of the weights as they were, not of averaged ones, as in the
-    TPU code for AmoebaNet.  The smaller d of the first steps is TensorFlow's, so that the weights
-    drawn at first do not last.
+    The averages are part of the optimizer's state: saved, loaded and sharded with it.  The
+    average of a BatchNorm's statistics is stored with the weight of that layer, and a layer
+    without a weight has none.  Averaging the statistics follows the TPU code for AmoebaNet.  The
+    smaller d of the first steps is TensorFlow's; it makes the average forget the initial weights.
     """
 
     def __init__(
         self, optimizer: Optimizer, decay: float, modules: Iterable[nn.Module] = ()
     ) -> None:
         self._optimizer, self._decay, self.step = optimizer, decay, 0
-        """Steps before the next one; the trainer says."""
+        """Number of steps done; the trainer sets it."""
         self._norms: dict[Tensor, nn.Module] = {
             norm.weight: norm
             for norm in modules
@@ -40,7 +39,9 @@ class Averaging:
     @torch.no_grad()
     def _note(self, *_: Any) -> None:
         decay = min(self._decay, (1 + self.step) / (10 + self.step))
-        for parameter in self._moved():
+        groups = self._optimizer.param_groups
+        updated = [p for group in groups for p in group["params"] if p.grad is not None]
+        for parameter in updated:
             state = self._optimizer.state[parameter]
             for key, tensor in self._averaged(parameter):
                 if key in state:
@@ -48,12 +49,8 @@ class Averaging:
                 else:
                     state[key] = tensor.detach().clone()
 
-    def _moved(self) -> Iterator[Tensor]:
-        for group in self._optimizer.param_groups:
-            yield from (p for p in group["params"] if p.grad is not None)
-
     def _averaged(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield what has its average in the state of a parameter, each with the key there."""
+        """Yield the tensors that are averaged in the state of a parameter, with their keys."""
         yield KEY, parameter
         if parameter in self._norms:
             for name in STATISTICS:
@@ -61,7 +58,7 @@ class Averaging:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the parameters, and the statistics, be their averages."""
+        """Replace the parameters and the statistics by their averages inside the context."""
         averages = {
             tensor: state[key]
             for parameter, state in self._optimizer.state.items()
@@ -69,16 +66,16 @@ class Averaging:
             if key in state
         }
         with torch.no_grad():
-            kept = {tensor: tensor.detach().clone() for tensor in averages}
+            newest = {tensor: tensor.detach().clone() for tensor in averages}
             _copy(averages)
             try:
                 yield
             finally:
-                _copy(kept)
+                _copy(newest)
 
 
 def name_of_averaged(key: str) -> str:
-    """Name the tensor whose average is saved as "<parameter name>.<state key>"; empty: none's."""
+    """Return the tensor whose average is saved as "<parameter>.<state key>"; empty if none."""
     parameter, _, state_key = key.rpartition(".")
     layer = parameter.rpartition(".")[0]
     names = {f"{KEY}_{name}": f"{layer}.{name}".lstrip(".") for name in STATISTICS}

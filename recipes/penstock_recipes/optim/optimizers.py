@@ -1,4 +1,4 @@
-"""Optimizers that torch lacks: RMSProp as TensorFlow has it, Adafactor at the rate it is given."""
+"""Optimizers that torch lacks: TensorFlow's RMSProp, and Adafactor with a free learning rate."""
 
 import math
 from abc import abstractmethod
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class PerParameter(Optimizer):
-    """An optimizer that is told how one parameter moves."""
+    """An optimizer whose subclasses update one parameter at a time."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -28,7 +28,7 @@ class PerParameter(Optimizer):
 
     @abstractmethod
     def move(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        """Move a parameter by its gradient, with the options of its group; gradients are off."""
+        """Update a parameter by its gradient and the options of its group, under `no_grad`."""
 
 
 class RMSProp(PerParameter):
@@ -38,10 +38,10 @@ class RMSProp(PerParameter):
         buffer <- momentum * buffer + lr * grad / sqrt(square + eps)
         weight <- weight - buffer
 
-    torch.optim.RMSprop differs in all three: it adds epsilon to the root, begins at 0, so that the
-    first steps are large, and multiplies the buffer by the learning rate of now.  With an epsilon
-    of 0.1 or 1, as the papers have it, these are other steps altogether.  Weight decay is added to
-    the gradient.
+    torch.optim.RMSprop differs in all three lines: it adds epsilon to the root, begins at 0, so
+    that the first steps are large, and multiplies the buffer by the current learning rate.  With
+    the papers' epsilon of 0.1 or 1 its steps are quite different.  Weight decay is added to the
+    gradient.
     """
 
     def __init__(
@@ -72,17 +72,18 @@ class RMSProp(PerParameter):
 
 
 class Adafactor(PerParameter):
-    """Adafactor (Shazeer and Stern 2018, algorithms 4 and 5): of a matrix's squared gradients it
-    keeps means by row and by column only.
+    """Adafactor (Shazeer and Stern 2018, algorithms 4 and 5).
+
+    It keeps the mean of a matrix's squared gradients by row and by column only.
 
         square <- b * square + (1 - b) * (grad ** 2 + 1e-30)    b = 1 - step ** beta2_decay
         update <- grad / sqrt(square)
         update <- update / max(1, rms(update) / clip)
         weight <- weight - lr * max(1e-3, rms(weight)) * update
 
-    torch.optim.Adafactor never takes more than 1 / sqrt(step) as its learning rate, whatever it
-    is given, and a schedule of one's own then does not do what it says.  There is no momentum.
-    Tensors of more than two dimensions are factored over the last two.
+    torch.optim.Adafactor caps its learning rate at 1 / sqrt(step), which overrides a schedule of
+    the user.  There is no momentum.  Tensors of more than two dimensions are factored over the
+    last two.
     """
 
     def __init__(
@@ -116,7 +117,10 @@ class Adafactor(PerParameter):
         parameter.sub_(update, alpha=length)
 
 
-_LEAST_SQUARE, _LEAST_SIZE = 1e-30, 1e-3
+_LEAST_SQUARE = 1e-30
+"""Added to squared gradients."""
+_LEAST_SIZE = 1e-3
+"""Least root mean square of a weight that scales its step."""
 
 
 def _mean(state: dict[str, Any], key: str, value: Tensor, share: float) -> Tensor:

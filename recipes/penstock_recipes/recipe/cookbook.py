@@ -1,4 +1,4 @@
-"""The recipes that come with this package, by name."""
+"""Find, describe and copy the recipes of this package by name."""
 
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,11 +9,12 @@ from penstock_recipes.errors import RecipeError
 
 _FOLDER = Path(str(files("penstock_recipes"))) / "cookbook"
 _HEADS = ("task", "model", "data", "time", "measured")
+"""The comment lines "# task: ..." at the head of a recipe file."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """A recipe in one line each, as the head of its file has it."""
+    """The description of a recipe, from the head of its file."""
 
     name: str
     task: str
@@ -21,24 +22,24 @@ class Description:
     data: str
     time: str
     measured: str
-    """The result on our machines, or "not run"."""
+    """The measured result, or "not run"."""
 
 
 def recipe_names() -> list[str]:
-    """Return the names of all recipes of this package."""
+    """Return the names of all recipes, sorted."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def is_recipe(name: str) -> bool:
-    """Tell whether a command's target is a recipe: a TOML file, or a name without a place."""
+    """Tell whether a command's target is a recipe: a TOML file, or a name without a folder."""
     return name.endswith(".toml") or Path(name).name == name
 
 
 def find_recipe(name: str | Path) -> Path:
-    """Return the file of a recipe: a path, or the name of one of this package.
+    """Return the file of a recipe, given as a path or a name.
 
     Raises:
-        RecipeError: there is neither; names the nearest ones.
+        RecipeError: there is neither; the message has the nearest names.
     """
     path, text = Path(name), str(name)
     if path.is_file():
@@ -57,7 +58,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def describe(name: str) -> Description:
-    """Read what the head of a recipe's file says of it."""
+    """Read the head of a recipe file."""
     lines = find_recipe(name).read_text(encoding="utf-8").splitlines()
     facts = dict.fromkeys(_HEADS, "")
     for line in lines:
@@ -68,7 +69,7 @@ def describe(name: str) -> Description:
 
 
 def copy_recipe(name: str, folder: Path) -> Path:
-    """Copy a recipe of this package into a folder, to be changed there; return the new file.
+    """Copy a recipe into a folder, for the user to change; return the new file.
 
     Raises:
         RecipeError: there is no such recipe, or the file exists already.

@@ -1,4 +1,4 @@
-"""The samples that a recipe may name: `[data]`."""
+"""The data sets of a recipe: `[data]`."""
 
 from typing import Annotated, Literal
 
@@ -13,13 +13,13 @@ class Digits(Section):
     name: Literal["digits"]
     """digits: 1,797 handwritten digits, which ship with scikit-learn."""
     labels: Literal["digit", "parity", "half"] = "digit"
-    """The question about an image: its digit; is it odd; is it 5 or more."""
+    """The classes: the digit; odd or even; below 5 or not."""
     size: Annotated[int, Field(ge=8, le=64)] = 8
     """Pixels of each side; the originals have 8, and are enlarged."""
     train_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the training samples to use, to test training with few samples."""
     test_share: Annotated[float, Field(gt=0, lt=1), Mark.HELD_OUT] = 0.2
-    """Share of each digit's images that is set aside for testing."""
+    """Share of each digit's images that is held out for testing."""
     max_shift: Annotated[int, Field(ge=0, le=8)] = 1
     """Maximal random shift of training images, in pixels, drawn in every epoch."""
     seed: Annotated[Seed, Mark.HELD_OUT] = 0
@@ -31,8 +31,8 @@ class ImageFolder(Section):
 
     name: Literal["image_folder"]
     """image_folder: a folder train with one for each class, and val or test likewise."""
-    path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
-    """The folder that they are in."""
+    path: Annotated[File, Mark.EXECUTION]  # it may move; a digest guards its content
+    """The folder of the images."""
     size: Annotated[int, Field(ge=8)] = 224
     """Pixels of each side of the network's input."""
     least_area: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -42,27 +42,27 @@ class ImageFolder(Section):
     colour: From0 = 1.0
     """Strength of colour changes, as a multiple of Inception's ranges; 0: none."""
     policy: Literal["none", "randaugment", "autoaugment"] = "none"
-    """Operations beyond those: random ones, or ImageNet's found policy."""
+    """Further augmentation: random operations, or AutoAugment's ImageNet policy."""
     magnitude: Annotated[int, Field(ge=1, le=29)] = 9
     """Strength of the operations of randaugment."""
     cutout: Share = 0.0
-    """Side of a square that is covered, as a share of the image's; 0: none."""
+    """Side of a square set to the mean, as a share of the image's side; 0: none."""
     test_share: Annotated[float, Field(gt=0, le=1)] = 0.875
     """Side of the centre crop in evaluation, as a share of the shorter side."""
     test_squeezed: bool = False
     """Crop that share of both sides instead and resize it to a square: with test_share = 1 the
     whole image, as in training with least_area = 1."""
     num_workers: Annotated[int, Field(ge=0), Mark.EXECUTION] = 2
-    """Processes that decode images; 0: none beside the one that trains."""
+    """Worker processes that decode images; 0: the training process decodes them."""
     strict: bool = False
     """End the run at an image that cannot be decoded; otherwise skip and list it."""
 
 
 class _Translated(Section):
-    """What all parallel text has in common."""
+    """The keys of all parallel text."""
 
     languages: Words = ()
-    """Source languages, such as ["de", "fr"]; none: all that there are."""
+    """Source languages, such as ["de", "fr"]; none: all of the data."""
     vocabulary_size: Annotated[int, Field(ge=260)] = 64000
     """Subwords of the vocabulary that all languages share."""
     vocabulary: File = ""
@@ -73,7 +73,7 @@ class _Translated(Section):
     tokens_per_step: Count
     """Most tokens of a step, padding included."""
     tokens_per_part: Count
-    """Most tokens that are in memory at once; a step has as many parts as fit."""
+    """Most tokens in memory at once; a step has as many parts as fit."""
     max_length: Count = 256
     """Most tokens of a text that the model takes."""
     too_long: Literal["refuse", "drop"] = "drop"
@@ -109,7 +109,7 @@ class ParallelText(_Translated):
 
     name: Literal["parallel_text"]
     """parallel_text: files such as train.de-en.de and train.de-en.en; and valid, and test."""
-    path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
+    path: Annotated[File, Mark.EXECUTION]  # as above
     """The folder of the files."""
     target: str = "en"
     """The target language."""
@@ -122,7 +122,7 @@ class Text(Section):
 
     name: Literal["text"]
     """text: one file in UTF-8."""
-    path: Annotated[File, Mark.EXECUTION]  # what is there must be the same
+    path: Annotated[File, Mark.EXECUTION]  # as above
     """The file."""
     vocabulary_size: Annotated[int, Field(ge=256)] = 256
     """Subwords; 256: the bytes themselves."""

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, said in one line for the person who wrote it."""
+"""Describe a fault of a recipe in one line: the key, the value and the remedy."""
 
 import json
 from difflib import get_close_matches
@@ -11,15 +11,15 @@ from .recipe import Recipe
 from .section import Section, variants
 
 _CLOSE = 0.75
-"""How alike two keys are, by difflib, where one is offered of all sections for another."""
+"""Least similarity (difflib's ratio) of a suggested key of any section."""
 
 
 def describe(fault: ErrorDetails) -> str:
-    """Say what is wrong at one place: key, value, what is expected, and the nearest key."""
+    """Describe a fault: the key, its value, the expected value, and the nearest key."""
     place = [str(part) for part in fault["loc"]]
     kind = ""
     if len(place) > 1 and place[1] in _KINDS.get(place[0], ()):
-        kind = place.pop(1)  # the name of the optimizer, which pydantic inserts
+        kind = place.pop(1)  # the section's name, which pydantic inserts
     where = ".".join(place)
     match fault["type"]:
         case "extra_forbidden":
@@ -79,7 +79,7 @@ def _unknown(place: list[str], where: str, kind: str) -> str:
 def _mistyped(where: str, fault: ErrorDetails) -> str:
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if isinstance(fault["input"], BaseModel) or not where or "." not in where:
-        return message  # a rule between keys; it names them itself
+        return message  # a rule between keys, which names them
     expected = fault.get("ctx", {}).get("expected", "")
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
         words = expected.split("'")[1::2]
@@ -108,7 +108,7 @@ def _shown(value: Any) -> str:
 
 
 def _name_of(variant: type[Section]) -> str:
-    """Return the one value that the key `name` may have; empty if there is no such key."""
+    """Return the only value of the key `name`; empty if there is no such key."""
     if "name" not in variant.model_fields:
         return ""
     return str(get_args(variant.model_fields["name"].annotation)[0])
@@ -119,4 +119,4 @@ _KINDS = {
     for section, field in Recipe.model_fields.items()
     if len(variants(field)) > 1
 }
-"""Sections whose keys depend on their name: section -> names."""
+"""The names of each section whose keys depend on its name."""

@@ -1,4 +1,4 @@
-"""The networks that a recipe may name: `[model]`."""
+"""The networks of a recipe: `[model]`."""
 
 from typing import Annotated, Literal
 
@@ -46,11 +46,11 @@ class AmoebaNet(Section):
 
 
 class _Transformer(Section):
-    """What all Transformers have in common."""
+    """The keys of all Transformers."""
 
     dropout: Share = 0.1
-    """Share that is dropped of embeddings, of attention weights, and behind attention and
-    feed-forward layers."""
+    """Dropout rate of embeddings, of attention weights, and after attention and feed-forward
+    layers."""
 
 
 class TranslationTransformer(_Transformer):

@@ -1,4 +1,4 @@
-"""The optimizers that a recipe may name, and how their learning rates go over time."""
+"""The optimizers and learning rate schedules of a recipe."""
 
 from typing import Annotated, Literal, Self
 
@@ -8,7 +8,7 @@ from .section import Above0, Count, From0, Section, Share
 
 
 class _Optimizer(Section):
-    """What all optimizers have in common."""
+    """The keys of all optimizers."""
 
     lr: Above0
     """Highest learning rate, reached after the warm-up."""
@@ -49,7 +49,7 @@ class SGD(_Optimizer):
 
 
 class RMSProp(_Optimizer):
-    """RMSProp as TensorFlow has it, in which AmoebaNet was trained."""
+    """TensorFlow's RMSProp, with which AmoebaNet was trained."""
 
     name: Literal["rmsprop"]
     """rmsprop."""
@@ -60,7 +60,7 @@ class RMSProp(_Optimizer):
     eps: Above0 = 0.1
     """Added to the squared gradient, under the root."""
     weight_decay: From0 = 4e-5
-    """Share of a weight that is added to its gradient; not of norms and biases."""
+    """Share of a weight that is added to its gradient; not for norms and biases."""
 
 
 class Adafactor(Section):
@@ -79,26 +79,26 @@ class Adafactor(Section):
 
 
 class _InEpochs(Section):
-    """What learning rates that are counted in epochs have in common."""
+    """The keys of all schedules in epochs."""
 
     warmup_epochs: From0 = 0.0
-    """Epochs in which it rises from near zero to optimizer.lr; at most those of the run."""
+    """Epochs of linear warm-up from near zero to optimizer.lr; at most the run's epochs."""
 
 
 class Cosine(_InEpochs):
-    """Up in a line, down in half a cosine."""
+    """Linear warm-up, then cosine decay."""
 
     name: Literal["cosine"] = "cosine"
-    """cosine: down to a share of the peak at the end of the last epoch."""
+    """cosine: decay to a share of the peak at the end of the last epoch."""
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final share of optimizer.lr."""
 
 
 class Exponential(_InEpochs):
-    """Up in a line, down in equal steps, as AmoebaNet's."""
+    """Linear warm-up, then exponential decay in steps, as AmoebaNet's."""
 
     name: Literal["exponential"]
-    """exponential: times a factor after every so many epochs."""
+    """exponential: multiply by a factor after every `every_epochs`."""
     factor: Annotated[float, Field(gt=0, le=1)] = 0.97
     """Factor of the learning rate."""
     every_epochs: Above0 = 2.0
@@ -108,12 +108,12 @@ class Exponential(_InEpochs):
 
 
 class InverseSqrt(Section):
-    """Up in a line, down as one over the root of the step, as the Transformer's."""
+    """Linear warm-up, then decay by the inverse square root of the step (the Transformer's)."""
 
     name: Literal["inverse_sqrt"]
     """inverse_sqrt: halved when the number of steps is four times as high."""
     warmup_steps: Count = 4000
-    """Steps in which it rises from near zero to optimizer.lr."""
+    """Steps of linear warm-up from near zero to optimizer.lr."""
 
 
 Optimizer = AdamW | SGD | RMSProp | Adafactor

@@ -1,4 +1,4 @@
-"""How the model of a recipe runs: `[pipeline]`."""
+"""The pipeline of a recipe: `[pipeline]`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from .section import Count, File, Mark, Section, Seed, one_of
 BESIDE_AUTO = frozenset(
     ("plan", "cluster", "measure", "num_microbatches", "threads_per_stage", "timeout_s", "seed")
 )
-"""The keys that plan = "auto" leaves to a recipe."""
+"""The keys that a recipe may still set with plan = "auto"."""
 
 
 def _check_partition(value: object) -> object:
@@ -41,11 +41,11 @@ def _check_sharding(value: object) -> object:
 
 
 class PipelineSection(Section):
-    """How the model runs."""
+    """The parallel execution of the model."""
 
     plan: Annotated[Literal["", "auto"], Mark.LAYOUT] = ""
     """auto: each start plans for the available processes, also on meshes of different sizes
-    (docs/planning.md), in place of all keys that a plan decides; empty: these keys decide."""
+    (docs/planning.md), and sets all keys that a plan decides; empty: these keys decide."""
     cluster: Annotated[File, Mark.LAYOUT] = ""
     """Cluster for plan = "auto": a file or a preset, such as "dgx-a100", with a device for each
     process, in the order of ranks; empty: this machine, measured."""
@@ -141,7 +141,7 @@ class PipelineSection(Section):
 
     @property
     def planned_microbatches(self) -> int | None:
-        """M, which a plan that the run makes itself must have; None: it decides that too."""
+        """M, which plan = "auto" must keep; None if the planner chooses it."""
         return self.num_microbatches if "num_microbatches" in self.model_fields_set else None
 
     @model_validator(mode="after")
@@ -155,28 +155,28 @@ class PipelineSection(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Threads or processes along the pipeline, each with its stages."""
+        """Number of threads or processes along the pipeline."""
         return self.num_stages // self.stages_per_rank
 
     @property
     def all_shards(self) -> int:
-        """T: processes that share a stage of a replica, along all axes."""
+        """T, the number of processes that share a stage of a replica, over all axes."""
         return prod(self.num_shards) if isinstance(self.num_shards, tuple) else self.num_shards
 
     @property
     def num_processes(self) -> int:
-        """Processes of the run, where it is not one with a thread for each rank."""
+        """Number of processes of the run, unless it is one process with threads."""
         return self.num_ranks * self.num_replicas * self.all_shards
 
     @property
     def divides(self) -> ShardingRequest | None:
-        """How operators and weights are divided; None where each process has its stages whole."""
+        """The sharding of operators and weights; None if each process has whole stages."""
         if self.all_shards * self.num_replicas == 1:
             return None
-        wanted = ShardingRequest.of(self.sharding)
-        if self.shard_optimizer and not wanted.gathers:
-            wanted = replace(wanted, plan=f"{wanted.plan}+zero1")
-        return wanted if self.all_shards > 1 or wanted.gathers else None
+        request = ShardingRequest.of(self.sharding)
+        if self.shard_optimizer and not request.gathers:
+            request = replace(request, plan=f"{request.plan}+zero1")
+        return request if self.all_shards > 1 or request.gathers else None
 
     @model_validator(mode="after")
     def _sharding_has_shards(self) -> Self:

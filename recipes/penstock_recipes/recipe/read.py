@@ -1,4 +1,4 @@
-"""TOML to Recipe and back; every fault is one line that says where, what, and what to write."""
+"""Read a recipe from TOML and write it back; each fault is one line with its remedy."""
 
 import json
 import tomllib
@@ -18,23 +18,28 @@ from .section import Mark
 
 _SECTIONS = (*Recipe.model_fields,)
 FREE_ON_RESUME = marked_keys(Mark.EXECUTION, Mark.LAYOUT, Mark.PROCESSES)
+"""The keys that may change on resume."""
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file; `overrides` are "section.key=value", the value written as in TOML.
+    """Read a recipe file; `overrides` are "section.key=value", with values as in TOML.
 
-    A value that is not TOML is taken as a string, so schedule=gpipe needs no quotes.
+    A value that is not TOML is a string, so schedule=gpipe needs no quotes.
 
     Raises:
         RecipeError: the file is missing, unreadable or not TOML, or keys are unknown, missing or
-            mistyped; all of them are listed, one a line.
+            mistyped; the message lists all of them, one a line.
     """
-    data = _read_toml(path)
-    given = [_apply(data, override) for override in overrides]
-    if "pipeline.schedule" in given and "pipeline.stages_per_rank" not in given:
-        _leave_out_unsuited(data["pipeline"])
-    if "pipeline.num_shards" in given and "pipeline.sharding" not in given:
-        _leave_out_sharding(data["pipeline"])
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"there is no recipe {path}; give the path of a .toml file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+    changed = [_apply(data, override) for override in overrides]
+    _drop_unsuited(data.get("pipeline"), changed)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -43,45 +48,53 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_to_toml(recipe: Recipe) -> str:
-    """Write a recipe with every key, defaults included, but for those that plan = "auto" decides;
-    `read_recipe` reads it back.
+    """Return a recipe as TOML for `read_recipe`, with every key, defaults included.
+
+    Keys that plan = "auto" decides are left out.
     """
     sections = []
     for section, keys in recipe.model_dump().items():
-        given = {key: value for key, value in keys.items() if value is not None}
-        if given.get("plan") == "auto":  # it is planned anew, with M as it is
-            own = BESIDE_AUTO - ({"num_microbatches"} - recipe.pipeline.model_fields_set)
-            given = {key: value for key, value in given.items() if key in own}
-        lines = [f"{key} = {_toml_value(value)}" for key, value in given.items()]
+        values = {key: value for key, value in keys.items() if value is not None}
+        if values.get("plan") == "auto":  # each start plans again, with the same M
+            allowed = BESIDE_AUTO - ({"num_microbatches"} - recipe.pipeline.model_fields_set)
+            values = {key: value for key, value in values.items() if key in allowed}
+        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
         sections.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(sections) + "\n"
 
 
 def check_resumable(old: Recipe, new: Recipe) -> None:
-    """Refuse changes with which a resumed run would not be the run that was interrupted.
+    """Refuse changes that would make a resumed run compute something else.
 
     Raises:
         RecipeError: lists every key that may not change, with both values and the reason.
     """
     before, after = _flat(old.model_dump()), _flat(new.model_dump())
     free = _free_on_resume(before, after)
-    if old.train.average_checkpoints > 1:  # they decide what the mean is of
+    if old.train.average_checkpoints > 1:  # these keys choose the checkpoints of the mean
         free -= {"train.checkpoint_every", "train.keep_checkpoints"}
     faults = []
     for key in sorted((before.keys() | after.keys()) - free):
         was, would = before.get(key), after.get(key)
-        if was != would:
-            change = f"{key} was {_toml_value(was)} and cannot become {_toml_value(would)}"
-            faults.append(f"{change} on resume: {_reason(key)}")
+        if was == would:
+            continue
+        reason = "the run would no longer be the same; start a new run"
+        if key == "pipeline.num_microbatches":
+            reason = (
+                "BatchNorm statistics and dropout masks belong to micro-batches, so another M "
+                "trains another model; keep it (num_stages may change), or start a new run"
+            )
+        change = f"{key} was {_toml_value(was)} and cannot become {_toml_value(would)}"
+        faults.append(f"{change} on resume: {reason}")
     if faults:
         raise RecipeError("\n".join(faults))
 
 
 def check_same_run(saved: Mapping[str, Any], recipe: Recipe, checkpoint: Path) -> None:
-    """Refuse a checkpoint of another run: one that was saved with another recipe.
+    """Refuse a checkpoint that was saved with another recipe.
 
-    `saved` is that recipe as JSON gives it back.  Keys that only one of both has are passed over:
-    another version may have added them.
+    `saved` is that recipe, read from JSON.  Keys in only one of the two are ignored: another
+    version may have added them.
 
     Raises:
         RunFolderError: names every key that differs, with both values.
@@ -101,7 +114,10 @@ def check_same_run(saved: Mapping[str, Any], recipe: Recipe, checkpoint: Path) -
 
 
 def _free_on_resume(*recipes: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys that may differ between these; where weights lag, by how much counts."""
+    """Return the keys that may differ between recipes.
+
+    With an asynchronous schedule, keys that decide the delay of the weights may not.
+    """
     schedules = {recipe.get("pipeline.schedule") for recipe in recipes}
     counting = set[str]()
     if schedules & set(ASYNCHRONOUS_NAMES):
@@ -111,49 +127,31 @@ def _free_on_resume(*recipes: Mapping[str, Any]) -> frozenset[str]:
     return FREE_ON_RESUME - counting
 
 
-def _reason(key: str) -> str:
-    if key == "pipeline.num_microbatches":
-        return (
-            "BatchNorm statistics and dropout masks belong to micro-batches, so another M trains "
-            "another model; keep it (num_stages may change), or start a new run"
-        )
-    return "the run would no longer be the same; start a new run"
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"there is no recipe {path}; give the path of a .toml file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path} is not valid TOML: {error}") from None
-
-
-def _leave_out_unsuited(pipeline: Any) -> None:
-    """Drop the file's stages on each rank where the schedule that was asked for has others."""
+def _drop_unsuited(pipeline: Any, changed: Sequence[str]) -> None:
+    """Remove keys of the file that an override of another key makes wrong."""
     if not isinstance(pipeline, dict):
         return
-    schedule, per_rank = pipeline["schedule"], pipeline.get("stages_per_rank")
-    if schedule not in SCHEDULE_NAMES or type(per_rank) is not int:
-        return  # the recipe says what is wrong
-    if not suits(schedule, per_rank):
-        del pipeline["stages_per_rank"]
-
-
-def _leave_out_sharding(pipeline: Any) -> None:
-    """Drop the file's way to divide operators where one process for each stage was asked for."""
-    if isinstance(pipeline, dict) and pipeline["num_shards"] == 1:
+    # Another schedule may need another number of stages on each rank.
+    if "pipeline.schedule" in changed and "pipeline.stages_per_rank" not in changed:
+        schedule, per_rank = pipeline["schedule"], pipeline.get("stages_per_rank")
+        if schedule in SCHEDULE_NAMES and type(per_rank) is int and not suits(schedule, per_rank):
+            del pipeline["stages_per_rank"]
+    # A stage in one process has no shards.
+    is_whole = "pipeline.num_shards" in changed and pipeline["num_shards"] == 1
+    if is_whole and "pipeline.sharding" not in changed:
         pipeline.pop("sharding", None)
 
 
 def _apply(data: dict[str, Any], override: str) -> str:
-    """Change one key, and return where it stands."""
+    """Change one key, and return it as "section.key"."""
     place, equals, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
-    if not _is_text(text):
-        raise RecipeError(f"--set {override!a}: the value is no valid Unicode; write it in UTF-8")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # the command line was not UTF-8
+        raise RecipeError(
+            f"--set {override!a}: the value is no valid Unicode; write it in UTF-8"
+        ) from None
     if not equals or not dot or not key:
         hint = suggest_place(section)
         raise RecipeError(
@@ -164,15 +162,6 @@ def _apply(data: dict[str, Any], override: str) -> str:
     if isinstance(keys, dict):
         keys[key] = _parse_value(text.strip())
     return f"{section}.{key}"
-
-
-def _is_text(value: str) -> bool:
-    """Whether a word of the command line could be decoded."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _parse_value(text: str) -> Any:
@@ -191,7 +180,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, dict):
         pairs = (f"{_toml_value(name)} = {_toml_value(item)}" for name, item in value.items())
         return "{" + ", ".join(pairs) + "}"
-    text = json.dumps(value, ensure_ascii=False)  # TOML knows no pairs of surrogates
+    text = json.dumps(value, ensure_ascii=False)  # TOML has no surrogate pairs
     return text.replace("\x7f", "\\u007f")
 
 

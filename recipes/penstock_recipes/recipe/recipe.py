@@ -1,7 +1,7 @@
-"""A training run as a value: every choice, with its default and its bounds.
+"""A training run as a value: every key, with its default and its bounds.
 
-A recipe holds words and numbers only, so that it can be read from TOML and written back; the words
-become functions and layers in build.py and tasks/.
+A recipe holds words and numbers only, so that it can be read from TOML and written back.
+build.py and tasks/ turn the words into functions and layers.
 """
 
 from typing import Annotated, Any, Self
@@ -19,15 +19,16 @@ from .pipeline_section import PipelineSection
 from .section import Count, File, Mark, Section, Seed, Share, Words, one_of, variants
 
 PRECISIONS = ("float32", "bfloat16", "float16")
+"""The values of train.precision."""
 
 
 class TrainSection(Section):
-    """The loop."""
+    """The training loop."""
 
     epochs: Count
     """Passes over the training samples."""
     batch_size: Count | None = None
-    """Samples of a step, N; the last step of an epoch takes what is left.  Parallel text counts
+    """Samples of a step, N; the last step of an epoch takes the rest.  Parallel text counts
     tokens instead (data.tokens_per_step), and leaves this out."""
     drop_last: bool = False
     """Leave out the samples of an epoch that do not fill a last step."""
@@ -60,7 +61,7 @@ class TrainSection(Section):
 
 
 def _named_cosine(value: Any) -> Any:
-    """Let a learning rate without a name be the usual one."""
+    """Make cosine the default name of a learning rate."""
     return {"name": "cosine", **value} if isinstance(value, dict) else value
 
 
@@ -88,7 +89,7 @@ class Recipe(Section):
 
     @property
     def batch_size(self) -> int:
-        """N, where samples are counted."""
+        """N, the samples of a step, for tasks that count samples."""
         assert self.train.batch_size is not None
         return self.train.batch_size
 
@@ -139,7 +140,7 @@ class Recipe(Section):
 
     @property
     def shortened_warmup(self) -> str:
-        """Say that the run ends before its warm-up would; empty if it does not."""
+        """A warning that the warm-up is longer than the run; empty if it is not."""
         rate, epochs = self.learning_rate, self.train.epochs
         if isinstance(rate, InverseSqrt) or rate.warmup_epochs < epochs:
             return ""
@@ -151,10 +152,10 @@ class Recipe(Section):
 
 
 def check_asynchronous(recipe: Recipe) -> None:
-    """Refuse what a schedule that updates weights while it runs cannot do.
+    """Refuse keys that do not work with an asynchronous schedule.
 
     Raises:
-        RecipeError: says which key, and why.
+        RecipeError: names the key and the reason.
     """
     section, train = recipe.pipeline, recipe.train
     schedule = f'pipeline.schedule = "{section.schedule}"'
@@ -210,10 +211,10 @@ def check_asynchronous(recipe: Recipe) -> None:
 
 
 def check_divided(recipe: Recipe) -> None:
-    """Refuse what needs whole weights where processes keep slices of them.
+    """Refuse keys that need whole weights if the weights are sharded.
 
     Raises:
-        RecipeError: says which keys, and why.
+        RecipeError: names the keys and the reason.
     """
     section, wanted = recipe.pipeline, recipe.pipeline.divides
     gathers = section.shard_optimizer or ShardingRequest.of(section.sharding).gathers
@@ -235,7 +236,7 @@ def check_divided(recipe: Recipe) -> None:
 
 
 def marked_keys(*marks: Mark) -> frozenset[str]:
-    """Return the keys that have one of these marks, each as "section.key"."""
+    """Return the keys with one of these marks, each as "section.key"."""
     return frozenset(
         f"{section}.{key}"
         for section, field in Recipe.model_fields.items()

@@ -1,4 +1,4 @@
-"""What the sections of a recipe are made of."""
+"""The base class, the types and the marks of the sections of a recipe."""
 
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
@@ -10,21 +10,20 @@ from pydantic.fields import FieldInfo
 
 
 class Mark(Enum):
-    """What is to be known of a key beside its default and its bounds; part of its annotation.
+    """A property of a key, part of its annotation.
 
-    Keys of the first three decide how and not what a run computes: they may change on resume, and
-    no bit of the result does, but that another num_replicas or threads_per_stage may round
-    differently.
+    Keys with one of the first three marks may change on resume without changing a bit of the
+    result.  Exceptions: another num_replicas or threads_per_stage may round differently.
     """
 
     EXECUTION = auto()
-    """How a run is executed and kept."""
+    """The key sets the execution of a run, or its files."""
     LAYOUT = auto()
-    """Which process runs which stages."""
+    """The key sets the process of each stage."""
     PROCESSES = auto()
-    """How many processes there are."""
+    """The key sets the number of processes."""
     HELD_OUT = auto()
-    """Which data are held out of those to learn from."""
+    """The key sets the split into training and held-out samples."""
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -32,23 +31,18 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Above0 = Annotated[float, Field(gt=0)]
 From0 = Annotated[float, Field(ge=0)]
-
-
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _in_home(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
-File = Annotated[str, AfterValidator(_in_home)]
-"""A path, of a file or a folder; "~" is the user's home."""
-Words = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+File = Annotated[
+    str, AfterValidator(lambda path: str(Path(path).expanduser()) if path[:1] == "~" else path)
+]
+"""A path of a file or a folder; "~" is the user's home."""
+Words = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: tuple(value) if type(value) is list else value)
+]
+"""Strings; a TOML list becomes a tuple."""
 
 
 def one_of(words: list[str]) -> Callable[[str], str]:
-    """Make a check that a word is one of these."""
+    """Return a validator that accepts these words only."""
 
     def check(word: str) -> str:
         if word not in words:
@@ -70,18 +64,18 @@ class Section(BaseModel):
     )
 
     def options(self) -> dict[str, Any]:
-        """Return all keys but the name, as arguments for what the name stands for."""
+        """Return all keys except the name, as keyword arguments."""
         return self.model_dump(exclude={"name"})
 
     @classmethod
     def marked(cls, *marks: Mark) -> Iterator[str]:
-        """Yield the keys that have one of these marks."""
+        """Yield the keys with one of these marks."""
         for key, field in cls.model_fields.items():
             if not set(marks).isdisjoint(mark for mark in field.metadata if type(mark) is Mark):
                 yield key
 
 
 def variants(field: FieldInfo) -> list[type[Section]]:
-    """List what a section may be: one for each name that it may have, where it has a name."""
+    """Return the classes of a section: one for each name that it may have."""
     kinds = get_args(field.annotation) or (field.annotation,)
     return [kind for kind in kinds if issubclass(kind, Section)]

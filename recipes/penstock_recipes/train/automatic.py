@@ -1,4 +1,4 @@
-"""Let a run plan itself when it starts, for the processes that there are: plan = "auto"."""
+"""Plan a run with plan = "auto" when it starts, for the available processes."""
 
 from dataclasses import replace
 
@@ -18,15 +18,14 @@ from .tasks import build_task
 
 
 def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None, Mesh]:
-    """Let the processes of a run meet; where the recipe says so, rank 0 plans first, and the
-    others wait however long that takes.
+    """Connect the processes of a run; with plan = "auto", rank 0 plans while the others wait.
 
     Returns:
-        The recipe with what the plan decides, the plan if there is one, and the mesh.
+        The recipe with the keys that the plan decides, the plan if there is one, and the mesh.
 
     Raises:
-        RecipeError, PlanError, ConfigError: so many processes cannot run it, or nothing fits.
-        MeshError: they do not find each other in time.
+        RecipeError, PlanError, ConfigError: the number of processes is wrong, or no plan fits.
+        MeshError: the processes do not find each other in time.
     """
     section, count = recipe.pipeline, num_processes()
     if plan is not None or not section.plan:
@@ -43,7 +42,7 @@ def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None
 
 
 def device_kind(recipe: Recipe, plan: Plan | None) -> str | None:
-    """Return what the processes of a run compute on; None: CPUs, or the plan has several kinds."""
+    """Return the kind of device of a run; None for CPUs, or if the plan has several kinds."""
     if plan is not None:
         return kind_of(plan) if is_uneven(plan.placement) else None
     if not recipe.pipeline.plan:
@@ -56,10 +55,10 @@ def device_kind(recipe: Recipe, plan: Plan | None) -> str | None:
 
 
 def check_cluster(recipe: Recipe, count: int) -> None:
-    """Refuse a cluster that is described, with another number of devices than of processes.
+    """Refuse a described cluster whose number of devices is not the number of processes.
 
     Raises:
-        ConfigError: says both; or there is no such cluster.
+        ConfigError: the numbers differ, or there is no such cluster.
     """
     cluster = _cluster(recipe)
     if cluster is not None and len(cluster.places) != count:

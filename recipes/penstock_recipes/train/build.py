@@ -1,4 +1,4 @@
-"""The words of a recipe turned into what they name: model, samples, pipeline, optimizer."""
+"""Build the model, the pipeline and the optimizer that a recipe names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,28 +29,26 @@ from .tasks.task import Task
 
 
 def build_model(recipe: Recipe, task: Task) -> nn.Module:
-    """Make the model; its initial weights depend on train.seed only."""
+    """Build the model; its initial weights depend on train.seed only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         return task.make_model()
 
 
 def build_layers(model: nn.Module, task: Task) -> nn.Sequential | Layers:
-    """Return what a pipeline is made of: a chain as it is, another model captured."""
-    if isinstance(model, nn.Sequential):
-        return model
-    return capture(model, task.example(2))
+    """Return the layers of a model: an nn.Sequential unchanged, any other model captured."""
+    return model if isinstance(model, nn.Sequential) else capture(model, task.example(2))
 
 
 def names_of(layers: nn.Sequential | Layers) -> list[str]:
-    """Name the layers."""
+    """Return the names of the layers."""
     if isinstance(layers, nn.Sequential):
         return [name for name, _ in layers.named_children()]
     return [step.name for step in layers]
 
 
 def model_layers(recipe: Recipe) -> nn.Sequential | Layers:
-    """Return the layers of a recipe's model without their weights."""
+    """Return the layers of a recipe's model on the meta device, without weights."""
     task = build_task(recipe)
     with torch.device("meta"):
         model = task.make_model()
@@ -60,7 +58,7 @@ def model_layers(recipe: Recipe) -> nn.Sequential | Layers:
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the arguments of `Pipeline` that the recipe decides."""
+    """Return the arguments of `Pipeline` that the recipe sets."""
     section = recipe.pipeline
     auto, is_limited = section.partition == "auto", section.memory_limit_bytes is not None
     return {
@@ -102,13 +100,13 @@ def target_of(recipe: Recipe, task: Task, name: str) -> Target:
 
 
 def _shardings(recipe: Recipe) -> Sequence[str]:
-    """Return the ready plans by which the devices of a stage may share the recipe's model."""
+    """Return the names of the sharding plans that the planner may use."""
     section = recipe.pipeline
     if section.plan and recipe.optimizer.name == "adafactor":
-        return ("data",)  # the optimizer looks at whole weights
+        return ("data",)  # the optimizer needs whole weights
     if isinstance(section.sharding, str) and section.sharding != "auto":
         return (section.sharding,)
-    if recipe.train.average_decay:  # a process needs the averages of all its weights
+    if recipe.train.average_decay:  # averages of sharded weights are not supported
         return [name for name in Target.shardings if not ShardingRequest(name).gathers]
     return Target.shardings
 
@@ -121,12 +119,11 @@ def build_pipeline(
     mesh: Mesh,
     plan: Plan | None,
 ) -> Pipeline:
-    """Cut the model into stages, as a plan says if there is one; each replica of the mesh takes
-    its share of the micro-batches.
+    """Build the pipeline from a plan, or from the recipe; replicas share the micro-batches.
 
     Raises:
-        PartitionError: the model has too few layers, or another number than the partition says.
-        PlanError: the plan is of another model, or for other processes.
+        PartitionError: the model has too few layers, or another number than the partition.
+        PlanError: the plan is for another model, or for another number of processes.
     """
     options: dict[str, Any] = {"plan": plan}
     if plan is None:
@@ -143,12 +140,12 @@ def build_pipeline(
 
 
 def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
-    """Make the optimizer over all parameters; the loop sets its learning rate in every step."""
+    """Build the optimizer of all parameters; the loop sets its learning rate in every step."""
     return optimizer_maker(recipe)(parameter_groups(recipe, pipe))
 
 
 def optimizer_maker(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
-    """Return what makes the recipe's optimizer of parameters."""
+    """Return a function that builds the recipe's optimizer from parameters."""
     section = recipe.optimizer
     options = section.options()
     if isinstance(section, AdamW):
@@ -162,27 +159,27 @@ _OPTIMIZERS: Mapping[type[Section], Callable[..., torch.optim.Optimizer]] = {
     RMSProp: optimizers.RMSProp,
     Adafactor: optimizers.Adafactor,
 }
-"""What takes the keys of a section as its arguments."""
+"""The optimizer of each section, whose keys are its arguments."""
 
 
 def parameter_groups(recipe: Recipe, pipe: Pipeline) -> list[dict[str, Any]]:
-    """Return all parameters; for RMSProp those of norms, and biases, apart: they do not decay."""
-    every = list(pipe.parameters())
+    """Return the parameter groups; RMSProp does not decay biases and weights of norms."""
+    parameters = list(pipe.parameters())
     if not isinstance(recipe.optimizer, RMSProp):
-        return [{"params": every}]
+        return [{"params": parameters}]
     return [
-        {"params": [p for p in every if p.dim() > 1]},
-        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
 
 
 def build_scaler(recipe: Recipe, pipe: Pipeline) -> GradScaler:
-    """Make what scales the loss; it does nothing unless the precision needs it."""
+    """Build the loss scaler; it is enabled for float16 only."""
     return GradScaler(pipe, enabled=recipe.train.precision == "float16")
 
 
 def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:
-    """Return the context in which the model runs on a device at the recipe's precision."""
+    """Return the autocast context of a device for the recipe's precision."""
     precision: torch.dtype = getattr(torch, recipe.train.precision)
     is_lower = precision is not torch.float32
     return torch.autocast(device.type, precision if is_lower else torch.bfloat16, enabled=is_lower)

@@ -1,7 +1,9 @@
-"""From a recipe to a finished run: start a new run folder, or go on with an old one.
+"""Run the training of a recipe: start a new run folder, or resume an old one.
 
-In a job of many processes each of them calls these alike; rank 0 alone writes to the run folder,
-but for the shards of checkpoints, and the others see it on a disk that all hosts share.
+    Request -> recipe and plan -> checks -> mesh -> Trainer -> run folder -> Summary
+
+Each process of a job calls these functions alike.  Rank 0 writes to the run folder; every process
+writes its shards of checkpoints.  The other ranks need a disk that all hosts share.
 """
 
 import os
@@ -47,20 +49,22 @@ RUNS = Path("runs")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user asks for: a recipe, changes of single keys, where the run is kept, and a plan of
-    how the model is run.
-    """
+    """The user's request for a run."""
 
     recipe_path: Path | None
+    """The recipe; None to resume with the run's own."""
     overrides: Sequence[str] = ()
+    """Changes of single keys, as "section.key=value"."""
     run_folder: Path | None = None
+    """The folder to create or to resume."""
     plan_path: Path | None = None
+    """The plan to run the model by."""
 
     def plan_for(self, num_processes: int) -> Plan | None:
-        """Read the plan, if one was given.
+        """Read the plan, if there is one.
 
         Raises:
-            PlanError: it cannot run in so many processes, or the file does not hold one.
+            PlanError: it needs another number of processes, or the file does not hold one.
             RecipeError: an override changes what the plan decides.
         """
         if self.plan_path is None:
@@ -70,7 +74,7 @@ class Request:
         return plan
 
     def recipe(self, path: Path, plan: Plan | None) -> Recipe:
-        """Read a recipe, with the changes and what the plan decides.
+        """Read a recipe, with the overrides and the keys that the plan decides.
 
         Raises:
             RecipeError: the recipe or an override is wrong.
@@ -81,29 +85,30 @@ class Request:
 
 
 def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
-    """Train what a recipe says in a new run folder; by default runs/<recipe>-1, -2 and so on.
+    """Train a recipe in a new run folder, by default runs/<recipe>-1, -2 and so on.
 
-    A job that torchrun starts again goes on with the run folder that it began.
+    A job that torchrun restarts resumes the run folder that it created.
 
     Raises:
         RecipeError: the recipe or an override is wrong, or does not fit the number of processes.
         RunFolderError: the run folder exists.
-        PartitionError: the model cannot be cut so.
+        PartitionError: the model cannot be divided into these stages.
         MeshError: the processes do not find each other.
-        KeyboardInterrupt: `interrupt` was wanted before anything was begun.
+        KeyboardInterrupt: a stop was requested before the run began.
     """
-    assert request.recipe_path is not None
-    plan = request.plan_for(num_processes())
-    recipe = request.recipe(request.recipe_path, plan)
+    # A restarted job resumes its own run folder.
+    recipe, plan = _to_start(request, num_processes())
     begun = _begun_before(request, recipe, plan)
     if begun is not None:
         return _go_on(begun, recipe, plan, console, interrupt)
+    # Find mistakes before the processes wait for each other.
     _check(recipe, plan, num_processes())
     if request.run_folder is not None:
         check_free(request.run_folder)
     recipe, plan, met = meet_by_plan(recipe, plan)
     with met as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
+        # Every host has its own name of the job; rank 0 creates the folder.
         names = mesh.world.gather(job_name(), "for the others to begin the run")
         jobs = [name for name in names if name is not None]
         path = mesh.world.from_first(
@@ -114,31 +119,26 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
             return _run(trainer, folder, console, interrupt)
 
 
-def check_start(request: Request, num_processes: int) -> None:
-    """Find a user's mistakes before so many processes are started to begin a run.
+def check_request(request: Request, num_processes: int, *, resumes: bool) -> None:
+    """Find a user's mistakes before `num_processes` processes are started.
 
     Raises:
-        RecipeError, RunFolderError: as `start_run`.
+        RecipeError, RunFolderError: as `start_run`, or as `resume_run` with `resumes`.
     """
-    assert request.recipe_path is not None
-    plan = request.plan_for(num_processes)
-    _check(request.recipe(request.recipe_path, plan), plan, num_processes)
-    if request.run_folder is not None:
+    to_run = _to_resume if resumes else _to_start
+    _check(*to_run(request, num_processes), num_processes)
+    if request.run_folder is not None and not resumes:
         check_free(request.run_folder)
 
 
-def check_resume(request: Request, num_processes: int) -> None:
-    """Find a user's mistakes before so many processes are started to go on with a run.
-
-    Raises:
-        RecipeError, RunFolderError: as `resume_run`.
-    """
-    new, plan = _to_resume(request, num_processes)
-    _check(new, plan, num_processes)
+def _to_start(request: Request, num_processes: int) -> tuple[Recipe, Plan | None]:
+    assert request.recipe_path is not None
+    plan = request.plan_for(num_processes)
+    return request.recipe(request.recipe_path, plan), plan
 
 
 def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
-    """Refuse, before any process is met, what so many cannot run, or the plan of another model."""
+    """Refuse a recipe or a plan that does not fit the number of processes, or the model."""
     if plan is None and recipe.pipeline.plan:
         check_cluster(recipe, num_processes)
         return
@@ -148,17 +148,17 @@ def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
 
 
 def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
-    """Go on from the newest checkpoint of a run folder, bit by bit as if it had never stopped.
+    """Resume from the newest checkpoint of a run folder; the result keeps its bits.
 
-    Stages, replicas and shards are fitted to the processes that are there, unless the request says
-    how many.
+    Stages, replicas and shards are fitted to the number of processes, unless the request sets
+    them.
 
     Raises:
         RunFolderError: it is no run folder, or the run is finished.
-        RecipeError: the recipe or an override changes more than how the run is executed.
-        CheckpointError: the newest checkpoint is damaged or foreign.
+        RecipeError: the recipe or an override changes what the run computes.
+        CheckpointError: the newest checkpoint is damaged, or of another run.
         MeshError: the processes do not find each other.
-        KeyboardInterrupt: `interrupt` was wanted before anything was begun.
+        KeyboardInterrupt: a stop was requested before the run began.
     """
     assert request.run_folder is not None
     new, plan = _to_resume(request, num_processes())
@@ -175,30 +175,28 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
 
 
 def _to_resume(request: Request, num_processes: int) -> tuple[Recipe, Plan | None]:
-    """Return the recipe by which so many processes go on with a run; with the plan, if one was
-    given, or the run's own says what keys cannot.
-    """
+    """Return the recipe and the plan with which `num_processes` processes resume a run."""
     assert request.run_folder is not None
     folder = open_existing(request.run_folder)
     old = read_recipe(folder.recipe_path)
+    # A request for no other layout keeps a plan that recipe keys cannot express.
     plan = request.plan_for(num_processes)
-    if plan is None and not old.pipeline.plan:
-        plan = _kept_uneven(request, folder, num_processes)
+    keys = [override.partition("=")[0].strip() for override in request.overrides]
+    asks = request.recipe_path is not None or any(k.startswith("pipeline.") for k in keys)
+    if plan is None and not asks and not old.pipeline.plan:
+        plan = _uneven_plan(folder, num_processes)
     new = request.recipe(request.recipe_path or folder.recipe_path, plan)
     new = _with_microbatches_of(old, new)
     check_resumable(old, new)
-    if plan is None and not new.pipeline.plan and not _says_layout(request.overrides):
+    # Otherwise the layout follows the number of processes.
+    sets_layout = not marked_keys(Mark.PROCESSES).isdisjoint(keys)
+    if plan is None and not new.pipeline.plan and not sets_layout:
         new = refit(new, num_processes, len(names_of(model_layers(new))))
     return new, plan
 
 
-def _kept_uneven(request: Request, folder: RunFolder, num_processes: int) -> Plan | None:
-    """Return the plan by which a run was run last if it has stages on unlike meshes, for as many
-    processes, and no other layout is asked for.
-    """
-    keys = [override.partition(".")[0].strip() for override in request.overrides]
-    if request.recipe_path is not None or "pipeline" in keys:
-        return None
+def _uneven_plan(folder: RunFolder, num_processes: int) -> Plan | None:
+    """Return the run's last plan if its stages have unlike meshes, for `num_processes` ranks."""
     plan = _last_plan(folder)
     if plan is None or plan.placement.num_ranks != num_processes:
         return None
@@ -206,7 +204,7 @@ def _kept_uneven(request: Request, folder: RunFolder, num_processes: int) -> Pla
 
 
 def _last_plan(folder: RunFolder) -> Plan | None:
-    """Read the plan by which the model was run last; None where there is none."""
+    """Read the plan of the run's last start; None if there is none."""
     with suppress(PlanError):
         return Plan.load(folder.path / PLAN)
     return None
@@ -215,18 +213,25 @@ def _last_plan(folder: RunFolder) -> Plan | None:
 def _go_on(
     path: Path, wanted: Recipe, plan: Plan | None, console: Console, interrupt: Interrupt
 ) -> Summary:
-    """Go on with a run that an earlier attempt of this job began, whatever is left to do.
+    """Resume, or just report, the run that an earlier attempt of this job began.
 
-    A process that is started again takes the run as it was begun, but for its layout: the user
-    may be writing the next recipe already.
+    A restarted process keeps the recipe of the run folder, except for the layout: the user may
+    have changed the recipe file since.
     """
     old = read_recipe(RunFolder(path).recipe_path)
     wanted = _with_microbatches_of(old, wanted)
+    # A second job of the same name must train the same recipe.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        _check_same_job(path, old, wanted)
+        try:
+            check_resumable(old, wanted)
+        except RecipeError as error:
+            raise RecipeError(
+                f"{error}\nThe torchrun job {job_name()} began {path}, so this one goes on with "
+                "it; a new run needs another --rdzv-id"
+            ) from None
     new = _with_layout_of(wanted, old)
-    if plan is not None and with_plan(new, plan) != new:  # the run goes on in another layout
-        plan = None
+    if plan is not None and with_plan(new, plan) != new:
+        plan = None  # the run resumes in another layout
     if plan is None and not new.pipeline.plan:
         new = refit(new, num_processes(), len(names_of(model_layers(old))))
     with _continued(path, new, plan, interrupt) as (trainer, folder):
@@ -242,7 +247,7 @@ def _go_on(
 def _continued(
     path: Path, recipe: Recipe, plan: Plan | None, interrupt: Interrupt
 ) -> Iterator[tuple[Trainer, RunFolder]]:
-    """Open the run folder of a run that is to go on, with what trains it."""
+    """Open the run folder of a run to resume, with its trainer."""
     recipe, plan, met = meet_by_plan(recipe, plan)
     with met as mesh, mesh.reporting(), Trainer(recipe, mesh, resumes=True, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
@@ -250,18 +255,8 @@ def _continued(
             yield trainer, folder
 
 
-def _check_same_job(path: Path, old: Recipe, wanted: Recipe) -> None:
-    try:
-        check_resumable(old, wanted)
-    except RecipeError as error:
-        raise RecipeError(
-            f"{error}\nThe torchrun job {job_name()} began {path}, so this one goes on with it; a "
-            "new run needs another --rdzv-id"
-        ) from None
-
-
 def _with_microbatches_of(run: Recipe, new: Recipe) -> Recipe:
-    """Let a run that plans itself go on with as many micro-batches, if nobody says how many."""
+    """Keep the number of micro-batches of a run with plan = "auto", unless `new` sets it."""
     if new.pipeline.planned_microbatches is not None:
         return new
     section = new.pipeline.model_copy(update={"num_microbatches": run.pipeline.num_microbatches})
@@ -269,6 +264,7 @@ def _with_microbatches_of(run: Recipe, new: Recipe) -> Recipe:
 
 
 def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
+    """Return the run's recipe with the wanted layout, if replicas can share its micro-batches."""
     keys = wanted.pipeline.marked(Mark.LAYOUT, Mark.PROCESSES)
     layout = {key: getattr(wanted.pipeline, key) for key in keys}
     if run.pipeline.num_microbatches % wanted.pipeline.num_replicas:
@@ -277,7 +273,7 @@ def _with_layout_of(wanted: Recipe, run: Recipe) -> Recipe:
 
 
 def _say_how(console: Console, folder: RunFolder, trainer: Trainer) -> None:
-    """Note the recipe as it is run now, and say where the run goes on."""
+    """Write the recipe to the run folder, and print the step from which the run resumes."""
     folder.write_text(RECIPE, recipe_to_toml(trainer.recipe))
     before = _last_plan(folder)
     layout = "" if before is None else _as_layout(before.placement, trainer.pipe.plan.placement)
@@ -289,14 +285,11 @@ def _begun_before(request: Request, recipe: Recipe, plan: Plan | None) -> Path |
     if job_name() is None:
         return None
     assert request.recipe_path is not None
-    wanted = request.run_folder
-    stem = request.recipe_path.stem
-    places = [wanted] if wanted is not None else numbered(RUNS, stem)
-    begun = begun_by(job_name(), places)
-    if num_processes() == 1:
-        return begun
-    told: Path | None = from_rank_0(begun, recipe.pipeline.timeout_s, device_kind(recipe, plan))
-    return told
+    folder, stem = request.run_folder, request.recipe_path.stem
+    begun = begun_by(job_name(), numbered(RUNS, stem) if folder is None else [folder])
+    if num_processes() > 1:
+        begun = from_rank_0(begun, recipe.pipeline.timeout_s, device_kind(recipe, plan))
+    return begun
 
 
 def _create(request: Request, recipe: Recipe, jobs: list[str]) -> RunFolder:
@@ -309,10 +302,10 @@ def _create(request: Request, recipe: Recipe, jobs: list[str]) -> RunFolder:
 
 @contextmanager
 def _opened(mesh: Mesh, path: Path) -> Iterator[RunFolder]:
-    """Open the run folder in every process, and keep other jobs out of it.
+    """Open the run folder in every process, and lock it against other jobs.
 
     Raises:
-        RunFolderError: a process does not see it, or another job trains there; on all alike.
+        RunFolderError: a process does not see it, or another job trains there; on all ranks.
     """
     folder = RunFolder(path, writes=mesh.is_first_rank)
     sees = mesh.world.gather(folder.recipe_path.is_file(), "for the others to open the run folder")
@@ -322,23 +315,18 @@ def _opened(mesh: Mesh, path: Path) -> Iterator[RunFolder]:
             f"the run folder {path} is not seen by rank {', '.join(blind)}; put it on a disk that "
             "all hosts share (--run-folder), and start all processes in the same folder"
         )
-    with ExitStack() as held:
-        mesh.world.from_first(lambda: _lock(folder, held), "to have the run folder for themselves")
+    with ExitStack() as locks:
+
+        def hold() -> None:
+            if (lock := folder.lock()) is not None:
+                locks.callback(lock.release)
+
+        mesh.world.from_first(hold, "to have the run folder for themselves")
         yield folder
 
 
-def _lock(folder: RunFolder, held: ExitStack) -> None:
-    lock = folder.lock()
-    if lock is not None:
-        held.callback(lock.release)
-
-
-def _says_layout(overrides: Sequence[str]) -> bool:
-    keys = marked_keys(Mark.PROCESSES)
-    return any(override.partition("=")[0].strip() in keys for override in overrides)
-
-
 def _as_layout(before: Placement, now: Placement) -> str:
+    """Return the layouts as ", as 2 stages x 1 replica (before: 1 x 2)"; empty if they agree."""
     was, is_now = (
         [count_text(placement.num_stages, "stage"), count_text(placement.num_replicas, "replica")]
         + ([_shards(placement)] if before.most_shards * now.most_shards > 1 else [])
@@ -351,22 +339,23 @@ def _as_layout(before: Placement, now: Placement) -> str:
 
 
 def _shards(placement: Placement) -> str:
-    """Say how many shards stages have: "2 shards", or "1 + 2 shards" where some have others."""
+    """Count the shards of stages: "2 shards", or "1 + 2 shards" if stages differ."""
     if not is_uneven(placement):
         return count_text(placement.most_shards, "shard")
     return " + ".join(str(len(of_stage[0])) for of_stage in placement.ranks) + " shards"
 
 
 def _keep_prediction(request: Request, folder: RunFolder) -> None:
-    """Copy what was predicted for the plan, if it lies beside it, for the report."""
+    """Copy the predicted timeline that `penstock plan` wrote beside the plan, for the report."""
     if request.plan_path is None:
         return
     with suppress(OSError, UnicodeDecodeError):
-        beside = request.plan_path.with_suffix(".predicted.json")  # written by `penstock plan`
-        folder.write_text(PREDICTED, beside.read_text("utf-8"))
+        predicted = request.plan_path.with_suffix(".predicted.json")
+        folder.write_text(PREDICTED, predicted.read_text("utf-8"))
 
 
 def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Interrupt) -> Summary:
+    """Train to the end, or to a requested stop; write the timeline, the summary and the report."""
     remarks = (trainer.recipe.shortened_warmup, *trainer.task.remarks(), str(trainer.pipe))
     say(console, *filter(None, remarks))
     folder.keep_plan(trainer.pipe.plan.to_json(), trainer.position.step)
@@ -376,10 +365,10 @@ def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Inter
     with Display(console, num_epochs, trainer.steps_per_epoch, trainer.task) as display:
         trainer.run(folder, display, interrupt)
     seconds = time.perf_counter() - start_s
-    said = []
+    warnings = []
     if trainer.meter.timeline is not None:
-        said.append(write_timeline(folder, trainer.meter.timeline))
+        warnings.append(write_timeline(folder, trainer.meter.timeline))
     summary = summarise(trainer, folder, seconds)
-    said.append(write_report(trainer, folder, summary))
-    say(console, *filter(None, said))
+    warnings.append(write_report(trainer, folder, summary))
+    say(console, *filter(None, warnings))
     return summary

@@ -1,4 +1,4 @@
-"""What a person sees while training: a progress bar, a line an epoch, and a table at the end."""
+"""Show training in the terminal: a progress bar, a line per epoch, and a table at the end."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -18,7 +18,7 @@ _FIELDS = ("loss", "score", "speed", "bubble")
 
 
 class Display:
-    """Shows the progress of a run of `num_epochs` of `steps_per_epoch` on `console`."""
+    """Shows the progress of a run on `console`."""
 
     def __init__(
         self, console: Console, num_epochs: int, steps_per_epoch: int, task: Task
@@ -46,7 +46,7 @@ class Display:
         self._progress.stop()
 
     def show_step(self, position: Position, meter: Meter) -> None:
-        """Move the bar."""
+        """Update the progress bar."""
         self._progress.update(
             self._bar,
             completed=position.step,
@@ -60,14 +60,13 @@ class Display:
     def show_epoch(
         self, position: Position, meter: Meter, train_loss: float, num_skipped: int
     ) -> None:
-        """Write a line about the epoch that ended."""
-        bubble = f"bubble {_percent(meter.bubble)}"
+        """Print a line about the epoch that ended."""
         skipped = f"   {num_skipped:,} unreadable" if num_skipped else ""
         say(
             self._console,
             f"epoch {position.epoch:>3}/{self._num_epochs}   loss {train_loss:.4f}   "
-            f"{self._scores(position)}   "
-            f"{_speed(meter.samples_per_s, self._task.unit)}   {bubble}{skipped}",
+            f"{self._scores(position)}   {_speed(meter.samples_per_s, self._task.unit)}   "
+            f"bubble {_percent(meter.bubble)}{skipped}",
         )
 
     def _scores(self, position: Position, most: int | None = None) -> str:
@@ -76,7 +75,7 @@ class Display:
 
 
 def show_summary(console: Console, summary: Summary) -> None:
-    """Write the tables at the end of a run."""
+    """Print the result, the summary and the memory of each stage at the end of a run."""
     if summary.num_skipped:
         say(
             console,
@@ -95,16 +94,16 @@ def show_summary(console: Console, summary: Summary) -> None:
     )
     title = f"{summary.run_folder} after {summary.steps} steps"
     _say_table(console, title, [heads, values], num_left=0)
-    kept = [("stage", "layers", "measured")]
+    memory = [("stage", "layers", "measured")]
     for stage in summary.stages:
         span = " to ".join(dict.fromkeys((stage.layers[0], stage.layers[-1])))
         measured = "-" if stage.peak_bytes is None else bytes_text(stage.peak_bytes)
-        kept.append((str(stage.stage), span, measured))
-    _say_table(console, "kept for backward passes, at most", kept, num_left=2)
+        memory.append((str(stage.stage), span, measured))
+    _say_table(console, "kept for backward passes, at most", memory, num_left=2)
 
 
 def say(console: Console, *lines: str) -> None:
-    """Write lines as they are."""
+    """Print lines without markup or wrapping."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -112,7 +111,7 @@ def say(console: Console, *lines: str) -> None:
 def _say_table(
     console: Console, title: str, rows: Sequence[tuple[str, ...]], num_left: int
 ) -> None:
-    """Write a table, or a line for each of its cells where the console is narrower than it."""
+    """Print a table, or one line per cell if the console is narrower than the table."""
     lines = list(columns(rows, num_left))
     if max(map(len, lines)) > console.width:
         pairs = (pair for row in rows[1:] for pair in zip(rows[0], row, strict=True))

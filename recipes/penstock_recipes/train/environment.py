@@ -1,4 +1,4 @@
-"""What a run is made with, process by process, and the name of the job that makes it."""
+"""Record the environment of each process of a run, and the name of its torchrun job."""
 
 import json
 import os
@@ -16,19 +16,18 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def environment_of(mesh: Mesh) -> str:
-    """Write what each process runs with, and where, as JSON; all processes call it alike."""
+    """Return versions, host and devices of each process as JSON; all processes call it."""
     facts = {**asdict(gather_facts(mesh.rank)), "processor": _processor()}
-    everyone = mesh.world.gather(facts, "for what the others run with")
-    common: dict[str, Any] = {
+    environment: dict[str, Any] = {
         "system": platform.platform(),
         "command": " ".join(["penstock", *sys.argv[1:]]),
-        "processes": everyone,
+        "processes": mesh.world.gather(facts, "for what the others run with"),
     }
-    return json.dumps(common, indent=1) + "\n"
+    return json.dumps(environment, indent=1) + "\n"
 
 
 def _processor() -> str:
-    """Return the name of the processor; "" where nothing says it."""
+    """Return the name of the processor; "" if it is unknown."""
     try:
         lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -38,13 +37,14 @@ def _processor() -> str:
 
 
 _NO_NAME = "none"
-"""What torchrun calls a job whose --rdzv-id is not given."""
+"""The name that torchrun gives to a job without --rdzv-id."""
 
 
 def job_name() -> str | None:
-    """Return a name that all attempts of one torchrun job have in common; None without torchrun.
+    """Return a name that all attempts of one torchrun job share; None without torchrun.
 
-    It is the job's --rdzv-id; without one, torchrun's own process, which outlives its attempts.
+    The name is the job's --rdzv-id.  Without one it is torchrun's own process, which outlives the
+    attempts.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name is None or name != _NO_NAME:
@@ -53,7 +53,7 @@ def job_name() -> str | None:
 
 
 def _start_of(process: int) -> str:
-    """Tell when a process began, in clock ticks since the host started; "" if nobody knows."""
+    """Return the start of a process, in clock ticks since the host started; "" if unknown."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
     except OSError:

@@ -1,7 +1,7 @@
 """Turn SIGINT, SIGTERM and SIGHUP into a request to stop: finish the step, save, exit.
 
-A second Ctrl-C ends at once, but not where several processes must end together; they are told by
-torchrun, which may send a signal twice.  SIGHUP stays ignored where nohup has it ignored.
+A second Ctrl-C ends a single process at once.  Several processes must end together, and torchrun
+may send a signal twice, so they do not.  A SIGHUP that nohup ignores stays ignored.
 """
 
 import signal
@@ -13,26 +13,22 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """While entered, notes SIGINT, SIGTERM and SIGHUP instead of ending; outside the main thread
-    it does nothing.
-    """
+    """Records SIGINT, SIGTERM and SIGHUP while entered; does nothing outside the main thread."""
 
     def __init__(self, *, is_one_of_many: bool = False) -> None:
         self.number = 0
-        """The signal that came, here or in another process; 0 if none did."""
+        """The number of the signal, received here or in another process; 0 if there was none."""
         self._is_one_of_many = is_one_of_many
         self._before: dict[int, Any] = {}
 
     @property
     def wanted(self) -> bool:
-        """Whether the run should end."""
+        """True once the run should stop."""
         return self.number != 0
 
     @property
     def exit_code(self) -> int:
-        """What a shell says of a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM, 129
-        for SIGHUP.
-        """
+        """The shell's exit code: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP."""
         return 128 + (self.number or signal.SIGINT)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,4 @@
-"""Which stages, replicas and shards the processes of a run take: K x D x T of them, or one with K
-threads.
-"""
+"""Fit stages, replicas and shards to the processes of a run: K x D x T, or one with K threads."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -20,16 +18,15 @@ from penstock.errors import ConfigError, PlanError
 from penstock.mesh import num_processes
 from penstock.trace.units import count_text
 from penstock_recipes.errors import RecipeError
-from penstock_recipes.recipe.pipeline_section import PipelineSection
 from penstock_recipes.recipe.recipe import Recipe
 
 
 def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
-    """Let the processes of the run meet, on the meshes of a plan if there is one.
+    """Connect the processes of the run into the mesh of the recipe, or of a plan.
 
     Raises:
-        RecipeError, PlanError: the recipe, or the plan, asks for another number of processes.
-        MeshError: they do not find each other in time.
+        RecipeError, PlanError: the recipe, or the plan, needs another number of processes.
+        MeshError: the processes do not find each other in time.
     """
     check_layout(recipe, num_processes(), plan)
     section = recipe.pipeline
@@ -42,31 +39,32 @@ def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
 
 
 def is_uneven(placement: Placement) -> bool:
-    """Tell whether numbers do not say the placement: some stages have other shards than others, in
-    number or along other axes, stages are not in the order of ranks, or ranks are idle.
+    """Tell whether recipe keys cannot express a placement.
+
+    Its stages have different meshes, or are not in the order of ranks, or some ranks are idle.
     """
     axes = {placement.shard_axes_of(stage) for stage in range(placement.num_stages)}
     return len(axes) > 1 or placement.stage_places is not None or bool(placement.idle)
 
 
 def kind_of(plan: Plan) -> str | None:
-    """Return the kind of device that all stages of a plan are on; None if there are several."""
+    """Return the kind of device of a plan; None if there are several."""
     kinds = {name.partition(":")[0] for name in plan.placement.devices}
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
-    """Read the plan that a run is to follow.
+    """Read the plan of a run.
 
     Raises:
-        PlanError: the file does not hold one, or it decides what a recipe cannot say.
-        RecipeError: an override changes what the plan decides.
+        PlanError: the file does not hold one, or it computes something that a recipe cannot.
+        RecipeError: an override changes a key that the plan decides.
     """
     keys = (override.partition("=")[0].strip() for override in overrides)
-    given = [key for key in keys if key.startswith("pipeline.")]
-    if given:
+    decided = [key for key in keys if key.startswith("pipeline.")]
+    if decided:
         raise RecipeError(
-            f"--plan decides {', '.join(given)} already; leave out one or the other, or change "
+            f"--plan decides {', '.join(decided)} already; leave out one or the other, or change "
             f"{path}"
         )
     plan = Plan.load(path)
@@ -80,10 +78,10 @@ def read_plan(path: Path, overrides: Sequence[str]) -> Plan:
 
 
 def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
-    """Return the recipe with the keys of `pipeline` that a plan decides as the plan has them.
+    """Return the recipe with the keys of `pipeline` set to the values of a plan.
 
-    Of stages on unlike meshes it says the most shards.  With `is_own` the run makes such plans
-    itself, and goes on to.
+    If stages have unlike meshes, num_shards is the largest.  With `is_own`, the recipe keeps plan
+    = "auto", so that a resumed run plans again.
     """
     section, placement = recipe.pipeline, plan.placement
     num_replicas = placement.num_replicas
@@ -113,27 +111,34 @@ def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
 
 
 def check_layout(recipe: Recipe, world_size: int, plan: Plan | None = None) -> None:
-    """See that the stages, replicas and shards of the recipe, or of the plan that it runs by, are
-    what `world_size` processes can run.
+    """Refuse stages, replicas and shards that do not fit `world_size` processes.
 
     Raises:
-        RecipeError, PlanError: they are not; says how many are needed; or nobody knows the ready
-            plan.
+        RecipeError, PlanError: another number of processes is needed, or the name of the sharding
+            plan is unknown.
     """
     section = recipe.pipeline
     if section.divides is not None:
-        _check_plan_name(section.divides)
+        try:
+            section.divides.check()
+        except ConfigError as error:
+            raise RecipeError(f"pipeline.{error}") from None
     if plan is not None:
         plan.check_ranks(world_size)
         return
     if _fits(recipe, world_size):
         return
+    # Describe the wanted layout, then suggest one that fits.
     needed = section.num_processes
     per_rank = section.stages_per_rank
+    shards = ""
+    if section.all_shards > 1:
+        lengths = section.num_shards
+        lengths_text = list(lengths) if isinstance(lengths, tuple) else lengths
+        shards = f" x pipeline.num_shards = {lengths_text}"
     stages = f"pipeline.num_stages = {section.num_stages}" + (
         f" / pipeline.stages_per_rank = {per_rank}" if per_rank > 1 else ""
     )
-    shards = f" x pipeline.num_shards = {_as_list(section)}" if section.all_shards > 1 else ""
     asked = (
         f"{stages} x pipeline.num_replicas = {section.num_replicas}{shards} are "
         f"{count_text(needed, 'process')}"
@@ -153,10 +158,10 @@ def check_layout(recipe: Recipe, world_size: int, plan: Plan | None = None) -> N
 
 
 def refit(recipe: Recipe, world_size: int, num_layers: int) -> Recipe:
-    """Fit a run that goes on to the processes that are there now, with as few changes as possible.
+    """Fit a resumed run to the number of processes, with as few changes as possible.
 
-    Keeps the number of replicas if it can, and then that of shards: where neither changes, no bit
-    of the result does.
+    It keeps the number of replicas if it can, then the number of shards.  If neither changes, no
+    bit of the result does.
 
     Raises:
         RecipeError: `world_size` processes cannot share the work.
@@ -190,18 +195,6 @@ def _fits(recipe: Recipe, world_size: int) -> bool:
     return section.num_processes == world_size
 
 
-def _check_plan_name(sharding: ShardingRequest) -> None:
-    try:
-        sharding.check()
-    except ConfigError as error:
-        raise RecipeError(f"pipeline.{error}") from None
-
-
-def _as_list(section: PipelineSection) -> int | list[int]:
-    shards = section.num_shards
-    return list(shards) if isinstance(shards, tuple) else shards
-
-
 def _with(recipe: Recipe, num_stages: int, num_replicas: int, num_shards: int) -> Recipe:
     section = recipe.pipeline
     changes: dict[str, object] = {"num_stages": num_stages, "num_replicas": num_replicas}
@@ -217,10 +210,10 @@ def _with(recipe: Recipe, num_stages: int, num_replicas: int, num_shards: int) -
 def replica_share(
     num_samples: int, num_microbatches: int, num_replicas: int, replica: int
 ) -> slice:
-    """Return which samples of a mini-batch a replica takes: whole micro-batches, in order.
+    """Return the slice of a mini-batch that a replica takes: whole micro-batches, in order.
 
-    `num_microbatches`, a multiple of `num_replicas`, is that of the whole mini-batch: the samples
-    of each micro-batch are the same for any number of replicas.
+    `num_microbatches` counts those of the whole mini-batch and is a multiple of `num_replicas`.
+    So each micro-batch has the same samples for any number of replicas.
     """
     sizes = microbatch_sizes(num_samples, num_microbatches)
     share, more = divmod(len(sizes), num_replicas)
@@ -230,18 +223,16 @@ def replica_share(
 
 
 def num_batches(recipe: Recipe, num_samples: int) -> int:
-    """Count the mini-batches of an epoch of so many samples."""
+    """Count the mini-batches of an epoch of `num_samples` samples."""
     whole, rest = divmod(num_samples, recipe.batch_size)
     return whole + (rest > 0 and not recipe.train.drop_last)
 
 
 def smallest_microbatch(recipe: Recipe, num_samples: int) -> int:
-    """Return the fewest samples that a micro-batch of an epoch has.
-
-    Every mini-batch must have a sample for each replica.
+    """Return the size of the smallest micro-batch of an epoch, in samples.
 
     Raises:
-        RecipeError: the last one has too few, or there is none.
+        RecipeError: there is no mini-batch, or the last one has too few samples for the replicas.
     """
     size, section = recipe.batch_size, recipe.pipeline
     if not num_batches(recipe, num_samples):

@@ -17,9 +17,9 @@ from penstock_recipes.recipe.recipe import Recipe
 def learning_rate(
     section: LearningRate, step: int, *, peak: float, steps_per_epoch: int, epochs: int
 ) -> float:
-    """Compute the learning rate of `step` (from 0), as the recipe says.
+    """Compute the learning rate of `step` (from 0).
 
-    A warm-up in epochs that is longer than the run is shortened to the run's steps.
+    A warm-up longer than the run is shortened to the run's steps.
     """
     match section:
         case Cosine():
@@ -48,9 +48,9 @@ def _warmup_steps(section: Cosine | Exponential, steps_per_epoch: int, epochs: i
 def warmup_cosine(
     step: int, *, num_steps: int, warmup_steps: int, peak: float, final_share: float
 ) -> float:
-    """Compute the learning rate of `step` (from 0): up in a line to `peak`, down in half a cosine.
+    """Compute a linear warm-up to `peak`, then a cosine decay to `final_share` of it.
 
-    Ends at `final_share` of `peak`, which step number `num_steps` would have.
+    Steps count from 0; step number `num_steps` would have the final rate.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -62,9 +62,7 @@ def warmup_cosine(
 
 @dataclass(slots=True)
 class Rates:
-    """Sets the learning rates of a run in its optimizer; `step` goes on to the next one, as the
-    schedulers of torch do.
-    """
+    """Sets the learning rate of a run in its optimizer; `step` works as torch's schedulers do."""
 
     recipe: Recipe
     optimizer: Optimizer
@@ -73,11 +71,11 @@ class Rates:
 
     @property
     def num_steps(self) -> int:
-        """Of the run."""
+        """Steps of the run."""
         return self.recipe.train.epochs * self.steps_per_epoch
 
     def of(self, step: int) -> float:
-        """Return the rate of a step."""
+        """Return the learning rate of a step."""
         return learning_rate(
             self.recipe.learning_rate,
             step,
@@ -87,11 +85,11 @@ class Rates:
         )
 
     def set(self, step: int) -> None:
-        """Set the rate of a step."""
+        """Set the learning rate of a step."""
         self._number = step
         for group in self.optimizer.param_groups:
             group["lr"] = self.of(step)
 
     def step(self) -> None:
-        """Set the rate of the step after that."""
+        """Set the learning rate of the next step."""
         self.set(self._number + 1)

@@ -1,4 +1,4 @@
-"""The training loop: a run is what its recipe says, wherever and however often it is resumed."""
+"""The training loop: the same result wherever, and however often, a run is resumed."""
 
 import math
 import time
@@ -51,14 +51,13 @@ from .weight_update import WeightUpdate, Windows, scores_of
 class Trainer:
     """Owns the task, its model, the pipeline, the optimizer and the position of one run.
 
-    In a mesh of processes each makes a trainer and calls it alike; `mesh` is by default the
-    recipe's, in this process.  A `plan` says how the model is run; the recipe agrees with it.
+    Each process of a mesh makes a trainer and calls it alike.  The recipe must agree with `plan`.
 
-    With `resumes`, weights are not loaded yet from what the recipe starts from: `resume` finds out
-    whether they are those of a checkpoint of its own run.
+    With `resumes`, the constructor does not load the weights of the recipe's [start]: `resume`
+    prefers a checkpoint of the run itself.
 
     Raises:
-        PenstockError: the recipe asks for what cannot be built; nothing has run then.
+        PenstockError: the recipe cannot be built; nothing has run then.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class Trainer:
         resumes: bool = False,
         plan: Plan | None = None,
     ) -> None:
+        # Check the recipe before the model takes memory.
         check_asynchronous(recipe)
         check_divided(recipe)
         self.recipe = recipe
@@ -77,8 +77,9 @@ class Trainer:
         self.task.check(recipe.pipeline.num_replicas)
         if not resumes:
             check_start(recipe, self.task)
+        # Build the whole model; then each process keeps the weights of its own stages only.
         self.model = build_model(recipe, self.task)
-        self._names = tensor_names(self.model)  # a process keeps those of its stage only
+        self._names = tensor_names(self.model)
         layers = build_layers(self.model, self.task)
         self.layer_names = names_of(layers)
         self._example: tuple[Any, Any] | None = None
@@ -87,6 +88,7 @@ class Trainer:
         self._begun_from: Path | None = None
         if not resumes:
             self._start(lambda: checkpoint_of(recipe.start))
+        # The optimizer holds the weights that are left.
         self.optimizer = build_optimizer(recipe, self.pipe)
         self._rates = Rates(recipe, self.optimizer, self.steps_per_epoch)
         decay = recipe.train.average_decay
@@ -98,23 +100,23 @@ class Trainer:
         self.position = Position()
         self.meter = Meter(recipe.train.trace_every)
         self.result = ""
-        """What the task has made of the finished run."""
+        """The task's report on the finished run."""
         self.num_skipped = 0
-        """What could not be read of the data, so far."""
+        """Number of unreadable samples so far."""
         self._batches: Iterator[Batch] | None = None
         self._windows = Windows(recipe.train.window)
         self._saving: Saving | None = None
         self._scalars: Any = None
 
     def _share(self, num_samples: int) -> slice:
-        """Return which samples of a mini-batch are this replica's."""
+        """Return this replica's slice of a mini-batch of `num_samples`."""
         section = self.recipe.pipeline
         return replica_share(
             num_samples, section.num_microbatches, section.num_replicas, self.mesh.replica
         )
 
     def example_part(self) -> tuple[Any, Any]:
-        """Return inputs and targets as they come, of the first batch's first part."""
+        """Return inputs and targets of the first part of the first batch."""
         if self._example is None:
             part = next(self.task.batches(0, 0, self._share)).parts[0]
             self._example = part.inputs, part.targets
@@ -122,7 +124,7 @@ class Trainer:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Of the first epoch; where they differ, of about every epoch."""
+        """Steps of the first epoch; with parallel text, later epochs may differ a little."""
         return self.task.num_steps(0)
 
     @property
@@ -130,20 +132,22 @@ class Trainer:
         return self.position.epoch >= self.recipe.train.epochs
 
     def resume(self, folder: RunFolder, *, falls_back: bool = False) -> list[str]:
-        """Stand where the newest checkpoint of `folder` stands; at the start if there is none.
+        """Load the newest checkpoint of `folder`, or the initial weights if there is none.
 
-        With `falls_back`, one that cannot be loaded is set aside for the one before it.
+        With `falls_back`, a checkpoint that cannot be loaded is renamed, and the one before it is
+        loaded.
 
         Returns:
-            What was set aside, and why.
+            Warnings: the renamed files, and the reasons.
 
         Raises:
-            CheckpointError: it is damaged or of another model; or there is none, and the weights
-                that the run began with are not there any more.
-            RunFolderError: it is of another run.
+            CheckpointError: the checkpoint is damaged or of another model; or there is none, and
+                the weights that the run began with are gone.
+            RunFolderError: the checkpoint is of another run.
             ConfigError: the run began with other data.
         """
         self._begin(folder)
+        # Load the newest checkpoint that can be loaded.
         warnings = []
         while (newest := self._newest(folder)) is not None:
             try:
@@ -159,6 +163,7 @@ class Trainer:
             if warnings:
                 warnings.append("no checkpoint is left: the run begins again at step 0")
             self._start(lambda: begun_from(self.recipe.start, folder))
+        # Remove the lines and files after it.
         folder.remove_unfinished()
         damaged = folder.drop_metrics_after(self.position.step)
         if damaged:
@@ -169,20 +174,20 @@ class Trainer:
         return warnings
 
     def _start(self, find: Callable[[], Path]) -> None:
-        """Load the weights that the recipe starts from, if any; rank 0 finds the checkpoint."""
+        """Load the weights of the recipe's [start], if any; rank 0 finds the checkpoint."""
         start = self.recipe.start
         if start.checkpoint:
-            found: Path = self.mesh.world.from_first(find, "for the weights to start from")
-            load = partial(start_from, start, found, self.pipe, self._names)
+            checkpoint: Path = self.mesh.world.from_first(find, "for the weights to start from")
+            load = partial(start_from, start, checkpoint, self.pipe, self._names)
             self.mesh.world.work(load, "for the weights to start from")
-            self._begun_from = found
+            self._begun_from = checkpoint
 
     def _newest(self, folder: RunFolder) -> Path | None:
-        """Return the newest checkpoint, as rank 0 sees it."""
-        found: Path | None = self.mesh.world.from_first(
+        """Return the newest checkpoint that rank 0 sees."""
+        newest: Path | None = self.mesh.world.from_first(
             lambda: next(reversed(folder.checkpoints()), None), "for the newest checkpoint"
         )
-        return found
+        return newest
 
     def _load(self, checkpoint: Path) -> None:
         check = partial(check_state, checkpoint, self.recipe)
@@ -193,9 +198,7 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
 
     def run(self, folder: RunFolder, display: Display, interrupt: Interrupt) -> None:
-        """Train to the end, or until `interrupt` is wanted in any process; all is saved when it
-        returns.
-        """
+        """Train to the end, or to a stop that any process requests; save before returning."""
         self._begin(folder)
         self.num_skipped = folder.add_lines(SKIPPED, self.task.skipped)
         if self.recipe.train.tensorboard and folder.writes:
@@ -204,14 +207,14 @@ class Trainer:
             place, next_step = str(folder.path / TENSORBOARD), self.position.step + 1
             self._scalars = SummaryWriter(place, purge_step=next_step)
         stopping = self._must_stop(interrupt)
-        every = self.recipe.train.checkpoint_every
+        interval = self.recipe.train.checkpoint_every
         while not self.finished and not stopping:
-            saved = self.position.step // every
+            saved = self.position.step // interval
             self._step(folder, display)
             if self.position.batch == self.task.num_steps(self.position.epoch):
                 self._end_epoch(folder, display)
             stopping = self._must_stop(interrupt)
-            due = self.position.step // every > saved
+            due = self.position.step // interval > saved
             if due or self.finished or stopping:
                 self._save(folder)
         self._settle(folder)
@@ -219,7 +222,7 @@ class Trainer:
             self.finish(folder)
 
     def _begin(self, folder: RunFolder) -> None:
-        """Let rank 0 keep, or compare, what belongs to the run."""
+        """Let rank 0 write, or compare, the digests of the data and of the first weights."""
 
         def begin() -> None:
             self.task.begin(folder.path)
@@ -229,27 +232,32 @@ class Trainer:
         self.mesh.world.from_first(begin, "for what belongs to the run")
 
     def _must_stop(self, interrupt: Interrupt) -> bool:
-        """Agree with the other processes whether to end here; what one was told, all know then.
+        """Agree with the other processes on stopping here; share the signal that one received.
 
-        A signal that comes during the agreement is for the next one: the others do not know of it.
+        A signal during this call counts in the next call, as the others do not know of it.
         """
         number = self.mesh.world.highest(interrupt.number, "for the others to finish their step")
         interrupt.number = interrupt.number or number
         return number != 0
 
     def raise_if_wanted(self, interrupt: Interrupt) -> None:
-        """End all processes if one of them should; for when there is nothing to save yet."""
+        """End all processes if one of them should stop, before there is anything to save."""
         if self._must_stop(interrupt):
             raise KeyboardInterrupt
 
     def _step(self, folder: RunFolder, display: Display) -> None:
-        window = self._next_batches()
+        # Prepare the step: batches, learning rate, drop-path, trace.
+        if self._batches is None:
+            epoch, batch_number = self.position.epoch, self.position.batch
+            self._batches = self.task.batches(epoch, batch_number, self._share)
+        window = self._windows.take(self._batches)
         self._rates.set(self.position.step)
         progress = min(1.0, self.position.step / self._rates.num_steps)
         self.task.begin_step(self.model, progress)
         if self._average is not None:
             self._average.step = self.position.step
         self.pipe.trace = self.meter.choose_trace(full_batch=window[0].is_full)
+        # Train, and measure it.
         start_s = time.perf_counter()
         losses = self._updates(window)
         took_s = time.perf_counter() - start_s
@@ -258,6 +266,7 @@ class Trainer:
         in_one = all(len(batch.parts) == 1 for batch in window)
         optimizer_s = self._weights.seconds if in_one else None
         self.meter.add_step(took_s, num_samples, timeline, optimizer_s)
+        # Count the steps, and log those that are due.
         for batch, loss in zip(window, losses, strict=True):
             rate = self._rates.of(self.position.step)
             self.position = self.position.after_batch(loss, batch.count)
@@ -267,19 +276,19 @@ class Trainer:
         display.show_step(self.position, self.meter)
 
     def _updates(self, window: list[Batch]) -> list[float]:
-        """Train on batches and move the weights; give their losses."""
+        """Train on batches, update the weights, and return the losses."""
         if not self.pipe.plan.schedule.is_asynchronous:
             return [self._update(batch) for batch in window]
         batches = [(part.inputs, part.targets) for batch in window for part in batch.parts]
         with autocast(self.recipe, self.pipe.devices[0]):
-            found = self.pipe.train_steps(batches, self.optimizer, lr_scheduler=self._rates)
-        losses: list[float] = found.tolist()
+            tensor = self.pipe.train_steps(batches, self.optimizer, lr_scheduler=self._rates)
+        losses: list[float] = tensor.tolist()
         for loss in losses:
             self._check_loss("loss", loss)
         return losses
 
     def _update(self, batch: Batch) -> float:
-        """Run a step, part by part, and move the weights; give the loss."""
+        """Run a step, part by part, update the weights, and return the loss."""
         scale, loss = self.scaler.get_scale(), 0.0
         for part in batch.parts:
             with autocast(self.recipe, self.pipe.devices[0]):
@@ -292,12 +301,12 @@ class Trainer:
         return loss
 
     def _check_loss(self, name: str, value: float) -> None:
-        """Refuse to go on with what is no number.
+        """Refuse a non-finite loss.
 
-        A loss in float16 may overflow for as long as its scale is too high.
+        A loss in float16 may overflow while the loss scale is still too high.
 
         Raises:
-            DivergedError: it is none.
+            DivergedError: the loss is not finite.
         """
         if math.isfinite(value) or (self.scaler.is_enabled() and self.scaler.get_scale() >= 1):
             return
@@ -307,13 +316,6 @@ class Trainer:
             f"{rate:.3g}: the run has diverged. Start a new one with a lower optimizer.lr, a "
             "longer warm-up, or a train.max_grad_norm; checkpoints from before are kept"
         )
-
-    def _next_batches(self) -> list[Batch]:
-        """Return the batch at the position, or several that are run together."""
-        if self._batches is None:
-            epoch, batch = self.position.epoch, self.position.batch
-            self._batches = self.task.batches(epoch, batch, self._share)
-        return self._windows.take(self._batches)
 
     def _end_epoch(self, folder: RunFolder, display: Display) -> None:
         train_loss, self._batches = self.position.mean_loss, None
@@ -329,7 +331,7 @@ class Trainer:
         display.show_epoch(self.position, self.meter, train_loss, self.num_skipped)
 
     def evaluate(self) -> dict[str, float]:
-        """Compute the task's figures, of the averaged weights if there are any."""
+        """Compute the task's scores, with the averaged weights if there are any."""
         with self._average.in_place() if self._average is not None else nullcontext():
             device = self.pipe.devices[0]
             return scores_of(self.task, self.pipe, lambda: autocast(self.recipe, device))
@@ -343,7 +345,7 @@ class Trainer:
                 self._scalars.add_scalar(name, value, self.position.step)
 
     def _save(self, folder: RunFolder) -> None:
-        """Begin to save; training goes on beside it."""
+        """Start saving a checkpoint; training continues meanwhile."""
         self._settle(folder)
         self._saving = async_save_checkpoint(
             folder.checkpoint_path(self.position.step),
@@ -355,26 +357,25 @@ class Trainer:
         )
 
     def _settle(self, folder: RunFolder) -> None:
-        """Wait for the checkpoint that is being written, then delete those it replaces."""
+        """Wait for the current save, then delete the checkpoints that it replaces."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
             section = self.recipe.train  # windows end at any step
-            every = section.checkpoint_every if section.window == 1 else 1
-            folder.keep_newest(section.keep_checkpoints, every)
+            interval = section.checkpoint_every if section.window == 1 else 1
+            folder.keep_newest(section.keep_checkpoints, interval)
 
     def is_made(self, folder: RunFolder) -> bool:
-        """Whether what is made of a finished run is there, as rank 0 sees it."""
-        found: bool = self.mesh.world.from_first(
+        """Tell whether rank 0 sees the results of the finished run."""
+        is_made: bool = self.mesh.world.from_first(
             lambda: self.task.is_made(folder.path), "for what is made of the run"
         )
-        return found
+        return is_made
 
     def finish(self, folder: RunFolder) -> None:
-        """Let the task make what it makes of a finished run; rank 0 does it.
+        """Let rank 0 write the results of the finished run.
 
-        It is made of the mean of the newest checkpoints that were due, however often the run was
-        interrupted.
+        They use the mean of the newest checkpoints that were due; interruptions do not count.
         """
         if not self.mesh.is_first_rank:
             return
@@ -383,7 +384,7 @@ class Trainer:
         self.result = self.task.finish(mean_weights(due, self._names), folder.path)
 
     def close(self) -> None:
-        """End the pipeline's threads, and what writes for TensorBoard."""
+        """Close the pipeline and the TensorBoard writer."""
         if self._scalars is not None:
             self._scalars.close()
         self.pipe.close()

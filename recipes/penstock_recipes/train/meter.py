@@ -1,4 +1,4 @@
-"""What was measured while training: speed, and the steps whose instructions were recorded."""
+"""Measure training: throughput, and timelines of the traced steps."""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -8,7 +8,7 @@ from penstock import Timeline, Trace
 
 @dataclass(slots=True)
 class Meter:
-    """Measurements of one process; they are shown and written, and never change the training."""
+    """Measurements of one process; they never change the training."""
 
     trace_every: int
     seconds: float = 0.0
@@ -16,21 +16,22 @@ class Meter:
     timeline: Timeline | None = None
     """The newest timed step."""
     step_s: float | None = None
-    """How long it took with what lies outside of its timeline; None where it has other parts."""
+    """Seconds of that whole step; None if the timeline shows only one of its parts."""
     optimizer_s: float = 0.0
-    """Of that, what moving the weights took outside of its timeline."""
+    """Seconds of that step's weight update outside of its timeline."""
     memory: Timeline | None = None
     """The step whose memory was traced: the second."""
     peak_bytes: dict[int, int] = field(default_factory=dict)
-    """By stage; of the second step."""
+    """Peak activation memory of each stage in the second step."""
     bubbles: list[float] = field(default_factory=list)
+    """The bubble of each timed step, from 0 to 1."""
     shares_of_ideal: list[float] = field(default_factory=list)
     _steps: int = 0
 
     def choose_trace(self, *, full_batch: bool) -> Trace:
-        """Say what the next step should record."""
+        """Choose the trace of the next step."""
         if self._steps == 0 or not full_batch:
-            return Trace.OFF  # the first step warms up: it is slower and keeps more than others
+            return Trace.OFF  # the first step is slower, and its memory is higher
         if not self.peak_bytes:
             return Trace.MEMORY
         due = self._steps % self.trace_every == 0 or self.timeline is None
@@ -43,10 +44,10 @@ class Meter:
         timeline: Timeline | None,
         optimizer_s: float | None = None,
     ) -> None:
-        """Note a step; `timeline` is what it recorded, if anything.
+        """Record a step, with its timeline if it was traced.
 
-        `optimizer_s` is what moving the weights took outside of it; None where the timeline is
-        that of one of several parts of the step.
+        `optimizer_s` is the weight update outside of the timeline; None if the timeline shows
+        only one of several parts of the step.
         """
         self._steps += 1
         if timeline is not None and timeline.memory:
@@ -65,15 +66,15 @@ class Meter:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of steps, but for the first and the one that traced memory."""
+        """Samples per second, without the first step and the step that traced memory."""
         return self.num_samples / self.seconds if self.seconds else 0.0
 
     @property
     def bubble(self) -> float | None:
-        """Median over the timed steps."""
+        """Median bubble of the timed steps, from 0 to 1."""
         return median(self.bubbles) if self.bubbles else None
 
     @property
     def share_of_ideal(self) -> float | None:
-        """Median over the timed steps."""
+        """Median share of the ideal speed over the timed steps, from 0 to 1."""
         return median(self.shares_of_ideal) if self.shares_of_ideal else None

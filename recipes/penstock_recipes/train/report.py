@@ -1,4 +1,4 @@
-"""What is made of a run when it ends: its summary, the traced step in every form, its report."""
+"""Write the summary, the traced timeline and the report of a run when it ends."""
 
 import json
 from dataclasses import asdict
@@ -17,8 +17,8 @@ from .scalars import StageMemory, Summary
 
 
 def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
-    """Gather what is known of a run; `seconds` is how long this process trained."""
-    meter = trainer.meter
+    """Collect the results of a run; `seconds` is the training time of this process."""
+    meter, names = trainer.meter, iter(trainer.layer_names)
     return Summary(
         run_folder=str(folder.path),
         finished=trainer.finished,
@@ -33,12 +33,19 @@ def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
         samples_per_s=meter.samples_per_s,
         bubble=meter.bubble,
         share_of_ideal=meter.share_of_ideal,
-        stages=_stage_memory(trainer),
+        stages=tuple(  # each process of a mesh knows the memory of its own stages
+            StageMemory(
+                stage=number,
+                layers=tuple(islice(names, count)),
+                peak_bytes=meter.peak_bytes.get(number),
+            )
+            for number, count in enumerate(trainer.pipe.partition)
+        ),
     )
 
 
 def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
-    """Write the timeline as JSON and Chrome trace; say what had to be left out."""
+    """Write the timeline as JSON and as a Chrome trace; return a warning if that fails."""
     if not folder.writes:
         return ""
     try:
@@ -50,7 +57,7 @@ def write_timeline(folder: RunFolder, timeline: Timeline) -> str:
 
 
 def write_report(trainer: Trainer, folder: RunFolder, summary: Summary) -> str:
-    """Write what a report is made of, and the report; say why if it cannot be written."""
+    """Write the report and its data; return a warning if that fails."""
     if not folder.writes:
         return ""
     meter = trainer.meter
@@ -65,16 +72,3 @@ def write_report(trainer: Trainer, folder: RunFolder, summary: Summary) -> str:
     except Exception as error:  # the run is done and kept; its report must not lose it
         return f"no report is written: {error}"
     return ""
-
-
-def _stage_memory(trainer: Trainer) -> tuple[StageMemory, ...]:
-    """Return what each stage keeps; each process of a mesh knows of its own stages."""
-    names = iter(trainer.layer_names)
-    return tuple(
-        StageMemory(
-            stage=number,
-            layers=tuple(islice(names, count)),
-            peak_bytes=trainer.meter.peak_bytes.get(number),
-        )
-        for number, count in enumerate(trainer.pipe.partition)
-    )

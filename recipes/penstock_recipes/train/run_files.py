@@ -1,23 +1,23 @@
 """The files of a run folder, read without torch.
 
 recipe.toml             the recipe with every key
-plan.json               the plan by which the model was run last
-plans/001-step-000000.json  that of each start, with the step it went on from
-job                     what torchrun calls the job that began the run, on each of its hosts
-data.digest             tells the data from others
-start.digest            tells the checkpoint whose weights the run began with from others
-skipped.txt             what could not be read of the data
+plan.json               the plan of the newest start
+plans/001-step-000000.json  the plan of each start, with its first step
+job                     torchrun's names of the job that began the run, one per host
+data.digest             digest of the data
+start.digest            digest of the checkpoint that the first weights came from
+skipped.txt             the samples that could not be read
 metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
-metrics.damaged         lines of it that could not be read when the run was resumed
-checkpoints/step-000120 the newest few; a folder is there whole or not at all
-environment.json        with what the run was made last: versions, machines, processes
+metrics.damaged         its damaged lines, moved there on resume
+checkpoints/step-000120 the newest few; a folder is complete or absent
+environment.json        versions, machines and processes of the newest start
 timeline.json, .chrome.json     one traced step
 memory.json             the step whose memory was traced, as a timeline
-step.json               seconds of the traced step, and of what lies outside of its timeline
-predicted.json          what was predicted of a step, as a timeline; put there by hand
-summary.json            what the run came to
-report.html             all that as a page
-tensorboard/            the metrics for TensorBoard, if the recipe wants them
+step.json               seconds of the traced step, and of its weight update
+predicted.json          the predicted timeline of a step, put there by hand
+summary.json            the results of the run
+report.html             the run as a page
+tensorboard/            the metrics for TensorBoard, if the recipe enables them
 .lock                   held while a job trains here; the system frees it when the process ends
 """
 
@@ -49,7 +49,7 @@ TENSORBOARD = "tensorboard"
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file in one step: readers see the old text or the new one.
+    """Write a file atomically: readers see the old text or the new one.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -66,7 +66,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def metrics_lines(path: Path) -> list[bytes]:
-    """Read the lines of a file of metrics; none if there is no file.
+    """Read the lines of a metrics file; an absent file has none.
 
     Raises:
         RunFolderError: it cannot be read.

@@ -1,4 +1,4 @@
-"""What a run leaves behind, in one folder that is never overwritten; run_files.py lists it."""
+"""The folder of a run, which is never overwritten; run_files.py lists its files."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from .run_files import (
 )
 
 _PREFIX = "step-"
-_CHECKPOINT = re.compile(rf"{_PREFIX}(\d+)")
+_CHECKPOINT = re.compile(rf"{_PREFIX}\d+")
 
 Metrics = Mapping[str, Any]
 
@@ -38,7 +38,7 @@ Metrics = Mapping[str, Any]
 class RunFolder:
     """A run folder that exists.
 
-    Several processes may have it open; those with `writes` false leave it as it is.
+    Several processes may have it open; one with `writes` false changes nothing.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class RunFolder:
         return self.path / METRICS
 
     def lock(self) -> FileLock | None:
-        """Keep other jobs out until it is released; None where files cannot be locked.
+        """Lock the folder against other jobs; None if the disk does not support locks.
 
         Raises:
             RunFolderError: another job trains here.
@@ -70,12 +70,12 @@ class RunFolder:
         return lock
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file in one step: a reader sees the old one or the new one, never a part."""
+        """Write a file atomically: a reader sees the old text or the new one."""
         if self.writes:
             replace_text(self.path / name, text)
 
     def keep_plan(self, text: str, step: int) -> None:
-        """Write the plan by which the model is run from a step on; those of other starts stay."""
+        """Write the plan of the run from `step` on; the plans of earlier starts stay."""
         if not self.writes:
             return
         self.write_text(PLAN, text)
@@ -84,12 +84,12 @@ class RunFolder:
         self.write_text(f"{PLANS}/{number:03}-{_PREFIX}{step:06d}.json", text)
 
     def append_metrics(self, metrics: Metrics) -> None:
-        """Add one line to metrics.jsonl; a number that is none, as JSON has it, is null."""
+        """Append one line to metrics.jsonl; a non-finite number becomes null."""
         if self.writes:
             _append(self.metrics_path, json.dumps(_finite(metrics)).encode() + b"\n")
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl; those that are damaged are left out."""
+        """Yield the lines of metrics.jsonl; skip damaged ones."""
         for line in metrics_lines(self.metrics_path):
             metrics = metrics_of(line)
             if metrics is not None:
@@ -98,10 +98,10 @@ class RunFolder:
     def drop_metrics_after(self, step: int) -> int:
         """Remove the lines of later steps, which a resumed run will write again.
 
-        Damaged lines go to metrics.damaged, but for a last one that a crash cut short.
+        Damaged lines go to metrics.damaged, except a last one that a crash truncated.
 
         Returns:
-            How many were damaged.
+            The number of damaged lines.
         """
         if not self.writes:
             return 0
@@ -115,61 +115,57 @@ class RunFolder:
         return len(damaged)
 
     def checkpoint_path(self, step: int) -> Path:
-        """Return where the checkpoint after `step` steps lies."""
+        """Return the path of the checkpoint after `step` steps."""
         return self.path / CHECKPOINTS / f"{_PREFIX}{step:06d}"
 
     def checkpoints(self) -> list[Path]:
         """List the complete checkpoints, oldest first."""
-        found = {
-            int(match[1]): path
-            for path in (self.path / CHECKPOINTS).glob(f"{_PREFIX}*")
-            if (match := _CHECKPOINT.fullmatch(path.name)) is not None
-        }
-        return [found[step] for step in sorted(found)]
+        paths = (self.path / CHECKPOINTS).glob(f"{_PREFIX}*")
+        return sorted((path for path in paths if _CHECKPOINT.fullmatch(path.name)), key=_step)
 
     def set_aside(self, checkpoint: Path) -> None:
-        """Rename a checkpoint that cannot be read, so that it is not found again."""
+        """Rename a damaged checkpoint, so that it is not read again."""
         if self.writes:
             checkpoint.rename(checkpoint.with_name(f"damaged-{checkpoint.name}"))
 
     def due(self, every: int) -> list[Path]:
-        """List the complete checkpoints that are of every so many steps, and the newest one.
+        """List the complete checkpoints of every `every` steps, and the newest one.
 
-        Others were saved where the run was interrupted.
+        The others were saved when the run was interrupted.
         """
-        found = self.checkpoints()
-        return [path for path in found if _step(path) % every == 0 or path == found[-1]]
+        paths = self.checkpoints()
+        return [path for path in paths if _step(path) % every == 0 or path == paths[-1]]
 
     def keep_newest(self, number: int, every: int) -> None:
-        """Delete all checkpoints but the newest `number` of those that were due, and what an
-        interrupted save left.
-        """
+        """Delete all checkpoints except the newest `number` that were due, and unfinished ones."""
         if not self.writes:
             return
-        kept = self.due(every)[-number:]
+        newest = self.due(every)[-number:]
         for path in self.checkpoints():
-            if path not in kept:
+            if path not in newest:
                 remove_checkpoint(path)
         self.remove_unfinished()
 
     def add_lines(self, name: str, lines: Iterable[str]) -> int:
-        """Add lines to a file, but for those that it has; give how many it has then."""
+        """Add the lines that a file does not have yet; return its number of lines."""
         path = self.path / name
         before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        every = list(dict.fromkeys([*before, *lines]))
-        if len(every) > len(before):
-            self.write_text(name, "\n".join(every) + "\n")
-        return len(every)
+        after = list(dict.fromkeys([*before, *lines]))
+        if len(after) > len(before):
+            self.write_text(name, "\n".join(after) + "\n")
+        return len(after)
 
     def remove_unfinished(self) -> None:
-        """Delete what interrupted saves left; call when none is under way."""
+        """Delete the files of interrupted saves; call it only while no save runs."""
         if self.writes:
             remove_unfinished(self.path / CHECKPOINTS)
 
 
 def _finite(metrics: Metrics) -> Metrics:
-    is_none = {key for key, v in metrics.items() if isinstance(v, float) and not math.isfinite(v)}
-    return {key: None if key in is_none else value for key, value in metrics.items()}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in metrics.items()
+    }
 
 
 def _step(checkpoint: Path) -> int:
@@ -177,10 +173,10 @@ def _step(checkpoint: Path) -> int:
 
 
 def check_free(path: Path) -> None:
-    """Refuse a place that is taken.
+    """Refuse a path that exists.
 
     Raises:
-        RunFolderError: something is there; says how to go on instead.
+        RunFolderError: it exists; the message says how to continue instead.
     """
     if not path.exists():
         return
@@ -195,7 +191,7 @@ def check_free(path: Path) -> None:
 
 
 def create(path: Path, toml: str, jobs: Iterable[str] = ()) -> RunFolder:
-    """Make the run folder `path` with its copy of the recipe; `jobs` is what torchrun calls it.
+    """Create the run folder `path` with its copy of the recipe and the names of its job.
 
     Raises:
         RunFolderError: `path` exists, or cannot be made.
@@ -216,7 +212,7 @@ def create(path: Path, toml: str, jobs: Iterable[str] = ()) -> RunFolder:
 
 
 def create_numbered(parent: Path, name: str, toml: str, jobs: Iterable[str] = ()) -> RunFolder:
-    """Make the first free one of parent/name-1, parent/name-2 and so on."""
+    """Create the first free folder of parent/name-1, parent/name-2 and so on."""
     for path in (parent / f"{name}-{number}" for number in count(1)):
         if path.exists():
             continue
@@ -224,12 +220,12 @@ def create_numbered(parent: Path, name: str, toml: str, jobs: Iterable[str] = ()
             return create(path, toml, jobs)
         except RunFolderError:
             if not path.exists():
-                raise  # else another job was faster
+                raise  # otherwise another job was faster
     raise AssertionError  # there is always a next number
 
 
 def numbered(parent: Path, name: str) -> list[Path]:
-    """List what `create_numbered` has made."""
+    """List the folders that `create_numbered` has made."""
     pattern = re.compile(rf"{re.escape(name)}-\d+")
     return [path for path in parent.glob("*") if pattern.fullmatch(path.name) is not None]
 
@@ -238,15 +234,15 @@ def begun_by(job: str | None, candidates: Iterable[Path]) -> Path | None:
     """Return the newest of the `candidates` that the torchrun job `job` began; None if none is."""
     if job is None:
         return None
-    folders = [path for path in candidates if (path / RECIPE).is_file() and job in _jobs_of(path)]
+
+    def is_of_job(path: Path) -> bool:
+        try:
+            return job in (path / JOB).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return False
+
+    folders = [path for path in candidates if (path / RECIPE).is_file() and is_of_job(path)]
     return max(folders, key=lambda path: (path / JOB).stat().st_mtime, default=None)
-
-
-def _jobs_of(path: Path) -> list[str]:
-    try:
-        return (path / JOB).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def open_existing(path: Path, *, writes: bool = True) -> RunFolder:

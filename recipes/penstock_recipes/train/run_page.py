@@ -1,4 +1,4 @@
-"""The report of a run: what its folder holds, as a page.  Needs no torch."""
+"""The report of a run: a page of the files in its folder.  Needs no torch."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -29,10 +29,9 @@ _T = TypeVar("_T")
 
 
 def page_of(run: Path, predicted: Path | None = None) -> Page:
-    """Gather what a run folder holds; what cannot be read is noted on the page.
+    """Collect the files of a run folder; the page lists those that cannot be read.
 
-    `predicted` is a timeline as JSON that is shown above the measured one, instead of the run
-    folder's own predicted.json.
+    `predicted` is a timeline as JSON, shown above the measured one in place of predicted.json.
 
     Raises:
         RunFolderError: there is no run folder; or `predicted` is given and cannot be read.
@@ -45,13 +44,13 @@ def page_of(run: Path, predicted: Path | None = None) -> Page:
         )
     reader = RunReader(run)
     plan = reader.read(PLAN, Plan.from_json)
-    facts, kept = reader.read(SUMMARY, _of_summary) or ((), ())
+    facts, memory = reader.read(SUMMARY, _of_summary) or ((), ())
     lines = (metrics_of(line) for line in metrics_lines(run / METRICS))
     drawn = tuple(curves([line for line in lines if line is not None]))
     step = reader.step(plan, predicted)
     sections = (
         Section("Curves", drawn, is_grid=True) if drawn else None,
-        *kept,
+        *memory,
         None if plan is None else _of_plan(plan),
         reader.read(RECIPE, lambda text: Section("Recipe", (Text(text, "code"),))),
         reader.read(ENVIRONMENT, _of_environment),
@@ -67,14 +66,14 @@ def page_of(run: Path, predicted: Path | None = None) -> Page:
 
 
 class RunReader:
-    """Reads files of a run folder, and notes which of them cannot be read."""
+    """Reads the files of a run folder, and notes those that cannot be read."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self.notes: list[str] = []
 
     def read(self, name: str, parse: Callable[[str], _T]) -> _T | None:
-        """Return what a file holds; None where there is none, or it cannot be read."""
+        """Parse a file; return None if it is absent or cannot be read."""
         path = self._run / name
         if not path.exists():
             return None
@@ -85,7 +84,7 @@ class RunReader:
             return None
 
     def step(self, plan: Plan | None = None, predicted: Path | None = None) -> Step:
-        """Return the timed step and the one whose memory was traced, with what was predicted.
+        """Return the timed step, the step with traced memory, and the predicted timeline.
 
         Raises:
             RunFolderError: `predicted` cannot be read.
@@ -97,7 +96,9 @@ class RunReader:
         step_s, optimizer_s = seconds if seconds and measured else (0.0, 0.0)
         return Step(
             measured=measured,
-            predicted=_given(predicted) if predicted else self.read(PREDICTED, Timeline.from_json),
+            predicted=_from_option(predicted)
+            if predicted
+            else self.read(PREDICTED, Timeline.from_json),
             optimizer_s=optimizer_s,
             set_up_s=max(0.0, step_s - measured.step_s - optimizer_s) if measured else 0.0,
             memory=self.read(MEMORY, Timeline.from_json),
@@ -116,7 +117,7 @@ def _parsed(path: Path, parse: Callable[[str], _T]) -> _T:
         raise RunFolderError(f"{path} is damaged: {error}") from None
 
 
-def _given(path: Path) -> Timeline:
+def _from_option(path: Path) -> Timeline:
     try:
         return _parsed(path, Timeline.from_json)
     except RunFolderError as error:
@@ -126,22 +127,23 @@ def _given(path: Path) -> Timeline:
 
 
 def _of_step(text: str) -> tuple[float, float]:
-    """Return the seconds of the timed step, and of those the optimizer's outside of its timeline;
-    zeros where the timeline is that of one of several parts of a step.
+    """Return the seconds of the timed step, and of its weight update outside of the timeline.
+
+    Both are 0 if the timeline shows only one of several parts of the step.
     """
     facts = json.loads(text)
     return (0.0, 0.0) if facts["step_s"] is None else (facts["step_s"], facts["optimizer_s"])
 
 
 def _of_plan(plan: Plan) -> Section:
-    """Write the plan that the model was run by: its reasons, and a table of its stages."""
+    """Show the plan: its reasons, and a table of its stages."""
     heads, *rows = (tuple(row) for row in plan.rows)
     lines = (line for reason in plan.reasons for line in reason.splitlines())
     return Section("Plan", (*map(Text, lines), Table(heads, tuple(rows))))
 
 
 def _of_summary(text: str) -> tuple[tuple[Fact, ...], tuple[Section, ...]]:
-    """Return what a run came to, and what each stage kept for its backward passes."""
+    """Return the results of a run, and the activation memory of each stage."""
     summary = json.loads(text)
     facts = [Fact(name, value) for name, value in summary["shown"].items()]
     if summary["samples_per_s"]:
@@ -157,7 +159,7 @@ def _of_summary(text: str) -> tuple[tuple[Fact, ...], tuple[Section, ...]]:
 
 
 def _of_environment(text: str) -> Section:
-    """Write what `environment_of` noted as two tables: versions, and processes."""
+    """Show environment.json as two tables: versions, and processes."""
     facts = json.loads(text)
     first = facts["processes"][0]
     versions = {name: first[name] for name in ("penstock", "torch", "python", "safetensors")}

@@ -1,4 +1,4 @@
-"""What a run came to: the values of its end as JSON."""
+"""The summary of a run: its final values, also as JSON."""
 
 import json
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from penstock_recipes.recipe.recipe import Recipe
 
 
 def check_scalars(recipe: Recipe) -> None:
-    """See that what the recipe wants can be written.
+    """Refuse train.tensorboard without the package.
 
     Raises:
-        RecipeError: it wants TensorBoard's files, and the package is not installed.
+        RecipeError: the recipe needs the package tensorboard, which is not installed.
     """
     if recipe.train.tensorboard and find_spec("tensorboard") is None:
         raise RecipeError(
@@ -25,34 +25,34 @@ def check_scalars(recipe: Recipe) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What one stage kept at most for its backward passes."""
+    """Peak activation memory of one stage."""
 
     stage: int
     layers: tuple[str, ...]
     peak_bytes: int | None
-    """Measured in one step; None if there were too few steps."""
+    """Bytes, measured in one step; None if there were too few steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run, finished or interrupted.  Shares are from 0 to 1; None where nothing was measured."""
+    """A run, finished or interrupted.  Shares are from 0 to 1; None if they were not measured."""
 
     run_folder: str
     finished: bool
     epochs: int
     steps: int
     scores: Mapping[str, float]
-    """After the last full epoch, by name, such as `test_accuracy`; in the JSON beside the rest."""
+    """Scores after the last full epoch, by name, such as `test_accuracy`; keys of the JSON."""
     shown: Mapping[str, str]
-    """The same as texts, by title."""
+    """The scores as text, by title."""
     unit: str
-    """What `samples_per_s` counts: samples, or words."""
+    """The unit of `samples_per_s`: samples, or words."""
     num_skipped: int
-    """What could not be read of the data; skipped.txt names it."""
+    """Number of unreadable samples; skipped.txt lists them."""
     result: str
-    """What the task makes of a finished run."""
+    """The task's report on the finished run."""
     seconds: float
-    """Of this process, from the first step to the last evaluation."""
+    """Training time of this process, from the first step to the last evaluation."""
     samples_per_s: float
     bubble: float | None
     share_of_ideal: float | None

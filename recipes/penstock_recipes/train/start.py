@@ -1,6 +1,4 @@
-"""Where a run begins: from which checkpoint it may go on, what a resumed run has to know, and
-weights of another run, but for the layers that begin anew.
-"""
+"""Find and check the checkpoint that a run starts or resumes from, and load its weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,11 +20,11 @@ from .tasks.task import Task
 
 
 def check_start(recipe: Recipe, task: Task) -> None:
-    """See that the weights that a recipe starts from are there, and mean the same in its task.
+    """Check that the recipe's [start] exists and fits its task.
 
     Raises:
-        RecipeError: there is no such checkpoint; or it has learnt from what is to be judged by.
-        CheckpointError: its weights mean something else.
+        RecipeError: there is no such checkpoint, or it was trained on this run's held-out data.
+        CheckpointError: its weights belong to another vocabulary.
     """
     start = recipe.start
     if start.checkpoint:
@@ -41,7 +39,7 @@ def check_start(recipe: Recipe, task: Task) -> None:
 
 
 def _check_split(recipe: Recipe, folder: Path) -> None:
-    """Refuse weights that have learnt from what this run holds out of the same data."""
+    """Refuse weights that were trained on samples that this run holds out."""
     if not (folder / RECIPE).is_file():
         return
     data, other = recipe.data, read_recipe(folder / RECIPE).data
@@ -58,18 +56,18 @@ def _check_split(recipe: Recipe, folder: Path) -> None:
 
 
 def begun_from(start: Start, folder: RunFolder) -> Path:
-    """Find the checkpoint whose weights the run in `folder` began with, to begin once more.
+    """Find the checkpoint that the run in `folder` began with, to begin again.
 
-    The run that is started from may have gone on, so that its newest checkpoint is another one.
+    The other run may have saved newer checkpoints since.
 
     Raises:
         RecipeError: there is no such checkpoint.
-        CheckpointError: what is there now is not what the run began with.
+        CheckpointError: the checkpoint has changed, or is gone.
     """
-    kept = _kept(folder)
-    if kept is None:
+    noted = _noted(folder)
+    if noted is None:
         return checkpoint_of(start)  # the run ended before it noted one
-    digest, name = kept
+    digest, name = noted
     checkpoint = Path(name)
     if not checkpoint.is_dir() or CheckpointReader(checkpoint).digest != digest:
         raise CheckpointError(
@@ -81,12 +79,12 @@ def begun_from(start: Start, folder: RunFolder) -> Path:
 
 
 def note_start(checkpoint: Path, folder: RunFolder) -> None:
-    """Keep which checkpoint's weights a run begins with, unless that is known."""
-    if _kept(folder) is None:
+    """Write the digest and the path of the first weights, unless they are known."""
+    if _noted(folder) is None:
         folder.write_text(START, f"{CheckpointReader(checkpoint).digest}  {checkpoint}\n")
 
 
-def _kept(folder: RunFolder) -> tuple[str, str] | None:
+def _noted(folder: RunFolder) -> tuple[str, str] | None:
     """Read the digest and the path that `note_start` wrote."""
     if not (folder.path / START).is_file():
         return None
@@ -95,25 +93,31 @@ def _kept(folder: RunFolder) -> tuple[str, str] | None:
 
 
 def start_from(start: Start, checkpoint: Path, pipe: Pipeline, names: Names) -> None:
-    """Load the weights of a checkpoint into a pipeline, but for the recipe's new layers.
+    """Load the weights of a checkpoint into a pipeline, except for the recipe's new layers.
 
-    `names` are those of the whole model's tensors.  The running average is taken if the run kept
-    one.  Everything is compared first.
+    `names` are the names of the whole model's tensors.  Running averages are preferred.
 
     Raises:
-        RecipeError: there is a new layer that the model does not have.
-        CheckpointError: it lacks a tensor of the model, or has one of another shape.
+        RecipeError: the model does not have one of the new layers.
+        CheckpointError: a tensor is missing, or has another shape.
     """
-    own = pipe.state_dict()
-    _check_new(start, list(names))
-    old = {name for name in own if not _is_in(name, start.new_layers)}
+    # Every new layer must exist.
+    for layer in start.new_layers:
+        if not any(_is_in(name, (layer,)) for name in names):
+            tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+            raise RecipeError(
+                f'start.new_layers has "{layer}", and the model has no such layer; it has {tops}'
+            )
+    # Compare all tensors before any is loaded.
+    state = pipe.state_dict()
+    old = {name for name in state if not _is_in(name, start.new_layers)}
     wanted = [name for name in names if name in old]
-    found = SavedWeights(checkpoint, names).read(wanted)
-    faults = [f"{name} is missing" for name in wanted if name not in found]
+    saved = SavedWeights(checkpoint, names).read(wanted)
+    faults = [f"{name} is missing" for name in wanted if name not in saved]
     faults += [
-        f"{name} is {list(found[name].shape)} there, {list(own[name].shape)} in the model"
-        for name in found
-        if found[name].shape != own[name].shape
+        f"{name} is {list(saved[name].shape)} there, {list(state[name].shape)} in the model"
+        for name in saved
+        if saved[name].shape != state[name].shape
     ]
     if faults:
         lines = "\n  ".join(faults[:20])
@@ -122,18 +126,18 @@ def start_from(start: Start, checkpoint: Path, pipe: Pipeline, names: Names) -> 
             f"  {lines}"
         )
     with torch.no_grad():
-        for name, tensor in found.items():
-            own[name].copy_(tensor)
+        for name, tensor in saved.items():
+            state[name].copy_(tensor)
 
 
 def run_of(start: Start) -> Path:
-    """Return the folder of the run that is started from."""
+    """Return the run folder of the recipe's [start]."""
     path = Path(start.checkpoint)
     return path if (path / RECIPE).is_file() else path.parent.parent
 
 
 def checkpoint_of(start: Start) -> Path:
-    """Find the checkpoint that a recipe means: itself, or the newest of a run folder.
+    """Find the checkpoint of the recipe's [start]: itself, or the newest of a run folder.
 
     Raises:
         RecipeError: there is none.
@@ -155,15 +159,6 @@ def checkpoint_of(start: Start) -> Path:
     return path
 
 
-def _check_new(start: Start, names: list[str]) -> None:
-    for layer in start.new_layers:
-        if not any(_is_in(name, (layer,)) for name in names):
-            tops = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
-            raise RecipeError(
-                f'start.new_layers has "{layer}", and the model has no such layer; it has {tops}'
-            )
-
-
 def _is_in(name: str, layers: tuple[str, ...]) -> bool:
     return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
 
@@ -179,11 +174,11 @@ class Position:
     batch: int = 0
     step: int = 0
     loss_sum: float = 0.0
-    """Sum over the samples (or words) of this epoch of the loss of their batch."""
+    """Sum of loss x samples (or words) over the batches of this epoch."""
     num_samples: int = 0
-    """Samples (or words) of this epoch that were trained on."""
+    """Samples (or words) of this epoch so far."""
     scores: Mapping[str, float] = field(default_factory=dict)
-    """After the last full epoch, by the names of the task's measures."""
+    """Scores after the last full epoch, by the names of the task's measures."""
 
     @property
     def mean_loss(self) -> float:
@@ -191,7 +186,7 @@ class Position:
         return self.loss_sum / self.num_samples if self.num_samples else 0.0
 
     def after_batch(self, loss: float, num_samples: int) -> "Position":
-        """Count one more step."""
+        """Return the position one step later."""
         return replace(
             self,
             batch=self.batch + 1,
@@ -201,7 +196,7 @@ class Position:
         )
 
     def after_epoch(self, scores: Mapping[str, float]) -> "Position":
-        """Stand at the start of the next epoch."""
+        """Return the start of the next epoch."""
         return Position(epoch=self.epoch + 1, step=self.step, scores=scores)
 
 
@@ -210,7 +205,7 @@ def check_state(checkpoint: Path, recipe: Recipe) -> None:
 
     Raises:
         CheckpointError: it is damaged, or was not saved by a run.
-        RunFolderError: it was saved by a run of another recipe.
+        RunFolderError: a run of another recipe saved it.
     """
     state = CheckpointReader(checkpoint).state
     missing = [name for name in ("position", "recipe", "scaler") if name not in state]
@@ -222,9 +217,17 @@ def check_state(checkpoint: Path, recipe: Recipe) -> None:
 
 
 def way_out(folder: RunFolder) -> str:
-    """Say what can be done about a newest checkpoint that cannot be loaded."""
+    """Advise on a newest checkpoint that cannot be loaded: an older one, or a new start."""
+
+    def is_sound(checkpoint: Path) -> bool:
+        try:
+            CheckpointReader(checkpoint).verify()
+        except CheckpointError:
+            return False
+        return True
+
     *before, newest = folder.checkpoints()
-    number = next((n for n in reversed(range(len(before))) if _is_sound(before[n])), None)
+    number = next((n for n in reversed(range(len(before))) if is_sound(before[n])), None)
     if number is None:
         return (
             f"No other checkpoint in {folder.path} is sound. If there is a copy of this one, put "
@@ -232,11 +235,3 @@ def way_out(folder: RunFolder) -> str:
         )
     doomed = ", ".join(str(path) for path in (*before[number + 1 :], newest))
     return f"To resume from {before[number]}, delete {doomed}"
-
-
-def _is_sound(checkpoint: Path) -> bool:
-    try:
-        CheckpointReader(checkpoint).verify()
-    except CheckpointError:
-        return False
-    return True

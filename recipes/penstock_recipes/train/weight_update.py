@@ -1,6 +1,4 @@
-"""Move the weights after a step: unscale, clip, step, zero; and judge the model by the samples
-that are set aside, shared out over the replicas.
-"""
+"""Update the weights after a step, and evaluate the model on the held-out samples."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,36 +14,33 @@ from .tasks.task import Batch, Task
 
 
 class Windows:
-    """Takes batches `length` at a time; one that is not full stands alone."""
+    """Groups batches into windows of `length`; a batch that is not full is its own window."""
 
     def __init__(self, length: int) -> None:
         self._length = length
         self._waiting: list[Batch] = []
 
     def take(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return the next batches of an epoch that has some left."""
-        found = [self._waiting.pop() if self._waiting else next(batches)]
-        while len(found) < self._length and found[-1].is_full:
+        """Return the next window of an epoch that has batches left."""
+        window = [self._waiting.pop() if self._waiting else next(batches)]
+        while len(window) < self._length and window[-1].is_full:
             batch = next(batches, None)
             if batch is None:
                 break
             if not batch.is_full:
                 self._waiting.append(batch)
                 break
-            found.append(batch)
-        return found
+            window.append(batch)
+        return window
 
 
 class WeightUpdate:
-    """Moves the weights of `pipe` by its gradients, which are gone then.
-
-    With `max_norm` gradients are scaled down to it.
-    """
+    """Updates the weights of `pipe`: unscale, clip to `max_norm`, step, clear the gradients."""
 
     norm: float | None = None
-    """Of the newest step's gradients before they were clipped; None where they are not."""
+    """Gradient norm of the newest step before clipping; None without clipping."""
     seconds: float = 0.0
-    """What the newest step took, as its host sees it."""
+    """Seconds of the newest update on the host."""
 
     def __init__(
         self,
@@ -58,7 +53,7 @@ class WeightUpdate:
         self._max_norm = max_norm
 
     def run(self) -> None:
-        """Move the weights once."""
+        """Update the weights once."""
         start_s = time.perf_counter()
         if self._max_norm is not None:
             self._scaler.unscale_(self._optimizer)
@@ -72,28 +67,31 @@ class WeightUpdate:
 def scores_of(
     task: Task, pipe: Pipeline, autocast: Callable[[], AbstractContextManager[object]]
 ) -> dict[str, float]:
-    """Compute the task's figures; each batch runs inside what `autocast` returns.
+    """Compute the task's scores; each batch runs inside an `autocast()` context.
 
-    Each replica judges every D-th sample.  All make the same calls: where one has a sample less it
-    takes the first one too, which does not count.
+    Each replica evaluates every D-th sample, and all make the same calls.  A replica with one
+    sample less repeats sample 0, which does not count.
     """
+    # Choose this replica's samples, padded to the same number everywhere.
     mesh = pipe.mesh
-    own = list(range(mesh.replica, task.num_test, mesh.num_replicas))
-    known = len(own)
-    own += [0] * (-(-task.num_test // mesh.num_replicas) - known)
+    samples = list(range(mesh.replica, task.num_test, mesh.num_replicas))
+    known = len(samples)
+    samples += [0] * (-(-task.num_test // mesh.num_replicas) - known)
+    # Sum the tallies of the samples that count.
     counted, totals = 0, torch.zeros(0, dtype=torch.float64)
-    for inputs, targets in task.tests(own):
+    for inputs, targets in task.tests(samples):
         with autocast():
             outputs = pipe.eval_step(inputs)
         tally = task.tally(_on_cpu(outputs), targets)
         sums = tally[: max(0, known - counted)].sum(dim=0)
         totals, counted = sums + (totals if counted else 0), counted + len(tally)
+    # Add up one process of each replica; idle ranks take part in the gather too.
     of_all = mesh.world.gather(totals.tolist(), "for the others to evaluate")
-    once = [of_all[row[0]] for row in mesh.placement.ranks[0]]  # of each replica, on idle ranks
+    once = [of_all[row[0]] for row in mesh.placement.ranks[0]]
     return dict(task.scores([sum(column) for column in zip(*once, strict=True)]))
 
 
 def _on_cpu(outputs: Any) -> Any:
     if isinstance(outputs, Tensor):
         return outputs.cpu()
-    return type(outputs)(map(_on_cpu, outputs))  # an auxiliary head's beside the model's own
+    return type(outputs)(map(_on_cpu, outputs))  # the model's and an auxiliary head's

@@ -1,6 +1,6 @@
 """Models from the papers, as plain nn.Modules that know nothing of pipelines.
 
-Names are resolved when first used: a model's file is imported when it is wanted.
+A name is resolved at its first use, which imports its module.
 """
 
 from importlib import import_module
@@ -23,41 +23,24 @@ if TYPE_CHECKING:
     from .translation.model import smoothed_cross_entropy as smoothed_cross_entropy
     from .translation.model import translation_transformer as translation_transformer
 
-_HOME = {
-    "DropPath": "penstock_recipes.zoo.drop_path",
-    "GPT_SIZES": "penstock_recipes.zoo.gpt_family",
-    "Tied": "penstock_recipes.zoo.translation.model",
-    "TranslationTransformer": "penstock_recipes.zoo.translation.model",
-    "Translations": "penstock_recipes.zoo.translation.beam",
-    "amoebanet_b": "penstock_recipes.zoo.amoebanet",
-    "amoebanet_d": "penstock_recipes.zoo.amoebanet",
-    "beam_search": "penstock_recipes.zoo.translation.beam",
-    "gpt": "penstock_recipes.zoo.gpt_family",
-    "residual_network": "penstock_recipes.zoo.resnet",
-    "set_drop_path_progress": "penstock_recipes.zoo.drop_path",
-    "shift_right": "penstock_recipes.zoo.translation.model",
-    "smoothed_cross_entropy": "penstock_recipes.zoo.translation.model",
-    "transformer_lm": "penstock_recipes.zoo.gpt_family",
-    "translation_transformer": "penstock_recipes.zoo.translation.model",
+_NAMES = {
+    "amoebanet": ("amoebanet_b", "amoebanet_d"),
+    "drop_path": ("DropPath", "set_drop_path_progress"),
+    "gpt_family": ("GPT_SIZES", "gpt", "transformer_lm"),
+    "resnet": ("residual_network",),
+    "translation.beam": ("Translations", "beam_search"),
+    "translation.model": (
+        "Tied",
+        "TranslationTransformer",
+        "shift_right",
+        "smoothed_cross_entropy",
+        "translation_transformer",
+    ),
 }
+"""The public names of each module."""
+_HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "GPT_SIZES",
-    "DropPath",
-    "Tied",
-    "TranslationTransformer",
-    "Translations",
-    "amoebanet_b",
-    "amoebanet_d",
-    "beam_search",
-    "gpt",
-    "residual_network",
-    "set_drop_path_progress",
-    "shift_right",
-    "smoothed_cross_entropy",
-    "transformer_lm",
-    "translation_transformer",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

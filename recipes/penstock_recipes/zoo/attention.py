@@ -1,7 +1,7 @@
-"""What all Transformers of the zoo share: attention, feed-forward layers, blocks of both.
+"""Attention, feed-forward layers and blocks, shared by all Transformers of the zoo.
 
-Shapes: B sequences, T positions that look, S positions that are looked at, D channels between
-blocks, H heads, C channels of a head.
+Shapes: B sequences, T query positions, S key positions, D channels between blocks, H heads,
+C channels of a head.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ Activation = Callable[[Tensor], Tensor]
 class BlockShape:
     """The sizes of a block.
 
-    Heads have `head_width` channels each, whatever the `width` between blocks is; `dropout` is the
-    share that is dropped of attention weights, and of what a sublayer adds.
+    Each head has `head_width` channels, independent of the `width` between blocks.  `dropout` is
+    the rate for attention weights and for the output of a sublayer.
     """
 
     width: int
@@ -33,7 +33,7 @@ class BlockShape:
 
     @classmethod
     def shared_out(cls, width: int, num_heads: int, ff_width: int, dropout: float) -> "BlockShape":
-        """Return a shape whose heads share out the width.
+        """Return a shape whose heads divide the width.
 
         Raises:
             ConfigError: `num_heads` does not divide `width`.
@@ -51,7 +51,7 @@ class BlockShape:
 class Attention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, section 3.2.2), with biases.
 
-    Inside there are num_heads * head_width channels, which need not be the width outside.
+    It has num_heads * head_width inner channels, which may differ from the width outside.
     """
 
     def __init__(self, shape: BlockShape, draws: Draws) -> None:
@@ -71,16 +71,16 @@ class Attention(nn.Module):
         *,
         causal: bool = False,
     ) -> Tensor:
-        """Let x look at the context.
+        """Attend from x to the context.
 
-        A `mask` is True where x may look, and has a shape like (B, H, T, S) or one that broadcasts
-        to it; `causal` lets each position look at itself and what is before it.
+        `mask` is True where x may attend; its shape broadcasts to (B, H, T, S).  With `causal`,
+        each position attends to itself and to earlier ones.
         """
         keys, values = self.keys_values(context_BSD)
         return self.attend(x_BTD, keys, values, mask, causal=causal)
 
     def keys_values(self, context_BSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what can be looked at: two tensors of (B, H, S, C)."""
+        """Return keys and values: two tensors of (B, H, S, C)."""
         return self._by_head(self.key(context_BSD)), self._by_head(self.value(context_BSD))
 
     def attend(
@@ -92,8 +92,8 @@ class Attention(nn.Module):
         *,
         causal: bool = False,
     ) -> Tensor:
-        """Let x look at what `keys_values` gave."""
-        found_BHTC = F.scaled_dot_product_attention(
+        """Attend from x to the result of `keys_values`."""
+        mixed_BHTC = F.scaled_dot_product_attention(
             self._by_head(self.query(x_BTD)),
             keys_BHSC,
             values_BHSC,
@@ -101,8 +101,8 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=causal,
         )
-        mixed_BTD: Tensor = self.output(found_BHTC.transpose(1, 2).flatten(2))
-        return mixed_BTD
+        result_BTD: Tensor = self.output(mixed_BHTC.transpose(1, 2).flatten(2))
+        return result_BTD
 
     def _by_head(self, x: Tensor) -> Tensor:
         parts: Tensor = x.unflatten(2, (self.num_heads, -1))
@@ -125,7 +125,7 @@ class FeedForward(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """x + attention(norm(x)), where each position looks at itself and what is before it."""
+    """x + attention(norm(x)); each position attends to itself and to earlier ones."""
 
     def __init__(self, shape: BlockShape, draws: Draws) -> None:
         super().__init__()
@@ -143,9 +143,9 @@ class CausalAttention(nn.Module):
 class CausalBlock(nn.Module):
     """A layer of a language model: causal attention and a feed-forward layer, each added.
 
-    The norms come before the sublayers, and not after the sums as in Vaswani et al. 2017: then
-    hundreds of layers train, without a warm-up being decisive (GPT-2 and lingvo's layers, of which
-    GPipe's models are made, do so too).
+    The norms come before the sublayers, and not after the sums as in Vaswani et al. 2017: so
+    hundreds of layers train, and the warm-up matters less.  GPT-2 does so too, and so do lingvo's
+    layers, which GPipe's models use.
     """
 
     def __init__(self, shape: BlockShape, draws: Draws, activation: Activation) -> None:
@@ -166,7 +166,7 @@ def sinusoids(start: int, length: int, like: Tensor) -> Tensor:
     """Compute the encodings of positions from `start` on (Vaswani et al. 2017, section 3.5).
 
     (length, D), where D is the last dimension of `like`: first all sines, then all cosines.  The
-    paper has them in turns; for the linear layers that read them the order means nothing.
+    paper alternates them; the order does not matter to the linear layers that read them.
     """
     half = like.shape[-1] // 2
     places = torch.arange(start, start + length, device=like.device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Drop-path: whole branches are left out at random in training, each for some examples."""
+"""Drop-path: skip whole branches at random in training, for some samples each."""
 
 from torch import Tensor, nn
 
@@ -6,20 +6,20 @@ from penstock.errors import ConfigError
 
 
 class DropPath(nn.Module):
-    """Replace some examples of a branch by zeros, and divide the others by the chance to be kept.
+    """Replace some samples of a branch by zeros, and divide the others by the keep probability.
 
-    In training each example is dropped with the chance `rate * progress`, whatever the others
-    are; in evaluation the input is given as it is.  (B, ...) -> (B, ...).
+    In training each sample is dropped with the probability `rate * progress`, independently; in
+    evaluation the input is unchanged.  (B, ...) -> (B, ...).
 
-    The chance may rise during training, as in ScheduledDropPath (Zoph et al. 2018, section 3):
-    see `set_drop_path_progress`.  With nothing set it is `rate` from the first step on.
+    The probability may rise during training, as in ScheduledDropPath (Zoph et al. 2018, section
+    3): see `set_drop_path_progress`.  By default it is `rate` from the first step on.
 
     Raises:
-        ConfigError: `rate` is no number from 0 to below 1.
+        ConfigError: `rate` is not a number from 0 to below 1.
     """
 
     progress: float
-    """How much of `rate` holds now, from 0 to 1."""
+    """The current factor of `rate`, from 0 to 1."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class DropPath(nn.Module):
         self.rate, self.progress = rate, 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop some examples, in training.
+        """Drop some samples in training.
 
-        A module with a rate draws random numbers at progress 0 too, where it drops nothing: so
-        a layer that draws does so from its first step on.
+        At progress 0 it drops none but still draws random numbers, so that a layer that draws
+        does so from its first step on.
         """
         if not self.training or self.rate == 0:
             return x
@@ -43,21 +43,20 @@ class DropPath(nn.Module):
         return x * mask.div_(keep)
 
     def extra_repr(self) -> str:
-        """Show the rate at the end."""
+        """Show the final rate."""
         return f"rate={self.rate}"
 
 
 def set_drop_path_progress(model: nn.Module, progress: float) -> None:
-    """Say how far training is, from 0 to 1: the chance to drop a branch grows in proportion.
+    """Set the progress of training, from 0 to 1; drop probabilities grow in proportion.
 
-    It is the same for every `DropPath` in the model, at whatever depth: ScheduledDropPath as
-    AmoebaNet's public code has it by default ("v1").  Variants of that code that also scale by
-    the cell's depth ("v2", "v3") have no use here.
+    It is the same for every `DropPath` of the model, as in the default ("v1") of AmoebaNet's
+    public code; its variants "v2" and "v3" also scale by the depth of the cell.
 
-    To be called before each step, and after a run has been resumed: no checkpoint holds it.
+    Call it before each step, also after a resume: checkpoints do not save it.
 
     Raises:
-        ConfigError: `progress` is no number from 0 to 1.
+        ConfigError: `progress` is not a number from 0 to 1.
     """
     if not 0 <= progress <= 1:
         raise ConfigError(

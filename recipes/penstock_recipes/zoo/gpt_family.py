@@ -1,6 +1,4 @@
-"""GPT-3's decoder, in the sizes at which Alpa and others measure, and the Transformer language
-model with which GPipe shows how far it scales.
-"""
+"""GPT-3's decoder in the sizes of Alpa's evaluation, and GPipe's Transformer language model."""
 
 import math
 from collections import OrderedDict
@@ -15,6 +13,7 @@ from .transformer_sizes import require_at_least, require_even, require_share, si
 from .words import LearnedEmbedding, SinusoidalEmbedding
 
 _STD = 0.02
+"""Standard deviation of GPT's initial weights."""
 
 GPT_SIZES = {
     "350M": {"num_layers": 24, "width": 1024, "num_heads": 16},
@@ -25,11 +24,11 @@ GPT_SIZES = {
     "15B": {"num_layers": 48, "width": 5120, "num_heads": 40},
     "39B": {"num_layers": 48, "width": 8192, "num_heads": 64},
 }
-"""Those of Alpa's evaluation (Zheng et al. 2022, arXiv 2201.12023, section 8; 760M: its code)."""
+"""Alpa's sizes (Zheng et al. 2022, arXiv 2201.12023, section 8; 760M is from its code)."""
 
 
 class GPT(nn.Module):
-    """A decoder; see `gpt`, which makes it."""
+    """A decoder; `gpt` builds it."""
 
     def __init__(self, embedding: LearnedEmbedding, blocks: nn.ModuleList, *, tied: bool) -> None:
         super().__init__()
@@ -41,7 +40,7 @@ class GPT(nn.Module):
             self.head.weight = embedding.words.weight
 
     def forward(self, words_BT: Tensor) -> Tensor:
-        """Compute logits (B, T, words), each of the word that follows."""
+        """Compute the logits of each next word: (B, T, words)."""
         x_BTD = self.embedding(words_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)
@@ -63,26 +62,27 @@ def gpt(  # noqa: PLR0913 - the front door: each a keyword with a default
     """Build a decoder of the GPT-3 family (Brown et al. 2020, arXiv 2005.14165, section 2.1).
 
     Words (B, T) -> logits (B, T, num_words).  `size` is one of GPT_SIZES; `num_layers`, `width`
-    and `num_heads` replace what it says, or are given without it.
+    and `num_heads` override it, or replace it.
 
     - Norms before the sublayers and before the head, learned positions, GELU, feed-forward layers
-      of 4 * width.  GPT-3 also makes every other attention sparse, which Alpa and Megatron leave
-      out; so does this.
-    - GELU is its tanh approximation, which GPT-2's published code computes.
-    - Weights are normal with a standard deviation of 0.02, those that write to the sum divided by
-      sqrt(2 * num_layers), biases 0 (Radford et al. 2019, section 2.3).  For positions GPT-2's
-      code has 0.01 and its later ports 0.02, as here.
-    - `tied` makes the softmax matrix the embedding, as GPT has it.  Alpa could not tie and
-      measured, Megatron as well, with two matrices (tied=False): the names of the sizes are
-      those of the tied models, and "350M" untied has 408M parameters.  The softmax has no bias.
-    - 51,200 words, Alpa's: GPT-2's 50,257 and a few unused, so that many devices can share them.
+      of 4 * width.  GPT-3 makes every other attention sparse; Alpa, Megatron and this model do
+      not.
+    - GELU is the tanh approximation of GPT-2's published code.
+    - Weights are normal with a standard deviation of 0.02, biases 0.  The output weights of
+      sublayers are divided by sqrt(2 * num_layers) (Radford et al. 2019, section 2.3).  For
+      positions GPT-2's code has 0.01 and its later ports 0.02, as here.
+    - `tied` shares one matrix between embedding and softmax, as GPT does.  Alpa and Megatron
+      measured with two matrices (tied=False).  The sizes are named after the tied models: "350M"
+      untied has 408M parameters.  The softmax has no bias.
+    - 51,200 words, as Alpa: GPT-2's 50,257 and a few unused ones, so that many devices can share
+      them.
 
     Raises:
-        ConfigError: nobody knows `size`; a size is missing or below 1, `dropout` is no share, or
-            heads do not divide the width.
+        ConfigError: `size` is unknown; a size is missing or below 1, `dropout` is out of bounds,
+            or heads do not divide the width.
     """
-    given = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
-    sizes = sizes_of(size, GPT_SIZES, given)
+    single = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
+    sizes = sizes_of(size, GPT_SIZES, single)
     require_at_least(1, **sizes, num_words=num_words, max_length=max_length)
     require_share(dropout=dropout)
     total, wide = sizes["num_layers"], sizes["width"]
@@ -110,25 +110,25 @@ def transformer_lm(  # noqa: PLR0913 - the front door: each a keyword with a def
     Words (B, T) -> logits (B, T, num_words).  Layers: embedding, `num_layers` blocks, norm, head.
 
     Table 1 of the paper gives 282.2M, 785.8M, 5.3B, 21.0B and 83.9B parameters for 3, 13, 103, 415
-    and 1663 layers.  All five are num_layers * 50,358,272 + 131,104,000, which settles what the
-    text leaves open: linear layers and attention have biases, each block has two LayerNorms, the
-    embedding and the softmax matrix are two (untied), the softmax has a bias, and neither the
-    positions nor the norm before the head have parameters.
+    and 1663 layers.  All five are num_layers * 50,358,272 + 131,104,000, which settles details
+    that the text leaves open.  Linear layers and attention have biases, and each block has two
+    LayerNorms.  The embedding and the softmax matrix are untied, and the softmax has a bias.
+    Neither the positions nor the norm before the head have parameters.
 
-    - Positions are sinusoids, therefore.
-    - The norm before the head has no scale and no shift.  Blocks that normalise what they read
-      need one there, since what they write adds up; and the head, a linear layer with a bias,
-      can take over what such a scale and shift would do.
-    - The number of heads is the paper's, 32; the configuration that its authors published
-      (lingvo, one_billion_wds.py) has 16, with as many parameters.
-    - The paper says nothing of dropout; 0.1, of attention weights, of what sublayers add and of
-      the embedding, is that of the published configuration.
-    - Weights are drawn as lingvo does by default: Xavier for all matrices, biases 0, vectors of
-      words with a variance of 1 / width.
+    - So positions are sinusoids.
+    - The norm before the head has no scale and no shift.  Blocks with norms at their inputs need a
+      norm there, since their outputs add up.  The head, a linear layer with a bias, can learn the
+      effect of a scale and a shift.
+    - The number of heads is the paper's, 32; the published configuration (lingvo,
+      one_billion_wds.py) has 16, with the same number of parameters.
+    - The paper does not mention dropout.  The rate of 0.1 for attention weights, outputs of
+      sublayers and the embedding is that of the published configuration.
+    - Weights are initialised as by lingvo's defaults: Xavier for all matrices, biases 0, word
+      vectors with a variance of 1 / width.
 
     Raises:
-        ConfigError: a size is below 1, a share is none, heads do not divide the width, or it is
-            odd.
+        ConfigError: a size is below 1, a share is out of bounds, heads do not divide the width,
+            or the width is odd.
     """
     counts = {"num_layers": num_layers, "width": width, "ff_width": ff_width}
     require_at_least(1, **counts, num_heads=num_heads, num_words=num_words, max_length=max_length)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with BatchNorm, added to the input (He et al. 2016, figure 2).
 
-    (B, in_width, H, W) -> (B, out_width, H / stride, W / stride).  Where width or stride change,
-    the input passes a 1x1 convolution before it is added.
+    (B, in_width, H, W) -> (B, out_width, H / stride, W / stride).  If width or stride change, the
+    skip connection has a 1x1 convolution.
     """
 
     def __init__(self, in_width: int, out_width: int, stride: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Sizes of Transformers, by name or one by one, checked before anything is made."""
+"""Check the sizes of Transformers, given by name or one by one."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ def require_positive(**numbers: float) -> None:
 
 
 def require_heads(width: int, num_heads: int) -> None:
-    """Refuse heads that cannot share out the channels evenly.
+    """Refuse a number of heads that does not divide the width.
 
     Raises:
         ConfigError: `num_heads` does not divide `width`.
@@ -30,7 +30,7 @@ def require_heads(width: int, num_heads: int) -> None:
 
 
 def require_even(width: int) -> None:
-    """Refuse a width without a cosine for each sine of the positions.
+    """Refuse an odd width: sinusoidal positions are pairs of a sine and a cosine.
 
     Raises:
         ConfigError: `width` is odd.
@@ -47,29 +47,29 @@ def sizes_of(
     known: Mapping[str, Mapping[str, int]],
     given: Mapping[str, int | None],
 ) -> dict[str, int]:
-    """Return the sizes that a name stands for, each replaced by the one given, if there is one.
+    """Return the sizes of a name, overridden by the given ones.
 
     Raises:
-        ConfigError: nobody knows the name; without a name, one of the sizes is not given.
+        ConfigError: the name is unknown, or there is no name and a size is missing.
     """
     if size is not None:
         require_one_of(tuple(known), size=size)
     named = known[size] if size is not None else {}
-    found = {**named, **{name: value for name, value in given.items() if value is not None}}
-    missing = [name for name in given if name not in found]
+    sizes = {**named, **{name: value for name, value in given.items() if value is not None}}
+    missing = [name for name in given if name not in sizes]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} not given; give all of {', '.join(given)}, or a size, one of "
             + ", ".join(map(repr, known))
         )
-    return found
+    return sizes
 
 
 def require_at_least(least: int, **sizes: int) -> None:
-    """Refuse the first of `sizes` that is no integer, or is below `least`.
+    """Refuse the first of `sizes` that is not an integer from `least` up.
 
     Raises:
-        ConfigError: names the size, its value and what it must be.
+        ConfigError: names the size, its value and the bound.
     """
     for name, value in sizes.items():
         if type(value) is not int or value < least:
@@ -80,7 +80,7 @@ def require_share(**shares: float) -> None:
     """Refuse the first of `shares` that is not from 0 to below 1.
 
     Raises:
-        ConfigError: names the share, its value and what it must be.
+        ConfigError: names the share, its value and the bounds.
     """
     for name, value in shares.items():
         if not 0 <= value < 1:
@@ -91,7 +91,7 @@ def require_one_of(known: tuple[object, ...], **choices: object) -> None:
     """Refuse the first of `choices` that is not among `known`.
 
     Raises:
-        ConfigError: names the choice, its value and what there is.
+        ConfigError: names the choice, its value and the known ones.
     """
     for name, value in choices.items():
         if value not in known:

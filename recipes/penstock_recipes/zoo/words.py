@@ -1,4 +1,4 @@
-"""Words as vectors that tell where they stand."""
+"""Embeddings of words and their positions."""
 
 import math
 
@@ -14,8 +14,8 @@ from .drawn import Draw, Embedding, normal
 class SinusoidalEmbedding(nn.Module):
     """Words and sinusoidal positions (Vaswani et al. 2017, sections 3.4 and 3.5), then dropout.
 
-    Vectors are drawn with a variance of 1 / width and are multiplied by sqrt(width), so that the
-    same table can be the softmax matrix of the model as well.
+    Vectors start with a variance of 1 / width and are multiplied by sqrt(width), so that the
+    softmax can use the same matrix.
     """
 
     def __init__(self, num_words: int, width: int, max_length: int, dropout: float) -> None:
@@ -25,10 +25,10 @@ class SinusoidalEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, words_BT: Tensor, start: int = 0) -> Tensor:
-        """Compute (B, T, D) for words that stand at `start` and after.
+        """Compute (B, T, D) for words at the positions from `start` on.
 
         Raises:
-            ConfigError: there are more than `max_length`.
+            ConfigError: a position is not below `max_length`.
         """
         length = words_BT.shape[1]
         check_length(start + length, self.max_length)
@@ -53,7 +53,7 @@ class LearnedEmbedding(nn.Module):
         """Compute (B, T, D).
 
         Raises:
-            ConfigError: there are more than `max_length`.
+            ConfigError: there are more than `max_length` words.
         """
         length = words_BT.shape[1]
         check_length(length, self.max_length)
@@ -63,10 +63,10 @@ class LearnedEmbedding(nn.Module):
 
 
 def check_length(length: int, max_length: int) -> None:
-    """Refuse a sequence that a model was not built for.
+    """Refuse a sequence that is longer than a model's maximum.
 
     Raises:
-        ConfigError: says both lengths.
+        ConfigError: names both lengths.
     """
     if length > max_length:
         raise ConfigError(

@@ -16,7 +16,7 @@ from penstock_recipes.data.text import (
     TextPart,
     load_names,
 )
-from penstock_recipes.data.text.held_out import group_of
+from penstock_recipes.data.text.corpus import group_of
 from penstock_recipes.data.text.names import names_in
 
 FEW = ("de", "fr", "ja", "sk")

@@ -1,4 +1,4 @@
-"""Images of a user's own: read from folders, augmented, batched."""
+"""Read a user's images from folders, augment and batch them."""
 
 from .batches import ImageLoader, ViewedImages
 from .folders import ImageSplit, image_folders

@@ -1,6 +1,6 @@
-"""Images in batches, decoded by worker processes; each depends on (seed, epoch, sample) only.
+"""Load images in batches with worker processes; each image depends on (seed, epoch, sample) only.
 
-A run resumes at any batch of any epoch: nothing is kept, and the number of workers is free.
+A run resumes at any batch of any epoch, with any number of workers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,14 @@ from .folders import FolderImages
 from .views import View
 
 NO_CLASS = -1
+"""The target of an image that cannot be decoded."""
 Batch = tuple[Tensor, Tensor]
 """Inputs, float32, (B, 3, S, S), and targets, int64, (B,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ViewedImages:
-    """Images and how a network sees them.
+    """Images and their augmentation.
 
     With `strict`, an image that cannot be decoded is an error; otherwise it is skipped.
     """
@@ -35,22 +36,21 @@ class ViewedImages:
 
 
 class ImageLoader:
-    """Makes batches of images; worker processes live as long as it does.
+    """Loads batches of images; its worker processes live as long as it does.
 
-    `skipped` names the images that could not be decoded so far, each once.  In training the next
-    image that can be stands in for such a one; in evaluation it is blank, and of no class (-1).
-    So batches keep their size.
+    `skipped` has the names of the images that could not be decoded so far, each once.  In training
+    the next good image replaces such an image; in evaluation it is blank, with target -1.  So
+    batches keep their size.
 
-    It gives one epoch at a time.  Workers are spawned, so with them a script must guard what it
-    runs with `if __name__ == "__main__":`.
+    Only one epoch can be read at a time.  Workers are spawned, so a script with workers needs
+    `if __name__ == "__main__":`.
 
     Args:
-        dataset: images, and the view of them.
-        seed: decides the order of each epoch, and all augmentation.
+        dataset: the images, and their view.
+        seed: the seed of the order and the augmentation.
         batch_size: samples of a batch; the last one of an epoch may have fewer.
-        num_workers: processes that decode; 0: this one does.
-        share: which samples of a training batch of so many are wanted here, where replicas share
-            the batches; default: all.
+        num_workers: processes that decode; 0: this process decodes.
+        share: the slice of a training batch that this replica takes; default: all.
 
     Raises:
         ConfigError: there are no images, or a number is out of bounds.
@@ -90,7 +90,7 @@ class ImageLoader:
         return num_batches(len(self._dataset.images), self._batch_size)
 
     def epoch(self, epoch: int, first_batch: int = 0) -> Iterator[Batch]:
-        """Return the batches of an epoch, in its own order, from number `first_batch` on.
+        """Return the batches of an epoch in its shuffled order, from number `first_batch` on.
 
         Raises:
             ConfigError: an image cannot be decoded, with `strict`; or no image at all can be.
@@ -100,13 +100,13 @@ class ImageLoader:
         return self._batches([row[self._share(len(row))] for row in rows], epoch)
 
     def in_order(self, samples: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Return these images, or all, in the order in which they are named or numbered.
+        """Return these images in their order, or all images.
 
         Raises:
             ConfigError: an image cannot be decoded, with `strict`.
         """
-        every = range(len(self._dataset.images))
-        chosen = torch.tensor(every if samples is None else samples, dtype=torch.int64)
+        numbers = range(len(self._dataset.images)) if samples is None else samples
+        chosen = torch.tensor(numbers, dtype=torch.int64)
         return self._batches(self._rows(chosen), None)
 
     def _rows(self, order: Tensor) -> list[Tensor]:
@@ -116,19 +116,16 @@ class ImageLoader:
     def _batches(self, rows: list[Tensor], epoch: int | None) -> Iterator[Batch]:
         self._wanted.rows, self._wanted.epoch = rows, epoch
         for inputs_BCHW, targets_B, unreadable in self._loader:
-            self._note(unreadable)
+            if unreadable:
+                self.skipped = list(dict.fromkeys([*self.skipped, *unreadable]))
+            if unreadable and self._dataset.strict:
+                raise ConfigError(
+                    f"{unreadable[0]} cannot be decoded; remove or replace it, or set strict to "
+                    "false to go on without it"
+                )
             if epoch is not None and NO_CLASS in targets_B:
                 raise ConfigError(f"none of the {len(self._dataset.images)} images can be decoded")
             yield inputs_BCHW, targets_B
-
-    def _note(self, unreadable: Sequence[str]) -> None:
-        if unreadable:
-            self.skipped = list(dict.fromkeys([*self.skipped, *unreadable]))
-        if unreadable and self._dataset.strict:
-            raise ConfigError(
-                f"{unreadable[0]} cannot be decoded; remove or replace it, or set strict to false "
-                "to go on without it"
-            )
 
 
 Place = tuple[int, int | None]
@@ -138,7 +135,7 @@ _Decoded = tuple[Tensor, Tensor, list[str]]
 
 @dataclass(slots=True)
 class _Wanted:
-    """The samples of each batch that is wanted next: int64, (B,)."""
+    """The samples of each batch to load next: int64, (B,)."""
 
     rows: list[Tensor] = field(default_factory=list)
     epoch: int | None = None
@@ -152,7 +149,7 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """One image as a network sees it; blank and of no class where it cannot be decoded."""
+    """An augmented image; blank and without a class if it cannot be decoded."""
 
     input_CHW: Tensor
     target: int
@@ -160,10 +157,7 @@ class _Sample:
 
 
 class _Decoder(Dataset[_Sample]):
-    """Decodes and augments, in whatever process, with one thread.
-
-    With more of them, sums over an image would round otherwise than in a worker, which has one.
-    """
+    """Decodes and augments with one thread, so that sums round as they do in a worker."""
 
     def __init__(self, dataset: ViewedImages, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -181,12 +175,12 @@ class _Decoder(Dataset[_Sample]):
         unreadable: list[str] = []
         tries = 1 if epoch is None else len(images)
         for number in range(index, index + tries):
-            found = number % len(images)
-            image = images.read(found)
+            place = number % len(images)
+            image = images.read(place)
             if image is not None:
-                view = self._dataset.view(image, self._seed, "augment", epoch, found)
-                return _Sample(view, images.target(found), tuple(unreadable))
-            unreadable.append(images.name(found))
+                view = self._dataset.view(image, self._seed, "augment", epoch, place)
+                return _Sample(view, images.target(place), tuple(unreadable))
+            unreadable.append(images.name(place))
         size = self._dataset.view.size
         return _Sample(torch.zeros(3, size, size), NO_CLASS, tuple(unreadable))
 

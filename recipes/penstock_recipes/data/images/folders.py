@@ -11,19 +11,23 @@ import numpy as np
 
 from penstock.errors import ConfigError
 
-from .libraries import pillow
+from .views import pillow
 
 SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
-TRAIN, TESTS = "train", ("val", "test")
+"""The suffixes of image files."""
+TRAIN = "train"
+"""The folder of the training images."""
+TESTS = ("val", "test")
+"""The folders of the test images; the first that exists is used."""
 MOST_NAMED = 5
-"""An error names so many of what it is about."""
+"""Most names in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderImages:
-    """Images in files: `files[n]`, below `folder`, is of class number `targets[n]`.
+    """Images in files: `files[n]`, below `folder`, has class number `targets[n]`.
 
-    They can be sent to worker processes.
+    The object can be sent to worker processes.
     """
 
     folder: str
@@ -43,14 +47,14 @@ class FolderImages:
         return str(Path(self.folder, self.files[index]))
 
     def read(self, index: int) -> Any:
-        """Decode an image as RGB, unturned whatever its EXIF says; None if it is damaged.
+        """Decode an image as RGB, ignoring its EXIF orientation; None if it is damaged.
 
-        16-bit grey is scaled to 8 bits.  Other values of more than 8 bits have no black and white
-        that a file would name, so such an image counts as damaged.
+        16-bit grey is scaled to 8 bits.  Other modes of more than 8 bits do not define black and
+        white, so such an image counts as damaged.
 
         Raises:
-            OSError: the file is gone, or its disk or network fails: what may pass must not decide
-                which images a run learns from.
+            OSError: the file is gone, or its disk or network fails.  A passing failure must not
+                change the training set.
         """
         library = pillow()
         try:
@@ -62,18 +66,15 @@ class FolderImages:
             return None
 
     def digest(self) -> bytes:
-        """Tell these images, their order and their classes from others, wherever they are kept.
-
-        By names: an image that was drawn anew under its name is the same.
-        """
+        """Return a digest of the names, order and classes; the files' content does not count."""
         return blake2b(repr((self.classes, self.files, self.targets)).encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSplit:
-    """Images to learn from and images to be judged by, with the same classes.
+    """Training and test images with the same classes.
 
-    `skipped` names the files of both that are no images.
+    `skipped` has the paths of files that are no images.
     """
 
     train: FolderImages
@@ -84,7 +85,7 @@ class ImageSplit:
 def _as_rgb(library: Any, image: Any) -> Any:
     """Convert to 8-bit RGB; Pillow itself clips values of more than 8 bits to white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-        image.load()  # NumPy would hide what this raises
+        image.load()  # NumPy would hide the errors of this call
         values = np.asarray(image).astype(np.uint32)
         image = library.fromarray(((values + 128) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -95,12 +96,12 @@ def _as_rgb(library: Any, image: Any) -> Any:
 def image_folders(root: str | Path, *, strict: bool = False) -> ImageSplit:
     """Read root/train and root/val, or root/test if there is no val.
 
-    Each holds a folder for each class, with .jpg, .jpeg, .png or .webp files right in it; all else
-    is passed over, and so is what starts with a dot.  Classes are numbered in the order of
+    Each has one folder per class, with .jpg, .jpeg, .png or .webp files directly in it.  Other
+    files, and names that start with a dot, are ignored.  Classes are numbered in the order of
     their names in train; val may lack some of them.
 
-    The beginning of each file is read here, about 10,000 files a second.  A file that is no image
-    is skipped and named in the result; one that is damaged further on shows when it is decoded.
+    The head of each file is read here, about 10,000 files a second.  A file that is no image is
+    skipped and listed in the result; later damage is found when the file is decoded.
 
     Args:
         root: the folder that holds train, and val or test.
@@ -110,6 +111,7 @@ def image_folders(root: str | Path, *, strict: bool = False) -> ImageSplit:
         ConfigError: a folder is missing; there is one class only, or a class has no images; val
             has a class that train lacks; a file is no image, with `strict`.
     """
+    # Find the folders and their classes.
     root = Path(root)
     train_folder = root / TRAIN
     _require_folder(root, "data folder")
@@ -128,7 +130,12 @@ def image_folders(root: str | Path, *, strict: bool = False) -> ImageSplit:
             "them: see whether yours are one folder too deep, or too shallow"
         )
     test_classes = _classes(test_folder)
-    _require_known(test_classes, classes, test_folder, train_folder)
+    if unknown := sorted(set(test_classes) - set(classes)):
+        raise ConfigError(
+            f"{test_folder} has {len(unknown)} classes that {train_folder} lacks: "
+            f"{_some(unknown)}. Give them images there too, or remove them"
+        )
+    # Read the heads of all files.
     train, skipped = _read_folder(train_folder, classes, classes)
     test, more_skipped = _read_folder(test_folder, test_classes, classes)
     skipped += more_skipped
@@ -141,15 +148,15 @@ def image_folders(root: str | Path, *, strict: bool = False) -> ImageSplit:
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
-    found = sorted(
+    names = sorted(
         path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
     )
-    if not found:
+    if not names:
         raise ConfigError(
             f"{folder} has no class folders; give each class a folder of its own there, such as "
             f"{folder / 'cat'}"
         )
-    return tuple(found)
+    return tuple(names)
 
 
 def _require_folder(folder: Path, what: str) -> None:
@@ -160,36 +167,32 @@ def _require_folder(folder: Path, what: str) -> None:
         )
 
 
-def _require_known(
-    test_classes: Sequence[str], classes: Sequence[str], test_folder: Path, train_folder: Path
-) -> None:
-    unknown = sorted(set(test_classes) - set(classes))
-    if unknown:
-        raise ConfigError(
-            f"{test_folder} has {len(unknown)} classes that {train_folder} lacks: "
-            f"{_some(unknown)}. Give them images there too, or remove them"
-        )
-
-
 def _read_folder(
     folder: Path, names: Sequence[str], classes: tuple[str, ...]
 ) -> tuple[FolderImages, list[str]]:
-    """Find the images of the classes `names`, and the files that are none."""
+    """Return the images of the classes `names`, and the paths of files that are no images."""
     library = pillow()
     kinds = _unreadable(library)
+
+    def is_image(file: Path) -> bool:
+        try:
+            library.open(file).close()
+        except kinds:
+            return False
+        return True
 
     def read_class(name: str) -> tuple[list[str], list[str]]:
         good: list[str] = []
         bad: list[str] = []
         for file in sorted((folder / name).iterdir()):
             if file.suffix.lower() in SUFFIXES and not file.name.startswith("."):
-                (good if _is_image(library, file, kinds) else bad).append(f"{name}/{file.name}")
+                (good if is_image(file) else bad).append(f"{name}/{file.name}")
         return good, bad
 
-    with ThreadPoolExecutor() as pool:  # a network's folders answer slowly, but many at once
-        found = dict(zip(names, pool.map(read_class, names), strict=True))
-    skipped = [str(folder / file) for _, bad in found.values() for file in bad]
-    empty = [name for name, (good, _) in found.items() if not good]
+    with ThreadPoolExecutor() as pool:  # network file systems are slow, but serve many at once
+        files_of = dict(zip(names, pool.map(read_class, names), strict=True))
+    skipped = [str(folder / file) for _, bad in files_of.values() for file in bad]
+    empty = [name for name, (good, _) in files_of.items() if not good]
     if empty:
         what = f"; {len(skipped)} files there are no images: {_some(skipped)}" if skipped else ""
         raise ConfigError(
@@ -197,21 +200,13 @@ def _read_folder(
             f"{_some(empty)}{what}. Remove their folders, or give them images"
         )
     number = {name: place for place, name in enumerate(classes)}
-    rows = [(file, number[name]) for name, (good, _) in found.items() for file in good]
+    rows = [(file, number[name]) for name, (good, _) in files_of.items() for file in good]
     files, targets = zip(*rows, strict=True)
     return FolderImages(str(folder), classes, files, targets), skipped
 
 
-def _is_image(library: Any, file: Path, kinds: tuple[type[Exception], ...]) -> bool:
-    try:
-        library.open(file).close()
-    except kinds:
-        return False
-    return True
-
-
 def _unreadable(library: Any) -> tuple[type[Exception], ...]:
-    """Return what Pillow raises for files that are damaged, foreign or absurdly large."""
+    """Return the exceptions of Pillow for files that are damaged, foreign or absurdly large."""
     return (OSError, SyntaxError, ValueError, EOFError, library.DecompressionBombError)
 
 

@@ -1,4 +1,4 @@
-"""How an image becomes a network's input: augmented for training, plain for evaluation."""
+"""Turn an image into a network's input: augmented for training, plain for evaluation."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock_recipes.data import keyed_generator
-
-from .libraries import pillow, require_extra
+from penstock_recipes.data import keyed_generator, optional_library, require_library
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
 POLICIES = ("none", "randaugment", "autoaugment")
+"""The values of `TrainingView.policy`."""
 RATIOS = (3 / 4, 4 / 3)
 """Width over height of a random crop (Szegedy et al. 2015, arXiv:1409.4842, section 6)."""
 INCEPTION = {"brightness": 32 / 255, "contrast": 0.5, "saturation": 0.5, "hue": 0.2}
-"""How far TF-Slim's Inception pre-processing moves colours."""
+"""Ranges of the colour changes in TF-Slim's Inception pre-processing."""
 MOST_MAGNITUDE = 30
 """RandAugment's magnitudes are thirtieths of each operation's range, both ends excluded."""
 Box = tuple[float, float, float, float]
@@ -42,17 +41,17 @@ class TrainingView:
     size: int
     """Pixels of a side."""
     area: tuple[float, float] = (0.1, 1.0)
-    """Least and largest share of the image that is seen; (1, 1): all, squeezed into a square."""
+    """Least and largest share of the image in the crop; (1, 1): all, squeezed into a square."""
     flip: float = 0.5
-    """How often left and right change places."""
+    """Probability of a horizontal flip."""
     colour: float = 0.0
-    """How far colours are moved, as a multiple of Inception's ranges; 0: not."""
+    """Strength of colour changes, as a multiple of Inception's ranges; 0: none."""
     policy: str = "none"
-    """randaugment: random operations of one magnitude; autoaugment: ImageNet's found policy."""
+    """randaugment: random operations of one magnitude; autoaugment: the ImageNet policy."""
     num_operations: int = 2
-    """Of RandAugment."""
+    """Number of RandAugment's operations."""
     magnitude: int = 9
-    """Of RandAugment, from 1 to 29."""
+    """Magnitude of RandAugment's operations, from 1 to 29."""
     cutout: float = 0.0
     """Side of the square that is set to the mean, as a share of the view's side; 0: none."""
     mean: Triple = IMAGENET_MEAN
@@ -71,13 +70,11 @@ class TrainingView:
             listed = ", ".join(map(repr, POLICIES))
             raise ConfigError(f"policy={self.policy!r} is not known; choose one of {listed}")
         _check_deviation(self.deviation)
-        require_extra("PIL", "kornia")
+        pillow()
+        require_library("kornia", "images need", "images")
 
     def __call__(self, image: Any, *key: object) -> Tensor:
-        """Return an image as a network sees it; `key` decides all that is random.
-
-        The global generator is as before afterwards.
-        """
+        """Augment an image; `key` is the seed, and the global generator does not change."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(keyed_generator(*key).initial_seed())
             x_CHW = _pixels(image, self._box(image), self.size)
@@ -94,7 +91,7 @@ class TrainingView:
         return (left, upper, right + 1, lower + 1)
 
     def _cut_out(self, x_CHW: Tensor) -> Tensor:
-        """Set a square to 0 whose centre is anywhere: part of it may lie outside."""
+        """Set a square to 0 whose centre is anywhere; a part of it may lie outside."""
         side = round(self.cutout * self.size)
         upper, left = (torch.randint(self.size, (2,)) - side // 2).tolist()
         x_CHW[:, max(upper, 0) : max(upper + side, 0), max(left, 0) : max(left + side, 0)] = 0
@@ -112,10 +109,10 @@ class EvaluationView:
     size: int
     """Pixels of a side."""
     share: float = 0.875
-    """Side of the square that is seen, as a share of the image's shorter side."""
+    """Side of the centre crop, as a share of the image's shorter side."""
     squeezed: bool = False
-    """See that share of both sides instead, squeezed into a square; with a share of 1 that is all,
-    as in training with an area of (1, 1)."""
+    """Crop that share of both sides instead and resize it to a square; with a share of 1 that is
+    the whole image, as in training with an area of (1, 1)."""
     mean: Triple = IMAGENET_MEAN
     deviation: Triple = IMAGENET_DEVIATION
 
@@ -124,10 +121,10 @@ class EvaluationView:
         if not 0 < self.share <= 1:
             raise ConfigError(f"share={self.share}: give a share above 0, up to 1")
         _check_deviation(self.deviation)
-        require_extra("PIL")
+        pillow()
 
     def __call__(self, image: Any, *_key: object) -> Tensor:
-        """Return an image as a network sees it."""
+        """Crop and normalise an image."""
         width, height = image.size
         sides = (width, height) if self.squeezed else (min(width, height),) * 2
         seen_width, seen_height = (self.share * side for side in sides)
@@ -139,6 +136,15 @@ class EvaluationView:
 View = TrainingView | EvaluationView
 
 
+def pillow() -> Any:
+    """Return Pillow's Image module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    return optional_library("PIL.Image", "images need", "images")
+
+
 @lru_cache
 def _crop(view: TrainingView) -> Any:
     from kornia import augmentation  # takes two seconds to import
@@ -148,7 +154,7 @@ def _crop(view: TrainingView) -> Any:
 
 @lru_cache
 def _operations(view: TrainingView) -> tuple[Any, ...]:
-    """Return what maps (1, 3, S, S) from 0 to 1 to the same, drawing from the global generator."""
+    """Return kornia's operations on (1, 3, S, S) in 0 to 1; they use the global generator."""
     from kornia import augmentation
     from kornia.augmentation.auto import AutoAugment, RandAugment
 
@@ -164,18 +170,15 @@ def _operations(view: TrainingView) -> tuple[Any, ...]:
 
 
 def _pixels(image: Any, box: Box, size: int) -> Tensor:
-    """Return what is inside the box, as numbers from 0 to 1: float32, (3, S, S)."""
+    """Resize the content of the box: float32, (3, S, S), from 0 to 1."""
     resized = image.resize((size, size), pillow().Resampling.BILINEAR, box=box)
     x_HWC = torch.from_numpy(np.array(resized))
     return x_HWC.permute(2, 0, 1).to(torch.float32).div(255)
 
 
 def _normalised(x_CHW: Tensor, mean: Triple, deviation: Triple) -> Tensor:
-    return (x_CHW - _per_channel(mean)) / _per_channel(deviation)
-
-
-def _per_channel(values: Triple) -> Tensor:
-    return torch.tensor(values)[:, None, None]
+    mean_C11, deviation_C11 = (torch.tensor(t)[:, None, None] for t in (mean, deviation))
+    return (x_CHW - mean_C11) / deviation_C11
 
 
 def _check_size(size: int) -> None:

@@ -1,14 +1,14 @@
 """Text: parallel text in many languages for translation, and plain text for language models.
 
-load_parallel, load_names        pairs of texts, in parts to learn from and be judged by
+load_parallel, load_names        pairs of texts, split for training, validation and testing
     └► train_vocabulary          one vocabulary of subwords for all languages
     └► encode_part               the pairs as tokens
-          └► epoch_steps         which pairs each step of an epoch learns from
+          └► epoch_steps         the pairs of each step of an epoch
           └► collate             pairs as padded tensors
-    └► score, identity_scores    how good translations are
-load_text                        a file, cut in two: to learn from, and be judged by
+    └► score_translations        BLEU and chrF of translations
+load_text                        a file, split for training and validation
     └► train_text_vocabulary     subwords of one text; or ByteVocabulary, which needs no training
-    └► text_windows              tokens in pieces of one length
+    └► text_windows              tokens in windows of one length
 """
 
 from .batches import BatchPlan, Step, epoch_steps, parts_by_length

@@ -1,10 +1,9 @@
-"""Which samples each step learns from: batches by length, counted in tokens, from (seed, epoch).
+"""Group the samples of an epoch into steps and parts, counted in tokens, from (seed, epoch).
 
-A step is too much for memory at once (the paper's take up to 4 million tokens), so it is cut into
-parts whose gradients are added up.  Tokens are counted as they lie in memory: the rows of a part
-times its longest text, source or target, so that neither side of a part holds more than
-`tokens_per_part` entries, padding included.  Samples of similar length share a part, so that
-little is padding; parts of all lengths share a step.
+A step is too large for memory (the paper's take up to 4 million tokens), so it consists of parts
+whose gradients add up.  Padding counts: the size of a part is its rows times its longest text,
+source or target, and at most `tokens_per_part`.  Samples of similar length share a part, which
+keeps padding small; parts of all lengths share a step.
 """
 
 from bisect import bisect_right
@@ -24,18 +23,18 @@ Step = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How an epoch is cut into steps, and those into parts.
+    """The sizes of the steps and parts of an epoch.
 
     Raises:
-        ConfigError: the numbers cannot be, or do not fit each other.
+        ConfigError: a number is out of bounds, or the numbers do not fit each other.
     """
 
     tokens_per_step: int
-    """Most tokens of a step, which is made of as many parts as fit."""
+    """Most tokens of a step, which has as many parts as fit."""
     tokens_per_part: int
-    """Most tokens that are in memory at once."""
+    """Most tokens in memory at once."""
     temperature: float = FOLLOW_UPS_TEMPERATURE
-    """How languages are sampled; see sampling.py."""
+    """The temperature of language sampling; see sampling.py."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,7 +48,7 @@ class BatchPlan:
 
     @property
     def parts_per_step(self) -> int:
-        """How many parts a step has; the last of an epoch may have fewer."""
+        """Number of parts of a step; the last step of an epoch may have fewer."""
         return self.tokens_per_step // self.tokens_per_part
 
 
@@ -64,6 +63,7 @@ def epoch_steps(
     Raises:
         ConfigError: there is no sample, or one is longer than a part.
     """
+    # Sample the languages, shuffle, group by length, shuffle the parts.
     drawn = epoch_samples(
         languages_N,
         temperature=plan.temperature,
@@ -83,7 +83,7 @@ def epoch_steps(
 
 
 def parts_by_length(lengths_N2: Tensor, tokens_per_part: int) -> list[Tensor]:
-    """Put each sample into one part, shortest first; those of equal lengths stay in order.
+    """Put each sample into one part, shortest first; samples of equal lengths stay in order.
 
     Raises:
         ConfigError: a sample is longer than a part.

@@ -1,5 +1,13 @@
-"""Parallel text in memory: pairs of texts by source language, to learn from and be judged by."""
+"""Parallel text in memory by source language, and its split by the content of each pair.
 
+Equal pairs stay together, in one language or in two that write them alike.  So no pair is learnt
+in one place and tested in another.  The translation of a tested pair may be learnt from other
+languages: a model that knows Frankreich and Francia, and the form of Slovak words, can find France
+for Francúzsko.  That transfer is what the task measures.
+"""
+
+import hashlib
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -7,6 +15,7 @@ from typing import Literal, Self
 from penstock.errors import ConfigError
 
 _MOST_SHOWN = 30
+"""Most languages in an error message."""
 
 PartName = Literal["train", "valid", "test"]
 PART_NAMES: tuple[PartName, ...] = ("train", "valid", "test")
@@ -14,7 +23,7 @@ PART_NAMES: tuple[PartName, ...] = ("train", "valid", "test")
 
 @dataclass(frozen=True, slots=True)
 class TextPairs:
-    """Texts of one language and their translations: `sources[n]` means `targets[n]`."""
+    """Texts of one language and their translations: `targets[n]` translates `sources[n]`."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
@@ -42,8 +51,8 @@ class ParallelCorpus:
     valid: TextPart
     test: TextPart
     num_skipped: Mapping[str, int]
-    """Pairs of each source language that were left out: one side is empty, or they are to be
-    learnt from and judged by.
+    """Pairs of each source language that were left out: one side is empty, or a training pair is
+    also held out.
     """
 
     @property
@@ -60,10 +69,10 @@ class ParallelCorpus:
 
 
 def check_languages(wanted: Iterable[str], known: Iterable[str], where: str) -> None:
-    """See that all languages are known.
+    """Check that all languages are known.
 
     Raises:
-        ConfigError: some are not; says which, and which there are.
+        ConfigError: some are not; the message lists them, and the known ones.
     """
     there = sorted(known)
     unknown = sorted(set(wanted).difference(there))
@@ -73,3 +82,32 @@ def check_languages(wanted: Iterable[str], known: Iterable[str], where: str) -> 
             f"there is no language {', '.join(map(repr, unknown))} in {where}; "
             f"there is {', '.join(there[:_MOST_SHOWN]) or 'none'}{more}"
         )
+
+
+def check_shares(name: str, share: float) -> None:
+    """Check that `share`, once for validation and once for testing, leaves more than a half.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not 0 < share < 0.25:
+        raise ConfigError(
+            f"{name}={share}: give a share between 0 and 0.25, such as 0.05; validation and test "
+            "take so much each"
+        )
+
+
+def held_out_part(group: str, shares: Mapping[PartName, float], seed: int) -> PartName:
+    """Return the part of a group of equal pairs; what no share takes goes to training."""
+    digest = hashlib.blake2b(f"{seed}:held out:{group}".encode(), digest_size=8).digest()
+    drawn = int.from_bytes(digest, "little") / 2**64
+    for part, share in shares.items():
+        if drawn < share:
+            return part
+        drawn -= share
+    return "train"
+
+
+def group_of(source: str, target: str) -> str:
+    """Return the key of a pair's group: its texts without case, in NFKC form."""
+    return "\t".join(unicodedata.normalize("NFKC", text).casefold() for text in (source, target))

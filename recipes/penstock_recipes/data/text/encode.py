@@ -1,4 +1,4 @@
-"""Pairs of texts as tokens, and those as padded tensors."""
+"""Encode pairs of texts as tokens, and collate them into padded tensors."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,14 @@ class TokenRows:
         return self.starts.diff()
 
     def padded(self, rows: Tensor) -> Tensor:
-        """Return rows side by side, shorter ones filled with PAD: int64, (B, T)."""
+        """Stack rows, padded with PAD: int64, (B, T)."""
         spans = zip(self.starts[rows].tolist(), self.starts[rows + 1].tolist(), strict=True)
-        found = [self.tokens[start:end] for start, end in spans]
-        return pad_sequence(found, batch_first=True, padding_value=PAD).to(torch.int64)
+        chosen = [self.tokens[start:end] for start, end in spans]
+        return pad_sequence(chosen, batch_first=True, padding_value=PAD).to(torch.int64)
 
 
 class _Growing:
-    """Rows of tokens while they are being collected."""
+    """Builds `TokenRows` row by row."""
 
     def __init__(self) -> None:
         self._tokens = array("i")
@@ -62,11 +62,11 @@ class EncodedPairs:
     languages_N: Tensor
     """int64, (N,)."""
     positions_N: Tensor
-    """Where the pair stands among the pairs of its language: int64, (N,)."""
+    """Position of the pair among the pairs of its language: int64, (N,)."""
     sources: TokenRows
     targets: TokenRows
     num_dropped: Mapping[str, int]
-    """Pairs of each language that were left out since they are too long."""
+    """Pairs of each language that were left out as too long."""
 
     def __len__(self) -> int:
         return len(self.languages_N)
@@ -77,19 +77,19 @@ class EncodedPairs:
         return torch.stack([self.sources.lengths, self.targets.lengths], dim=1)
 
     def by_language(self, values: Sequence[Value]) -> dict[str, list[Value]]:
-        """Sort what belongs to the samples (`values[n]` to sample n) by language."""
-        sorted_values: dict[str, list[Value]] = {language: [] for language in self.languages}
+        """Group the values of the samples (`values[n]` of sample n) by language."""
+        groups: dict[str, list[Value]] = {language: [] for language in self.languages}
         for number, value in zip(self.languages_N.tolist(), values, strict=True):
-            sorted_values[self.languages[number]].append(value)
-        return {language: found for language, found in sorted_values.items() if found}
+            groups[self.languages[number]].append(value)
+        return {language: group for language, group in groups.items() if group}
 
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """Samples side by side, shorter ones filled with PAD; all int64.
+    """A batch of samples, padded with PAD; all int64.
 
-    `target_in_BT` is what the decoder sees, <|begin|> and the text; `target_out_BT` is what it
-    should give, the text and <|end|>.
+    The decoder reads `target_in_BT`, <|begin|> and the text.  It predicts `target_out_BT`, the
+    text and <|end|>.
     """
 
     source_BS: Tensor
@@ -98,12 +98,12 @@ class TextBatch:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens to be learnt from: those that are no padding."""
+        """Number of target tokens, without padding."""
         return num_real_tokens(self.target_out_BT)
 
 
 def num_real_tokens(targets: Tensor) -> int:
-    """Count what is no padding; the weight of a micro-batch's loss."""
+    """Count the tokens that are no padding, the weight of a micro-batch's loss."""
     return int((targets != PAD).sum())
 
 
@@ -114,13 +114,13 @@ def encode_part(
     max_length: int,
     too_long: Literal["refuse", "drop"] = "refuse",
 ) -> EncodedPairs:
-    """Turn the pairs of a part into tokens, language by language in alphabetical order.
+    """Encode the pairs of a part as tokens, language by language in alphabetical order.
 
-    max_length: Most tokens that the model takes on either side, tag and end included.
-    too_long: What happens to pairs that are longer: "refuse", or "drop" with a count.
+    max_length: Most tokens of either side, tag and end included.
+    too_long: "refuse" longer pairs, or "drop" and count them.
 
     Raises:
-        ConfigError: a pair is too long and is to be refused, or a language has no tag.
+        ConfigError: a pair is too long with "refuse", or a language has no tag.
     """
     if too_long not in ("refuse", "drop"):
         raise ConfigError(f'too_long={too_long!r}: must be "refuse" or "drop"')
@@ -143,8 +143,12 @@ def encode_part(
             positions.append(position)
             sources.append(source)
             targets.append(target)
-    if too_long == "refuse":
-        _refuse(num_dropped, max_length)
+    if too_long == "refuse" and any(num_dropped.values()):
+        counts = ", ".join(f"{name} {count:,}" for name, count in num_dropped.items() if count)
+        raise ConfigError(
+            f"pairs of text are longer than the {max_length} tokens that the model takes "
+            f'({counts}); give it a larger maximum, or leave them out with too_long="drop"'
+        )
     return EncodedPairs(
         languages=languages,
         languages_N=_tensor(numbers),
@@ -156,7 +160,7 @@ def encode_part(
 
 
 def collate(encoded: EncodedPairs, samples: Tensor) -> TextBatch:
-    """Put samples (int64, (B,)) side by side."""
+    """Make a batch of samples (int64, (B,))."""
     target_out_BT = encoded.targets.padded(samples)
     begin_B1 = torch.full((len(samples), 1), BOS)
     target_in_BT = torch.cat([begin_B1, target_out_BT[:, :-1]], dim=1)
@@ -166,13 +170,3 @@ def collate(encoded: EncodedPairs, samples: Tensor) -> TextBatch:
 
 def _tensor(numbers: "array[int]") -> Tensor:
     return torch.from_numpy(np.array(numbers))
-
-
-def _refuse(num_too_long: Mapping[str, int], max_length: int) -> None:
-    found = {language: count for language, count in num_too_long.items() if count}
-    if found:
-        counts = ", ".join(f"{language} {count:,}" for language, count in found.items())
-        raise ConfigError(
-            f"pairs of text are longer than the {max_length} tokens that the model takes "
-            f'({counts}); give it a larger maximum, or leave them out with too_long="drop"'
-        )

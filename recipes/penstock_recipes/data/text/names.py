@@ -1,8 +1,8 @@
-"""Real parallel text without a download: the names of things in the CLDR data in Babel.
+"""Parallel text without a download: names from the CLDR data in Babel.
 
-Unicode's Common Locale Data Repository has the names of territories, languages, scripts,
-currencies and units in hundreds of languages, and Babel ships with them.  Each name in a language
-and the same thing's name in English are a pair.
+Unicode's Common Locale Data Repository (CLDR) has the names of territories, languages, scripts,
+currencies and units in hundreds of languages.  Babel ships with it.  A pair is a name and the
+English name of the same thing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +11,21 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError
-from penstock_recipes.data import keyed_generator
+from penstock_recipes.data import keyed_generator, optional_library
 
-from .corpus import ParallelCorpus, PartName, TextPairs, check_languages
-from .held_out import check_shares, group_of, held_out_part
-from .vocabulary import optional_library
+from .corpus import (
+    ParallelCorpus,
+    PartName,
+    TextPairs,
+    check_languages,
+    check_shares,
+    group_of,
+    held_out_part,
+)
 
 TARGET = "en"
 NAME_KINDS = ("territories", "languages", "currencies", "units")
+"""The default kinds of names."""
 # fmt: off
 NAME_LANGUAGES = (
     "am", "ar", "ast", "az", "be", "bg", "bn", "br", "brx", "bs", "ca", "ccp", "chr", "cs", "cv",
@@ -29,9 +36,9 @@ NAME_LANGUAGES = (
     "ti", "tk", "to", "tr", "ug", "uk", "ur", "vi", "yrl", "yue", "zh",
 )
 # fmt: on
-"""Those with at least 1,000 names that differ from the English ones.
+"""Languages with at least 1,000 names that differ from the English ones.
 
-Without nb, nn and ht, which take over what they lack from other languages.
+nb, nn and ht are left out, as they inherit missing names from other languages.
 """
 _ATTRIBUTES = {
     "territories": "territories",
@@ -40,7 +47,7 @@ _ATTRIBUTES = {
     "currencies": "currencies",
     "units": "unit_display_names",
 }
-"""Where a locale of Babel has each kind of name."""
+"""The attribute of Babel's locale for each kind of name."""
 
 
 def load_names(
@@ -53,19 +60,18 @@ def load_names(
 ) -> ParallelCorpus:
     """Pair the names of `languages` with the English ones.
 
-    kinds: Which names: "territories", "languages", "scripts", "currencies", "units".
-    most_pairs: How many training pairs a language may keep, which makes it a low-resource one;
-        its pairs for validation and testing stay.
-    held_out_share: Share of the pairs kept for validation, and as much again for testing.
+    kinds: The kinds: "territories", "languages", "scripts", "currencies", "units".
+    most_pairs: Most training pairs of a language, to make it a low-resource one; its pairs for
+        validation and testing stay.
+    held_out_share: Share of the pairs held out for validation, and again for testing.
 
     Raises:
-        ConfigError: Babel is not installed, or a language, a kind or a number cannot be.
+        ConfigError: Babel is not installed, or a language, a kind or a number is wrong.
     """
     check_shares("held_out_share", held_out_share)
-    _check_kinds(kinds)
-    _check_names(languages)
     limits = dict(most_pairs or {})
-    _check_limits(limits, languages)
+    _check(languages, kinds, limits)
+    # Pair the names, and split the pairs by their group.
     shares: dict[PartName, float] = {"test": held_out_share, "valid": held_out_share}
     english = names_in(TARGET, kinds)
     parts: dict[PartName, dict[str, TextPairs]] = {"train": {}, "valid": {}, "test": {}}
@@ -75,7 +81,10 @@ def load_names(
             group = group_of(source, target)
             pairs[held_out_part(group, shares, seed)].append((source, target))
         if language in limits:
-            pairs["train"] = _some(pairs["train"], limits[language], language, seed)
+            generator = keyed_generator(seed, "most pairs", language)
+            order = torch.randperm(len(pairs["train"]), generator=generator)
+            chosen = sorted(order[: limits[language]].tolist())
+            pairs["train"] = [pairs["train"][n] for n in chosen]
         for part, listed in pairs.items():
             if listed:
                 parts[part][language] = TextPairs.of(listed)
@@ -98,13 +107,13 @@ def names_in(language: str, kinds: Sequence[str]) -> dict[tuple[str, str], str]:
 
 
 def _babel(module: str) -> Any:
-    return optional_library(module, "the names of things in many languages")
+    return optional_library(module, "the names of things in many languages needs", "translation")
 
 
 def _pairs(
     names: Mapping[tuple[str, str], str], english: Mapping[tuple[str, str], str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each pair once; a language and its script often have one name, as Thai has."""
+    """Yield each pair once; a language and its script often share a name, such as Thai."""
     seen = set()
     for item, name in names.items():
         if name and item in english:
@@ -114,29 +123,14 @@ def _pairs(
                 yield name, english[item]
 
 
-def _some(
-    pairs: list[tuple[str, str]], most: int, language: str, seed: int
-) -> list[tuple[str, str]]:
-    generator = keyed_generator(seed, "most pairs", language)
-    chosen = torch.randperm(len(pairs), generator=generator)[:most]
-    return [pairs[n] for n in sorted(chosen.tolist())]
-
-
-def _check_kinds(kinds: Sequence[str]) -> None:
-    unknown = [kind for kind in kinds if kind not in _ATTRIBUTES]
-    if unknown or not kinds:
+def _check(languages: Sequence[str], kinds: Sequence[str], limits: Mapping[str, int]) -> None:
+    if not kinds or not set(kinds) <= _ATTRIBUTES.keys():
         raise ConfigError(f"kinds={list(kinds)}: choose among {', '.join(_ATTRIBUTES)}")
-
-
-def _check_names(languages: Sequence[str]) -> None:
-    there = _babel("babel.localedata").locale_identifiers()
-    known = [name for name in there if name.partition("_")[0] != TARGET]
+    locales = _babel("babel.localedata").locale_identifiers()
+    known = [name for name in locales if name.partition("_")[0] != TARGET]
     check_languages(languages, known, "Babel's data (besides English)")
     if not languages or len(set(languages)) < len(languages):
         raise ConfigError(f"languages={list(languages)}: name at least one, and none twice")
-
-
-def _check_limits(limits: Mapping[str, int], languages: Sequence[str]) -> None:
     check_languages(limits, languages, "languages, and most_pairs limits it")
     for language, most in limits.items():
         if most < 1:

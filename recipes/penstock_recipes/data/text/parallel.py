@@ -1,4 +1,4 @@
-"""Parallel text in files: line n of one file means the same as line n of the other.
+"""Read parallel text from files: line n of one file translates line n of the other.
 
 A folder has two files for each part and language, plain text in UTF-8:
 
@@ -6,7 +6,7 @@ A folder has two files for each part and language, plain text in UTF-8:
     FOLDER/valid.de-en.de    FOLDER/valid.de-en.en
     FOLDER/test.de-en.de     FOLDER/test.de-en.en
 
-Other files are left alone.  All text is held in memory.
+Other files are ignored.  All text is held in memory.
 """
 
 import re
@@ -15,14 +15,22 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
-from .corpus import PART_NAMES, ParallelCorpus, PartName, TextPairs, check_languages
-from .held_out import check_shares, group_of, held_out_part
+from .corpus import (
+    PART_NAMES,
+    ParallelCorpus,
+    PartName,
+    TextPairs,
+    check_languages,
+    check_shares,
+    group_of,
+    held_out_part,
+)
 from .plain_text import read_text
 
 _FILE = re.compile(rf"({'|'.join(PART_NAMES)})\.(\w+)-(\w+)\.(\w+)")
 _Pairs = list[tuple[str, str]]
 _Lists = dict[PartName, dict[str, _Pairs]]
-"""Pairs of each language, by what they are for."""
+"""The pairs of each language in each part."""
 
 
 def load_parallel(
@@ -33,19 +41,20 @@ def load_parallel(
     held_out_share: float | None = None,
     seed: int = 0,
 ) -> ParallelCorpus:
-    """Read the text in `languages`, or in all that there are, with its translation to `target`.
+    """Read the text in `languages`, or in all languages of the folder, translated to `target`.
 
-    Left out and counted are pairs of lines of which one is empty, and training pairs that are in
-    validation or test too.
+    Pairs with an empty line are left out and counted, and so are training pairs that are also in
+    validation or test.
 
-    held_out_share: Share of the pairs that is kept for validation, and the same again for testing,
-        in each language that has no files for it; by default only what has such files is.
+    held_out_share: Share of the pairs held out for validation, and again for testing, in each
+        language without files for it; by default none.
 
     Raises:
-        ConfigError: there is no such folder, no such text, or none in a language; one side of some
-            text lacks, or the sides differ in their numbers of lines; a file is not UTF-8; a
-            language has text to be judged by and none to learn from.
+        ConfigError: the folder, or the text of a language, is missing; one side of a text is
+            missing, or the sides differ in their numbers of lines; a file is not UTF-8; a
+            language has held-out text and no training text.
     """
+    # Read the files, without pairs with an empty side.
     if held_out_share is not None:
         check_shares("held_out_share", held_out_share)
     files = _files(folder, target)
@@ -59,10 +68,10 @@ def load_parallel(
             full = [pair for pair in pairs if all(pair)]
             num_skipped[language] += len(pairs) - len(full)
             parts[part][language] = full
+    # Split the training pairs, and remove from them what is held out.
     if held_out_share is not None:
         _hold_out(parts, held_out_share, seed)
     _keep_apart(parts, num_skipped)
-    _check_learnt(parts)
     return ParallelCorpus(
         target=target,
         train=_packed(parts["train"]),
@@ -77,25 +86,21 @@ def _packed(part: Mapping[str, _Pairs]) -> dict[str, TextPairs]:
 
 
 def _keep_apart(parts: _Lists, num_skipped: dict[str, int]) -> None:
-    """Take pairs out of training that are to be judged by, in whatever language they are."""
-    judged = {
+    """Remove training pairs that are held out in any language.
+
+    Raises:
+        ConfigError: a language has held-out pairs only; the vocabulary would have no tag for it.
+    """
+    held_out = {
         group_of(*pair)
         for part in ("valid", "test")
         for pairs in parts[part].values()
         for pair in pairs
     }
     for language, pairs in parts["train"].items():
-        kept = [pair for pair in pairs if group_of(*pair) not in judged]
-        num_skipped[language] += len(pairs) - len(kept)
-        parts["train"][language] = kept
-
-
-def _check_learnt(parts: _Lists) -> None:
-    """See that no language is only judged by: the vocabulary has no tag for such a one.
-
-    Raises:
-        ConfigError: some are.
-    """
+        others = [pair for pair in pairs if group_of(*pair) not in held_out]
+        num_skipped[language] += len(pairs) - len(others)
+        parts["train"][language] = others
     judged = {name for part in ("valid", "test") for name, pairs in parts[part].items() if pairs}
     if unlearnt := [name for name in sorted(judged) if not parts["train"].get(name)]:
         raise ConfigError(
@@ -106,7 +111,7 @@ def _check_learnt(parts: _Lists) -> None:
 
 
 def _hold_out(parts: _Lists, share: float, seed: int) -> None:
-    """Move training pairs to the parts that a language has no files for."""
+    """Move training pairs to the parts for which a language has no files."""
     for language, pairs in parts["train"].items():
         lacking: tuple[PartName, ...] = ("test", "valid")
         shares = {part: share for part in lacking if language not in parts[part]}
@@ -120,12 +125,12 @@ def _files(folder: Path, target: str) -> dict[tuple[PartName, str], tuple[Path, 
     """Return both files of each part and source language, in alphabetical order.
 
     Raises:
-        ConfigError: there is no folder, or no such pair in it, or a file without its other side.
+        ConfigError: there is no folder, no such pair of files, or a file without its other side.
     """
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; give the folder of the parallel text")
-    found: dict[tuple[PartName, str], tuple[Path, Path]] = {}
+    files: dict[tuple[PartName, str], tuple[Path, Path]] = {}
     for path in sorted(folder.iterdir()):
         match = _FILE.fullmatch(path.name)
         if match is None or not {target, match[4]} <= {match[2], match[3]}:
@@ -135,19 +140,19 @@ def _files(folder: Path, target: str) -> dict[tuple[PartName, str], tuple[Path, 
         pair = (path.with_suffix(f".{language}"), path.with_suffix(f".{target}"))
         if missing := [side for side in pair if not side.is_file()]:
             raise ConfigError(f"{path} lacks its other side, {missing[0]}; put it there")
-        if found.setdefault((part, language), pair) != pair:
-            raise ConfigError(f"{path} and {found[part, language][0]} are both there; join them")
-    if not found:
+        if files.setdefault((part, language), pair) != pair:
+            raise ConfigError(f"{path} and {files[part, language][0]} are both there; join them")
+    if not files:
         there = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
         raise ConfigError(
             f"{folder} has no text with a translation to {target}, but {there}; name the files "
             f"train.de-{target}.de and train.de-{target}.{target}, and valid and test likewise"
         )
-    return found
+    return files
 
 
 def _pairs(source: Path, target: Path) -> _Pairs:
-    """Read the lines of two files, without white space at their ends.
+    """Read the lines of two files, stripped of white space.
 
     Raises:
         ConfigError: a file is not UTF-8, or their numbers of lines differ.

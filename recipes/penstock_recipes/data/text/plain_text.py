@@ -1,7 +1,6 @@
-"""A text for a language model: any UTF-8 file, as tokens in windows of one length.
+"""Read a UTF-8 file for a language model, as tokens in windows of one length.
 
-The last share of the file is kept for validation.  The order of the windows in an epoch is
-`epoch_order` of data/sampler.py, so that it follows from (seed, epoch).
+The last share of the file is held out for validation.
 """
 
 import hashlib
@@ -19,11 +18,11 @@ from torch import Tensor
 from penstock.errors import ConfigError
 
 _BYTE_ORDER_MARK = "\ufeff"
-"""What some editors write before a text in UTF-8; it is none of it."""
+"""The mark that some editors write before a text in UTF-8."""
 
 
 class TextVocabulary(Protocol):
-    """What turns text into numbers and back: `ByteVocabulary`, or a `Vocabulary` of subwords."""
+    """Encodes text as tokens and back: `ByteVocabulary`, or a `Vocabulary` of subwords."""
 
     size: int
     digest: str
@@ -34,9 +33,9 @@ class TextVocabulary(Protocol):
 
 
 class ByteVocabulary:
-    """The bytes of UTF-8 as tokens: nothing to train, and nothing to install.
+    """The bytes of UTF-8 as tokens, without training or another library.
 
-    More than 256 tokens stand in for subwords that have not been learnt.
+    A `size` above 256 stands in for subwords that are not trained yet.
     """
 
     def __init__(self, size: int = 256) -> None:
@@ -48,22 +47,20 @@ class ByteVocabulary:
         return (list(text.encode()) for text in texts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of bytes; those that make no character become �."""
+        """Return the text of bytes; invalid ones become �."""
         return bytes(ids).decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class TextSplit:
-    """A text to learn from, and the text after it to be judged by."""
+    """The training text, and the validation text after it."""
 
     train: str
     valid: str
 
 
 def load_text(path: Path, valid_share: float = 0.05) -> TextSplit:
-    """Read a text, and keep the last `valid_share` of its characters for validation.
-
-    A byte order mark at its start is left out.
+    """Read a text, and hold out the last `valid_share` of its characters for validation.
 
     Raises:
         ConfigError: there is no such file, it is not UTF-8, or too short to be split.
@@ -102,7 +99,7 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A text as windows of `length` tokens, end to end; what is left over at the end is unused."""
+    """A text as windows of `length` tokens, end to end; a rest at the end is unused."""
 
     tokens: Tensor
     """int32."""
@@ -114,12 +111,11 @@ class Windows:
     def batch(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Return windows (int64, (B,)), and the token that follows each token: int64, (B, T)."""
         places_BT = windows[:, None] * self.length + torch.arange(self.length)
-
         return self.tokens[places_BT].to(torch.int64), self.tokens[places_BT + 1].to(torch.int64)
 
 
 def text_windows(text: str, vocabulary: TextVocabulary, length: int) -> Windows:
-    """Turn a text into windows of `length` tokens.
+    """Encode a text as windows of `length` tokens.
 
     Raises:
         ConfigError: the text is too short for one window.

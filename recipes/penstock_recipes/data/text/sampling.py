@@ -1,21 +1,21 @@
-"""How often each language is learnt from: less often than it has text, by a temperature.
+"""Sample the languages of an epoch by their size and a temperature.
 
 With n_l pairs in language l of n in all, a pair of language l is drawn with probability
 
     p_l  proportional to  (n_l / n) ** (1 / T)
 
-T = 1 takes languages as they come, so that those with little text are hardly seen; a high T takes
-all equally often, so that their little text is seen again and again.
+T = 1 samples by size, so that languages with little text are hardly seen.  A high T samples all
+languages equally often, so that small texts are repeated many times.
 
 T = 5     in the papers that follow GPipe on the same data (Arivazhagan et al., "Massively
           Multilingual Neural Machine Translation in the Wild", 2019): the default here.
-T = 1.43  in multilingual BERT, whose exponent is 0.7; GPipe's own text (section 5) says that it
-          samples as multilingual BERT does, and gives no figure.
+T = 1.43  in multilingual BERT, whose exponent is 0.7.  GPipe's text (section 5) says that it
+          samples as multilingual BERT does, and gives no number.
 
-An epoch has as many pairs as there are, but not each of them once: language l gets p_l of the
-places.  It fills them from an endless row of permutations of its pairs, and the next epoch goes on
-where this one stopped, so that over time all pairs of a language are seen equally often.  What an
-epoch holds follows from (seed, epoch) alone.
+An epoch has as many pairs as the corpus, and language l gets the share p_l of them.  Its samples
+come from an endless sequence of permutations of its pairs, which the next epoch continues.  So in
+the long run all pairs of a language are seen equally often.  An epoch is a function of (seed,
+epoch).
 """
 
 import math
@@ -29,11 +29,13 @@ from penstock.errors import ConfigError
 from penstock_recipes.data import keyed_generator
 
 FOLLOW_UPS_TEMPERATURE = 5.0
+"""The temperature of the papers after GPipe."""
 MULTILINGUAL_BERT_TEMPERATURE = 1 / 0.7
+"""The temperature of multilingual BERT."""
 
 
 def check_temperature(temperature: float) -> None:
-    """See that languages can be sampled at a temperature.
+    """Check that a temperature is above 0.
 
     Raises:
         ConfigError: it is not above 0.
@@ -46,7 +48,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def language_shares(counts: Sequence[int], temperature: float) -> list[float]:
-    """Compute p_l of languages with `counts` pairs; one without pairs gets 0.
+    """Compute p_l of languages with `counts` pairs; a language without pairs gets 0.
 
     Raises:
         ConfigError: there is no pair at all, or the temperature is not above 0.
@@ -57,7 +59,7 @@ def language_shares(counts: Sequence[int], temperature: float) -> list[float]:
         raise ConfigError("there is no pair to learn from in any language")
     most = max(counts)
     if (most / total) ** (1 / temperature) < sys.float_info.min:
-        total = most  # T is so near 0 that all weights would be too small for a float
+        total = most  # T is near 0, and all weights would underflow
     raw = [(count / total) ** (1 / temperature) if count else 0.0 for count in counts]
     whole = sum(raw)
     return [weight / whole for weight in raw]
@@ -91,10 +93,10 @@ def epoch_samples(
 
 
 def _stretch(size: int, start: int, count: int, key: tuple[object, ...]) -> Tensor:
-    """Return entries start..start+count of an endless row of permutations of range(size)."""
+    """Return entries start..start+count of an endless sequence of permutations of range(size)."""
     if not count:
         return torch.empty(0, dtype=torch.int64)
     laps = range(start // size, (start + count - 1) // size + 1)
-    row = torch.cat([torch.randperm(size, generator=keyed_generator(*key, lap)) for lap in laps])
+    orders = [torch.randperm(size, generator=keyed_generator(*key, lap)) for lap in laps]
     first = start - laps.start * size
-    return row[first : first + count]
+    return torch.cat(orders)[first : first + count]

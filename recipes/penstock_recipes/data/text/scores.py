@@ -1,19 +1,20 @@
-"""How good translations are: BLEU and chrF by sacrebleu, by language and on average.
+"""Score translations by sacrebleu's BLEU and chrF, by language and on average.
 
-Both compare whole sets of texts, from 0 to 100.  BLEU counts runs of one to four words that agree,
-chrF runs of one to six characters.  Names are short: few have four words, so that BLEU is coarse
-for them, and chrF says more.
+Both compare whole sets of texts, from 0 to 100.  BLEU counts matching runs of one to four words,
+chrF matching runs of one to six characters.  Few names have four words, so chrF tells more about
+them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.trace.units import columns
+from penstock_recipes.data import optional_library
 
 from .corpus import TextPart
-from .vocabulary import optional_library
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores by language; printing them gives a table."""
+    """Scores by language; `str` returns them as a table."""
 
     by_language: Mapping[str, Score]
 
@@ -42,7 +43,7 @@ class Scores:
         return fmean(score.chrf for score in self.by_language.values())
 
     def only(self, languages: Sequence[str]) -> "Scores":
-        """Compute the scores of some languages, for means over those."""
+        """Return the scores of some languages."""
         return Scores({language: self.by_language[language] for language in languages})
 
     def __str__(self) -> str:
@@ -54,14 +55,14 @@ def score_translations(
 ) -> Scores:
     """Compare translations from each language with the targets of `part`, in the same order.
 
-    target: The language of the translations, which decides how BLEU finds words.
+    target: The language of the translations, which selects BLEU's tokenizer.
 
     Raises:
-        ConfigError: sacrebleu is not installed or lacks what the language needs, there is nothing
-            to compare, or the numbers of texts differ.
+        ConfigError: sacrebleu or its tokenizer is not installed, there are no translations, or
+            the numbers of texts differ.
     """
     _check_same_texts(translations, part)
-    metrics = optional_library("sacrebleu.metrics", "scores of translations (BLEU and chrF)")
+    metrics = sacrebleu("sacrebleu.metrics")
     try:
         bleu, chrf = metrics.BLEU(trg_lang=target), metrics.CHRF()
     except (RuntimeError, ImportError) as error:
@@ -79,7 +80,7 @@ def score_translations(
 
 
 def identity_scores(part: TextPart, *, target: str) -> Scores:
-    """Score sources as if they were translations: what one gets for doing nothing.
+    """Score the sources as translations, the baseline of copying.
 
     Raises:
         ConfigError: as `score_translations`.
@@ -91,7 +92,7 @@ def identity_scores(part: TextPart, *, target: str) -> Scores:
 def compare(systems: Mapping[str, Scores]) -> str:
     """Return a table: a line for each language and one for the mean, columns for each system.
 
-    A system without scores for a language has - there; its mean is over what it has.
+    A system without scores for a language has "-" there; its mean leaves that language out.
     """
     languages = sorted(
         {language for scores in systems.values() for language in scores.by_language}
@@ -99,13 +100,22 @@ def compare(systems: Mapping[str, Scores]) -> str:
     titles = (f"{name} {metric}".strip() for name in systems for metric in ("BLEU", "chrF"))
     rows = [["language", "texts", *titles]]
     for language in languages:
-        found = [scores.by_language.get(language) for scores in systems.values()]
-        texts = next(score.num_texts for score in found if score)
-        cells = [cell for score in found for cell in _cells(score)]
+        scores_of = [scores.by_language.get(language) for scores in systems.values()]
+        texts = next(score.num_texts for score in scores_of if score)
+        cells = [cell for score in scores_of for cell in _cells(score)]
         rows.append([language, f"{texts:,}", *cells])
     means = [f"{m:.1f}" for s in systems.values() for m in (s.mean_bleu, s.mean_chrf)]
     rows.append(["mean", "", *means])
     return "\n".join(columns(rows, num_left=1))
+
+
+def sacrebleu(module: str = "sacrebleu") -> Any:
+    """Import sacrebleu, or one of its modules.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    return optional_library(module, "scores of translations (BLEU and chrF) needs", "translation")
 
 
 def _cells(score: Score | None) -> tuple[str, str]:

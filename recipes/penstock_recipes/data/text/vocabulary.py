@@ -1,21 +1,19 @@
-"""Subwords: one vocabulary for all languages, trained by the library tokenizers.
+"""Train one vocabulary of subwords for all languages with the library tokenizers.
 
-Byte-level byte-pair encoding: text becomes UTF-8 bytes, and what often stands side by side becomes
-one token.  Every text in every script can be written with it, so <|unknown|> is there for form's
-sake and never given.  Words, numbers and marks are apart; combining marks belong to words, as
-Indic scripts want it.
+It is byte-level byte-pair encoding: text becomes UTF-8 bytes, and frequent pairs become one token.
+It encodes every text in every script, so <|unknown|> never occurs.  Tokens do not cross the
+borders of words, numbers and punctuation; combining marks belong to words, as Indic scripts need.
 
-For translation, text is first put into NFC form, without spaces at its ends, and each text starts
-as after a space, so that a word has the same token at the start of a text as inside.  A source is
+For translation, text is put into NFC form and stripped.  A space is put before it, so that a word
+has the same token at the start of a text as inside.  A source is
 
     <de> tokens of the text <|end|>
 
-where <de> says which language it is in (the translation's language is the same for all).  A plain
-text, for a language model, is left as it is: tokens give back its very characters.
+where the tag <de> is its language (all translations have the same language).  The plain text of a
+language model is not normalised: decoding its tokens returns the same characters.
 """
 
 import hashlib
-import importlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,44 +23,28 @@ from typing import Any, Self
 import torch
 
 from penstock.errors import CheckpointError, ConfigError
+from penstock_recipes.data import optional_library
 
 from .corpus import TextPart, check_languages
 from .sampling import FOLLOW_UPS_TEMPERATURE, epoch_samples
 
-
-def optional_library(module: str, what_for: str) -> Any:
-    """Import `module`, which belongs to the extra "translation".
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        library = module.partition(".")[0]
-        raise ConfigError(
-            f"{what_for} needs {library}, which is not installed; "
-            "install it with: pip install 'penstock-recipes[translation]'"
-        ) from error
-
-
 PAD, BOS, EOS, UNK = range(4)
 SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|unknown|>")
-"""No language is called like one of them, as one is called bos."""
+"""Their bars keep them apart from language tags: bos is a language code."""
 _NUM_BYTES = 256
 _FEWEST_TIMES = 2
-"""A pair of tokens that is seen less often does not become a token."""
+"""Least frequency of a pair that becomes a token."""
 _AT_ONCE = 10_000
-"""Texts given to the library at a time."""
+"""Number of texts that are encoded together."""
 _PIECES = r" ?[\p{L}\p{M}]+| ?\p{N}+| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
-"""What is never merged across."""
+"""Matches the pieces of a text; no token crosses their borders."""
 
 
 class Vocabulary:
-    """Subwords and language tags by number; `digest` tells vocabularies apart."""
+    """Subwords and language tags by number; equal vocabularies have equal digests."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Take a tokenizer of the library tokenizers, made by `train_vocabulary`."""
+        """Wrap a tokenizer of the library tokenizers, made by `train_vocabulary`."""
         tokenizer.encode_special_tokens = True  # "<|end|>" in a text is text
         self._tokenizer = tokenizer
         self.size: int = tokenizer.get_vocab_size()
@@ -83,12 +65,12 @@ class Vocabulary:
     def encode(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Yield the tokens of each text, without tag and end."""
         for start in range(0, len(texts), _AT_ONCE):
-            some = texts[start : start + _AT_ONCE]
-            for encoding in self._tokenizer.encode_batch(list(some), add_special_tokens=False):
+            batch = list(texts[start : start + _AT_ONCE])
+            for encoding in self._tokenizer.encode_batch(batch, add_special_tokens=False):
                 yield encoding.ids
 
     def encode_sources(self, texts: Sequence[str], language: str) -> Iterator[list[int]]:
-        """Yield the tokens of texts to be translated: tag, text, end.
+        """Yield the tokens of source texts: tag, text, end.
 
         Raises:
             ConfigError: there is no tag for the language.
@@ -101,12 +83,12 @@ class Vocabulary:
         return ([*ids, EOS] for ids in self.encode(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of tokens up to the first end; bytes that make no character become �."""
+        """Return the text of tokens up to the first end; invalid bytes become �."""
         text: str = self._tokenizer.decode(list(itertools.takewhile(lambda n: n != EOS, ids)))
         return text
 
     def save(self, path: Path) -> None:
-        """Write the vocabulary as one file of JSON, which the library tokenizers reads as well.
+        """Write the vocabulary as one JSON file, which the library tokenizers can read too.
 
         Raises:
             ConfigError: there is another vocabulary, or something else, at `path`.
@@ -125,7 +107,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote.
+        """Read a vocabulary that `save` wrote.
 
         Raises:
             ConfigError: there is no such file, or it holds no vocabulary of Penstock's.
@@ -146,7 +128,7 @@ class Vocabulary:
         return cls(tokenizer)
 
     def check_fits(self, *, size: int, digest: str) -> None:
-        """See that this is the vocabulary that a checkpoint was trained with.
+        """Check that this is the vocabulary of a checkpoint.
 
         Raises:
             CheckpointError: it has another size or digest.
@@ -177,14 +159,14 @@ def train_vocabulary(
     num_pairs: int | None = None,
     seed: int = 0,
 ) -> Vocabulary:
-    """Make one vocabulary of at most `size` tokens from both sides of the pairs of all languages.
+    """Train one vocabulary of at most `size` tokens on both sides of the pairs of all languages.
 
-    temperature: Languages are drawn as for training, so that those with little text are heard.
-    num_pairs: How many pairs are drawn; by default as many as there are.
+    temperature: Temperature of language sampling, so that languages with little text count.
+    num_pairs: Number of sampled pairs; by default that of the corpus.
 
     Raises:
-        ConfigError: tokenizers is not installed, there is no text, or `size` is less than what
-            tags and single bytes need.
+        ConfigError: tokenizers is not installed, there is no text, or `size` is too small for
+            tags and single bytes.
     """
     languages = sorted(part)
     counts = torch.tensor([len(part[language]) for language in languages], dtype=torch.int64)
@@ -202,10 +184,10 @@ def train_vocabulary(
 
 
 def train_text_vocabulary(text: str, size: int) -> Vocabulary:
-    """Make a vocabulary of at most `size` tokens from one text, without language tags.
+    """Train a vocabulary of at most `size` tokens on one text, without language tags.
 
     Raises:
-        ConfigError: tokenizers is not installed, or `size` is less than what single bytes need.
+        ConfigError: tokenizers is not installed, or `size` is too small for single bytes.
     """
     return _train(text.splitlines(keepends=True), size, [], for_translation=False)
 
@@ -213,6 +195,7 @@ def train_text_vocabulary(text: str, size: int) -> Vocabulary:
 def _train(
     texts: Iterable[str], size: int, languages: Sequence[str], *, for_translation: bool
 ) -> Vocabulary:
+    # Tags and single bytes always have a token.
     library = _library()
     special = [*SPECIAL_TOKENS, *(f"<{language}>" for language in languages)]
     if size < len(special) + _NUM_BYTES:
@@ -221,6 +204,7 @@ def _train(
             f"{len(SPECIAL_TOKENS)} special tokens and {_NUM_BYTES} bytes need "
             f"{len(special) + _NUM_BYTES}; give more"
         )
+    # Byte-pair encoding inside words, numbers and punctuation.
     tokenizer = library.Tokenizer(library.models.BPE(unk_token=SPECIAL_TOKENS[UNK]))
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(
@@ -230,8 +214,13 @@ def _train(
         ]
     )
     tokenizer.decoder = library.decoders.ByteLevel()
+    # Each text to translate starts with a space, which decoding removes.
     if for_translation:
-        _start_as_inside(tokenizer, library)
+        normalizers, decoders = library.normalizers, library.decoders
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.NFC(), normalizers.Strip(), normalizers.Prepend(" ")]
+        )
+        tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     trainer = library.trainers.BpeTrainer(
         vocab_size=size,
         min_frequency=_FEWEST_TIMES,
@@ -243,14 +232,5 @@ def _train(
     return Vocabulary(tokenizer)
 
 
-def _start_as_inside(tokenizer: Any, library: Any) -> None:
-    """Let each text start with a space, and take it off again."""
-    normalizers, decoders = library.normalizers, library.decoders
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Strip(), normalizers.Prepend(" ")]
-    )
-    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-
-
 def _library() -> Any:
-    return optional_library("tokenizers", "a vocabulary of subwords")
+    return optional_library("tokenizers", "a vocabulary of subwords needs", "translation")

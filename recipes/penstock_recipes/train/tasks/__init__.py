@@ -7,10 +7,10 @@ from .task import Task
 
 
 def build_task(recipe: Recipe) -> Task:
-    """Read the data that a recipe names.
+    """Read the data of a recipe.
 
     Raises:
-        ConfigError: they are not there, or the model is not made for them.
+        ConfigError: the data are not there, or the model does not fit them.
     """
     match recipe.data:
         case Text() as section:

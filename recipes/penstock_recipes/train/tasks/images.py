@@ -24,8 +24,10 @@ from .task import Batch, Measure, Part, Share, Task
 
 
 class ImageTask(Task):
-    """Tells the class of each image: the model gives (B, classes), and while it is trained may
-    give a second such output of an auxiliary head beside it.
+    """Predicts the class of each image.
+
+    The model returns (B, classes), and in training perhaps a second such output of an auxiliary
+    head.
     """
 
     def __init__(self, recipe: Recipe, images: ImageSet) -> None:
@@ -51,7 +53,7 @@ class ImageTask(Task):
             )
 
     def _takes_one_sample(self) -> bool:
-        """Whether the model can be trained on one sample: BatchNorm of one value is an error."""
+        """Tell whether the model can train on one sample: BatchNorm refuses a single value."""
         images = self._images
         with torch.device("meta"):
             model, size = make_network(self._recipe, images), images.size
@@ -82,8 +84,8 @@ class ImageTask(Task):
     def batches(self, epoch: int, first: int, share: Share) -> Iterator[Batch]:
         size, seed = self._recipe.batch_size, self._recipe.train.seed
         rest = range(first, self.num_steps(epoch))
-        found = self._images.batches(seed, epoch, first, size, share)
-        for _, (inputs, targets, count) in zip(rest, found, strict=False):
+        batches = self._images.batches(seed, epoch, first, size, share)
+        for _, (inputs, targets, count) in zip(rest, batches, strict=False):
             yield Batch([Part(inputs, targets)], count, is_full=count == size)
 
     def tests(self, samples: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -128,7 +130,7 @@ class ImageTask(Task):
 
 
 def open_images(section: ImageSection) -> ImageSet:
-    """Read the images that a recipe names.
+    """Open the images of a recipe.
 
     Raises:
         ConfigError: they cannot be read.
@@ -155,7 +157,7 @@ def open_images(section: ImageSection) -> ImageSet:
 
 
 def make_network(recipe: Recipe, images: ImageSet) -> nn.Module:
-    """Make the network that a recipe names, for these images."""
+    """Build the recipe's network for these images."""
     sizes = {"in_channels": images.channels, "num_classes": len(images.classes)}
     match recipe.model:
         case Residual() as r:

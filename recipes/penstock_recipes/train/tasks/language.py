@@ -36,10 +36,10 @@ SAMPLE = "sample.txt"
 
 
 class LanguageTask(Task):
-    """Reads a text; a sample is a window of it.  The model gives (B, T, tokens).
+    """Predicts the next token of each window of a text.  The model returns (B, T, tokens).
 
-    With `shapes_only` no text is read: a batch of some text is made, and the vocabulary has the
-    size that the recipe asks for.
+    With `shapes_only` no text is read: one batch of a made-up text and a vocabulary of the right
+    size stand in.
     """
 
     measures = (
@@ -53,7 +53,9 @@ class LanguageTask(Task):
         if section.vocabulary:
             self._vocabulary = Vocabulary.load(Path(section.vocabulary))
         if shapes_only:
-            split = _any_text(recipe.batch_size * section.length + 1)
+            length = recipe.batch_size * section.length + 1
+            text = (string.printable * (length // len(string.printable) + 1))[:length]
+            split = TextSplit(text, text)
             self._vocabulary = ByteVocabulary(self._vocabulary.size)
         else:
             split = load_text(Path(section.path), section.valid_share)
@@ -126,16 +128,16 @@ class LanguageTask(Task):
         return {"valid_perplexity": math.exp(min(loss, 700.0)), "valid_loss": loss}
 
     def finish(self, weights: Weights, folder: Path) -> str:
-        """Let the model go on from the prompt; write that to sample.txt."""
+        """Generate text from the prompt, and write it to sample.txt."""
         if not self._section.sample_length:
             return ""
         model = self.make_model().eval()
         fill(model, weights)
-        written = self._written(model)
-        replace_text(folder / SAMPLE, written + "\n")
-        return f"{folder / SAMPLE} begins:\n\n{written[:1000]}\n"
+        text = self._generate(model)
+        replace_text(folder / SAMPLE, text + "\n")
+        return f"{folder / SAMPLE} begins:\n\n{text[:1000]}\n"
 
-    def _written(self, model: nn.Module) -> str:
+    def _generate(self, model: nn.Module) -> str:
         (ids,) = self._vocabulary.encode([self._prompt])
         generator = keyed_generator(self._recipe.train.seed, "sample")
         with torch.no_grad():
@@ -146,26 +148,20 @@ class LanguageTask(Task):
         return self._vocabulary.decode(ids)
 
 
-def _any_text(num_tokens: int) -> TextSplit:
-    """Return so many characters to learn from, and as many to be judged by."""
-    text = (string.printable * (num_tokens // len(string.printable) + 1))[:num_tokens]
-    return TextSplit(text, text)
-
-
 VOCABULARY = "vocabulary.json"
 
 
 def check_vocabulary(vocabulary: Vocabulary, folder: Path) -> None:
-    """See that the weights of the run in `folder` are of this vocabulary.
+    """Refuse the weights of the run in `folder` if it used another vocabulary.
 
     Raises:
-        CheckpointError: they are of another one, or of nobody knows which.
+        CheckpointError: it used another vocabulary, or saved none.
     """
-    kept = folder / VOCABULARY
-    if not kept.is_file():
+    path = folder / VOCABULARY
+    if not path.is_file():
         raise CheckpointError(
-            f"{kept} is not there, so that nobody knows what the weights' tokens mean; put the "
+            f"{path} is not there, so that nobody knows what the weights' tokens mean; put the "
             "vocabulary of that run beside its checkpoints"
         )
-    other = Vocabulary.load(kept)
+    other = Vocabulary.load(path)
     vocabulary.check_fits(size=other.size, digest=other.digest)

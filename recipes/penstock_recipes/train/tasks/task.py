@@ -1,4 +1,4 @@
-"""What a run is about: samples in order, a model, a loss, and how the model is judged."""
+"""The interface of a task: samples in order, a model, a loss, and scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from penstock_recipes.train.weights import Weights
 DIGEST = "data.digest"
 
 Share = Callable[[int], slice]
-"""Which of so many samples are this replica's."""
+"""Number of samples -> the slice of them that this replica takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Inputs and targets of one call of `train_step`, of this replica.
+    """This replica's inputs and targets of one call of `train_step`.
 
-    `share` is what the part's loss counts in the mini-batch's; those of all parts sum to 1.
+    `share` is the weight of its loss in the mini-batch; the shares of all parts sum to 1.
     """
 
     inputs: Any
@@ -34,9 +34,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A mini-batch, in one part or several whose gradients add up.
+    """A mini-batch of one or more parts, whose gradients add up.
 
-    `count` is how many samples, or words, it has on all replicas together.
+    `count` is its number of samples, or words, on all replicas together.
     """
 
     parts: Sequence[Part]
@@ -46,47 +46,47 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A figure by which a model is judged: its name in files, its name in tables, and its form."""
+    """A score of a model: its name in files, its title in tables, and its text form."""
 
     name: str
     title: str
     text: Callable[[float], str] = percent_text
 
     def shown(self, scores: Mapping[str, float]) -> str:
-        """Return its text of these figures."""
+        """Return the score as text; "-" if it is absent."""
         return self.text(scores[self.name]) if self.name in scores else "-"
 
 
 class Task(ABC):
-    """What a run is about.
+    """Data, model, loss and scores of a run.
 
-    All that it gives is a function of the recipe and of (epoch, number of the batch), so that a
-    run that is resumed there goes on bit by bit.
+    Every result is a function of the recipe and of (epoch, number of the batch), so that a
+    resumed run keeps its bits.
     """
 
     unit = "samples"
-    """What `Batch.count` counts."""
+    """The unit of `Batch.count`."""
     measures: tuple[Measure, ...]
-    """What `scores` gives; the first is the one that counts."""
+    """The measures of `scores`; the first is the main one."""
     num_test: int
-    """Samples to be judged by."""
+    """Number of held-out samples."""
     reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN
-    """How `loss` reduces: see `Pipeline`."""
+    """The reduction of `loss`: see `Pipeline`."""
 
     def check(self, num_replicas: int) -> None:  # noqa: B027 - few need it
-        """See that so many replicas find samples in every mini-batch.
+        """Check that every mini-batch has a sample for each replica.
 
         Raises:
-            RecipeError: they do not.
+            RecipeError: one has too few.
         """
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """Make the model; its weights are drawn from torch's generator."""
+        """Build the model; its weights are drawn from torch's default generator."""
 
     @abstractmethod
     def example(self, num_samples: int) -> Any:
-        """Return inputs of so many training samples, or of all if there are fewer."""
+        """Return the inputs of `num_samples` training samples, or of all if there are fewer."""
 
     @abstractmethod
     def loss(self, outputs: Any, targets: Any) -> Tensor:
@@ -102,38 +102,38 @@ class Task(ABC):
 
     @abstractmethod
     def tests(self, samples: Sequence[int]) -> Iterator[tuple[Any, Any]]:
-        """Yield inputs and targets of these of the `num_test` samples, in order, a few at once."""
+        """Yield inputs and targets of these held-out samples, in order, a few at a time."""
 
     @abstractmethod
     def tally(self, outputs: Any, targets: Any) -> Tensor:
-        """Return what is to be summed up of each sample: float64, (B, counts)."""
+        """Return the counts of each sample that `scores` needs: float64, (B, counts)."""
 
     @abstractmethod
     def scores(self, totals: Sequence[float]) -> Mapping[str, float]:
-        """Make the figures of `measures` of the sums over all samples to be judged by."""
+        """Compute the scores from the sums of `tally` over all held-out samples."""
 
     def begin_step(self, model: nn.Module, progress: float) -> None:  # noqa: B027 - few need it
         """Prepare the model for a step; `progress` goes from 0 to 1 over the run."""
 
     def remarks(self) -> Iterator[str]:
-        """Say what is to be known of the data before a run begins."""
+        """Yield lines about the data, shown before a run begins."""
         return iter(())
 
     @property
     def skipped(self) -> Sequence[str]:
-        """Name what could not be read of the data so far, and was skipped."""
+        """The names of the unreadable samples so far."""
         return ()
 
     @property
     @abstractmethod
     def data_digest(self) -> str:
-        """Tell data apart, so that a run goes on with those that it began with."""
+        """A digest of the data, so that a run resumes with the same data."""
 
     def begin(self, folder: Path) -> None:
-        """Keep what belongs to a run beside it, whenever it begins or goes on.
+        """Write the digest of the data to the run folder, or compare it on resume.
 
         Raises:
-            ConfigError: what is kept there is of other data.
+            ConfigError: the run began with other data.
         """
         digest, path = self.data_digest, folder / DIGEST
         if not path.is_file():
@@ -145,22 +145,20 @@ class Task(ABC):
             )
 
     def is_made(self, folder: Path) -> bool:
-        """Whether what is made of a finished run is there."""
+        """Tell whether the results of the finished run are there."""
         return True
 
     def check_start(self, folder: Path) -> None:  # noqa: B027 - few need it
-        """See that weights of the run in `folder` mean the same in this one.
+        """Check that this run can start from weights of the run in `folder`.
 
         Raises:
-            CheckpointError: they do not.
+            CheckpointError: it cannot.
         """
 
     def finish(self, weights: Weights, folder: Path) -> str:
-        """Make what is made of a finished run of its weights, and write it to its folder.
-
-        The weights are read as they are asked for.
+        """Write the results of a finished run to its folder; the weights are read lazily.
 
         Returns:
-            What is to be shown.
+            A text to show.
         """
         return ""

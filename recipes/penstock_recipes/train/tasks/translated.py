@@ -1,4 +1,4 @@
-"""What a translation model is judged by at the end: translations of the texts held out for it."""
+"""Translate the test texts with a trained model, and score the translations."""
 
 import csv
 import json
@@ -13,7 +13,6 @@ from penstock_recipes.data.text import (
     PAD,
     EncodedPairs,
     ParallelCorpus,
-    Scores,
     TextPairs,
     TextPart,
     Vocabulary,
@@ -23,24 +22,15 @@ from penstock_recipes.data.text import (
     parts_by_length,
     score_translations,
 )
-from penstock_recipes.data.text.vocabulary import optional_library
 from penstock_recipes.train.run_files import replace_text
 from penstock_recipes.zoo import beam_search
 from penstock_recipes.zoo.translation.model import TranslationTransformer
 
 SCORES = "scores.json"
 _TOKENS_AT_ONCE = 2048
-"""Of sources, padding included; a beam search holds `beam` times as many."""
+"""Source tokens of a batch, padding included; a beam search holds `beam` times as many."""
 Translations = Mapping[str, Sequence[str]]
-
-
-def require_metrics() -> None:
-    """Refuse to begin what could not be judged.
-
-    Raises:
-        ConfigError: sacrebleu is not installed.
-    """
-    optional_library("sacrebleu", "scores of translations (BLEU and chrF)")
+"""Translations by source language."""
 
 
 def translate(
@@ -51,8 +41,8 @@ def translate(
     beam: int,
     length_penalty: float,
 ) -> dict[str, list[str]]:
-    """Translate all sources; give the translations by language, in the order of the pairs."""
-    found = [""] * len(encoded)
+    """Return the translations of all sources by language, in the order of the pairs."""
+    translations = [""] * len(encoded)
     longest = max(_TOKENS_AT_ONCE, int(encoded.lengths_N2.max()))
     for samples in parts_by_length(encoded.lengths_N2, longest):
         batch = collate(encoded, samples)
@@ -67,17 +57,17 @@ def translate(
             pad=PAD,
         ).best_BT
         for sample, row in zip(samples.tolist(), words_BT.tolist(), strict=True):
-            found[sample] = vocabulary.decode(word for word in row if word != PAD)
-    return encoded.by_language(found)
+            translations[sample] = vocabulary.decode(word for word in row if word != PAD)
+    return encoded.by_language(translations)
 
 
 def judge(
     translations: Translations, encoded: EncodedPairs, corpus: ParallelCorpus, folder: Path
 ) -> str:
-    """Compare translations with the texts held out, and with copying; write all of it.
+    """Score the translations, and plain copies of the sources; write scores and texts.
 
     Returns:
-        The means, and where the rest is.
+        The mean scores, and the names of the files.
     """
     part = kept(encoded, corpus.test)
     systems = {
@@ -94,13 +84,17 @@ def judge(
     ]
     replace_text(folder / "translations.tsv", "\n".join(lines) + "\n")
     replace_text(folder / "scores.txt", table + "\n")
-    replace_text(folder / SCORES, json.dumps(_as_json(systems), indent=1) + "\n")
+    by_language = {
+        name: {language: asdict(score) for language, score in scores.by_language.items()}
+        for name, scores in systems.items()
+    }
+    replace_text(folder / SCORES, json.dumps(by_language, indent=1) + "\n")
     ends = [line for n, line in enumerate(table.splitlines()) if n == 0 or line[:4] == "mean"]
     return "\n".join([*ends, f"by language: {folder / 'scores.txt'}; texts in translations.tsv"])
 
 
 def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:
-    """Return the pairs that were not left out as too long, as texts."""
+    """Return the texts of the encoded pairs, without those that were too long."""
     positions = encoded.by_language(encoded.positions_N.tolist())
     return {
         language: TextPairs.of(
@@ -111,14 +105,7 @@ def kept(encoded: EncodedPairs, part: TextPart) -> dict[str, TextPairs]:
 
 
 def _quoted(*columns: str) -> str:
-    """Return a row as the csv module reads it with the dialect excel-tab, without its end."""
+    """Return a row in the csv dialect excel-tab, without its line end."""
     row = StringIO(newline="")
     csv.writer(row, "excel-tab").writerow(columns)  # quotes "\r" too, since a row ends with it
     return row.getvalue().removesuffix("\r\n")
-
-
-def _as_json(systems: Mapping[str, Scores]) -> dict[str, object]:
-    return {
-        name: {language: asdict(score) for language, score in scores.by_language.items()}
-        for name, scores in systems.items()
-    }

@@ -25,6 +25,7 @@ from penstock_recipes.data.text import (
     load_parallel,
     train_vocabulary,
 )
+from penstock_recipes.data.text.scores import sacrebleu
 from penstock_recipes.errors import RecipeError
 from penstock_recipes.recipe.data_sections import Names, ParallelText, TranslatedSection
 from penstock_recipes.recipe.model_sections import TranslationTransformer
@@ -35,16 +36,17 @@ from penstock_recipes.zoo.translation.model import TranslationTransformer as Tra
 
 from .language import VOCABULARY, check_vocabulary
 from .task import Batch, Measure, Part, Share, Task
-from .translated import SCORES, judge, require_metrics, translate
+from .translated import SCORES, judge, translate
 
 _ROWS_AT_ONCE = 64
+"""Held-out samples of a batch."""
 
 
 class TranslationTask(Task):
-    """Reads parallel text; a sample is a text with its translation.
+    """Translates; a sample is a text with its translation.
 
-    The model gets (source, target so far) and gives (B, T, words).  Losses are means over real
-    words, so that padding counts nothing, in a part, a step or over replicas.
+    The model maps (source, target so far) to (B, T, words).  Losses are means over real words, so
+    that padding does not count in a part, in a step or over replicas.
     """
 
     unit = "words"
@@ -57,7 +59,7 @@ class TranslationTask(Task):
         self._train = self._encoded(self._corpus.train, "train")
         self._valid = self._encoded(self._corpus.valid, "valid")
         self._test = self._encoded(self._corpus.test, "test")
-        require_metrics()
+        sacrebleu()  # refuse a run that could not be scored at its end
         self.num_test = len(self._valid)
         self._plan = BatchPlan(
             tokens_per_step=section.tokens_per_step,
@@ -113,7 +115,7 @@ class TranslationTask(Task):
         return corpus_digest(self._corpus)
 
     def begin(self, folder: Path) -> None:
-        """Keep the vocabulary beside the run; one that goes on must have the same."""
+        """Write the vocabulary to the run folder; a resumed run must have the same."""
         super().begin(folder)
         self._vocabulary.save(folder / VOCABULARY)
 
@@ -146,7 +148,7 @@ class TranslationTask(Task):
 
     @staticmethod
     def reduction(targets: Tensor) -> Tensor:
-        """Count the real words of a micro-batch, which its loss is the mean over."""
+        """Count the real words of a micro-batch, the denominator of its mean loss."""
         return (targets != PAD).sum()
 
     def num_steps(self, epoch: int) -> int:
@@ -165,15 +167,20 @@ class TranslationTask(Task):
             total = sum(counts)
             yield Batch(
                 [
-                    _part(part, share(len(part.source_BS)), count / total)
+                    Part(
+                        (part.source_BS[rows], part.target_in_BT[rows]),
+                        part.target_out_BT[rows],
+                        count / total,
+                    )
                     for part, count in zip(parts, counts, strict=True)
+                    for rows in [share(len(part.source_BS))]
                 ],
                 total,
                 is_full=len(step) == self._plan.parts_per_step,
             )
 
     def _with_rows(self, batch: TextBatch) -> TextBatch:
-        """Add rows that count nothing where there are fewer than replicas."""
+        """Add rows of padding targets, which do not count, until there is one per replica."""
         missing = self._fewest_rows - len(batch.source_BS)
         if missing <= 0:
             return batch
@@ -213,13 +220,8 @@ class TranslationTask(Task):
         return judge(translations, self._test, self._corpus, folder)
 
 
-def _part(batch: TextBatch, rows: slice, share: float) -> Part:
-    inputs = batch.source_BS[rows], batch.target_in_BT[rows]
-    return Part(inputs, batch.target_out_BT[rows], share)
-
-
 def corpus_digest(corpus: ParallelCorpus) -> str:
-    """Tell corpora apart."""
+    """Return a digest of all texts."""
     digest = hashlib.blake2b(digest_size=32)
     for part in (corpus.train, corpus.valid, corpus.test):
         for language, pairs in part.items():
@@ -230,10 +232,10 @@ def corpus_digest(corpus: ParallelCorpus) -> str:
 
 
 def open_corpus(section: TranslatedSection) -> ParallelCorpus:
-    """Read the text that a recipe names.
+    """Read the parallel text of a recipe.
 
     Raises:
-        ConfigError: it is not there, or cannot be read.
+        ConfigError: the text is not there, or cannot be read.
     """
     match section:
         case ParallelText():

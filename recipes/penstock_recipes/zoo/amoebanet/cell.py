@@ -1,4 +1,4 @@
-"""One cell: it reads the outputs of the two cells before it, and gives one of its own."""
+"""A cell of AmoebaNet, which reads the outputs of the two cells before it."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,12 @@ from .genotype import NUM_INPUTS, CellGenotype, Step
 from .operations import OPERATIONS, FactorizedReduction, Norm, convolution
 
 SIDES = ("left", "right")
+"""The two operations of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """The output of the last cell but one: its channels; whether it is twice as high and wide."""
+    """The output of the last cell but one: its channels, and whether its sides are doubled."""
 
     channels: int
     is_larger: bool
@@ -28,12 +29,12 @@ class Cell(nn.Module):
     (B, P, H', W') and (B, C, H, W) -> (B, width * number of outputs, H / stride, W / stride),
     rounded up.
 
-    State 1 is `previous` brought to the resolution of `current` and to `width` channels: by a
-    factorised reduction, by a 1x1 convolution, or as it is if it fits.  The first cell of a
-    network (`previous` None) takes `current` there, raw; its operations fit the channels.
+    State 1 is `previous`, brought to the resolution of `current` and to `width` channels by a
+    factorised reduction or a 1x1 convolution if needed.  The first cell of a network (`previous`
+    None) takes `current` there unchanged, and its operations adapt the channels.
 
-    A stride holds for operations on states 0 and 1, as all others read what is reduced already.
-    Drop-path comes after every operation but `none`.
+    The stride applies to operations on states 0 and 1; the other states are reduced already.
+    Drop-path follows every operation except `none`.
     """
 
     def __init__(  # noqa: PLR0913 - what a cell is, where it stands, and two choices for all cells
@@ -53,18 +54,18 @@ class Cell(nn.Module):
         self.current = nn.Sequential(*convolution(channels, width, norm))
         self.previous = _adapted(previous, width, norm)
         second = channels if previous is None else width
-        # a dict, as a list would look like a list of layers, which could be taken apart
+        # An nn.ModuleList could be mistaken for a list of layers, and divided into stages.
         self.operations = nn.ModuleDict()
         for number, pair in enumerate(genotype.sums, NUM_INPUTS):
             for side, (name, state) in zip(SIDES, pair, strict=True):
-                given = second if state == 1 else width
+                in_channels = second if state == 1 else width
                 step = stride if state < NUM_INPUTS else 1
-                made = OPERATIONS[name](given, width, step, norm)
-                self.operations[f"state{number}_{side}"] = made
+                operation = OPERATIONS[name](in_channels, width, step, norm)
+                self.operations[f"state{number}_{side}"] = operation
         self.drop_path = DropPath(drop_path)
 
     def forward(self, previous_BCHW: Tensor, current_BCHW: Tensor) -> Tensor:
-        """Compute all states; give those that are outputs, one beside the other."""
+        """Compute all states, and concatenate the outputs."""
         states = [self.current(current_BCHW), self.previous(previous_BCHW)]
         for number, (left, right) in enumerate(self.genotype.sums, NUM_INPUTS):
             first = self._computed(f"state{number}_left", left, states)

@@ -1,4 +1,4 @@
-"""The sizes and choices of an AmoebaNet, checked; and the row of cells that follows from them."""
+"""The checked sizes and options of an AmoebaNet, and the sequence of its cells."""
 
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -7,16 +7,20 @@ from math import ceil
 from penstock.errors import ConfigError
 
 NUM_STACKS = 3
+"""Stacks of normal cells."""
 STEM_SHARES = (4, 2)
-"""The two reduction cells of the stem have so many times fewer channels than the first stack."""
+"""Channels of the first stack over those of the two reduction cells of the stem."""
 LEAST_FILTERS = 16
-"""With a quarter of these, a bottleneck of a quarter of that has one channel."""
-LEAST_SIDE, LEAST_SIDE_SMALL = 32, 4
+"""The first cell has a quarter of these channels, and its bottlenecks a quarter of that: one."""
+LEAST_SIDE = 32
+"""Least pixels a side of an image."""
+LEAST_SIDE_SMALL = 4
+"""Least pixels a side of an image with `small`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlace:
-    """A cell in the row: its channels, and whether it halves the resolution."""
+    """A cell of the sequence: its channels, and whether it halves the resolution."""
 
     width: int
     is_reduction: bool
@@ -24,10 +28,10 @@ class CellPlace:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What `amoebanet_d` and `amoebanet_b` are given.
+    """The arguments of `amoebanet_d` and `amoebanet_b`.
 
     Raises:
-        ConfigError: a size or a share cannot work.
+        ConfigError: a size or a share is out of bounds.
     """
 
     num_layers: int
@@ -38,32 +42,30 @@ class Design:
     in_channels: int = 3
     """3 for colour images, 1 for grey ones."""
     image_size: int = 224
-    """Pixels a side, 32 or more; the auxiliary head is made for it.  Images of another size, or of
-    unequal sides, are fine too, see `AuxiliaryHead`."""
+    """Pixels a side, 32 or more, which decide the shape of the auxiliary head.  Images of another
+    size, or of unequal sides, work too: see `AuxiliaryHead`."""
     dropout: float = 0.5
-    """Chance to drop a feature before the last layer (Real et al.: 0.5)."""
+    """Dropout rate before the last layer (Real et al.: 0.5)."""
     drop_path: float = 0.0
-    """Chance to drop the output of an operation, at the end of training (Real et al.: 0.3, which
-    is a chance of 0.7 to keep it); see `set_drop_path_progress`."""
+    """Drop-path rate of operations at the end of training (Real et al. keep 0.7, a rate of 0.3);
+    see `set_drop_path_progress`."""
     auxiliary: bool = True
-    """Whether there is an auxiliary head."""
+    """Add an auxiliary head."""
     small: bool = False
     """Leave out the stem's reductions, as for CIFAR in Real et al.: its convolution has stride 1
     and D channels, and images have 4 pixels a side or more."""
     norm_momentum: float = 0.1
-    """Weight of the newest batch in the running statistics of BatchNorm.  The TPU library's
-    default, a decay of 0.9997 (here 0.0003), remembers 3,000 steps, too many for short runs; this
-    is its command line's decay of 0.9."""
+    """Weight of the newest batch in the running statistics of BatchNorm: 1 - 0.9, the decay in the
+    TPU code's command line.  Its library's default, a decay of 0.9997, remembers 3,000 steps, too
+    many for short runs."""
     norm_epsilon: float = 1e-5
-    """What BatchNorm adds to the variance; the TPU library has 1e-3 by default, its command line
-    this."""
+    """Epsilon of BatchNorm, from the TPU code's command line; its library has 1e-3."""
 
     def __post_init__(self) -> None:
-        self._check_depth_and_width()
-        self._check_data()
+        self._check_sizes()
         self._check_shares()
 
-    def _check_depth_and_width(self) -> None:
+    def _check_sizes(self) -> None:
         if self.num_layers < NUM_STACKS:
             raise ConfigError(
                 f"num_layers={self.num_layers}: normal cells come in {NUM_STACKS} stacks; give "
@@ -76,8 +78,6 @@ class Design:
                 "and inside it there are a quarter of that; give a multiple of "
                 f"{first_share}, {LEAST_FILTERS} or more"
             )
-
-    def _check_data(self) -> None:
         for name, count in (("num_classes", self.num_classes), ("in_channels", self.in_channels)):
             if count < 1:
                 raise ConfigError(f"{name}={count}: give 1 or more")
@@ -106,7 +106,7 @@ class Design:
 
     @property
     def cells(self) -> tuple[CellPlace, ...]:
-        """The row of cells: those of the stem, then three stacks, twice as wide each time."""
+        """All cells: those of the stem, then three stacks, each twice as wide as the last."""
         return tuple(self._cells())
 
     def _cells(self) -> Iterator[CellPlace]:
@@ -123,13 +123,13 @@ class Design:
 
     @property
     def auxiliary_cell(self) -> int:
-        """The last cell of the second stack, where the auxiliary head sits."""
+        """The number of the last cell of the second stack, which the auxiliary head reads."""
         reductions = [number for number, cell in enumerate(self.cells) if cell.is_reduction]
         return reductions[-1] - 1
 
     @property
     def auxiliary_side(self) -> int:
-        """How many pixels a side that cell gives for images of `image_size`."""
+        """Pixels a side of that cell's output for images of `image_size`."""
         side = self.image_size if self.small else (self.image_size - 3) // 2 + 1
         for cell in self.cells[: self.auxiliary_cell + 1]:
             if cell.is_reduction:

@@ -1,13 +1,13 @@
-"""The cells of AmoebaNet-B and -D as data: which operations, on what, added to what.
+"""The cells of AmoebaNet-B and -D as data: operations and their inputs.
 
-Every cell has seven states.  State 0 is the output of the cell before, brought to the cell's
-width; state 1 that of the cell before it.  States 2 to 6 are sums of two operations on earlier
-states.  A cell's output is some of the states, one beside the other.
+Every cell has seven states.  State 0 is the output of the last cell, brought to the cell's width;
+state 1 is the output of the last cell but one.  States 2 to 6 are sums of two operations on
+earlier states.  A cell's output is the concatenation of some states.
 
-Sources: Real et al. 2019 (arXiv 1802.01548), figures 2 and 6, for the search that found them; the
-tables below follow the public TPU code (tensorflow/tpu, models/official/amoeba_net), which is what
-was trained.  Where the paper's drawings differ, its authors called the drawing of AmoebaNet-A a
-mistake (tensorflow/tpu issue 312); and only the code's tables give the published sizes.
+Real et al. 2019 (arXiv 1802.01548), figures 2 and 6, describe the search that found them.  The
+tables below follow the public TPU code (tensorflow/tpu, models/official/amoeba_net), which trained
+the networks.  The paper's drawings differ in places; its authors called the drawing of AmoebaNet-A
+a mistake (tensorflow/tpu issue 312), and only the code's tables give the published sizes.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Step(NamedTuple):
 
 
 NUM_INPUTS = 2
-"""States that a cell starts with."""
+"""Number of states that are inputs of the cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellGenotype:
-    """What a cell computes: pairs of operations whose sums are states 2, 3, ...; its outputs."""
+    """A cell: pairs of operations, whose sums are states 2, 3, ...; and its outputs."""
 
     sums: tuple[tuple[Step, Step], ...]
     outputs: tuple[int, ...]
@@ -84,7 +84,7 @@ AMOEBANET_B = Genotype(
         sums=(
             (Step("max_pool_2x2", 0), Step("max_pool_3x3", 0)),
             (Step("none", 2), Step("conv_3x3", 1)),
-            # "dilated by 2" by its name in the TPU code, which then leaves the dilation out
+            # The TPU code's name says "dilated by 2", but it has no dilation.
             (Step("separable_5x5_twice", 2), Step("max_pool_3x3", 2)),
             (Step("none", 3), Step("separable_3x3_twice", 1)),
             (Step("avg_pool_3x3", 4), Step("conv_1x1", 3)),

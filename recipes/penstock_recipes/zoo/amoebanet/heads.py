@@ -1,4 +1,4 @@
-"""What comes before the cells, and what comes after them."""
+"""The stem before the cells, and the heads after them."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,8 +9,11 @@ from .operations import Conv2d, Norm, SameConv2d
 
 STEM_CHANNELS = 32
 AUXILIARY_CHANNELS = (51, 307)
-"""int(128 s) and int(768 s), where the TPU code has s = 0.4."""
-POOL_WINDOW, POOL_STRIDE = 5, 3
+"""Channels of its two convolutions: int(128 s) and int(768 s) with the TPU code's s = 0.4."""
+POOL_WINDOW = 5
+"""Pixels a side of the auxiliary head's pooling window."""
+POOL_STRIDE = 3
+"""Stride of that pooling, in pixels."""
 
 
 class Stem(nn.Module):
@@ -30,7 +33,7 @@ class Stem(nn.Module):
         self.norm = norm(self.conv.out_channels)
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        """Compute the first features."""
+        """Compute the features of the image."""
         result: Tensor = self.norm(self.conv(image_BCHW))
         return result
 
@@ -54,13 +57,13 @@ class AuxiliaryHead(nn.Module):
     """A small classifier in the middle of the network: (B, C, H, W) -> (B, classes).
 
     ReLU; mean pooling of 5x5 pixels with stride 3; a 1x1 convolution to 51 channels; a
-    convolution to 307 channels whose window is all that is left; a linear layer.  BatchNorm and
-    ReLU follow each convolution.
+    convolution to 307 channels over the whole map; a linear layer.  BatchNorm and ReLU follow each
+    convolution.
 
-    That window, and so the number of parameters, depends on `side`, the pixels a side that are
-    expected.  A map of another size, or one of less than 5 pixels a side, is pooled adaptively
-    instead: to as many pixels as the convolution takes, which is one for the small maps.  The
-    public code has no such case; with it, weights of one image size serve another.
+    The window of the last convolution, and so the number of parameters, depends on `side`, the
+    expected pixels a side.  A map of another size, or below 5 pixels a side, is pooled adaptively
+    to the size of that window.  The public code does not do so; it lets the weights of one image
+    size serve another.
     """
 
     def __init__(self, channels: int, side: int, num_classes: int, norm: Norm) -> None:
@@ -78,7 +81,7 @@ class AuxiliaryHead(nn.Module):
         """Compute the auxiliary logits.
 
         Raises:
-            ConfigError: in training there is one sample only, which BatchNorm would make zero.
+            ConfigError: in training there is one sample only, without a variance for BatchNorm.
         """
         if self.training and len(x_BCHW) == 1:
             raise ConfigError(

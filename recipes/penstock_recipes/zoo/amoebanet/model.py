@@ -1,4 +1,4 @@
-"""AmoebaNet: stem, a row of cells each of which reads two others, head and auxiliary head."""
+"""AmoebaNet: a stem, cells that read the two cells before them, a head and an auxiliary head."""
 
 from functools import partial
 from typing import Any
@@ -13,16 +13,14 @@ from .operations import Norm
 
 
 class AmoebaNet(nn.Module):
-    """The network of a genotype; `amoebanet_b` and `amoebanet_d` make it.
+    """The network of a genotype; `amoebanet_b` and `amoebanet_d` build it.
 
         image -> stem -> cell 0 -> cell 1 -> ... -> cell n -> ... -> last cell -> head
                     \\________________/  each cell also reads      \\-> auxiliary head
                                         the one before the last
 
-    (B, in_channels, H, W) -> (B, classes) in evaluation; in training two of these, the second
-    one from the auxiliary head, if the model has one.
-
-    The last layers, which depend on the number of classes, are `head.linear` and
+    (B, in_channels, H, W) -> (B, classes); in training also (B, classes) from the auxiliary head,
+    if there is one.  The layers that depend on the number of classes are `head.linear` and
     `auxiliary_head.linear`.
     """
 
@@ -35,17 +33,17 @@ class AmoebaNet(nn.Module):
         self.stem = Stem(design.in_channels, small_channels, norm)
         channels = self.stem.conv.out_channels
         self.cells = nn.ModuleList(_cells(genotype, design, channels, norm))
-        made = [cell for cell in self.cells if isinstance(cell, Cell)]
+        cells = [cell for cell in self.cells if isinstance(cell, Cell)]
         self.auxiliary_cell = design.auxiliary_cell
         self.auxiliary_head: AuxiliaryHead | None = None
         if design.auxiliary:
             self.auxiliary_head = AuxiliaryHead(
-                made[design.auxiliary_cell].channels,
+                cells[design.auxiliary_cell].channels,
                 design.auxiliary_side,
                 design.num_classes,
                 norm,
             )
-        self.head = Head(made[-1].channels, design.num_classes, design.dropout)
+        self.head = Head(cells[-1].channels, design.num_classes, design.dropout)
 
     def forward(self, image_BCHW: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the logits; in training also those of the auxiliary head."""
@@ -99,14 +97,14 @@ def amoebanet_d(num_layers: int = 18, num_filters: int = 208, **choices: Any) ->
         num_filters: D, the width of the first stack: a multiple of 4, 16 or more.
         choices: the other fields of `Design`, such as num_classes=1000 and image_size=224.
 
-    With images of 32 pixels the last stack has one pixel, and the auxiliary head always ends so:
-    in training, a micro-batch then needs two samples for BatchNorm to have a variance.
+    The last stack has one pixel for images of 32 pixels, and so has the end of the auxiliary head
+    for all images.  BatchNorm then needs micro-batches of two samples or more in training.
 
-    Linear layers start as torch's do: a variance by fan-out, which the TPU code has there too,
-    gives large logits where classes are few.
+    Linear layers are initialised as torch's.  The TPU code uses a variance by fan-out, which gives
+    large logits for few classes.
 
     Raises:
-        ConfigError: a size or a share cannot work.
+        ConfigError: a size or a share is out of bounds.
     """
     return AmoebaNet(AMOEBANET_D, Design(num_layers, num_filters, **choices))
 
@@ -114,13 +112,13 @@ def amoebanet_d(num_layers: int = 18, num_filters: int = 208, **choices: Any) ->
 def amoebanet_b(num_layers: int = 18, num_filters: int = 512, **choices: Any) -> AmoebaNet:
     """Build AmoebaNet-B (L, D), the paper's model for accuracy: (18, 512) at 480 pixels.
 
-    That one has 557 M parameters, and 84.4 % top-1 accuracy on ImageNet (section 4).  Its cells
-    have separable convolutions in place of the bottlenecks of AmoebaNet-D, and the output of a
-    reduction cell has 2 times its width.  All else is as in `amoebanet_d`, arguments too, but for
-    image_size, which is 480 where it is not given.
+    It has 557 M parameters, and 84.4 % top-1 accuracy on ImageNet (section 4).  Its cells have
+    separable convolutions instead of the bottlenecks of AmoebaNet-D, and the output of a reduction
+    cell has 2 times its width.  The arguments are those of `amoebanet_d`, with a default
+    image_size of 480.
 
     Raises:
-        ConfigError: a size or a share cannot work.
+        ConfigError: a size or a share is out of bounds.
     """
     choices = {"image_size": 480, **choices}
     return AmoebaNet(AMOEBANET_B, Design(num_layers, num_filters, **choices))

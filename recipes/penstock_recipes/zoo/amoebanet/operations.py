@@ -1,9 +1,8 @@
 """The operations of AmoebaNet's cells, by name (TPU code, network_utils.py).
 
-Each is made for a number of channels in and out and a stride, and halves the resolution if that is
-2.  Convolutions come as ReLU, convolution, BatchNorm.  All use TensorFlow's SAME padding, by which
-a side of n pixels becomes ceil(n / stride), with the odd pixel of padding at the end; so also a
-side of one pixel works.
+Each has input channels, output channels and a stride of 1 or 2.  A convolution comes with ReLU
+before and BatchNorm after it.  All use TensorFlow's SAME padding: a side of n pixels becomes
+ceil(n / stride), with the odd pixel of padding at the end.
 """
 
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Norm = Callable[[int], nn.BatchNorm2d]
-"""Makes a BatchNorm for so many channels."""
+"""Number of channels -> BatchNorm."""
 Size = tuple[int, int]
 """Rows and columns."""
 BOTTLENECK = 4
-"""A bottleneck has so many times fewer channels than its operation."""
+"""Channels of an operation over those of its bottleneck."""
 
 
 def same_padding(size: int, window: int, stride: int) -> tuple[int, int]:
@@ -29,17 +28,17 @@ def same_padding(size: int, window: int, stride: int) -> tuple[int, int]:
 
 
 def _padding(x_BCHW: Tensor, window: Size, stride: Size) -> tuple[Size, Size]:
-    """Return the padding before both sides, and how much more there is after them."""
+    """Return the padding before both sides, and the extra padding after them."""
     pairs = [same_padding(*side) for side in zip(x_BCHW.shape[2:], window, stride, strict=True)]
     (top, bottom), (left, right) = pairs
     return (top, left), (bottom - top, right - left)
 
 
 class Conv2d(nn.Conv2d):
-    """A convolution without padding, and without bias: a BatchNorm always follows.
+    """A convolution without padding and without bias, as a BatchNorm follows.
 
-    Weights are normal with variance 2 / fan-out, as in the TPU code; the fan-out of a depthwise
-    convolution is its window alone.
+    Weights are normal with variance 2 / fan-out, as in the TPU code.  The fan-out of a depthwise
+    convolution is the size of its window.
     """
 
     def __init__(
@@ -53,13 +52,13 @@ class Conv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, window, stride, groups=groups, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weights."""
+        """Initialise the weights."""
         fan_out = self.out_channels // self.groups * prod(self.kernel_size)
         nn.init.normal_(self.weight, std=sqrt(2 / fan_out))
 
 
 class SameConv2d(Conv2d):
-    """Such a convolution with SAME padding, by zeros."""
+    """A convolution with SAME padding by zeros."""
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Convolve: (B, in, H, W) -> (B, out, ceil(H / stride), ceil(W / stride))."""
@@ -72,10 +71,10 @@ class SameConv2d(Conv2d):
 
 
 class SamePool(nn.Module):
-    """Pooling with SAME padding: the padding is no part of a maximum, nor of a mean.
+    """Pooling with SAME padding, which counts neither in a maximum nor in a mean.
 
-    A window that reaches past the end is cut short there, which is padding without a copy.  Where
-    padding after the end alone is wanted, the stride has to be 2.
+    `ceil_mode` cuts the windows at the end of the map, which replaces padding without a copy.  If
+    only the end needs padding, the stride must be 2.
     """
 
     def __init__(self, window: int, stride: int, *, maximum: bool) -> None:
@@ -92,7 +91,7 @@ class SamePool(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Show what it is."""
+        """Show the kind, the window and the stride."""
         kind = "maximum" if self.maximum else "mean"
         return f"{kind}, window={self.window}, stride={self.stride}"
 
@@ -100,7 +99,7 @@ class SamePool(nn.Module):
 def convolution(
     in_channels: int, out_channels: int, norm: Norm, window: Size = (1, 1), stride: Size = (1, 1)
 ) -> tuple[nn.Module, ...]:
-    """Make ReLU, convolution and BatchNorm."""
+    """Return ReLU, convolution and BatchNorm."""
     conv = SameConv2d(in_channels, out_channels, window, stride)
     return nn.ReLU(), conv, norm(out_channels)
 
@@ -172,13 +171,13 @@ OPERATIONS: dict[str, Callable[[int, int, int, Norm], nn.Module]] = {
     "max_pool_3x3": partial(_pool, window=3, maximum=True),
     "avg_pool_3x3": partial(_pool, window=3, maximum=False),
 }
-"""Name -> what makes the operation from channels in, channels out, stride and BatchNorm.
+"""Name -> function from input channels, output channels, stride and BatchNorm to the operation.
 
-none          the input as it is; a 1x1 convolution where its channels or the stride demand one
+none          the input; a 1x1 convolution if the channels or the stride change
 conv_3x3      a 3x3 convolution at a quarter of the channels, between two 1x1 convolutions
-conv_1x7_7x1  likewise a 1x7 and then a 7x1 convolution
+conv_1x7_7x1  the same with a 1x7 and then a 7x1 convolution
 separable_*   twice a depthwise and a 1x1 convolution, the first with the stride
-*_pool_*      pooling; then a 1x1 convolution and BatchNorm, without ReLU, if channels differ
+*_pool_*      pooling; then a 1x1 convolution and BatchNorm, without ReLU, if the channels change
 """
 
 
@@ -196,7 +195,7 @@ class FactorizedReduction(nn.Module):
         self.norm = norm(out_channels)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Return both, one beside the other, normalised; past the edge there are zeros."""
+        """Concatenate and normalise both convolutions; pixels past the edge are zero."""
         x_BCHW = F.relu(x_BCHW)
         moved_BCHW = F.pad(x_BCHW, (0, 1, 0, 1))[:, :, 1:, 1:]
         both_BCHW = torch.cat([self.here(x_BCHW), self.beside(moved_BCHW)], dim=1)

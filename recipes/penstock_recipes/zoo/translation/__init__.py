@@ -1,1 +1,1 @@
-"""Translation: the model, its loss, and the search for the best sentence."""
+"""Translation: the model, its loss and beam search."""

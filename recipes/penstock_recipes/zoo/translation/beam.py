@@ -1,6 +1,6 @@
-"""Beam search: the best translations of many sentences at once.
+"""Beam search for the best translations of a batch of sentences.
 
-Shapes: B sentences, R of them still searched, K beams of each, V words; N = R * K rows, the beams
+Shapes: B sentences, R of them unfinished, K beams of each, V words; N = R * K rows, with the beams
 of a sentence next to each other.
 """
 
@@ -20,14 +20,14 @@ from penstock_recipes.zoo.words import check_length
 from .model import DecodingState, TranslationTransformer
 
 Forward = Callable[[Tensor, Tensor], Tensor]
-"""(source (B, S), target (B, T)) -> logits (B, T, V), as a model's own forward."""
+"""(source (B, S), target (B, T)) -> logits (B, T, V), such as a model's forward."""
 
 
 class Decoder(Protocol):
-    """Sentences that are being translated, a row for each."""
+    """The state of a search, with a row for each beam."""
 
     def next(self, words_N: Tensor) -> tuple[Tensor, Self]:
-        """Take one more word for each row; give the logits (N, V) of what follows."""
+        """Append a word to each row; return the logits (N, V) of the next word."""
 
     def rows(self, rows_N: Tensor) -> Self:
         """Return row rows_N[n] as row n, for each n."""
@@ -35,37 +35,37 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caching:
-    """Decodes with what the model keeps: each word is computed once, the source as well."""
+    """Decodes with cached keys and values: each word is computed once, and so is the source."""
 
     model: TranslationTransformer
     state: DecodingState
 
     def next(self, words_N: Tensor) -> tuple[Tensor, "Caching"]:
-        """Take one more word for each row."""
+        """Append a word to each row."""
         logits_NV, state = self.model.next_word(words_N, self.state)
         return logits_NV, Caching(self.model, state)
 
     def rows(self, rows_N: Tensor) -> "Caching":
-        """Return other rows."""
+        """Select rows."""
         return Caching(self.model, self.state.rows(rows_N))
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputing:
-    """Decodes with nothing but a forward, which sees source and target anew for each word."""
+    """Decodes with a plain forward, which recomputes source and target for each word."""
 
     forward: Forward
     source_NS: Tensor
     target_NT: Tensor
 
     def next(self, words_N: Tensor) -> tuple[Tensor, "Recomputing"]:
-        """Take one more word for each row."""
+        """Append a word to each row."""
         target_NT = torch.cat((self.target_NT, words_N.unsqueeze(1)), dim=1)
         logits_NTV = self.forward(self.source_NS, target_NT)
         return logits_NTV[:, -1], Recomputing(self.forward, self.source_NS, target_NT)
 
     def rows(self, rows_N: Tensor) -> "Recomputing":
-        """Return other rows."""
+        """Select rows."""
         source_NS, target_NT = self.source_NS[rows_N], self.target_NT[rows_N]
         return Recomputing(self.forward, source_NS, target_NT)
 
@@ -74,8 +74,8 @@ class Recomputing:
 class Translations:
     """The best K translations of each sentence, best first.
 
-    Words end before the end of the sentence, and are filled up with pads.  Where fewer than K were
-    found, there are pads only, with a score of -inf.
+    Rows have no end word, and are padded.  If fewer than K were found, the rest is padding with a
+    score of -inf.
     """
 
     words_BKT: Tensor
@@ -89,9 +89,9 @@ class Translations:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A translation that has not ended: the row of its state, its words, its log-probability.
+    """An unfinished translation: the row of its state, its words, its log-probability.
 
-    A score of -inf is that of a beam which stands for none.
+    A score of -inf marks an empty place.
     """
 
     row: int
@@ -101,7 +101,7 @@ class Beam:
 
 @dataclass(slots=True)
 class Sentence:
-    """What was found for one sentence: (score, words) of what ended, and beams that go on."""
+    """The translations of one sentence: finished ones as (score, words), and unfinished beams."""
 
     ended: list[tuple[float, tuple[int, ...]]]
     beams: list[Beam]
@@ -109,7 +109,7 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How to search."""
+    """The parameters of a search."""
 
     beam: int
     length_penalty: float
@@ -137,23 +137,23 @@ def beam_search(  # noqa: PLR0913 - the front door: each a keyword with a defaul
 ) -> Translations:
     """Search for the most probable translations of `source_BS`; `beam=1` is greedy.
 
-    A `TranslationTransformer` encodes the source once and keeps what it computes.  Anything else
-    that takes (source, target) and gives logits works too, each word at the cost of all before,
-    such as a pipeline: `lambda *batch: pipe.eval_step(batch)`.  A module is in evaluation mode
-    meanwhile.
+    A `TranslationTransformer` encodes the source once and caches keys and values.  Any other
+    function from (source, target) to logits works too, such as a pipeline: `lambda *batch:
+    pipe.eval_step(batch)`.  It recomputes all words for each new one.  A module is in evaluation
+    mode meanwhile.
 
-    In each step, the `beam` best continuations of a sentence's beams are those that count.  Where
-    one of these ends the sentence, it is set aside; the best `beam` of the others go on.  A
-    sentence is done as soon as `beam` translations have ended.  After `max_length` words, the end
-    included, whatever goes on is ended.  `bos` and `pad` are never said.
+    Each step looks at the `beam` best continuations of a sentence's beams.  Those that end the
+    sentence are finished; the best `beam` unfinished ones continue.  A sentence is done when
+    `beam` translations are finished.  After `max_length` words, the end included, every beam is
+    ended.  `bos` and `pad` are never produced.
 
-    Translations are ranked by log-probability / ((5 + length) / 6) ** length_penalty, where the
-    length counts the end.  0.6 is that of Vaswani et al. 2017 (GPipe's paper does not say); 0
+    Translations are ranked by log-probability / ((5 + length) / 6) ** length_penalty; the length
+    includes the end.  The default 0.6 is from Vaswani et al. 2017, as GPipe's paper gives none; 0
     compares probabilities, which favours short sentences.  There is no coverage penalty.
 
     Raises:
         ConfigError: `beam` or `max_length` is below 1, the penalty is negative, two of `bos`,
-            `eos` and `pad` are one word, or the model takes fewer than `max_length` words.
+            `eos` and `pad` are equal, or the model takes fewer than `max_length` words.
     """
     rules = Rules(
         beam=beam, length_penalty=length_penalty, max_length=max_length, bos=bos, eos=eos, pad=pad
@@ -161,13 +161,13 @@ def beam_search(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     _check(rules)
     with torch.no_grad(), evaluating(model):
         decoder = _start(model, source_BS, max_length)
-        found = _search(decoder, rules, source_BS)
-    return _as_tensors(found, rules, source_BS.device)
+        sentences = _search(decoder, rules, source_BS)
+    return _as_tensors(sentences, rules, source_BS.device)
 
 
 @contextmanager
 def evaluating(model: object) -> Iterator[None]:
-    """Have a module in evaluation mode; its parts are as they were afterwards."""
+    """Put a module into evaluation mode, and restore the mode of its parts afterwards."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     before = [(module, module.training) for module in modules]
     for module in modules:
@@ -187,32 +187,33 @@ def _start(model: TranslationTransformer | Forward, source_BS: Tensor, max_lengt
 
 
 def _search(decoder: Decoder, rules: Rules, source_BS: Tensor) -> list[Sentence]:
-    every_N = torch.arange(len(source_BS), device=source_BS.device)
-    decoder = decoder.rows(every_N.repeat_interleave(rules.beam))
-    sentences = [_unsaid(number, rules.beam) for number in range(len(source_BS))]
+    # Begin with one beam for each sentence, and empty places for the others.
+    places_B = torch.arange(len(source_BS), device=source_BS.device)
+    decoder = decoder.rows(places_B.repeat_interleave(rules.beam))
+    scores = [0.0, *[-math.inf] * (rules.beam - 1)]
+    sentences = [
+        Sentence([], [Beam(n * rules.beam + k, (), score) for k, score in enumerate(scores)])
+        for n in range(len(source_BS))
+    ]
     words_N = source_BS.new_full((len(sentences) * rules.beam,), rules.bos)
     active = sentences
     for length in range(1, rules.max_length + 1):
+        # Extend the beams by a word, and drop the sentences that are done.
         logits_NV, decoder = decoder.next(words_N)
-        _go_on(active, logits_NV, rules, is_last=length == rules.max_length)
+        _extend(active, logits_NV, rules, is_last=length == rules.max_length)
         active = [sentence for sentence in active if len(sentence.ended) < rules.beam]
         if not active or length == rules.max_length:
             break
+        # Keep the rows of the beams that continue.
         beams = [beam for sentence in active for beam in sentence.beams]
-        decoder = decoder.rows(every_N.new_tensor([beam.row for beam in beams]))
+        decoder = decoder.rows(places_B.new_tensor([beam.row for beam in beams]))
         words_N = source_BS.new_tensor([beam.words[-1] for beam in beams])
     return sentences
 
 
-def _unsaid(number: int, num_beams: int) -> Sentence:
-    """Return a sentence without a word: one beam, and others that stand for none."""
-    scores = [0.0, *[-math.inf] * (num_beams - 1)]
-    rows = range(number * num_beams, (number + 1) * num_beams)
-    return Sentence([], [Beam(row, (), score) for row, score in zip(rows, scores, strict=True)])
-
-
-def _go_on(active: list[Sentence], logits_NV: Tensor, rules: Rules, *, is_last: bool) -> None:
-    """Let each sentence end or go on with its best continuations."""
+def _extend(active: list[Sentence], logits_NV: Tensor, rules: Rules, *, is_last: bool) -> None:
+    """Extend or finish the beams of each sentence by the best continuations."""
+    # Take twice the beams, as all of the best may end the sentence.
     allowed_NV = _allowed(logits_NV, rules, is_last=is_last)
     scores_RK = allowed_NV.new_tensor([[beam.score for beam in s.beams] for s in active])
     totals_RKV = scores_RK.unsqueeze(2) + allowed_NV.unflatten(0, scores_RK.shape)
@@ -234,13 +235,13 @@ def _go_on(active: list[Sentence], logits_NV: Tensor, rules: Rules, *, is_last: 
 
 
 def _allowed(logits_NV: Tensor, rules: Rules, *, is_last: bool) -> Tensor:
-    """Compute log-probabilities; -inf for what must not be said now."""
+    """Compute log-probabilities; -inf for forbidden words."""
     precise = torch.promote_types(logits_NV.dtype, torch.float32)
-    found_NV = logits_NV.to(precise).log_softmax(1)
-    barred_V = torch.full_like(found_NV[0], is_last, dtype=torch.bool)
-    barred_V[[rules.bos, rules.pad]] = True
-    barred_V[rules.eos] = False
-    return found_NV.masked_fill(barred_V, -math.inf)
+    scores_NV = logits_NV.to(precise).log_softmax(1)
+    forbidden_V = torch.full_like(scores_NV[0], is_last, dtype=torch.bool)
+    forbidden_V[[rules.bos, rules.pad]] = True
+    forbidden_V[rules.eos] = False
+    return scores_NV.masked_fill(forbidden_V, -math.inf)
 
 
 def _as_tensors(sentences: list[Sentence], rules: Rules, device: torch.device) -> Translations:

@@ -1,4 +1,4 @@
-"""The blocks of an encoder and of a decoder that looks at what the encoder found.
+"""The blocks of an encoder, and of a decoder that attends to the encoder's output, the memory.
 
 Shapes: B sentences, S words of the source, T words of the target, D channels between blocks,
 H heads, C channels of a head.
@@ -17,7 +17,7 @@ from penstock_recipes.zoo.drawn import Draws
 
 @dataclass(frozen=True, slots=True)
 class BlockDraws:
-    """How the weights of attention and of feed-forward layers are drawn."""
+    """The initialisation of attention and of feed-forward layers."""
 
     attention: Draws
     feed_forward: Draws
@@ -25,7 +25,7 @@ class BlockDraws:
 
 @dataclass(frozen=True, slots=True)
 class BlockCache:
-    """What a decoder block can look at: the words so far, and the memory of the encoder."""
+    """Keys and values of a decoder block: of the words so far, and of the memory."""
 
     keys_BHTC: Tensor
     values_BHTC: Tensor
@@ -33,7 +33,7 @@ class BlockCache:
     memory_values_BHSC: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "BlockCache":
-        """Change all four."""
+        """Apply a function to all four tensors."""
         return BlockCache(
             change(self.keys_BHTC),
             change(self.values_BHTC),
@@ -43,7 +43,7 @@ class BlockCache:
 
 
 class EncoderBlock(nn.Module):
-    """Attention to the whole source and a feed-forward layer, each added to what it reads."""
+    """Attention to the whole source and a feed-forward layer, with skip connections."""
 
     def __init__(self, shape: BlockShape, draws: BlockDraws) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class EncoderBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BSD: Tensor, is_real_B11S: Tensor) -> Tensor:
-        """Compute (B, S, D) for (B, S, D); nobody looks at words that are not real."""
+        """Compute (B, S, D) for (B, S, D); padding is masked."""
         normal_BSD = self.attention_norm(x_BSD)
         x_BSD = x_BSD + self.dropout(self.attention(normal_BSD, normal_BSD, is_real_B11S))
         added_BSD: Tensor = self.dropout(self.feed_forward(self.feed_forward_norm(x_BSD)))
@@ -62,7 +62,7 @@ class EncoderBlock(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Causal attention, attention to the source, and a feed-forward layer, each added."""
+    """Causal attention, attention to the memory and a feed-forward layer, each with a skip."""
 
     def __init__(self, shape: BlockShape, draws: BlockDraws) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x_BTD: Tensor, memory_BSD: Tensor, is_real_B11S: Tensor) -> Tensor:
-        """Compute (B, T, D) for (B, T, D); `memory_BSD` is what the encoder gave."""
+        """Compute (B, T, D) for (B, T, D); `memory_BSD` is the encoder's output."""
         normal_BTD = self.attention_norm(x_BTD)
         x_BTD = x_BTD + self.dropout(self.attention(normal_BTD, normal_BTD, causal=True))
         memory = self.memory_attention.keys_values(memory_BSD)
-        return self._look_at_memory(x_BTD, memory, is_real_B11S)
+        return self._attend_to_memory(x_BTD, memory, is_real_B11S)
 
     def start(self, memory_BSD: Tensor) -> BlockCache:
-        """Return what can be looked at before there is a word."""
+        """Return the cache before the first word."""
         keys, values = self.memory_attention.keys_values(memory_BSD)
         nothing = keys[:, :, :0]
         return BlockCache(nothing, nothing, keys, values)
@@ -90,20 +90,21 @@ class DecoderBlock(nn.Module):
     def next(
         self, x_B1D: Tensor, past: BlockCache, is_real_B11S: Tensor
     ) -> tuple[Tensor, BlockCache]:
-        """Do for one more word what `forward` does for all, and give what the next can look at."""
+        """Compute `forward` for one more word; return the cache for the next one too."""
         normal_B1D = self.attention_norm(x_B1D)
         keys, values = self.attention.keys_values(normal_B1D)
         keys = torch.cat((past.keys_BHTC, keys), dim=2)
         values = torch.cat((past.values_BHTC, values), dim=2)
         x_B1D = x_B1D + self.dropout(self.attention.attend(normal_B1D, keys, values))
         memory = past.memory_keys_BHSC, past.memory_values_BHSC
-        return self._look_at_memory(x_B1D, memory, is_real_B11S), BlockCache(keys, values, *memory)
+        x_B1D = self._attend_to_memory(x_B1D, memory, is_real_B11S)
+        return x_B1D, BlockCache(keys, values, *memory)
 
-    def _look_at_memory(
+    def _attend_to_memory(
         self, x_BTD: Tensor, memory: tuple[Tensor, Tensor], is_real_B11S: Tensor
     ) -> Tensor:
         normal_BTD = self.memory_norm(x_BTD)
-        found_BTD = self.memory_attention.attend(normal_BTD, *memory, is_real_B11S)
-        x_BTD = x_BTD + self.dropout(found_BTD)
+        mixed_BTD = self.memory_attention.attend(normal_BTD, *memory, is_real_B11S)
+        x_BTD = x_BTD + self.dropout(mixed_BTD)
         added_BTD: Tensor = self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
         return x_BTD + added_BTD

@@ -23,7 +23,7 @@ from .blocks import BlockCache, BlockDraws, DecoderBlock, EncoderBlock
 
 
 def shift_right(target_BT: Tensor, bos: int) -> Tensor:
-    """Return what the decoder reads to say `target_BT`: `bos`, then all but the last."""
+    """Return the decoder's input for `target_BT`: `bos`, then all words except the last."""
     first_B1 = target_BT.new_full((len(target_BT), 1), bos)
     return torch.cat((first_B1, target_BT[:, :-1]), dim=1)
 
@@ -31,14 +31,14 @@ def shift_right(target_BT: Tensor, bos: int) -> Tensor:
 def smoothed_cross_entropy(
     logits_BTV: Tensor, target_BT: Tensor, smoothing: float = 0.1, pad: int = 0
 ) -> Tensor:
-    """Compute the mean over real words of the cross entropy with smoothed labels.
+    """Compute the mean cross entropy over real words, with label smoothing.
 
-    A label is the word with a weight of 1 - smoothing, and all words of the vocabulary evenly with
-    the rest (Szegedy et al. 2016; Vaswani et al. 2017, section 5.4).  Words that are `pad` do not
-    count; where none is real, the loss is 0.
+    A label has weight 1 - smoothing on its word and the rest evenly on all words (Szegedy et al.
+    2016; Vaswani et al. 2017, section 5.4).  Padding does not count; without real words the loss
+    is 0.
 
-    As the loss of micro-batches, it goes with a reduction that counts real words:
-    `lambda target: (target != pad).sum()`.
+    As a pipeline's loss it needs a reduction that counts real words: `lambda target: (target !=
+    pad).sum()`.
     """
     total = F.cross_entropy(
         logits_BTV.flatten(0, 1),
@@ -51,19 +51,19 @@ def smoothed_cross_entropy(
 
 
 class Tied(Enum):
-    """Which of the three matrices of (words, width) are one: source, target, softmax."""
+    """The tied matrices among source embedding, target embedding and softmax."""
 
     NOTHING = "nothing"
     """Three matrices."""
     DECODER = "decoder"
-    """Two: the softmax matrix is the embedding of the target."""
+    """Two matrices: the softmax uses the target embedding."""
     ALL = "all"
-    """One (Vaswani et al. 2017, section 3.4); the vocabulary is shared in any case."""
+    """One matrix (Vaswani et al. 2017, section 3.4); the vocabulary is always shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The words of both sides, and how long a sentence may be; `pad` is the word that is none."""
+    """The vocabulary of both sides, the padding word and the maximal length of a sentence."""
 
     num_words: int
     max_length: int
@@ -73,14 +73,14 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class DecodingState:
-    """Where decoding is: how many words there are, and what the next one can look at."""
+    """The state of decoding: the number of words so far, the source mask and the caches."""
 
     length: int
     is_real_B11S: Tensor
     caches: tuple[BlockCache, ...]
 
     def rows(self, rows_N: Tensor) -> "DecodingState":
-        """Return the state of other sentences: row n is what row rows_N[n] was."""
+        """Select rows: row n of the result is row rows_N[n]."""
 
         def pick(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, rows_N)
@@ -90,7 +90,7 @@ class DecodingState:
 
 
 class TranslationTransformer(nn.Module):
-    """An encoder and a decoder; see `translation_transformer`, which makes it."""
+    """An encoder and a decoder; `translation_transformer` builds it."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class TranslationTransformer(nn.Module):
             self.source_embedding.words.weight = self.target_embedding.words.weight
 
     def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
-        """Compute logits (B, T, words), each of the word that follows in the target.
+        """Compute the logits of each next word: (B, T, words).
 
-        What is `pad` in the source is looked at by nobody.  Pads in the target come last, where
-        nothing real looks at them; their logits mean nothing.
+        Padding of the source is masked.  Padding of the target comes last, so that no real word
+        attends to it; its logits mean nothing.
         """
         is_real_B11S = self.is_real(source_BS)
         memory_BSD = self.encode(source_BS, is_real_B11S)
@@ -129,16 +129,15 @@ class TranslationTransformer(nn.Module):
         return self._logits(x_BTD)
 
     def is_real(self, source_BS: Tensor) -> Tensor:
-        """Tell which words are no pads: (B, 1, 1, S).
+        """Compute the mask of real words: (B, 1, 1, S).
 
-        The first word counts as real, so that a row of pads, which fills up a batch, has something
-        to look at and its gradients are numbers.
+        The first word always counts as real, so that attention in a row of padding is finite.
         """
         is_first_S = torch.arange(source_BS.shape[1], device=source_BS.device) == 0
         return (source_BS.ne(self.pad) | is_first_S).unsqueeze(1).unsqueeze(1)
 
     def encode(self, source_BS: Tensor, is_real_B11S: Tensor) -> Tensor:
-        """Compute what the decoder looks at: (B, S, D)."""
+        """Compute the memory, which the decoder attends to: (B, S, D)."""
         x_BSD = self.source_embedding(source_BS)
         for block in self.encoder:
             x_BSD = block(x_BSD, is_real_B11S)
@@ -146,14 +145,14 @@ class TranslationTransformer(nn.Module):
         return memory_BSD
 
     def start_decoding(self, source_BS: Tensor) -> DecodingState:
-        """Encode the source, once for all words that follow."""
+        """Encode the source, and return the state before the first word."""
         is_real_B11S = self.is_real(source_BS)
         memory_BSD = self.encode(source_BS, is_real_B11S)
         caches = tuple(block.start(memory_BSD) for block in self._decoder_blocks())
         return DecodingState(0, is_real_B11S, caches)
 
     def next_word(self, words_B: Tensor, state: DecodingState) -> tuple[Tensor, DecodingState]:
-        """Take one more word of each target; give the logits of what follows, (B, words)."""
+        """Append a word to each target; return the logits of the next word, (B, words)."""
         x_B1D = self.target_embedding(words_B.unsqueeze(1), state.length)
         caches = []
         for block, past in zip(self._decoder_blocks(), state.caches, strict=True):
@@ -189,36 +188,40 @@ def translation_transformer(  # noqa: PLR0913 - the front door: each a keyword w
 ) -> TranslationTransformer:
     """Build T(L, H, A) of GPipe (Huang et al. 2019, arXiv 1811.06965v5, section 5).
 
-    L = num_layers encoder and as many decoder layers, feed-forward layers of H = ff_width, A =
-    num_heads.  Call it with a source (B, S) and a target (B, T) that begins with the word for the
-    beginning (see `shift_right`): it gives logits (B, T, num_words).
+    It has L = num_layers encoder layers and L decoder layers, feed-forward layers of H = ff_width,
+    and A = num_heads.  Call it with a source (B, S) and a target (B, T) that starts with the begin
+    word (see `shift_right`): it returns logits (B, T, num_words).
 
-    The paper's models are T(6, 8192, 16) of 400M parameters, T(24, 8192, 16) and T(12, 16384, 32)
-    of 1.3B, T(32, 16384, 32) of 3B and T(64, 16384, 32) of 6B.  (Its text also gives the second
-    one 32 heads, which would not be 1.3B.)
+    The paper's models:
 
-    - Heads have 64 channels whatever their number, so that 32 of them have 2048 inside a width of
-      1024: the text says that attention channels grow with heads, and the counts need it.
+        T(6, 8192, 16)                          400M parameters
+        T(24, 8192, 16), T(12, 16384, 32)       1.3B; its text also gives the first one 32 heads
+        T(32, 16384, 32)                        3B
+        T(64, 16384, 32)                        6B
+
+    - Each head has 64 channels, so that 32 heads have 2048 channels inside a width of 1024.  The
+      text says that attention channels grow with heads, and the counts need it.
     - `tied`: two matrices of 64,000 words fit the counts best (408M, 1.24B, 1.24B, 3.08B, 6.04B).
-      Which two of the three are one is not said; here the softmax has the target's embedding, as
-      both are about the same words (Press and Wolf 2017).  A follow-up with the same data says
-      473M for the smallest, which are three matrices: "nothing".
-    - `depth_scaled`: feed-forward weights start smaller by the factor num_layers ** (-1 / 4), and
-      nothing else does.  The paper says that they are scaled down with depth; this is the rule of
-      lingvo's XavierWithFixupParams, for two matrices in a layer.  Off, they are drawn by
-      Xavier's rule, as the rest.
+      The paper does not name the tied pair.  Here the softmax uses the target embedding, as both
+      are about the same words (Press and Wolf 2017).  A follow-up with the same data counts 473M
+      for the smallest model, which means three matrices: "nothing".
+    - `depth_scaled`: feed-forward weights start smaller by the factor num_layers ** (-1 / 4).  The
+      paper says that they are scaled down with depth; this is the rule of lingvo's
+      XavierWithFixupParams for two matrices in a layer.  Otherwise they start by Xavier's rule,
+      as all other weights.
     - `logit_clip`: in training, logits are clamped to this magnitude, so that predictions do not
-      become too sharp and gradients stay finite.  The paper does not say how much; the default is
-      not to.
-    - Norms stand before the sublayers, and one more after the last block of each side: where norms
-      come after the sums, as in Vaswani et al. 2017, tens of layers hardly train.
-    - Positions are sinusoids, as in the Transformer that the family comes from.  Only memory
-      limits `max_length`; it is there so that a sentence that is too long is told of.
-    - Dropout 0.1, of attention weights, of what sublayers add and of embeddings: the follow-ups'.
+      become too sharp and gradients stay finite.  The paper gives no value; the default is no
+      clamping.
+    - Norms come before the sublayers, with one more after the last block of each side.  With norms
+      after the sums, as in Vaswani et al. 2017, tens of layers hardly train.
+    - Positions are sinusoids, as in the original Transformer.  `max_length` costs no parameters;
+      it refuses sentences that are too long.
+    - The dropout rate of 0.1 for attention weights, outputs of sublayers and embeddings is from
+      the follow-ups.
 
     Raises:
-        ConfigError: a size is below 1, a share or the clip is none, the width is odd, `pad` is no
-            word, or `tied` is unknown.
+        ConfigError: a size is below 1, a share or the clip is out of bounds, the width is odd,
+            `pad` is no word, or `tied` is unknown.
     """
     counts = {"num_layers": num_layers, "ff_width": ff_width, "num_heads": num_heads}
     sizes = {"width": width, "head_width": head_width, "max_length": max_length}
