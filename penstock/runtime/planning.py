@@ -183,7 +183,7 @@ def agree(
     limits = plan.memory_limit_bytes is not None
     if mesh.world_size == 1:
         return plan, 0, balances and (plan.num_stages > 1 or limits)
-        # 1. Refuse processes with different arguments.
+    # 1. Refuse processes with different arguments.
     before = {"number of pipelines made before": len(mesh.world.pipelines)}
     mesh.world.require_same("Pipeline", {**before, **_facts(plan), **alike})
     # 2. Let rank 0 measure the layers, while it still has all of them.
