@@ -124,9 +124,9 @@ def filled(problem: Problem) -> Iterator[Answer]:
 def _policies(problem: Problem) -> Iterator[Policy]:
     """Yield policies by due times: every pace, patience, and set of undivided backwards."""
     p, stages = problem, range(problem.num_stages)
-    forward, of_inputs, of_weights, one = p.times()
+    forward, of_inputs, of_weights, one = p.by_kind(p.time)
     give = list(map(min, of_inputs, one))
-    lag = [p.lag[p.op(FORWARD, s, 0)] for s in stages]
+    lag = p.by_kind(p.lag)[FORWARD]
     # seconds that a micro-batch still needs from the begin of a step on: back, and there and back
     back = list(accumulate(a + b for a, b in zip(give, lag, strict=True)))
     there = [*accumulate(reversed([a + b for a, b in zip(forward, [*lag[1:], 0], strict=True)]))]

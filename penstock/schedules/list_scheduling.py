@@ -122,12 +122,9 @@ class _Run:
         k, m, ranks = p.num_stages, p.num_microbatches, range(len(p.stages))
         self.ahead = policy.ahead or [m] * k
         # [kind][stage]: seconds, and the most that a rank may keep for one to begin
-        self.time, self.room = p.times(), self._room()
+        self.time, self.room = p.by_kind(p.time), self._room()
         # [is a backward][stage]: its recompute, and how long what it needs is on its way
-        self.redo, self.lag = (
-            [[values[p.op(kind, s, 0)] for s in range(k)] for kind in (FORWARD, INPUT)]
-            for values in (p.redo, p.lag)
-        )
+        self.redo, self.lag = p.by_kind(p.redo), p.by_kind(p.lag)
         # [is a backward][stage][micro-batch]: when it or its recompute can begin
         self.ready = [[[inf] * m for _ in range(k)] for _ in (False, True)]
         self.ready[False][0] = [0] * m
@@ -145,8 +142,8 @@ class _Run:
         """Return the most bytes that a rank may keep for each kind to begin, by stage."""
         p, limits = self.p, self.p.limits or [inf] * len(self.p.stages)
         room = [
-            [limits[rank] - p.peak[p.op(kind, s, 0)] for s, rank in enumerate(p.ranks)]
-            for kind in range(4)
+            [limits[rank] - peak for rank, peak in zip(p.ranks, peaks, strict=True)]
+            for peaks in p.by_kind(p.peak)
         ]
         for stage in self.policy.whole:
             room[INPUT][stage] = room[WHOLE][stage]
@@ -233,7 +230,7 @@ class _Run:
         op = self.p.op(kind, stage, microbatch)
         end = now + self.time[kind][stage]
         self.answer[rank].append(op)
-        self.live[rank] += self.p.change[op]
+        self.live[rank] += self.p.change[kind * self.p.num_stages + stage]
         self.free[rank] = end
         heappush(self.calls, (end, rank))
         return end

@@ -7,14 +7,13 @@ KINDS lists the kinds.  An answer is a list of operations for each rank.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import inf, lcm
-from typing import TypeVar
 
 from penstock.errors import ConfigError
 
 from . import ir
-from .costs import Costs, Seconds, per_edge, per_stage
+from .costs import Costs, Number, Seconds, per_edge, per_stage
 from .ir import Schedule
 from .laws import AtMostBytes
 from .memory import Sizes
@@ -28,12 +27,14 @@ KINDS: tuple[Callable[[int, int], ir.Compute], ...] = (
 )
 Answer = list[list[int]]
 """The operations of each rank, in the order in which it runs them."""
-_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Times, operands and bytes of every operation, and the limits of the ranks."""
+    """Operands of every operation, times and bytes of its kind on its stage, limits of ranks.
+
+    Operation x has row x // num_microbatches: kind * num_stages + stage.
+    """
 
     num_stages: int
     num_microbatches: int
@@ -41,21 +42,21 @@ class Problem:
     """The rank of each stage."""
     stages: tuple[tuple[int, ...], ...]
     """The stages of each rank, in order."""
-    time: Sequence[float]
-    """The duration of each operation, with its messages."""
-    redo: Sequence[float]
-    """The duration of the Recompute before an operation; 0 if there is none.  It does not wait for
-    the operand, and is left out right after its Forward."""
     operand: Sequence[int]
-    """The operation whose result this one waits for; -1 for none."""
-    lag: Sequence[float]
-    """The time for which the operand travels."""
+    """By operation: the one whose result it waits for; -1 for none."""
     result: Sequence[int]
-    """The index at which others find the end: for a Backward, the index of its BackwardInput."""
+    """By operation: the index of its end for others; a Backward has that of its BackwardInput."""
+    time: Sequence[float]
+    """By row: the duration of an operation, with its messages."""
+    redo: Sequence[float]
+    """By row: the duration of the Recompute before an operation; 0 if there is none.  It does not
+    wait for the operand, and is left out right after its Forward."""
+    lag: Sequence[float]
+    """By row: the time for which the operand travels."""
     peak: Sequence[int]
-    """Additional bytes that the rank keeps at most while the operation runs."""
+    """By row: additional bytes that the rank keeps at most while an operation runs."""
     change: Sequence[int]
-    """Additional bytes that the rank keeps after the operation."""
+    """By row: additional bytes that the rank keeps after an operation."""
     limits: tuple[int, ...] | None
     """The bytes that each rank may keep."""
 
@@ -68,10 +69,10 @@ class Problem:
         """Return the number of an operation."""
         return (kind * self.num_stages + stage) * self.num_microbatches + microbatch
 
-    def times(self) -> list[list[float]]:
-        """Return the durations of each kind of operation, by stage."""
-        stages = range(self.num_stages)
-        return [[self.time[self.op(kind, s, 0)] for s in stages] for kind in range(4)]
+    def by_kind(self, rows: Sequence[Number]) -> list[Sequence[Number]]:
+        """Divide values by row into those of each kind, by stage."""
+        k = self.num_stages
+        return [rows[kind * k : (kind + 1) * k] for kind in range(4)]
 
 
 def problem_of(
@@ -107,9 +108,6 @@ def problem_of(
         changes.append((stored, part, -kept.weights, -stored))
         peaks.append((stored, max(rebuilt, part), 0, rebuilt))
 
-    def spread(*by_stage: Sequence[_Number]) -> list[_Number]:
-        return [value for values in by_stage for value in values for _ in range(m)]
-
     return Problem(
         num_stages=num_stages,
         num_microbatches=m,
@@ -117,13 +115,13 @@ def problem_of(
         stages=tuple(
             tuple(s for s in range(num_stages) if ranks[s] == r) for r in range(num_ranks)
         ),
-        time=spread(forward, of_inputs, of_weights, whole),
-        redo=spread(nothing, redone, nothing, redone),
+        time=[*forward, *of_inputs, *of_weights, *whole],
+        redo=[*nothing, *redone, *nothing, *redone],
         operand=[*before, *behind, *free, *behind],
-        lag=spread((0, *travel), (*travel, 0), nothing, (*travel, 0)),
+        lag=[0, *travel, *travel, 0, *nothing, *travel, 0],
         result=[*range(3 * size), *range(size, 2 * size)],
-        change=spread(*zip(*changes, strict=True)),
-        peak=spread(*zip(*peaks, strict=True)),
+        change=[*chain.from_iterable(zip(*changes, strict=True))],
+        peak=[*chain.from_iterable(zip(*peaks, strict=True))],
         limits=memory.limits(num_ranks) if memory else None,
     )
 
@@ -140,7 +138,7 @@ def length(problem: Problem, answer: Answer) -> tuple[float, float]:
 
 def run(problem: Problem, answer: Answer) -> tuple[list[float], list[float]] | None:
     """Return the end of each rank, and of each operation by its `result`; None for a deadlock."""
-    p, size = problem, problem.size
+    p, size, m = problem, problem.size, problem.num_microbatches
     time, redo, operand, lag, result = p.time, p.redo, p.operand, p.lag, p.result
     ends: list[float] = [-1] * (3 * size)
     waiting, position = [-1] * (3 * size), [0] * len(answer)
@@ -152,16 +150,16 @@ def run(problem: Problem, answer: Answer) -> tuple[list[float], list[float]] | N
         program, now = answer[rank], free[rank]
         for index in range(position[rank], len(program)):
             op = program[index]
-            need = operand[op]
+            need, row = operand[op], op // m
             if need >= 0 and ends[need] < 0:
                 waiting[need], position[rank], free[rank] = rank, index, now
                 break
             # a recompute runs while the operand is still on its way
-            if redo[op] and program[index - 1] != op % size:
-                now += redo[op]
-            if need >= 0 and ends[need] + lag[op] > now:
-                now = ends[need] + lag[op]
-            now += time[op]
+            if redo[row] and program[index - 1] != op % size:
+                now += redo[row]
+            if need >= 0 and ends[need] + lag[row] > now:
+                now = ends[need] + lag[row]
+            now += time[row]
             done = result[op]
             ends[done] = now
             if waiting[done] >= 0:
@@ -177,9 +175,10 @@ def fits(problem: Problem, rank: int, program: Iterable[int]) -> bool:
         return True
     live, limit, peak, change = 0, problem.limits[rank], problem.peak, problem.change
     for op in program:
-        if live + peak[op] > limit:
+        row = op // problem.num_microbatches
+        if live + peak[row] > limit:
             return False
-        live += change[op]
+        live += change[row]
     return True
 
 
@@ -220,10 +219,10 @@ def joined(problem: Problem, answer: Answer) -> Answer:
         whole, user = op + (WHOLE - INPUT) * size, op - m
         if op // size != INPUT or after != op + size:
             return False
-        if p.time[whole] > p.time[op] + p.time[after]:
+        if p.time[whole // m] > p.time[op // m] + p.time[after // m]:
             return False
-        took = p.time[user + (WHOLE - INPUT) * size if user in wholes else user]
-        return user < size or ends[after] + p.lag[user] + took <= ends[user]
+        took = p.time[(user + (WHOLE - INPUT) * size if user in wholes else user) // m]
+        return user < size or ends[after] + p.lag[user // m] + took <= ends[user]
 
     result: Answer = []
     for program in answer:
@@ -239,12 +238,9 @@ def joined(problem: Problem, answer: Answer) -> Answer:
 def least_bytes(problem: Problem, stages: Sequence[int]) -> int:
     """Return the bytes a rank needs to run one micro-batch through some of its stages and back."""
     live = most = 0
-    for op in (
-        *(problem.op(FORWARD, stage, 0) for stage in stages),
-        *(problem.op(WHOLE, stage, 0) for stage in reversed(stages)),
-    ):
-        most = max(most, live + problem.peak[op])
-        live += problem.change[op]
+    for row in (*stages, *(WHOLE * problem.num_stages + stage for stage in reversed(stages))):
+        most = max(most, live + problem.peak[row])
+        live += problem.change[row]
     return most
 
 
@@ -281,8 +277,8 @@ def check_limits(problem: Problem) -> None:
 def lower_bound(problem: Problem) -> float:
     """Return a time that no answer can beat: the busiest rank's, or that of one micro-batch."""
     p, m = problem, problem.num_microbatches
-    forward, of_inputs, of_weights, whole = p.times()
-    lag = [p.lag[p.op(FORWARD, s, 0)] for s in range(p.num_stages)]
+    forward, of_inputs, of_weights, whole = p.by_kind(p.time)
+    lag = p.by_kind(p.lag)[FORWARD]
     # least seconds until a stage's backward hands on its gradient, and until all of it is done
     give = list(map(min, of_inputs, whole))
     add = [min(i + w, b) for i, w, b in zip(of_inputs, of_weights, whole, strict=True)]
