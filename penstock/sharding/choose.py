@@ -72,7 +72,7 @@ class Problem:
 
     def around(self, nodes: Collection[int]) -> "Problem":
         """Return the part of the costs that depends on the states of some nodes."""
-        near = {pair: own for pair, own in self.pairs.items() if not set(nodes).isdisjoint(pair)}
+        near = {pair: x for pair, x in self.pairs.items() if not set(nodes).isdisjoint(pair)}
         shared = [x for x in self.shared if any(s.node in nodes for s in (x.before, *x.users))]
         return Problem(
             [x if k in nodes else x * 0 for k, x in enumerate(self.costs)], near, shared
@@ -93,10 +93,10 @@ class Problem:
         tables = [*self.costs, *self.pairs.values(), *(own.seconds for own in self.shared)]
         tables += [*(side.which for side in sides), *more]
         nodes = [*self.pairs], [len(own.users) for own in self.shared], [x.node for x in sides]
-        found = sha256(repr((nodes, [(x.shape, x.dtype.num) for x in tables], gap)).encode())
+        digest = sha256(repr((nodes, [(x.shape, x.dtype.num) for x in tables], gap)).encode())
         for table in tables:
-            found.update(table.tobytes())
-        return found.digest()
+            digest.update(table.tobytes())
+        return digest.digest()
 
     def solve(self, more: Sequence[Numbers], gap: float) -> States | None:
         """Return states at most a share `gap` worse than the best; None if the solver finds none.
@@ -158,10 +158,10 @@ def _eliminate(
                 continue
             total = costs.pop(k).reshape(-1, *(1 for _ in near))
             for place, j in enumerate(near):
-                own = _pop(pairs, k, j)
-                shape = [len(own), 1, 1][: 1 + len(near)]
+                table = _pop(pairs, k, j)
+                shape = [len(table), 1, 1][: 1 + len(near)]
                 shape[1 + place] = sizes[1 + place]
-                total = total + own.reshape(shape)
+                total = total + table.reshape(shape)
             gone.append(_Gone(k, near, total.argmin(axis=0)))
             if len(near) == 1:
                 costs[near[0]] = costs[near[0]] + total.min(axis=0)
@@ -253,8 +253,8 @@ def _parted(
     for parts in _partitions(range(len(wants))):
         for part in parts:
             if part not in known:
-                each = rows[:, :, None] + numpy.sum([wants[n][0] for n in part], axis=0)
-                known[part] = each.min(axis=1), each.argmin(axis=1)
+                costs = rows[:, :, None] + numpy.sum([wants[n][0] for n in part], axis=0)
+                known[part] = costs.min(axis=1), costs.argmin(axis=1)
         total = numpy.sum([known[part][0] for part in parts], axis=0)
         is_less = total < least
         least = numpy.where(is_less, total, least)
@@ -312,9 +312,9 @@ class _Table:
 
     def one_of(self, costs: Numbers) -> Numbers:
         """Add variables whose sum is 1."""
-        found = self.variables(costs, whole=True)
-        self.add(self.rows(numpy.ones(1), numpy.ones(1)), found, 1.0)
-        return found
+        variables = self.variables(costs, whole=True)
+        self.add(self.rows(numpy.ones(1), numpy.ones(1)), variables, 1.0)
+        return variables
 
     def cells(self, costs: Numbers, sides: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
         """Add a table of variables whose rows and columns have the sums of a side's variables.

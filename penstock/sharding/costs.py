@@ -104,10 +104,10 @@ class Costs:
         Conversions count by the share of the bytes they send forward.
         """
         # without what happens once a step: all-reduces of gradients, all-gathers of weights
-        once_s = sum(self.once_s(*own) for own in self._at_rest(graph, calls, plan.name, plan))
+        once_s = sum(self.once_s(*pair) for pair in self._at_rest(graph, calls, plan.name, plan))
         planned = plan.calls or (PlannedCall("", (ALIKE,) * len(self.mesh)),) * len(calls)
-        every = [self._parts_s(*own) for own in zip(calls, planned, strict=True)]
-        forward_s, rest_s = map(sum, zip(*every, strict=True)) if every else (0.0, 0.0)
+        parts_s = [self._parts_s(*pair) for pair in zip(calls, planned, strict=True)]
+        forward_s, rest_s = map(sum, zip(*parts_s, strict=True)) if parts_s else (0.0, 0.0)
         sent = plan.forward_bytes + plan.backward_bytes
         share = plan.forward_bytes / sent if sent else 0.0
         return forward_s + max(0.0, seconds - once_s - forward_s - rest_s) * share
@@ -124,16 +124,17 @@ class Costs:
 
         The value is converted so many `times` a micro-batch, its gradient once.
         """
-        how = spec.num_bytes, spec.wants_gradient, times
-        key = how, tuple(before), tuple(after)
+        value = spec.num_bytes, spec.wants_gradient, times
+        key = value, tuple(before), tuple(after)
         if key not in self._known_tables:
             moves, places, differs = _moves_between(tuple(before), tuple(after))
             each_s = [
                 self._move_s(axis, move, spec.num_bytes / prod(self.mesh[n] for n in cut))
                 for axis, cut, move in moves
             ]
-            found = numpy.array(each_s)[places].sum(axis=-1) @ (times, float(spec.wants_gradient))
-            self._known_tables[key] = found + _EACH_CONVERSION_S * differs
+            both_s = numpy.array(each_s)[places].sum(axis=-1)  # [before, after, value or gradient]
+            seconds = both_s @ (times, float(spec.wants_gradient))
+            self._known_tables[key] = seconds + _EACH_CONVERSION_S * differs
         return self._known_tables[key]
 
     def times(self, is_saved: bool) -> float:
@@ -148,15 +149,15 @@ class Costs:
 
         They are the all-reduce of its gradient and the all-gather of its slices between steps.
         """
-        num_bytes, found = self.bytes_of(spec, at_rest), 0.0
+        num_bytes, seconds = self.bytes_of(spec, at_rest), 0.0
         held = list(self._between_steps(spec, at_rest))
         for axis in reversed(range(len(held))):  # the order in which `Gathered` goes
             if at_rest[axis] is R:
-                found += self._move_s(axis, Move.ALL_REDUCE, num_bytes)
+                seconds += self._move_s(axis, Move.ALL_REDUCE, num_bytes)
             if held[axis] != at_rest[axis]:
                 held[axis] = at_rest[axis]
-                found += self._move_s(axis, Move.ALL_GATHER, self.bytes_of(spec, held))
-        return found / self.num_microbatches
+                seconds += self._move_s(axis, Move.ALL_GATHER, self.bytes_of(spec, held))
+        return seconds / self.num_microbatches
 
     def _between_steps(self, spec: TensorSpec, at_rest: Layout) -> Layout:
         return shrunk(at_rest, spec.shape, self.mesh) if self.gathers else at_rest
@@ -185,8 +186,8 @@ class Costs:
 
         It reads slices of weights, their gradients and its state; it writes slices and state.
         """
-        own = self._at_rest(graph, calls, name, plan)
-        held = (self.bytes_of(spec, self._between_steps(spec, at_rest)) for spec, at_rest in own)
+        pairs = self._at_rest(graph, calls, name, plan)
+        held = (self.bytes_of(spec, self._between_steps(spec, at_rest)) for spec, at_rest in pairs)
         return (3 + 2 * self.state_bytes) * sum(held)
 
     def saved_bytes(
@@ -223,9 +224,9 @@ class Costs:
         """Return the bytes of activations of all micro-batches in flight on a device."""
         pairs = list(zip(calls, plan.calls, strict=False))  # a layer that is whole has no plan
         inner = sum(self._inner_bytes(*pair) for pair in pairs)
-        held = {own for pair in pairs for own in _saved(graph, *pair)}
-        found = inner + sum(self.bytes_of(graph.tensors[n], layout) for n, layout in held)
-        return found * self.num_in_flight
+        held = {tensor for pair in pairs for tensor in _saved(graph, *pair)}
+        num_bytes = inner + sum(self.bytes_of(graph.tensors[n], layout) for n, layout in held)
+        return num_bytes * self.num_in_flight
 
     def _inner_bytes(self, call: Call, planned: PlannedCall) -> float:
         cuts = (n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
@@ -254,8 +255,8 @@ class Costs:
                 rate = self.cluster.device_of(self._place(0)).bytes_per_s
                 self._known[key] = 2 * num_bytes / rate  # read once, written once
             else:
-                own = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes
-                self._known[key] = collective(self.cluster, group, own)
+                sent = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes
+                self._known[key] = collective(self.cluster, group, sent)
         return self._known[key]
 
     def _place(self, number: int) -> int:
@@ -306,11 +307,11 @@ def _moves_between(
     has places of moves by [before, after, value or gradient, step], the third [before, after].
     """
     nothing: tuple[int, tuple[int, ...], Move] = 0, (), Move.NONE
-    known, every = {nothing: 0}, [[_moves_of(old, new) for new in after] for old in before]
-    num_steps = max(len(own) for row in every for own in row)
+    known, steps_of = {nothing: 0}, [[_moves_of(old, new) for new in after] for old in before]
+    num_steps = max(len(row_steps) for row in steps_of for row_steps in row)
     places = numpy.zeros((len(before), len(after), 2, num_steps), dtype=int)
     for i, j in numpy.ndindex(len(before), len(after)):
-        for step, (axis, cut, both) in enumerate(every[i][j]):
+        for step, (axis, cut, both) in enumerate(steps_of[i][j]):
             for way, move in enumerate(both):
                 places[i, j, way, step] = known.setdefault((axis, cut, move), len(known))
     differs = numpy.array([[old != new for new in after] for old in before])
@@ -322,9 +323,9 @@ def _moves_of(
     before: Layout, after: Layout
 ) -> list[tuple[int, tuple[int, ...], tuple[Move, Move]]]:
     """Return the steps of a conversion: axis, other axes that cut the value, and the moves."""
-    found, current = [], list(before)
+    conversion, current = [], list(before)
     for axis, old, new in steps(before, after):
         others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))
-        found.append((axis, tuple(others), moves(old, new)))
+        conversion.append((axis, tuple(others), moves(old, new)))
         current[axis] = new
-    return found
+    return conversion

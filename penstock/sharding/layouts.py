@@ -75,13 +75,13 @@ def as_on(layout: Layout, mesh: Sequence[int], place: int) -> Layout:
         n in (0, own) for n, own in zip(counts, mesh, strict=True)
     ):
         return layout
-    number, inner, found = samples(layout), prod(mesh), list[State]()
+    number, inner, states = samples(layout), prod(mesh), list[State]()
     for count in mesh:
         inner //= count
         sizes = even(number, count)
-        found.append(S(0, sizes))
+        states.append(S(0, sizes))
         number, place = sizes[place // inner], place % inner
-    return tuple(found)
+    return tuple(states)
 
 
 def layout_text(layout: Layout) -> str:

@@ -12,12 +12,13 @@ agree on.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy
@@ -118,33 +119,34 @@ class _Choices:
     def _site(self, call: Call) -> Site:
         weights = tuple(n in self.weights for n in call.takes)
         seen = Seen.of(self._graph, call)
-        found = divisions(seen, self._mesh)
-        site = Site(call, weights, found)
+        by_axis = divisions(seen, self._mesh)
+        site = Site(call, weights, by_axis)
         allowed = [
-            [choice for choice in own if self._task.allow(site, axis, choice)]
-            for axis, own in enumerate(found)
+            [choice for choice in choices if self._task.allow(site, axis, choice)]
+            for axis, choices in enumerate(by_axis)
         ]
-        every = next(filter(None, (together(seen, x, self._mesh) for x in (allowed, found))))
-        return replace(site, options=tuple(PlannedCall(call.function, own) for own in every))
+        combined = next(filter(None, (together(seen, x, self._mesh) for x in (allowed, by_axis))))
+        options = (PlannedCall(call.function, choices) for choices in combined)
+        return replace(site, options=tuple(options))
 
     def _weight_states(self, number: int) -> list[Layout]:
         if number in self._task.pins:
             return [self._task.pins[number]]
         spec = self._graph.tensors[number]
         by_axis = [self._task.rests(spec, axis) for axis in range(len(self._mesh))]
-        found = [own for own in product(*by_axis) if fits(spec.shape, own, self._mesh)]
-        return found or [(I,) * len(self._mesh)]
+        layouts = [layout for layout in product(*by_axis) if fits(spec.shape, layout, self._mesh)]
+        return layouts or [(I,) * len(self._mesh)]
 
     @cached_property
     def users(self) -> "dict[int, list[_Held]]":
         """Users of each value, and an empty entry for values that are used outside only."""
-        found: dict[int, list[_Held]] = {}
+        users_of: dict[int, list[_Held]] = {}
         for k, site in enumerate(self.sites):
             for place, tensor in enumerate(site.call.takes):
-                found.setdefault(tensor, []).append((k, [x.takes[place] for x in site.options]))
+                users_of.setdefault(tensor, []).append((k, [x.takes[place] for x in site.options]))
         for tensor in sorted(self.outside):
-            found.setdefault(tensor, [])
-        return found
+            users_of.setdefault(tensor, [])
+        return users_of
 
     @cached_property
     def outside(self) -> set[int]:
@@ -154,12 +156,12 @@ class _Choices:
     @cached_property
     def makers(self) -> "dict[int, _Held]":
         """The maker of each value, except of values from other layers."""
-        found: dict[int, _Held] = {}
+        maker_of: dict[int, _Held] = {}
         for k, site in enumerate(self.sites):
             for place, tensor in enumerate(site.call.gives):
-                found.setdefault(tensor, (k, [x.gives[place] for x in site.options]))
+                maker_of.setdefault(tensor, (k, [x.gives[place] for x in site.options]))
         states = enumerate(self.states, len(self.sites))
-        return found | dict(zip(self.weights, states, strict=True))
+        return maker_of | dict(zip(self.weights, states, strict=True))
 
     @cached_property
     def inner(self) -> "dict[int, _Conversions]":
@@ -172,14 +174,14 @@ class _Choices:
 
     def conversions(self, tensor: int, maker: "_Held", users: "Sequence[_Held]") -> "_Conversions":
         """Return the conversions of a value between its maker and its users."""
-        every, known = dict[Layout, int](), dict[Layout, int]()
-        after = [_side(every, *user) for user in users]
-        start = _side(known, *maker)
+        after_places, before_places = dict[Layout, int](), dict[Layout, int]()
+        after = [_side(after_places, *user) for user in users]
+        start = _side(before_places, *maker)
         spec, costs = self._graph.tensors[tensor], self._task.costs
         times: float = 1
         if tensor in self.weights:
             times = costs.times(any(tensor in call.saved for call in self.calls))
-        seconds = costs.conversions_s(spec, tuple(known), tuple(every), times=times)
+        seconds = costs.conversions_s(spec, tuple(before_places), tuple(after_places), times=times)
         return start, after, seconds
 
     @cached_property
@@ -195,7 +197,7 @@ class _Choices:
             [costs.weight_bytes(graph.tensors[n], rest) for rest in states]
             for n, states in zip(self.weights, self.states, strict=True)
         ]
-        return [numpy.array(own) for own in (*saved, *held)]
+        return [numpy.array(row) for row in (*saved, *held)]
 
 
 class LayerProgram:
@@ -250,7 +252,7 @@ class LayerProgram:
     def _more(self, byte_s: float) -> Sequence[Numbers]:
         """Return the price of the bytes of each choice."""
         num_bytes = self._task.known[self.layer].num_bytes if byte_s else []
-        return [byte_s * own for own in num_bytes]
+        return [byte_s * row for row in num_bytes]
 
     def compared(self, plan: LayerSharding) -> LayerSharding:
         """Return a plan with the next best choice of each call, and the seconds that it adds.
@@ -282,12 +284,9 @@ class LayerProgram:
             for node in weights:
                 every = ({**tried, node: n} for n in range(len(costs.costs[node])))
                 tried = min(every, key=costs.cost)
-            best = min(best, Instead(option.choices, costs.cost(tried) - now), key=_longer)
+            other = Instead(option.choices, costs.cost(tried) - now)
+            best = min(best, other, key=attrgetter("more_s"))
         return chosen if best.more_s == inf else replace(chosen, instead=best)
-
-
-def _longer(way: Instead) -> float:
-    return way.more_s
 
 
 _GAP = 1e-3
@@ -303,9 +302,9 @@ def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]
 def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
     """Return the seconds of a replicated layer."""
     alike, whole = (ALIKE,) * len(costs.mesh), (I,) * len(costs.mesh)
-    own = [call for call in graph.of_layer(layer) if not call.is_between]
-    weights_s = sum(costs.once_s(spec, whole) for spec in weights_of(graph, own))
-    return sum(costs.call_s(call, PlannedCall("", alike)) for call in own) + weights_s
+    calls = [call for call in graph.of_layer(layer) if not call.is_between]
+    weights_s = sum(costs.once_s(spec, whole) for spec in weights_of(graph, calls))
+    return sum(costs.call_s(call, PlannedCall("", alike)) for call in calls) + weights_s
 
 
 def priced(
@@ -325,10 +324,15 @@ def priced(
     leaving = used_outside(graph, calls)
     maker = {n: (k, p) for k, call in enumerate(calls) for p, n in enumerate(call.gives)}
     done: set[tuple[int, Layout, Layout]] = set()
-    cut = {n for n, own in solved.weights.items() if any(isinstance(state, S) for state in own)}
+    cut = {n for n, layout in solved.weights.items() if any(isinstance(x, S) for x in layout)}
     again = set() if costs.keeps else cut & {n for call in calls for n in call.saved}
-    again &= {n for n, after in _uses(calls, solved) if after != solved.weights.get(n)}
-    found = []
+    again &= {
+        n
+        for call, planned in zip(calls, solved.calls, strict=True)
+        for n, after in zip(call.takes, planned.takes, strict=True)
+        if after != solved.weights.get(n)
+    }
+    planned_calls = []
 
     def sent(tensor: int, after: Layout) -> tuple[int, int]:
         spec, before = graph.tensors[tensor], layouts.get(tensor, whole)
@@ -349,20 +353,14 @@ def priced(
         forward, backward = (sum(column) for column in zip(*both, strict=True))
         changes = tuple(map(call.takes.index, call.changes))
         sent_now = {"forward_bytes": forward, "backward_bytes": backward}
-        found.append(replace(planned, **sent_now, changes=changes))
+        planned_calls.append(replace(planned, **sent_now, changes=changes))
     names = {n: graph.tensors[n].name.removeprefix(f"{name}.") for n in solved.weights}
     entering = {n for call in calls for n in call.takes if n not in maker and n in borders}
     return LayerSharding(
         name,
-        tuple(found),
-        {names[n]: own for n, own in solved.weights.items()},
-        {maker[n]: own for n, own in borders.items() if n in maker},
+        tuple(planned_calls),
+        {names[n]: layout for n, layout in solved.weights.items()},
+        {maker[n]: layout for n, layout in borders.items() if n in maker},
         len(entering),
         frozenset(names[n] for n in again),
     )
-
-
-def _uses(calls: Sequence[Call], solved: Solved) -> Iterator[tuple[int, Layout]]:
-    """Yield the arguments of calls with their layouts."""
-    for call, planned in zip(calls, solved.calls, strict=True):
-        yield from zip(call.takes, planned.takes, strict=True)

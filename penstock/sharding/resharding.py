@@ -63,10 +63,10 @@ class Resharding:
 
 
 def _by_peer(pairs: Iterable[tuple[int, Slice]]) -> dict[int, list[Slice]]:
-    found: dict[int, list[Slice]] = {}
+    parts_of: dict[int, list[Slice]] = {}
     for peer, part in pairs:
-        found.setdefault(peer, []).append(part)
-    return found
+        parts_of.setdefault(peer, []).append(part)
+    return parts_of
 
 
 def plan_resharding(

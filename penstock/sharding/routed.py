@@ -14,7 +14,7 @@ def routed_calls(graph: Graph, layer: int) -> list[Call]:
     All others run replicated.  They work on nothing, on buffers, or on tensors that the layer gets
     by another way than its arguments, such as from a cache.
     """
-    found: list[Call] = []
+    routed: list[Call] = []
     free: set[int] = set()  # tensors that are the same on each device, in any case
     made: set[int] = set()
     entering = graph.entering.get(layer)
@@ -28,17 +28,17 @@ def routed_calls(graph: Graph, layer: int) -> list[Call]:
                 free.add(n)
         made.update(call.gives)
         if call.function and set(call.takes) - free:
-            found.append(call)
+            routed.append(call)
         else:
             free.update(call.gives)
-    return found
+    return routed
 
 
 def own_weights(graph: Graph, calls: Sequence[Call]) -> list[int]:
     """Return the parameters that only these calls use."""
     uses = Counter(n for call in calls for n in call.takes)
-    own = (n for n, count in uses.items() if count == graph.num_uses[n])
-    return [n for n in own if graph.tensors[n].name and graph.tensors[n].wants_gradient]
+    inner = (n for n, count in uses.items() if count == graph.num_uses[n])
+    return [n for n in inner if graph.tensors[n].name and graph.tensors[n].wants_gradient]
 
 
 def used_outside(graph: Graph, calls: Sequence[Call]) -> set[int]:
@@ -101,6 +101,6 @@ def _may_change(graph: Graph, call: Call) -> bool:
 def whole_bytes(graph: Graph, calls: Sequence[Call]) -> float:
     """Return the bytes that calls save where they run replicated."""
     saved = {n for call in calls for n in call.saved}
-    own = (graph.tensors[n] for n in saved)
-    whole = sum(x.num_bytes for x in own if not (x.name and x.wants_gradient))
+    specs = (graph.tensors[n] for n in saved)
+    whole = sum(x.num_bytes for x in specs if not (x.name and x.wants_gradient))
     return whole + sum(call.inner_bytes for call in calls)

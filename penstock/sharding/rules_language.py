@@ -91,12 +91,12 @@ def _einsum(seen: Seen) -> Rule | None:
     equation = seen.argument(0, "equation")
     if not isinstance(equation, str):
         return None
-    given, _, result = (part.strip() for part in equation.replace(" ", "").partition("->"))
-    parts = given.split(",")
+    arguments, _, result = (part.strip() for part in equation.replace(" ", "").partition("->"))
+    parts = arguments.split(",")
     if len(parts) != len(seen.takes) or ("->" not in equation and "..." in equation):
         return None
     if "->" not in equation:
-        result = "".join(sorted(x for x in {*given} - {","} if given.count(x) == 1))
+        result = "".join(sorted(x for x in {*arguments} - {","} if arguments.count(x) == 1))
     # letters for the dimensions of an ellipsis, aligned at its end as in a broadcast
     dots = "".join(x for x in LETTERS if x not in equation)
     most = max(len(x) - len(p.replace("...", "")) for x, p in zip(seen.takes, parts, strict=True))
@@ -138,10 +138,10 @@ def _attention(seen: Seen) -> Rule | None:
     row = WHOLE if seen.argument(5, "is_causal", default=False) else "y"
     takes = [ends(query[:-2], letters, batch) + row + WHOLE]
     for shape in (key, value):
-        own = ends(shape[:-2], letters, batch)
+        batch_letters = ends(shape[:-2], letters, batch)
         if seen.argument(7, "enable_gqa", default=False) and shape[-3] > 1:
-            own = own[:-1] + letters[-1]
-        takes.append(own + WHOLE * 2)
+            batch_letters = batch_letters[:-1] + letters[-1]
+        takes.append(batch_letters + WHOLE * 2)
     for mask in masks:
         takes.append(ends(mask, f"{letters}{row}{WHOLE}", (*query[:-1], key[-2])))
     return Rule(takes=tuple(takes), gives=(f"{letters}{row}{WHOLE}",))

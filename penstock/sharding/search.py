@@ -154,25 +154,25 @@ class Search:
 
     def compared(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
         """Return the plans of all layers with the next best choice of each call."""
-        before, known, found = self._ends[0], dict[object, LayerSharding](), []
+        before, known, completed = self._ends[0], dict[object, LayerSharding](), []
         for place, plan in enumerate(plans):
             after = next(iter(plan.leaving.values()), self._whole)
             key, _ = self._key(place, before, after)
             if plan.calls and key not in known:
                 program = self._programs[key]  # perhaps of a layer that is alike, with its names
                 known[key] = program.compared(replace(plan, name=self._names[program.layer]))
-            found.append(replace(plan, calls=known[key].calls) if plan.calls else plan)
+            completed.append(replace(plan, calls=known[key].calls) if plan.calls else plan)
             before = after
-        return found
+        return completed
 
     def ended(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
         """Return the plans, the last one completed with facts about the next stage's mesh."""
-        after, own = self._around[1], self._costs.mesh
-        found = [*plans]
+        after, mesh = self._around[1], self._costs.mesh
+        completed = [*plans]
         if self._ends[1] != self._whole and after is not None:
-            each = 1 if own == after else lcm(prod(own), prod(after))
-            found[-1] = replace(found[-1], multiple=each, gives_slices=prod(own) == 1)
-        return found
+            multiple = 1 if mesh == after else lcm(prod(mesh), prod(after))
+            completed[-1] = replace(completed[-1], multiple=multiple, gives_slices=prod(mesh) == 1)
+        return completed
 
     def begin(self, byte_s: float, executor: Executor) -> None:
         """Start the programs that `of_ranges` needs in an executor."""
@@ -226,13 +226,13 @@ class Search:
         self, best: Mapping[Layout, Numbers], place: int, byte_s: float
     ) -> dict[Layout, Numbers]:
         """Add a layer to the best paths that end before it, by layout."""
-        found: dict[Layout, Numbers] = {}
+        further: dict[Layout, Numbers] = {}
         for before, after in self._ways(best, {self._whole, *self._borders(place)}):
-            own = self._sized(place, before, after, byte_s)
-            total = best[before] + numpy.array(own)[:, None]
-            old = found.setdefault(after, total)
-            found[after] = numpy.where(total[0] < old[0], total, old)
-        return found
+            sums = self._sized(place, before, after, byte_s)
+            total = best[before] + numpy.array(sums)[:, None]
+            old = further.setdefault(after, total)
+            further[after] = numpy.where(total[0] < old[0], total, old)
+        return further
 
     def _ways(
         self, before: Iterable[Layout], after: Iterable[Layout]
@@ -268,10 +268,10 @@ class Search:
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
             for before, after in self._ways(best, self._borders(place)):
-                own, cost = self._one(place, before, after, byte_s)
+                plan, cost = self._one(place, before, after, byte_s)
                 total = Cost(*(a + b for a, b in zip(best[before][0], cost, strict=True)))
                 if after not in further or total < further[after][0]:
-                    further[after] = total, [*best[before][1], own]
+                    further[after] = total, [*best[before][1], plan]
             best = further
         cost, plans = best[end]
         num_bytes = sum(
@@ -296,14 +296,14 @@ class Search:
         A value stays whole along an axis along which a device would get nothing.
         """
         shapes = [self._graph.tensors[n].shape for n in self._crossing[border]]
-        found = dict[Layout, None]()
+        layouts = dict[Layout, None]()
         for wanted in self._ready.layouts(len(self._whole)):
-            own = self._whole
+            layout = self._whole
             for axis, state in enumerate(wanted):
-                cut = (*own[:axis], state, *own[axis + 1 :])
-                own = cut if all(fits(x, cut, self._costs.mesh) for x in shapes) else own
-            found[own] = None
-        return [*found]
+                cut = (*layout[:axis], state, *layout[axis + 1 :])
+                layout = cut if all(fits(x, cut, self._costs.mesh) for x in shapes) else layout
+            layouts[layout] = None
+        return [*layouts]
 
     def _cut_here(self, border: int) -> Layout:
         """Return the layout at a border between two stages of this mesh."""
@@ -314,18 +314,18 @@ class Search:
         """Return the layout at a border, of those allowed, that is cut along most axes."""
         if not self._crossing[border] or prod(self._costs.mesh) == 1:
             return self._whole
-        return min(self._layouts(border), key=lambda own: own.count(I))
+        return min(self._layouts(border), key=lambda layout: layout.count(I))
 
     def _end(self, border: int, other: Mesh | None) -> Layout:
         """Return the layout of values between the stage and one of another mesh beside it."""
-        own = self._costs.mesh
+        mesh = self._costs.mesh
         shapes = [self._graph.tensors[n].shape for n in self._crossing[border]]
         lengths = {shape[0] if shape else 0 for shape in shapes}
-        if own == other:
+        if mesh == other:
             return self._thinnest(border)
         if other is None or len(lengths) != 1 or S(0) not in self._ready.borders:
             return self._whole
-        counts, (samples,) = (prod(own), prod(other)), lengths
+        counts, (samples,) = (prod(mesh), prod(other)), lengths
         may = samples % lcm(*counts) == 0 and samples >= max(counts) > 1
         return (S(0),) * len(self._whole) if may else self._whole
 
@@ -355,7 +355,10 @@ class Search:
         entering = self._crossing[place] if before != self._whole else []
         leaving = self._crossing[place + 1] if after != self._whole else []
         borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
-        places = self._places(layer, {**borders, **self._task.pins})
+        # tensors with a given layout by order of first use, which equal layers share
+        calls, given = self._graph.of_layer(layer), {**borders, **self._task.pins}
+        met = dict.fromkeys(n for call in calls for n in (*call.takes, *call.gives))
+        places = tuple((k, given[n]) for k, n in enumerate(met) if n in given)
         key = self._graph.signature(layer), self._costs.factor(layer), places
         self._keys[place, before, after] = key, borders
         return key, borders
@@ -368,12 +371,6 @@ class Search:
             layer = self._layers[place]
             self._programs[key] = LayerProgram(self._graph, layer, self._task, borders)
         return self._programs[key]
-
-    def _places(self, layer: int, borders: Borders) -> tuple[tuple[int, Layout], ...]:
-        """Return the tensors at a layer's borders by order of first use, with their layouts."""
-        calls = self._graph.of_layer(layer)
-        met = dict.fromkeys(n for call in calls for n in (*call.takes, *call.gives))
-        return tuple((k, borders[n]) for k, n in enumerate(met) if n in borders)
 
     def _between(self, maker: int, user: int) -> list[int]:
         """Return the tensors that one layer makes and only the next one uses."""

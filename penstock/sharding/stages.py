@@ -75,12 +75,12 @@ def _pinned(
     Raises:
         ConfigError: a name matches no weight, or a weight cannot be held so.
     """
-    found: dict[int, Layout] = {}
+    layouts: dict[int, Layout] = {}
     specs = enumerate(graph.tensors)
     names = {n: spec.name for n, spec in specs if spec.name and spec.wants_gradient}
     for pattern, text in pins.items():
-        own = [n for n, name in names.items() if fnmatchcase(name, pattern)]
-        if not own:
+        matches = [n for n, name in names.items() if fnmatchcase(name, pattern)]
+        if not matches:
             near = get_close_matches(pattern, names.values(), cutoff=0.3) or [*names.values()]
             raise ConfigError(
                 f"sharding pins {pattern!r}, and no weight has such a name; near ones are "
@@ -93,10 +93,10 @@ def _pinned(
                 f"shards of a stage have {len(mesh)}; give a state for each, or one for all"
             )
         layout = states * len(mesh) if len(states) == 1 else states
-        for n in own:
+        for n in matches:
             _check_pin(graph.tensors[n], layout, mesh, is_free=n in free)
-            found.setdefault(n, layout)
-    return found
+            layouts.setdefault(n, layout)
+    return layouts
 
 
 def _check_pin(spec: TensorSpec, layout: Layout, mesh: Sequence[int], *, is_free: bool) -> None:

@@ -88,8 +88,8 @@ FAULTS = (
     Fault(
         "an all-to-all is priced as if each device had the whole",
         "penstock/sharding/costs.py",
-        "own = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes",
-        "own = num_bytes",
+        "sent = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes",
+        "sent = num_bytes",
         "tests/sharding/test_recovered.py",
         "exchanged",
     ),
@@ -169,8 +169,8 @@ FAULTS = (
     Fault(
         "what goes between layers is whole along all axes, or along none",
         "penstock/sharding/search.py",
-        "own = cut if all(fits(x, cut, self._costs.mesh) for x in shapes) else own",
-        "own = wanted if all(fits(x, wanted, self._costs.mesh) for x in shapes) else own",
+        "layout = cut if all(fits(x, cut, self._costs.mesh) for x in shapes) else layout",
+        "layout = wanted if all(fits(x, wanted, self._costs.mesh) for x in shapes) else layout",
         *_BORDERS,
     ),
     Fault(

@@ -18,7 +18,10 @@ def wrong_in_cluster(
         if not entries:
             yield f"{what} is empty; describe at least one"
     for name, link in links.items():
-        yield from _wrong_link(f"links.{name}", link)
+        where = f"links.{name}"
+        rates = ("bytes_per_s", "copy_bytes_per_s")
+        yield from _wrong_numbers(where, link, rates, above_zero=True)
+        yield from _wrong_numbers(where, link, ("latency_s", "overhead_s", "collective_s"))
     num_hosts = sum(host.count for host in hosts)
     for n, host in enumerate(hosts):
         where = f"hosts[{n}]"
@@ -27,11 +30,6 @@ def wrong_in_cluster(
         yield from _wrong_groups(where, host)
         yield from _wrong_links_between(where, host, num_hosts)
     yield from _wrong_together(hosts)
-
-
-def _wrong_link(where: str, link: Link) -> Iterator[str]:
-    yield from _wrong_numbers(where, link, ("bytes_per_s", "copy_bytes_per_s"), above_zero=True)
-    yield from _wrong_numbers(where, link, ("latency_s", "overhead_s", "collective_s"))
 
 
 def _wrong_names(

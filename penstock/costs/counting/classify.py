@@ -27,7 +27,11 @@ def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator,
     only_writes = name.startswith(_ONLY_WRITE)
     read = list(tensors_in((args[1:] if only_writes else args, kwargs)))
     written = list(tensors_in(result))
-    num_bytes, dtype = _total(read) + _total(written), _dtype([*written, *read])
+    tensors = [*written, *read]
+    num_bytes = _total(read) + _total(written)
+    floating = (t for t in tensors if t.is_floating_point() or t.is_complex())
+    first = next(floating, tensors[0] if tensors else None)
+    dtype = "float32" if first is None else dtype_name(first.dtype)
     # 3. FLOPs of products; bytes of passes that the arguments do not show
     product = _product(func, name, args, kwargs, result)
     if product is not None:
@@ -55,15 +59,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _operator(
     name: str, flops: int, num_bytes: int, dims: tuple[int, ...], batch: int, dtype: str
 ) -> Operator:
-    return Operator(
-        name=name,
-        part=Part.FORWARD,
-        flops=flops,
-        num_bytes=num_bytes,
-        dims=dims,
-        batch=batch,
-        dtype=dtype,
-    )
+    sizes = {"flops": flops, "num_bytes": num_bytes, "batch": batch}
+    return Operator(name=name, part=Part.FORWARD, dims=dims, dtype=dtype, **sizes)
 
 
 # -- bytes --------------------------------------------------------------------------------------
@@ -124,12 +121,6 @@ def argument_of(func: Any, args: Any, kwargs: Any, wanted: str) -> Any:
         if argument.name == wanted:
             return args[place] if place < len(args) else kwargs.get(wanted, argument.default_value)
     return None
-
-
-def _dtype(tensors: list[Tensor]) -> str:
-    floating = (t for t in tensors if t.is_floating_point() or t.is_complex())
-    found = next(floating, tensors[0] if tensors else None)
-    return "float32" if found is None else dtype_name(found.dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

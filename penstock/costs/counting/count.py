@@ -1,22 +1,23 @@
-"""Count what the layers of a model do with one micro-batch, on meta tensors: no device is needed.
+"""Count operators and bytes of a model's layers for one micro-batch, on meta tensors.
 
-    forward, once          operators of each layer     what it saves     values between layers
-    backward, twice        operators of the whole; those that run, too, where only gradients of
-                           the layers' inputs are asked for are the input part, the rest is weight
+    forward, once     operators of each layer, bytes that it saves, values between layers
+    backward, twice   all operators; the ones that also run for gradients of the layers' inputs
+                      alone are the input part, all others the weight part
 
-The forward and the backward are torch's own; the model is as it was afterwards.
+Both are torch's own.  No device is needed, and the model stays unchanged.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.costs.records import AtSize, LayerKind, Operator
+from penstock.costs.records import AtSize, LayerKind, Operator, Value
 from penstock.errors import BatchError, ConfigError, shown
 from penstock.model.batch import batch_size
 from penstock.model.kept import run_unnoticed, unnoticed
@@ -26,7 +27,6 @@ from penstock.model.stage_plan import Crossing, Step
 from penstock.torch_private import storage_id
 
 from .backward_graph import BackwardGraph
-from .boundaries import divided_bytes, values_of
 from .classify import dtype_name
 from .graph import Graph
 from .layer_calls import Classes, classes_of, kind_of
@@ -35,8 +35,9 @@ from .opaque_calls import as_functions, reader_of
 from .recorder import NeedsValues, Recorder
 
 Left = Callable[[nn.Module, list[Tensor]], int]
-"""Counts what half a backward leaves of a layer, from the graph of what it gave."""
+"""Counts the bytes that the input part of a layer's backward leaves, from its results."""
 Loss = Callable[[Any, Any], Tensor]
+"""A loss function of the model's output and its targets."""
 
 
 def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -50,24 +51,23 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
     own: Iterable[Tensor] = (),
     torch_type: str = "cuda",
 ) -> AtSize:
-    """Count the operators of each layer and of its backward, and what is saved and handed over.
+    """Count the operators of each layer, the bytes it saves, and the values between layers.
 
     Args:
         layers: the model; it may be on the meta device.
-        example_inputs: one micro-batch; only shapes and dtypes count.
+        example_inputs: one micro-batch, of which only shapes and dtypes matter.
         microbatch_size: samples in it; default: the size of the first dimension.
-        loss: called with the model's output and `targets`, to be counted too.
+        loss: a function of the model's output and `targets`, which is counted too.
         targets: one micro-batch of them.
-        left: counts what the input part of a divided backward leaves; without it `left_bytes`
-            are 0.
-        own: parameters and buffers of which each micro-batch has its own, which count where they
-            are saved: a pipeline gives BatchNorm such running statistics.
+        left: counts the bytes that the input part of a divided backward leaves; default: 0.
+        own: parameters and buffers that each micro-batch has for itself, such as running
+            statistics of BatchNorm; they count where they are saved.
         torch_type: the type of device whose kernels of attention and dropout are counted: "cuda",
             "cpu", or another one that has none.
 
     Raises:
-        ConfigError: a layer needs values, which meta tensors do not have; names it.
-        BatchError: a layer, or the loss, does not take the shapes that reach it; names it.
+        ConfigError: a layer reads values, which meta tensors do not have; names it.
+        BatchError: a layer, or the loss, fails on the shapes of its inputs; names it.
     """
     size = samples_in(example_inputs) if microbatch_size is None else microbatch_size
     separate = {id(tensor) for tensor in own}
@@ -76,9 +76,9 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
         count = _Count(layers, left, inputs_on_meta(targets))
         with count.counted(example_inputs, torch_type, loss) as lent:
             lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
-            found = count.found(lasting, size)
+            costs = count.found(lasting, size)
         count.free()
-        return found
+        return costs
 
     return run_unnoticed(layers.modules, run)
 
@@ -91,26 +91,27 @@ def record_graph(
     targets: Any = None,
     torch_type: str = "cuda",
 ) -> Graph:
-    """Return the calls of torch's functions that the layers make, with all that each costs; see
-    `count_layers`.  The loss is of a layer after the last.
+    """Return the graph of the layers' calls, with the costs of each; see `count_layers`.
+
+    The loss is a layer after the last one.
     """
     count = _Count(layers, None, inputs_on_meta(targets))
     counted = count.counted(example_inputs, torch_type, loss)
     with unnoticed(layers.modules, hooks=True), counted as lent:  # as they run in shards
-        found = count.graph({storage_id(tensor) for tensor in lent.values()})
+        graph = count.graph({storage_id(tensor) for tensor in lent.values()})
     count.free()
-    return found
+    return graph
 
 
 def samples_in(inputs: Any) -> int:
-    """Count the samples of an example; its first dimension tells where it is no batch."""
+    """Return the samples of an example; the first tensor's length where it is no batch."""
     with suppress(BatchError):
         return batch_size(inputs, "example inputs")
     return next((t.shape[0] for t in flatten(inputs)[0] if t.dim()), 1)
 
 
 class _Count:
-    """One run of a model, and what is seen of it.  The loss counts as a layer after the last."""
+    """One recorded run of a model.  The loss is a layer after the last one."""
 
     def __init__(self, layers: Layers, left: Left | None, targets: Any) -> None:
         self._layers, self._left_of, self._targets = layers, left, targets
@@ -127,7 +128,7 @@ class _Count:
     def counted(
         self, inputs: Any, torch_type: str, loss: Loss | None
     ) -> Iterator[dict[int, Tensor]]:
-        """Run the model forward and backward; yield what stands for its tensors, by their ids."""
+        """Run the model forward and backward; yield the stand-ins of tensors by their ids."""
         modules = self._layers.modules
         with (
             on_meta(modules) as lent,
@@ -155,16 +156,16 @@ class _Count:
         self._roots = [tensor for tensor in flatten(output)[0] if tensor.requires_grad]
 
     def run_backward(self, weights: list[Tensor]) -> None:
-        """Run the model backward, twice; `weights` are those that want gradients."""
-        crossing = (each.tensors for each in self._crossings if not each.is_weight)
-        crossed = {id(tensor): tensor for tensors in crossing for tensor in tensors}
+        """Run the model backward, twice; `weights` are the trained ones."""
+        values = (crossing.tensors for crossing in self._crossings if not crossing.is_weight)
+        crossed = {id(tensor): tensor for tensors in values for tensor in tensors}
         boundaries = [tensor for tensor in crossed.values() if tensor.requires_grad]
         if self._roots:
             self._graph = BackwardGraph(self._roots, self._recorder.marks)
             self._operators = self._graph.run(self._recorder, boundaries, weights)
 
     def free(self) -> None:
-        """Let go of all tensors, and of the graph behind them, however deep it is."""
+        """Free all tensors, and the graph behind them, which may be deep."""
         self._crossings, self._roots = (), []
         if self._graph is not None:
             self._graph.free()
@@ -181,7 +182,7 @@ class _Count:
         return result
 
     def _note_left(self, step: Step, function: Any, left_of: Left) -> None:
-        """Run a layer of each kind again, with a graph of its own."""
+        """Run a layer of each kind again, with a separate graph."""
         kind = kind_of(step, (function.args, function.keywords))
         if kind not in self._left_of_kind:
             with self._recorder.paused():
@@ -196,8 +197,9 @@ class _Count:
         return self._recorder.graph(self._operators, lasting, custom)
 
     def found(self, lasting: set[int], microbatch_size: int) -> AtSize:
-        """Return what was seen; `lasting` are storages of parameters and buffers."""
+        """Return the costs; `lasting` are storages of parameters and buffers."""
         values, storages = values_of(self._crossings)
+        # targets are kept in any case, like weights
         targets = [tensor for tensor in flatten(self._targets)[0] if self._has_loss]
         lasting = lasting | {storage_id(tensor) for tensor in targets}
         numbers: dict[tuple[Classes, LayerKind], int] = {}
@@ -205,12 +207,15 @@ class _Count:
         kind_numbers: list[int] = []
         saved: list[tuple[int, ...]] = []
         for n in range(len(self._layers) + 1):
+            # 1. operators: equal ones once, with their number
             calls = graph.of_layer(n)
             counts = Counter(operator for call in calls for operator in call.operators)
+            # 2. saved bytes: in values at the layer's borders, or inside
             own = {s: size for s, size in of_layers.get(n, {}).items() if s not in lasting}
             is_loss = n == len(self._layers)
             at_boundary = [not v.consumers if is_loss else v.touches(n) for v in values]
             inner_bytes, places = divided_bytes(at_boundary, storages, own)
+            # 3. layers of equal classes and costs are of one kind
             kind = LayerKind(
                 operators=tuple(replace(x, count=count) for x, count in counts.items()),
                 inner_bytes=inner_bytes,
@@ -235,11 +240,11 @@ class _Count:
 
     @contextmanager
     def explained(self, inputs: Any) -> Iterator[None]:
-        """Turn the errors of tensors without values into one that says what to do.
+        """Turn errors of tensors without values into one with a remedy.
 
         Raises:
-            ConfigError: the layer needs values; names it.
-            BatchError: the layer does not take the shapes that it is given; names it.
+            ConfigError: the layer reads values; names it.
+            BatchError: the layer fails on the shapes of its inputs; names it.
         """
         try:
             yield
@@ -279,15 +284,63 @@ def _first_line(error: BaseException) -> str:
 
 
 def _names(layers: Layers) -> dict[int, str]:
-    """Return the model's names of parameters and buffers, by the id of the tensor."""
-    found: dict[int, str] = {}
+    """Return the names of parameters and buffers in the model, by the tensor's id."""
+    names: dict[int, str] = {}
     for step in layers:
         for name, tensor in (*step.module.named_parameters(), *step.module.named_buffers()):
-            found.setdefault(id(tensor), f"{step.path}.{name}")
-    return found
+            names.setdefault(id(tensor), f"{step.path}.{name}")
+    return names
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor that wants a gradient where this one does, and comes from nowhere."""
+    """Return a meta tensor without a graph, which wants a gradient if this one does."""
     copy = torch.empty_like(tensor.detach(), device="meta")
     return copy.requires_grad_().clone() if tensor.requires_grad else copy
+
+
+# -- bytes at the borders of layers ---------------------------------------------------------------
+
+
+def values_of(
+    crossings: Sequence[Crossing], same: Mapping[int, int] = MappingProxyType({})
+) -> tuple[tuple[Value, ...], list[int]]:
+    """Return the tensors between layers as values, and the storage of each.
+
+    `same` has the original of each storage that is a copy.
+    """
+    numbers: dict[int, int] = {}
+    values, storages = [], []
+    for crossing in crossings:
+        for tensor in crossing.tensors:
+            storage = storage_id(tensor)
+            storage = same.get(storage, storage)
+            storages.append(storage)
+            values.append(
+                Value(
+                    crossing.producer,
+                    crossing.consumers,
+                    tensor.numel() * tensor.element_size(),
+                    numbers.setdefault(storage, len(numbers)),
+                    has_gradient=tensor.requires_grad,
+                    is_weight=crossing.is_weight,
+                )
+            )
+    return tuple(values), storages
+
+
+def divided_bytes(
+    at_boundary: Sequence[bool], storages: Sequence[int], saved: Mapping[int, int]
+) -> tuple[int, tuple[int, ...]]:
+    """Divide the bytes that a layer has saved.
+
+    Args:
+        at_boundary: True for each value that the layer takes or makes.
+        storages: the storage of each value.
+        saved: bytes by storage.
+
+    Returns:
+        Bytes outside such values, and the places of the values that it saves.
+    """
+    touched = [place for place, touches in enumerate(at_boundary) if touches]
+    inner = saved.keys() - {storages[place] for place in touched}
+    return sum(saved[s] for s in inner), tuple(p for p in touched if storages[p] in saved)

@@ -1,4 +1,4 @@
-"""Record a forward on meta tensors as a graph, and what torch runs in its backward.
+"""Record a forward on meta tensors as a graph.
 
     layer ──► function mode   one `Call` for each function of torch, with its tensors
                   │
@@ -8,8 +8,8 @@
                   ▼
               saving hooks    the tensors that it keeps for its backward
 
-Nodes of autograd are numbered as they are made, so that a mark at each call tells which nodes are
-its own, and so which operators of the backward are.
+Autograd numbers its nodes as it makes them.  A mark at each call tells which nodes are the call's,
+and so which operators of the backward are.
 """
 
 import re
@@ -41,8 +41,9 @@ from .layer_calls import as_it_is
 from .meta_results import MetaResults
 
 _USUAL = (Tensor, torch.nn.Parameter)
+"""Classes of tensors that are recorded; other subclasses run as they are."""
 NoteBackward = Callable[[Any, Sequence[Operator]], None]
-"""Notes an operator of a backward, and what it is."""
+"""Notes an operator of a backward, with its descriptions."""
 
 
 class NeedsValues(Exception):
@@ -51,7 +52,7 @@ class NeedsValues(Exception):
 
 @dataclass(slots=True)
 class _Draft:
-    """A call that is being recorded; `packed` are the tensors that it has saved."""
+    """A call that is being recorded."""
 
     layer: int
     is_between: bool = False
@@ -62,18 +63,19 @@ class _Draft:
     changes: tuple[int, ...] = ()
     operators: list[Operator] = field(default_factory=list)
     packed: list["weakref.ref[Tensor]"] = field(default_factory=list)
+    """Tensors that it has saved."""
     kept: dict[int, int] = field(default_factory=dict)
-    """By storage, bytes of what is saved once the forward has run."""
+    """Bytes that are still saved when the forward has run, by storage."""
     saved: dict[int, int] = field(default_factory=dict)
-    """By storage, the numbers of those that it was given or gave."""
+    """Numbers of saved arguments and results, by storage."""
     draws: bool = False
 
 
 class Recorder:
-    """Records calls; `names` are those of parameters and buffers, by the id of the tensor.
+    """Records calls; `names` has the names of parameters and buffers by the tensor's id.
 
-    Attention and dropout run as on devices of `torch_type`.  Tensors with values that meet meta
-    tensors are taken for such.
+    Attention and dropout run as on devices of `torch_type`.  A tensor with values becomes a meta
+    tensor where it meets one.
     """
 
     def __init__(self, names: Mapping[int, str], torch_type: str) -> None:
@@ -89,24 +91,24 @@ class Recorder:
         self._note_backward: NoteBackward | None = None
         self._entering: dict[int, frozenset[int]] = {}
         self.marks: list[tuple[int, int]] = []
-        """Pairs of a node's number and a call: nodes from that number on are of the call."""
+        """Pairs (number, call): autograd nodes from the number on are the call's."""
 
     @property
     def layer(self) -> int:
-        """The layer that runs."""
+        """The number of the layer that runs."""
         return self._drafts[self._now].layer
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record what runs inside, and what of it is saved at its end."""
+        """Record the calls inside, and the tensors that are still saved at the end."""
         with saved_tensors_hooks(self._pack, as_it_is), self._functions, self._operators:
             yield
-        for draft in self._drafts:  # what was saved for results that nobody uses is gone by now
+        for draft in self._drafts:  # tensors saved for unused results are freed by now
             draft.kept = _alive(draft)
 
     @contextmanager
     def backward(self, note: NoteBackward) -> Iterator[None]:
-        """Have operators noted as those of a backward."""
+        """Pass the operators inside to `note`, as operators of a backward."""
         self._note_backward = note
         try:
             with self._operators:
@@ -116,7 +118,7 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record nothing inside; tensors with values are taken for meta tensors still."""
+        """Record nothing inside; operators still run on meta tensors."""
         self._is_paused = True
         try:
             with saved_tensors_hooks(as_it_is, as_it_is):
@@ -125,17 +127,17 @@ class Recorder:
             self._is_paused = False
 
     def begin(self, layer: int, *, is_between: bool = False) -> None:
-        """Note that all that follows is of a layer: its own call, or the code around it."""
+        """Note that a layer begins: its own call, or the code around it."""
         self._of_layer = len(self._drafts)
         self._drafts.append(_Draft(layer, is_between))
         self._go_to(self._of_layer)
 
     def enter(self, tensors: Sequence[Tensor]) -> None:
-        """Note what the layer that begins is given."""
+        """Note the arguments of the layer that begins."""
         self._entering[self.layer] = frozenset(map(self._number_of, tensors))
 
     def end(self, output: Any) -> None:
-        """Note what the model gives."""
+        """Note the model's outputs."""
         self._outputs = tuple(self._number_of(tensor) for tensor in tensors_in(output))
 
     def blame(self, call: int) -> None:
@@ -148,10 +150,12 @@ class Recorder:
         lasting: Collection[int],
         custom: Collection[int] = (),
     ) -> Graph:
-        """Return what was recorded, with the operators of the backward of each call.
+        """Return the recorded graph, with the operators of each call's backward.
 
-        `lasting` are storages of parameters and buffers, which are there in any case; `custom` are
-        calls with a custom autograd function.
+        Args:
+            backward: the operators of the backward, by call.
+            lasting: storages of parameters and buffers, which no call saves.
+            custom: calls with a custom autograd function.
         """
         every = [
             self._finished(draft, backward.get(number, ()), lasting)
@@ -167,7 +171,7 @@ class Recorder:
         return Graph(tuple(tensors), calls, self._outputs, self._entering)
 
     def saved_of_layers(self) -> dict[int, dict[int, int]]:
-        """Return bytes of what each layer saves, by storage."""
+        """Return the bytes that each layer saves, by layer and storage."""
         found: dict[int, dict[int, int]] = {}
         for draft in self._drafts:
             found.setdefault(draft.layer, {}).update(draft.kept)
@@ -176,15 +180,17 @@ class Recorder:
     # -- calls ------------------------------------------------------------------------------------
 
     def call(self, function: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        """Run a function of torch, and note it if it has to do with tensors."""
+        """Run a function of torch; note it if it makes tensors or runs operators."""
         if self._is_paused or is_question(function, args, kwargs):
             return run()
+        # 1. note the arguments before the call, which may change them in place
         number, now = len(self._drafts), self._drafts[self._now]
         draft = _Draft(now.layer, now.is_between)
         draft.arguments, draft.options = self._told(tuple(args)), self._told(kwargs)
         given = [(tensor, version_counter(tensor)) for tensor in tensors_in((args, kwargs))]
         self._drafts.append(draft)
         self._go_to(number)
+        # 2. run it; operators and saved tensors are noted at the draft meanwhile
         result = run()
         gives = list(tensors_in(result))
         changed = (tensor for tensor, before in given if version_counter(tensor) != before)
@@ -193,12 +199,13 @@ class Recorder:
         if not gives and not draft.operators and not draft.packed:
             self._drafts.pop()
             return result
+        # 3. note the results, and which saved tensors are arguments or results
         draft.function = resolve_name(function) or getattr(function, "__name__", "")
-        known = self._storages_of((args, kwargs))
+        numbers = self._storages_of((args, kwargs))
         draft.gives = tuple(self._numbered(tensor, number) for tensor in gives)
-        known.update(self._storages_of(gives))
+        numbers.update(self._storages_of(gives))
         packed = _alive(draft)
-        draft.saved = {storage: known[storage] for storage in packed.keys() & known.keys()}
+        draft.saved = {storage: numbers[storage] for storage in packed.keys() & numbers.keys()}
         return result
 
     def _go_to(self, call: int) -> None:
@@ -239,13 +246,13 @@ class Recorder:
 
     def _storages_of(self, value: Any) -> dict[int, int]:
         """Return the numbers of tensors by storage."""
-        found = (t for t in tensors_in(value) if t.layout is torch.strided)
-        return {storage_id(tensor): self._number_of(tensor) for tensor in found}
+        tensors = (t for t in tensors_in(value) if t.layout is torch.strided)
+        return {storage_id(tensor): self._number_of(tensor) for tensor in tensors}
 
     def _number_of(self, tensor: Tensor) -> int:
-        found = self._numbers.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
+        known = self._numbers.get(id(tensor))
+        if known is not None and known[0]() is tensor:  # the id may be another tensor's by now
+            return known[1]
         return self._numbered(tensor, None)
 
     def _numbered(self, tensor: Tensor, maker: int | None) -> int:
@@ -263,10 +270,10 @@ class Recorder:
         )
         return number
 
-    # -- what torch runs for them -----------------------------------------------------------------
+    # -- operators and saved tensors --------------------------------------------------------------
 
     def note(self, func: Any, args: Any, kwargs: Any, operators: Sequence[Operator]) -> None:
-        """Note an operator that torch has run."""
+        """Note an operator that torch has run, with its descriptions."""
         if self._is_paused:
             return
         if self._note_backward is not None:
@@ -284,19 +291,22 @@ class Recorder:
 
 
 _SAID = (torch.dtype, torch.layout, torch.memory_format, slice, type(...))
-"""Classes of objects that are recorded by their text.  Others are recorded by their class alone,
-as devices are: each process has another, and all do the same there."""
+"""Classes of objects that are recorded by their text.
+
+Others are recorded by their class alone, as devices are: each process has another.
+"""
 _DEVICE = re.compile(r"(cpu|meta|cuda|xpu|mps)(:\d+)?")
+"""The text of a device."""
 
 
 def _alive(draft: _Draft) -> dict[int, int]:
-    """Return bytes of what the graph keeps for a call, by storage."""
+    """Return the bytes that the graph keeps for a call, by storage."""
     kept = (packed() for packed in draft.packed)
     return {storage_id(t): t.untyped_storage().nbytes() for t in kept if t is not None}
 
 
 class _Functions(TorchFunctionMode):
-    """Shows a recorder the functions that are called, and runs some as on another device."""
+    """Shows a recorder the functions of torch, and runs some as on another device."""
 
     def __init__(self, recorder: Recorder, torch_type: str) -> None:
         super().__init__()
@@ -304,7 +314,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if Ghost in types:  # between blocks of a captured model: shows what it is run as
+        if Ghost in types:  # between blocks of a captured model: calls its function inside
             with self:
                 return Ghost.__torch_function__(func, types, args, kwargs)
         if any(kind not in _USUAL for kind in types):
@@ -318,7 +328,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """Shows a recorder the operators that torch runs, on meta tensors."""
+    """Runs the operators of torch on meta tensors, and shows them to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -346,7 +356,7 @@ class _Operators(TorchDispatchMode):
 
 
 _TRUTH = (torch.bool, torch.uint8)
-"""Dtypes of an index that picks as many as it has true values."""
+"""Dtypes of masks: the number of true values decides the result's shape."""
 
 
 def _as_meta(value: Any) -> Any:

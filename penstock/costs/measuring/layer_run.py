@@ -1,4 +1,4 @@
-"""Run the layers of a model one by one, each with its own graph, and leave them unchanged."""
+"""Run the layers of a model one by one, each with a separate graph."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,17 +21,16 @@ from penstock.torch_private import gradient_hooks, next_node_number, saving_hook
 
 
 class LayerRun(NamedTuple):
-    """A layer that is to run: `run()` calls it on copies of its arguments.
-
-    `entries` are the leaves of its graph that stand for those that want a gradient; nodes of it
-    have numbers from `first_node` on, but for what the layer remembers.
-    """
+    """A layer that is ready to run."""
 
     step: Step
     run: Callable[[], Any]
+    """Calls the layer on copies of its arguments."""
     arguments: Any
     entries: list[Entry]
+    """Leaves of its graph that stand for arguments that want a gradient."""
     first_node: int
+    """Least number of the graph's nodes, except of graphs that the layer remembers."""
 
     @property
     def device(self) -> torch.device:
@@ -42,7 +41,7 @@ class LayerRun(NamedTuple):
 
 Perform = Callable[[LayerRun], Any]
 CallLayer = Callable[[Step, Callable[[], Any]], Any]
-"""Runs a layer as a stage does: what that does around it takes time as well."""
+"""Runs a layer as a stage does, with the stage's own work around it."""
 
 
 def call_alone(step: Step, run: Callable[[], Any]) -> Any:
@@ -53,9 +52,9 @@ def call_alone(step: Step, run: Callable[[], Any]) -> Any:
 def run_alone(
     layers: Layers, inputs: Any, perform: Perform, loss: nn.Module | None = None
 ) -> None:
-    """Let `perform` run each layer on copies; what it returns leads to no other layer either.
+    """Let `perform` run each layer on copies of its arguments, and copy its results.
 
-    With a `loss`, which takes the model's output, that is run as one more layer.
+    A `loss` of the model's output runs as a layer after the last one.
     """
 
     def performed(step: Step, function: Any) -> Any:
@@ -74,7 +73,7 @@ def run_alone(
 def _on_copies(
     step: Step, function: Any, given: tuple[Any, Any], device: torch.device | None
 ) -> LayerRun:
-    """Prepare a layer on copies of its arguments, with the leaves that stand for them."""
+    """Return a layer with copies of its arguments."""
     first_node = next_node_number()
     entries: list[Entry] = []
 
@@ -90,18 +89,18 @@ def _on_copies(
 
 
 def _leaving(tensor: Tensor) -> Tensor:
-    """Copy a layer's result: it wants a gradient where the model's own does."""
+    """Return a copy of a layer's result, which wants a gradient if the result does."""
     copy = tensor.detach().clone()
     return copy.requires_grad_().clone() if wants_gradient(tensor) else copy
 
 
 def wants_gradient(tensor: Tensor) -> bool:
-    """Tell whether a tensor gets a gradient from later layers."""
+    """Tell if a tensor gets a gradient from later layers."""
     return tensor.requires_grad and tensor.layout is torch.strided
 
 
 def device_of(module: nn.Module) -> torch.device | None:
-    """Return the device a layer is on; None if it has nothing that would say so."""
+    """Return the device of a layer; None for a layer without tensors."""
     return next((tensor.device for tensor in tensors_of(module)), None)
 
 
@@ -112,7 +111,7 @@ def tensors_of(module: nn.Module) -> chain[Tensor]:
 
 @contextmanager
 def named(step: Step) -> Iterator[None]:
-    """Note on an error which layer raised it."""
+    """Add the layer's name to an error."""
     try:
         yield
     except Exception as error:
@@ -122,13 +121,13 @@ def named(step: Step) -> Iterator[None]:
 
 @contextmanager
 def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Record gradients and save tensors as usual; put back what modules and generators were."""
+    """Record gradients and save tensors as usual; restore modules and generators afterwards."""
     with as_before(modules), torch.enable_grad(), _saving_as_usual():
         yield
 
 
 def _saving_as_usual() -> AbstractContextManager[Any]:
-    """Set hooks aside that would change what autograd saves: the caller may be in a checkpoint."""
+    """Replace hooks that change saved tensors: the caller may be in a checkpoint."""
     if saving_hooks() is None:
         return nullcontext()
     return saved_tensors_hooks(as_it_is, as_it_is)
@@ -136,10 +135,9 @@ def _saving_as_usual() -> AbstractContextManager[Any]:
 
 @contextmanager
 def untouched_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Take the hooks of parameters off; put back afterwards these, gradients and attributes.
+    """Run without hooks of parameters; restore hooks, gradients and attributes afterwards.
 
-    A function's own backward may add to `.grad`, or to a tensor that is an attribute of the
-    parameter (`main_grad`): both have their values back.
+    A custom backward may add to `.grad`, or to an attribute of the parameter (`main_grad`).
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters]
@@ -160,7 +158,7 @@ def untouched_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _put(held: dict[str, Any], before: dict[str, Any]) -> None:
-    """Put attributes back where any was added, taken away or replaced."""
+    """Restore attributes if any was added, removed or replaced."""
     if held.keys() != before.keys() or any(held[name] is not before[name] for name in held):
         held.clear()
         held.update(before)

@@ -1,11 +1,11 @@
-"""Measure layers where they are, without leaving a trace in the model: seconds and bytes.
+"""Measure the seconds and bytes of layers on their device, and leave the model unchanged.
 
 The model runs a few times, as a step does:
 
     forward     layer 0 ──► layer 1 ──► ... ──► layer n
     backward    layer 0 ◄── layer 1 ◄── ... ◄── layer n
 
-so that what a layer has saved has left the caches when its backward comes, as in a step.
+so that saved tensors have left the caches when the backward comes, as in a step.
 """
 
 import copy
@@ -32,23 +32,22 @@ from .step_timer import Divide, Look, StepTimer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Numbers of runs of a model that is measured.
-
-    The first `warming` runs do not count: in these a process does what it does once, and memory
-    grows; how a layer draws random numbers is looked at in the second.  At most `counting` follow,
-    and none after `enough_s`.  A first run of `long_s` is the only one, and counts.
-    """
+    """Numbers of runs of a model that is measured."""
 
     warming: int
+    """First runs, which do not count: a process allocates memory, and compiles, in these."""
     counting: int
+    """Most runs that count."""
     enough_s: float
+    """Seconds of counted runs after which no other follows."""
     long_s: float
+    """Seconds of a first run after which no other follows; it counts then."""
 
 
 TO_BALANCE = Repeats(warming=2, counting=5, enough_s=0.5, long_s=10.0)
-"""Quick, for it is done whenever a pipeline is made."""
+"""Few runs, since each new pipeline measures."""
 THOROUGH = Repeats(warming=2, counting=50, enough_s=5.0, long_s=60.0)
-"""At each micro-batch size of a profile."""
+"""Many runs, for each micro-batch size of a profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +57,11 @@ class How:
     threads: int = 1
     """Intra-op threads."""
     call: Callable[[Layers], CallLayer] = lambda layers: call_alone
-    """Makes what calls the layers, as stages do."""
+    """Makes the function that calls layers as stages do."""
     divide: Divide | None = None
-    """Divides backwards; where given, recomputes and backwards in two parts are measured too."""
+    """Divides backwards; with it, recomputes and backwards in two parts are measured too."""
     busy: int = 0
-    """Cores that do the same meanwhile, when a profile is measured a second time."""
+    """Cores that run copies of the layers during a second measurement."""
     repeats: Repeats = TO_BALANCE
 
 
@@ -78,13 +77,13 @@ class Objective(nn.Module):
 
 
 class Measurement(NamedTuple):
-    """Seconds of layers, and bytes that they keep, if these were asked for."""
+    """Seconds of layers, and the bytes that they keep if `measure` counted them."""
 
     timer: StepTimer
     kept: AtSize | None
 
     def seconds(self, *numbers: int) -> LayerSeconds:
-        """Return the seconds of a layer, or of several that are alike."""
+        """Return the seconds of a layer, or of several equal ones."""
         return self.timer.seconds(*numbers)
 
 
@@ -99,10 +98,10 @@ def measure(
 ) -> Measurement:
     """Measure each layer on `inputs` (one micro-batch), and the `loss` as a layer after the last.
 
-    The model runs a few times, fewer if it takes long; medians count, over layers that are alike
-    as well.  Gradients, other attributes of parameters, buffers, attributes and random number
-    generators are as before afterwards, and hooks do not run (see `unnoticed`).  `look` sees each
-    layer once.  With `left`, a forward more counts the bytes that layers keep.
+    The model runs a few times; medians count, also over equal layers.  Parameters with gradients
+    and attributes, buffers, attributes and random number generators stay unchanged, and hooks do
+    not run (see `unnoticed`).  `look` sees each layer once.  With `left`, another forward counts
+    the bytes that layers keep.
     """
 
     def run() -> StepTimer:
@@ -121,7 +120,7 @@ def measure(
 
 
 def _repeat(timer: StepTimer, inputs: Any, repeats: Repeats) -> None:
-    """Run the model until that is enough."""
+    """Run the model as often as `repeats` says."""
     taken_s = 0.0
     for number in range(repeats.warming + repeats.counting):
         start_s = time.perf_counter()
@@ -138,12 +137,12 @@ def _repeat(timer: StepTimer, inputs: Any, repeats: Repeats) -> None:
 def with_seconds(
     counted: AtSize, layers: Layers, inputs: Any, how: How, loss: nn.Module | None = None
 ) -> AtSize:
-    """Add measured seconds to what was counted of `inputs` (one micro-batch), by kind of layer.
+    """Return counted costs with measured seconds of `inputs` (one micro-batch), by kind of layer.
 
-    Layers whose kind is one have the medians of all of them.
+    The seconds of a kind are medians over all of its layers.
 
     Raises:
-        ConfigError: the layers cannot be copied, to keep other cores busy.
+        ConfigError: the layers cannot be copied to keep other cores busy.
     """
     members: list[list[int]] = [[] for _ in counted.kinds]
     for number, kind in enumerate(counted.kind_of):
@@ -171,7 +170,7 @@ def with_seconds(
 
 @contextmanager
 def _working(layers: Layers, inputs: Any, how: How, loss: nn.Module | None) -> Iterator[None]:
-    """Let other threads run copies of the layers meanwhile, one for each busy core."""
+    """Run copies of the layers in other threads meanwhile, one for each busy core."""
     try:
         twins = [copy.deepcopy(layers) for _ in range(how.busy)]
     except Exception as error:

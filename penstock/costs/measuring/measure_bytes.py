@@ -1,4 +1,4 @@
-"""Count what each layer keeps of a micro-batch for its backward, by running it."""
+"""Count the bytes that each layer keeps for its backward, by a run of the model."""
 
 from functools import partial
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.costs.counting.boundaries import divided_bytes, values_of
-from penstock.costs.counting.count import Left
+from penstock.costs.counting.count import Left, divided_bytes, values_of
 from penstock.costs.counting.layer_calls import as_it_is
 from penstock.costs.records import AtSize, LayerKind
 from penstock.model.copies import no_leaf
@@ -31,10 +30,10 @@ from .layer_run import (
 def measure_bytes(
     layers: Layers, inputs: Any, left: Left, *, call: CallLayer = call_alone
 ) -> AtSize:
-    """Count what each layer keeps of `inputs` (one micro-batch) for its backward, by storage.
+    """Return the bytes that each layer keeps of `inputs` (one micro-batch), each storage once.
 
-    The model runs once, forward, each layer with a graph of its own; all is as before afterwards,
-    as in `measure`.  Forwards run by `call`.  A loss is taken to save as much as the model gives.
+    The model runs one forward by `call`, each layer with a separate graph; it stays unchanged, as
+    in `measure`.  A loss counts as if it saved the model's output.
     """
 
     def run() -> AtSize:
@@ -52,7 +51,7 @@ class _Kept:
         self._saved: dict[int, dict[int, int]] = {}
         self._left: dict[int, int] = {}
         self._same: dict[int, int] = {}
-        """Storages of results that are those of arguments, and these."""
+        """Storages of arguments, by the storages of results that share their memory."""
 
     def at_size(self, inputs: Any) -> AtSize:
         """Run the model, and return the bytes of each layer."""
@@ -77,13 +76,15 @@ class _Kept:
         )
 
     def _perform(self, step: Step, function: Any) -> Any:
-        """Run a layer on copies of its arguments, which it may change in place; its results lead
-        to no graph.
+        """Run a layer on copies of its arguments; return results without a graph.
+
+        argument ──copy──► storage 2 ──► layer ──► result     a saved storage of a copy counts
+        storage 1           lent[2] = 1     └─ saves 2        as the argument's: 1
         """
         if step.index >= len(self._layers):  # a random operation between layers
             return function()
         device = device_of(step.module) if self._layers.model is None else None
-        lent: dict[int, int] = {}  # storages of copies, and of what they are copies of
+        lent: dict[int, int] = {}  # storages of arguments, by storages of their copies
         found: dict[int, int] = {}
 
         def enter(tensor: Tensor) -> Tensor:

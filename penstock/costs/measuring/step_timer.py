@@ -1,7 +1,7 @@
 """Time the layers of a model in one run after the other, in the order of a step.
 
-Each layer has a graph of its own, and its results get gradients of ones.  Its weights' gradients
-are added to others, as those of all micro-batches but the first are.
+Each layer has a separate graph, and its results get gradients of ones.  Gradients of weights are
+added to others, as for all micro-batches after the first.
 """
 
 import time
@@ -35,7 +35,7 @@ Mark = float | torch.cuda.Event
 
 
 def mark(device: torch.device) -> Mark:
-    """Note when the device has done all that it was asked for so far."""
+    """Return a mark of the moment when the device has finished all work so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -44,7 +44,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
-    """Return the seconds between two marks of a device; wait for the second one."""
+    """Return the seconds between two marks of a device, once it has reached both."""
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start
@@ -54,8 +54,9 @@ def seconds_between(start: Mark, end: Mark) -> float:
 
 
 PARTS = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
-"""Of a step, as in `LayerSeconds`."""
+"""Parts of a step, as in `LayerSeconds`."""
 _BOTH = "forward and backward"
+"""Key of their sum."""
 
 
 class Samples:
@@ -66,11 +67,11 @@ class Samples:
         self._found: defaultdict[tuple[Hashable, str], list[float]] = defaultdict(list)
 
     def add(self, layer: int, kind: Hashable, part: str, start: Mark, end: Mark) -> None:
-        """Note when a layer began and ended a part of a step."""
+        """Note the start and the end of a part of a layer's step."""
         self._now.append((layer, kind, part, start, end))
 
     def end_run(self, *, counts: bool) -> None:
-        """Take in what was noted in a run of the model, if it `counts`."""
+        """End a run of the model; keep its seconds if it `counts`."""
         noted, self._now = self._now, []
         layers: defaultdict[tuple[int, Hashable], dict[str, float]] = defaultdict(dict)
         for layer, kind, part, start, end in noted if counts else ():
@@ -81,14 +82,12 @@ class Samples:
                 self._found[kind, _BOTH].append(parts["forward_s"] + parts["backward_s"])
 
     def median(self, kinds: Collection[Hashable], part: str) -> float | None:
-        """Return the median over layers of these kinds; None if it was not measured."""
+        """Return the median of a part over layers of these kinds; None if none was measured."""
         found = self._of(kinds, part)
         return median(found) if found else None
 
     def spread(self, kinds: Collection[Hashable]) -> float:
-        """Return half the distance between the quartiles of forward plus backward, as a share of
-        their median.
-        """
+        """Return half the interquartile range of forward plus backward, over their median."""
         found = self._of(kinds, _BOTH)
         if len(found) < 2:
             return 0.0
@@ -100,27 +99,27 @@ class Samples:
 
 
 BACKWARD_PER_FORWARD = 2
-"""Matrix products of a backward for one of the forward: the guess where none can be measured."""
+"""Seconds of a backward over its forward's: the guess if it cannot be measured."""
 _UNMEASURABLE = ("use_reentrant", "donated buffers", "second time")
-"""Words of torch's errors where a reentrant checkpoint, a compiled layer whose graph is to be
-kept, or a graph that is gone is asked for gradients."""
+"""Words of torch's errors about reentrant checkpoints, compiled layers and freed graphs."""
 _CAST = "ToCopyBackward0"
+"""Name of the autograd node of a cast."""
 
 
 class Parts(Protocol):
     """A backward in two parts."""
 
     def run_input(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Find the gradients of what came in."""
+        """Compute the gradients of inputs."""
 
     def run_weights(self) -> None:
-        """Add those of the weights to `.grad`."""
+        """Add the gradients of weights to `.grad`."""
 
 
 Divide = Callable[[Sequence[Tensor], Sequence[Entry]], Parts | None]
-"""Divides the backward of a graph, from its roots to its entries; None where it stays whole."""
+"""Divides the backward of a graph, from roots to entries; None if it stays whole."""
 Look = Callable[[Step, list[Tensor]], None]
-"""Is shown each layer and its results, with their graph."""
+"""Sees each layer and its results, with their graph."""
 
 
 class _Ran(NamedTuple):
@@ -141,12 +140,11 @@ class _Ran(NamedTuple):
 
 
 class StepTimer:
-    """Runs the layers of a model and takes their times, as medians over all that are alike.
+    """Runs the layers of a model and takes their times, as medians over equal layers.
 
-    With `divide`, every layer is timed in every run, also in a recompute, and in a backward of two
-    parts.  Without, of layers that are alike another one runs backward in each run.  Forwards run
-    by `call`.  The `loss`, of the model's output, is one layer more.  `look` sees the
-    layers of the first run.
+    With `divide`, each run times every layer, also in a recompute and in a backward of two parts.
+    Without it, each run times the backward of another one of several equal layers.  `call` runs
+    forwards.  The `loss` is a layer after the last one.  `look` sees the layers of the first run.
     """
 
     def __init__(
@@ -167,7 +165,7 @@ class StepTimer:
         self._shares_graphs = False
 
     def seconds(self, *numbers: int) -> LayerSeconds:
-        """Return what a layer takes, or several that are alike; nothing where none ran."""
+        """Return the seconds of a layer, or of several equal ones; 0 if none ran."""
         kinds = {self._kinds[number] for number in numbers if number in self._kinds}
         found = {part: self.samples.median(kinds, part) for part in PARTS}
         forward_s = found["forward_s"] or 0.0
@@ -203,13 +201,14 @@ class StepTimer:
 
     @property
     def _keeps_graphs(self) -> bool:
-        """True where a backward frees nothing that was saved, which takes longer: a layer that
-        remembers results may need it.  That is known when the second run has come to its backward.
+        """True if backwards have to keep the graph, which takes longer.
+
+        A layer that remembers results needs it.  The second run's forward tells.
         """
         return self._shares_graphs or self._number == 0
 
     def _forward(self, inputs: Any, part: str | None) -> list[_Ran]:
-        """Run all layers; return those that are to run backward: none, if the part has no name."""
+        """Run all layers; return the ones to run backward, and none for a part without a name."""
         ran: list[_Ran] = []
 
         def perform(layer: LayerRun) -> Any:
@@ -246,11 +245,11 @@ class StepTimer:
     # -- backward -----------------------------------------------------------------------------
 
     def _add(self, layer: _Ran, part: str, start: Mark) -> None:
-        """Note that a part of a layer's backward, which began at `start`, ends now."""
+        """Note the end of a part of a layer's backward that began at `start`."""
         self.samples.add(layer.step.index, layer.kind, part, start, mark(layer.device))
 
     def _time_backward(self, layer: _Ran, part: str) -> None:
-        """Run a backward in one part."""
+        """Time a backward in one part."""
         weights, seeds = layer.weights, layer.seeds()
         wanted = [*(entry.tensor for entry in layer.entries), *weights]
         if not layer.roots or not wanted:
@@ -272,7 +271,7 @@ class StepTimer:
                 raise
 
     def _time_input(self, layer: _Ran, divide: Divide) -> Parts | None:
-        """Run the first part of a backward, or all of it where it stays whole."""
+        """Time the first part of a backward, or all of it if it stays whole."""
         if not self._keeps_graphs and layer.roots:
             seeds = layer.seeds()
             with untouched_gradients(layer.step.module.parameters()):
@@ -286,7 +285,7 @@ class StepTimer:
         return None
 
     def _time_weights(self, layer: _Ran, parts: Parts | None) -> None:
-        """Run the second part of a backward, if there is one."""
+        """Time the second part of a backward, if there is one."""
         if parts is None:
             now = mark(layer.device)
             self.samples.add(layer.step.index, layer.kind, "weight_s", now, now)
@@ -300,8 +299,9 @@ class StepTimer:
 
 
 def _has_older(tensors: Sequence[Tensor], number: int) -> bool:
-    """Tell whether the graph of tensors has nodes that were there before its node `number`, but
-    for casts, which autocast remembers: they have saved nothing.
+    """Tell if the graph of tensors has nodes that are older than node `number`.
+
+    Casts do not count: autocast remembers them, and they save nothing.
     """
     waiting = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen = set(waiting)
