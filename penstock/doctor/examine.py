@@ -88,6 +88,7 @@ def examine(environment: Environment, timeout_s: float, show: Show) -> int:
 
 
 def _examine_alone(environment: Environment) -> Report:
+    """Examine this process alone, with a self-test on each of its devices."""
     report, mine = Report(), gather_facts(0)
     if environment.get("RANK") and "WORLD_SIZE" not in environment:
         why = "without WORLD_SIZE each process takes itself for the only one, and trains alone"
@@ -125,7 +126,7 @@ def _examine_job(mesh: Mesh, report: Report, show: Show) -> None:
         report.findings.append(_of(failure))
         report.broke_off = True
     show(report)
-    if not report.broke_off:  # torchrun ends all processes once one ends with an error
+    if not report.broke_off:  # rank 0 writes first: torchrun ends all once one ends in an error
         mesh.world.barrier("for rank 0 to write the report")
 
 
@@ -184,6 +185,7 @@ def _of(failure: Exception) -> Finding:
 
 
 def _tables(ranks: Sequence[RankFacts]) -> Iterator[str]:
+    """Yield the versions, and a table of the processes and their resources."""
     first = ranks[0]
     yield (
         f"Penstock {first.penstock}, Python {first.python}, torch {first.torch} built for "

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 import penstock
 from penstock.errors import ConfigError, PlanError
-from penstock.mesh.collectives import Collectives
+from penstock.mesh.collectives import Begun, Collectives
 from penstock.planner.placement import Placement
 from tests.distributed.call import call
 
@@ -35,7 +35,7 @@ def collected(group: Collectives) -> dict[str, Any]:
     parts = [numbers(mine, n + 1) for n in range(group.size)]
     exchanged = group.all_to_all(parts, [(mine + 1,)] * group.size, what)
     later = numbers(mine, 3)
-    begun: list[Any] = [
+    begun: list[Begun[Any]] = [
         group.begin_all_reduce(later),
         group.begin_all_gather(uneven, shapes),
         group.begin_reduce_scatter(parts),
