@@ -42,15 +42,15 @@ def as_pairs(batches: Iterable[Pair]) -> list[Pair]:
             f"train_steps was given a {type(batches).__name__} as batches; give a list of "
             "(inputs, targets)"
         )
-    found = list(batches)
-    for n, batch in enumerate(found):
+    pairs = list(batches)
+    for n, batch in enumerate(pairs):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             what = f"{len(batch)} values" if isinstance(batch, tuple | list) else "no pair"
             raise BatchError(
                 f"batch {n} of train_steps, a {type(batch).__name__}, is {what}; give (inputs, "
                 "targets) for each mini-batch, with None for targets that a loss does not need"
             )
-    return found
+    return pairs
 
 
 def check_updating(updating: WeightUpdater, parameters: Iterable[Tensor]) -> None:
@@ -87,14 +87,14 @@ def train_one_by_one(
 ) -> Tensor:
     """Take a synchronous step and an update for each batch."""
     _check_steps_alone(updating, len(batches))
-    found = []
+    step_losses = []
     for inputs, targets in batches:
-        found.append(train_step(inputs, targets))
+        step_losses.append(train_step(inputs, targets))
         updating.optimizer.step()
         updating.optimizer.zero_grad()
         if updating.lr_scheduler is not None:
             updating.lr_scheduler.step()
-    return torch.stack(found)
+    return torch.stack(step_losses)
 
 
 def _check_steps_alone(updating: WeightUpdater, num_batches: int) -> None:
@@ -149,6 +149,8 @@ def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Weight
     Raises:
         ConfigError: the optimizer cannot be used stage by stage, or weights share memory.
     """
+    # 1. Join the mini-batches, and read the options of all updates beforehand: the schedule
+    #    overlaps updates of one batch with forwards of the next.
     family = engine.plan.schedule
     every = family.microbatches_per_update(len(cut[0].sizes))
     batch = joined(cut, apart=every < len(cut[0].sizes))
@@ -158,6 +160,8 @@ def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Weight
     parameters = {stage.index: stage.weights.owned.parameters for stage in engine.stages}
     optimizers = divided(updating.optimizer, parameters, updates)
     _check_apart(engine)
+
+    # 2. Run them as one.
     run = engine.new_run(batch, "train", step, with_grad=True, num_minibatches=len(cut))
     # Autocast caches casts of weights; after an update they would be casts of older weights.
     autocasts = tuple(replace(mode, cache=False) for mode in run.caller.autocasts)
@@ -170,16 +174,16 @@ def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Weight
 
 def losses(engine: Engine, cut: Sequence[Batch], run: Run) -> Tensor:
     """Return the loss of each mini-batch, the same on every process."""
-    found, first = [], 0
+    sums, first = [], 0
     assert run.window is not None
     for batch in cut:
         size = len(batch.sizes)
         terms = {j: run.losses[first + j] for j in range(size) if run.losses}
         if run.window.every < size and terms:  # each was weighed as a mini-batch
             terms = {j: terms[j] * weight for j, weight in enumerate(batch.weights)}
-        found.append(engine.splitter.loss(terms))
+        sums.append(engine.splitter.loss(terms))
         first += size
-    return torch.stack(found)
+    return torch.stack(sums)
 
 
 def _check_apart(engine: Engine) -> None:

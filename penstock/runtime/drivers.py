@@ -79,8 +79,8 @@ class ProcessDriver(AbstractDriver):
         self._channels = ProcessChannels(mesh, plan.placement.places)
 
     def drive(self, work: Work) -> None:
-        every = work.schedule.programs
-        program = every[self._rank] if self._rank < len(every) else ()  # without a stage
+        programs = work.schedule.programs
+        program = programs[self._rank] if self._rank < len(programs) else ()  # an idle process
         executor = Executor(self._rank, program, work.stages, work.run, self._channels)
         with _threads(self._num_threads), self._channels.run(work.schedule):
             with work.caller.entered():

@@ -167,14 +167,12 @@ class Engine:
 
     def _needs_hooks(self, trace: Trace) -> str:
         """Name the features of this plan that need saved_tensors_hooks."""
-        found = []
-        if self.lowering.recompute:
-            found.append("a recompute, to save nothing in a forward")
-        if self.lowering.offload:
-            found.append("offload, to move what is saved")
-        if trace is Trace.MEMORY:
-            found.append(f"{trace}, to count what is saved")
-        return "; ".join(found)
+        uses = {
+            "a recompute, to save nothing in a forward": self.lowering.recompute,
+            "offload, to move what is saved": self.lowering.offload,
+            f"{trace}, to count what is saved": trace is Trace.MEMORY,
+        }
+        return "; ".join(use for use, is_on in uses.items() if is_on)
 
     def program(self, mode: Mode, num_microbatches: int, num_minibatches: int = 1) -> Schedule:
         """Return the lowered and verified schedule of a call; cache it.
@@ -196,8 +194,8 @@ class Engine:
         return self.program(*self._key(run, mode))
 
     def _key(self, run: Run, mode: Mode) -> _Key:
-        every = run.streams.num_microbatches
-        return mode, every, len(run.batch.sizes) // every
+        num_microbatches = run.streams.num_microbatches
+        return mode, num_microbatches, len(run.batch.sizes) // num_microbatches
 
     def reporting(self) -> AbstractContextManager[None]:
         """Report an exception raised inside to the other processes, with the stages here."""
@@ -209,10 +207,10 @@ class Engine:
         self, batch: Batch, phase: str, step: int, *, with_grad: bool, num_minibatches: int = 1
     ) -> Run:
         """Return the `Run` of a call for `batch`, which may hold several mini-batches."""
-        every = len(batch.sizes) // num_minibatches
+        num_microbatches = len(batch.sizes) // num_minibatches
         return Run(
             batch=batch,
-            streams=Streams(self.plan.seed, phase, step, every, batch.first),
+            streams=Streams(self.plan.seed, phase, step, num_microbatches, batch.first),
             caller=CallerContext.capture(with_grad, self.devices),
         )
 

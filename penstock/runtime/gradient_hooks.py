@@ -27,38 +27,38 @@ class SummedHooks:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         both = {p: gradient_hooks(p) for p in parameters}
-        self._found = {p: found for p, (found, _) in both.items() if found}
-        self._added = {p: added for p, (_, added) in both.items() if added}
-        self._away: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        self._hooks = {p: hooks for p, (hooks, _) in both.items() if hooks}
+        self._post_hooks = {p: post for p, (_, post) in both.items() if post}
+        self._removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     @property
     def hooked(self) -> list[Tensor]:
         """The parameters that have hooks."""
-        return [*{**self._found, **self._added}]
+        return [*{**self._hooks, **self._post_hooks}]
 
     def follows(self, parameter: Tensor) -> bool:
         """Tell whether a hook of the parameter runs after its gradient was added."""
-        return parameter in self._added
+        return parameter in self._post_hooks
 
     def take(self) -> None:
         """Remove the hooks, so that autograd runs none."""
-        for hooks in (*self._found.values(), *self._added.values()):
-            self._away.append((hooks, dict(hooks)))
+        for hooks in (*self._hooks.values(), *self._post_hooks.values()):
+            self._removed.append((hooks, dict(hooks)))
             hooks.clear()
 
     def put_back(self) -> None:
         """Restore the removed hooks, ahead of hooks that were added since."""
-        for hooks, before in self._away:
+        for hooks, before in self._removed:
             new = dict(hooks)
             hooks.clear()
             hooks.update(before | new)
-        self._away = []
+        self._removed = []
 
     @torch.no_grad()
     def run_found(self) -> None:
         """Restore the hooks, and call each with the sum of the step's gradients."""
         self.put_back()
-        for parameter, hooks in self._found.items():
+        for parameter, hooks in self._hooks.items():
             for hook in tuple(hooks.values()):  # a hook may remove itself
                 if parameter.grad is not None:
                     other = hook(parameter.grad)
@@ -67,7 +67,7 @@ class SummedHooks:
     @torch.no_grad()
     def run_added(self) -> None:
         """Call the hooks that run once the sums are in `.grad`."""
-        for parameter, hooks in self._added.items():
+        for parameter, hooks in self._post_hooks.items():
             for hook in tuple(hooks.values()):
                 if parameter.grad is not None:
                     hook(parameter)

@@ -130,24 +130,25 @@ class Splitter:
         # 1. Flatten once what this process was given, and weigh it where the loss is computed.
         stages = self._ranks[self._replica]
         reads = any(self._rank in stages[reader] for reader in self.readers)
-        is_given = inputs is not None or self._is_whole
-        given = flat_batch(inputs, "inputs") if is_given else None
-        if given is not None and reads:
-            check_values(given.tensors, "inputs")
-        num_inputs = None if given is None else given.num_samples
-        asked = None if targets is None else flat_batch(targets, "targets", num_inputs)
-        raw = self._raw_weights(asked or given, call)
+        has_inputs = inputs is not None or self._is_whole
+        flat_inputs = flat_batch(inputs, "inputs") if has_inputs else None
+        if flat_inputs is not None and reads:
+            check_values(flat_inputs.tensors, "inputs")
+        num_inputs = None if flat_inputs is None else flat_inputs.num_samples
+        flat_targets = None if targets is None else flat_batch(targets, "targets", num_inputs)
+        raw = self._raw_weights(flat_targets or flat_inputs, call)
 
         # 2. Announce the call to all processes, and see that all make the same one.
         kind = "train_step" if call.trains else "eval_step"
-        read = given if reads else None, asked if self._ends_here else None
-        texts = NOTHING_SAID if self._alone else self._check.texts(kind, (given, asked), read)
+        flat = flat_inputs, flat_targets
+        read = flat_inputs if reads else None, flat_targets if self._ends_here else None
+        texts = NOTHING_SAID if self._alone else self._check.texts(kind, flat, read)
         counted = counted_in(inputs) if call.computes_loss or not call.trains else -1.0
         header = CallHeader(
             number=self._calls,
             trace=_BY_STRENGTH.index(call.trace),
             num_inputs=num_inputs,
-            num_targets=None if asked is None else asked.num_samples,
+            num_targets=None if flat_targets is None else flat_targets.num_samples,
             inputs_digest=texts.digests[0],
             targets_digest=texts.digests[1],
             raw_total=sum(raw) if self._counts else 0.0,
@@ -165,26 +166,26 @@ class Splitter:
         else:
             counts = num_samples(headers, self._ranks, self.readers)
         if not self._alone:
-            together = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
+            replicas = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
             digests = [(header.inputs_digest, header.targets_digest) for header in headers]
-            check_same(self._world, together, digests, texts)
+            check_same(self._world, replicas, digests, texts)
 
         # 3. Cut what this replica has, and weigh it among all replicas.
         reduction = _agreed_reduction(call, headers)
-        replica, wanted = self._replica, call.num_microbatches
-        sizes = microbatch_sizes(counts[replica], wanted)
+        replica, num_microbatches = self._replica, call.num_microbatches
+        sizes = microbatch_sizes(counts[replica], num_microbatches)
         weights: list[float] = []
         if call.trains and self._ends_here:
-            known = reduction is Reduction.MEAN
-            total = float(sum(counts)) if known else sum(h.raw_total for h in headers)
+            is_mean = reduction is Reduction.MEAN
+            total = float(sum(counts)) if is_mean else sum(h.raw_total for h in headers)
             weights = shares(reduction, raw or raw_weights(reduction, (), sizes), total)
         nothing = [None] * len(sizes)
         return Batch(
             sizes,
-            nothing if given is None else given.split(sizes),
-            nothing if asked is None else asked.split(sizes),
+            nothing if flat_inputs is None else flat_inputs.split(sizes),
+            nothing if flat_targets is None else flat_targets.split(sizes),
             weights,
-            sum(min(n, wanted) for n in counts[:replica]),
+            sum(min(n, num_microbatches) for n in counts[:replica]),
             _BY_STRENGTH[max(header.trace for header in headers)],
             reduction,
         )

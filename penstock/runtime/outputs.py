@@ -40,6 +40,8 @@ def gather(parts: Sequence[Any], sizes: Sequence[int], weights: Callable[[], lis
                 f"micro-batch {i} gave {len(leaves)} tensors, micro-batch 0 gave "
                 f"{len(first)}; outputs must have the same structure for every micro-batch"
             )
+
+    # Join each tensor: a weighted sum for losses, a concatenation for all others.
     has_loss = loss_in(parts[0]) is not None
     paths = {id(leaf): path for path, leaf in leaf_paths(parts[0])}
     joined: list[Any] = [
@@ -57,21 +59,24 @@ def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any
     """Broadcast the outputs of the last stage, which process `last` runs, to all stages."""
     if stages.size == 1:
         return outputs
+    # 1. Broadcast the structure, and the kinds of the tensors, from the last stage.
     what, is_last = "for the outputs of the last stage", stages.rank == last
     leaves, structure = flatten(_tellable(outputs)) if is_last else ([], None)
     facts = None
     if structure is not None:
         facts = ([TensorKind.of(leaf) for leaf in leaves], template(structure))
     kinds, form = stages.broadcast(facts, last, what)
-    found = []
+
+    # 2. Broadcast the tensors as bytes.
+    shared = []
     for n, kind in enumerate(kinds):
         received, tensor = room_for(kind, device)
         if is_last:
             received = to_bytes(leaves[n], kind)
         if kind.num_bytes:
             stages.tensors.broadcast(last, received, what)
-        found.append(leaves[n] if is_last else fill(tensor, received, kind))
-    return unflatten(from_template(form), found)
+        shared.append(leaves[n] if is_last else fill(tensor, received, kind))
+    return unflatten(from_template(form), shared)
 
 
 def _tellable(outputs: Any) -> Any:
@@ -167,9 +172,9 @@ def _check_alike(parts: Sequence[Any], sizes: Sequence[int]) -> None:
         BoundaryError: they differ.
     """
     for i, part in enumerate(parts[1:], 1):
-        found = first_difference(parts[0], part)
-        if found is not None:
-            path, first, other = found
+        difference = first_difference(parts[0], part)
+        if difference is not None:
+            path, first, other = difference
             raise BoundaryError(
                 f"the model's outputs for the micro-batches cannot be put together: output{path} "
                 f"is {_shown(first)} for micro-batch 0 and {_shown(other)} for micro-batch {i}. "

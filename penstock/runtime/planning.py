@@ -150,13 +150,13 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
 
 def _trainable_bytes(layers: Layers) -> list[int]:
     """Return the bytes of each layer's trainable weights; a shared one counts in its first."""
-    seen: set[Tensor] = set()
-    found = []
+    counted: set[Tensor] = set()
+    num_bytes = []
     for step in layers:
-        own = [p for p in step.module.parameters() if p.requires_grad and p not in seen]
-        seen.update(own)
-        found.append(sum(p.numel() * p.element_size() for p in own))
-    return found
+        new = {p for p in step.module.parameters() if p.requires_grad} - counted
+        counted |= new
+        num_bytes.append(sum(p.numel() * p.element_size() for p in new))
+    return num_bytes
 
 
 def agree(

@@ -22,6 +22,7 @@ from penstock.model.capture.capture import resolve_layers
 from penstock.model.entries import Entry
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
+from penstock.model.stage_plan import Step
 from penstock.planner.shared_cores import num_cores
 from penstock.trace.progress import saying
 from penstock.trace.units import count_text
@@ -169,14 +170,15 @@ def divided_backward(roots: Sequence[Tensor], entries: Sequence[Entry]) -> Split
 
 def _tensors(layers: Any) -> list[Tensor]:
     """Return the parameters and buffers of layers, or of modules that become layers."""
-    if isinstance(layers, Layers):
-        modules = [step.module for step in layers]
-    elif isinstance(layers, nn.Module):
-        modules = [layers]
-    else:
-        modules = [x.module if isinstance(x, Layer) else x for x in layers]
-    found = (m for m in modules if isinstance(m, nn.Module))
-    return [t for module in found for t in (*module.parameters(), *module.buffers())]
+    if isinstance(layers, nn.Module):
+        layers = [layers]
+    modules = [x.module if isinstance(x, Layer | Step) else x for x in layers]
+    return [
+        tensor
+        for module in modules
+        if isinstance(module, nn.Module)
+        for tensor in (*module.parameters(), *module.buffers())
+    ]
 
 
 def of_samples(value: Any, size: int) -> Any:

@@ -102,7 +102,7 @@ class Replicas:
         mine = [pooled(moments[m]) if m in moments else None for m in modules]
         sent = torch.cat([_as_row(m, of) for m, of in zip(modules, mine, strict=True)])
         rows = self._group.all_gather(sent, "for the BatchNorm moments of the other replicas")
-        found: MomentsByModule = {}
+        gathered: MomentsByModule = {}
         widths = [1 + 2 * module.num_features for module in modules]
         for row in rows:
             for module, part in zip(modules, row.split(widths), strict=True):
@@ -110,8 +110,8 @@ class Replicas:
                     assert module.running_mean is not None
                     here = part[1:].to(module.running_mean.device)
                     mean, variance = here.split(module.num_features)
-                    found.setdefault(module, []).append((int(part[0]), mean, variance))
-        return found
+                    gathered.setdefault(module, []).append((int(part[0]), mean, variance))
+        return gathered
 
 
 def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
@@ -134,14 +134,14 @@ def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
     """Begin to sum gradients over a group; all its processes have them in the same order."""
     trained = [p for p in parameters if p.requires_grad]
     _check_can_be_summed(trained)
-    found = []
+    begun = []
     for bucket in cut_into_buckets(trained):
         has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
         has_gradient = has_gradient.to(bucket[0].device)
         flat = torch.cat([_flat_gradient(p) for p in bucket])
         sums = [group.begin_all_reduce(tensor) for tensor in (flat, has_gradient)]
-        found.append(_Bucket(bucket, flat, has_gradient, sums))
-    return found
+        begun.append(_Bucket(bucket, flat, has_gradient, sums))
+    return begun
 
 
 def _finish(group: Collectives, buckets: Sequence[_Bucket], what: str) -> None:

@@ -57,6 +57,7 @@ def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
         ConfigError: an argument cannot work, or a layer cannot be recorded.
         PlanError: nothing stays below the limit; says by how much.
     """
+    # 1. Check the sizes and the request.
     axes = num_shards if isinstance(num_shards, tuple) else (num_shards,)
     count = prod(check_count("num_shards", number) for number in axes)
     check_count("num_microbatches", num_microbatches)
@@ -68,6 +69,8 @@ def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
     wanted = ShardingRequest.of(sharding)
     if memory_limit_bytes is not None:
         wanted = ShardingRequest(wanted.plan, wanted.weights, memory_limit_bytes)
+
+    # 2. Record the operators of a micro-batch, and solve for their layouts.
     resolved = resolve_layers(layers, example_inputs)
     part = first_microbatch(example_inputs, num_microbatches)
     counts = num_microbatches, num_microbatches

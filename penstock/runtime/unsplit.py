@@ -86,6 +86,7 @@ def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
     of all other weights.
     """
     arrivals = arrivals_of([get_gradient_edge(t).node for t in results if t.requires_grad])
+    # The inputs of the layer are leaves too; a stage's backward never defers their gradients.
     leaves, cuts, *_ = leaves_and_cuts(arrivals)
     own = {id(parameter) for parameter in module.parameters()}
     inputs = {leaf for leaf in leaves if id(leaf.variable) not in own}

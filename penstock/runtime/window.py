@@ -178,6 +178,8 @@ class StageOptimizer:
         """
         if not self.parameters:
             return
+        # Schedulers set options of the whole optimizer: set those of this update first, and check
+        # afterwards that the step left them alone.
         groups, options = self._optimizer.param_groups, self._options[update]
         for group, wanted in zip(groups, options, strict=True):
             group.update(wanted)

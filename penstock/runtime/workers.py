@@ -107,6 +107,7 @@ class ThreadDriver(AbstractDriver):
         if is_crowded:
             turns = threading.Semaphore(self._most_at_once)
         channels = QueueChannels(transfers, self._timeout_s, turns)
+        # Each job puts one item into `done` when it ends, also after an error.
         done: SimpleQueue[None] = SimpleQueue()
         jobs = [
             _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)

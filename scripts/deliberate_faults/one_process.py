@@ -263,7 +263,7 @@ FAULTS = (
     Fault(
         "outputs that differ in what is no tensor are those of the first micro-batch",
         "penstock/runtime/outputs.py",
-        "if found is not None:",
+        "if difference is not None:",
         "if False:",
         "tests/model/test_batch.py::test_outputs_that_differ_in_what_is_no_tensor_are_refused",
     ),

@@ -186,7 +186,7 @@ FAULTS = (
     Fault(
         "inputs without values are let through in several processes",
         "penstock/runtime/microbatches.py",
-        '            check_values(given.tensors, "inputs")\n',
+        '            check_values(flat_inputs.tensors, "inputs")\n',
         "            pass\n",
         "tests/distributed/test_crossing.py",
         "without_values",
@@ -194,8 +194,8 @@ FAULTS = (
     Fault(
         "a replica weighs its losses by its own samples only",
         "penstock/runtime/microbatches.py",
-        "total = float(sum(counts)) if known",
-        "total = float(counts[self._replica]) if known",
+        "total = float(sum(counts)) if is_mean",
+        "total = float(counts[self._replica]) if is_mean",
         "tests/distributed/test_equality_processes.py",
         "two_replicas and 1",
     ),

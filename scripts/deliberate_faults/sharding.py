@@ -80,8 +80,8 @@ FAULTS = (
     Fault(
         "shards with other batches wait for each other",
         "penstock/runtime/microbatches.py",
-        "        if not self._alone:\n            together",
-        "        if False:\n            together",
+        "        if not self._alone:\n            replicas",
+        "        if False:\n            replicas",
         "tests/sharding/test_pipeline.py",
         "do_not_share",
     ),

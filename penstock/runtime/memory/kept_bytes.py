@@ -48,6 +48,7 @@ class KeptBytes(LayersGuard):
         in_slots = [slot.tensor for slot in tape.slots or () if slot.tensor is not None]
         for leaf in [*tape.inputs, *in_slots]:
             counted[_storage(leaf)] = leaf.untyped_storage().nbytes()
+        # Views of the caller's batch count by their elements, not by the batch's storage.
         of_batch = self._outliving.of_batch(run, tape)
         for leaf in of_batch:
             counted.pop(_storage(leaf), None)

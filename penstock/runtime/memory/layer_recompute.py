@@ -54,16 +54,21 @@ class LayerRecompute(InputGuard):
         assert isinstance(function, partial)
         slots, is_new = tape.slots, step.index not in self._safe
         assert slots is not None
+        # 1. Keep the inputs, with copies if the layer may change them in place.
         leaves, structure = flatten((function.args, function.keywords))
         inputs = [_kept(leaf, slots) for leaf in leaves]
         versions = [version_of(leaf) for leaf in leaves]
         copies = [leaf.detach().clone() for leaf in leaves] if is_new else leaves
+
+        # 2. Run; the slots from `mark` on are the layer's.
         mark = slots.mark()
         result = call(step, function)
         is_same = versions == [version_of(leaf) for leaf in leaves]
         if not is_same or (is_new and not all(map(_alike, leaves, copies))):
             self._keeping.add(step.index)
             return result
+
+        # 3. Empty the slots now, or in `after_layers` if a later layer may change the inputs.
         saved = slice(mark, slots.mark())
         seen = first_floating(flatten(result)[0]) if is_new else None
         rerun = Rerun(step, function.func, inputs, structure, saved, seen)

@@ -125,6 +125,7 @@ class Offloading:
 
 def _move(away: Offloaded, slots: Iterable[Slot]) -> None:
     """Empty slots into the store, each storage once; tensors changed in place stay."""
+    # Several slots may be views of one storage: it moves once, and all views are rebuilt from it.
     by_storage: dict[int, list[tuple[Slot, Tensor]]] = {}
     for slot in slots:
         if slot.tensor is not None and slot.is_as_saved:

@@ -101,6 +101,7 @@ class HostStore(AbstractStore):
         self._device = device
 
     def put(self, storage: UntypedStorage) -> Any:
+        # The copy stream reads `here` later: the allocator must not reuse it before.
         here = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         there = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         with self._device.copying() as stream:

@@ -154,6 +154,8 @@ class Drawing(RerunGuard):
         known = self._known.get(key)
         if known is Draws.NEVER or (known is None and not training and call.run.trusts_evaluation):
             return function()
+        # A layer whose draws are not known to be torch's operators runs alone, from seeded
+        # default generators; all others run beside other threads.
         in_operators = known is Draws.IN_OPERATORS or layer in self._own_generators
         if not in_operators and known is not Draws.IN_DROPOUTS:
             return self._run_seeded(key, call, function)

@@ -38,6 +38,7 @@ def kept_outside() -> Iterator[None]:
 
 
 def _get_outside() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's global generators."""
     return random.getstate(), numpy.random.get_state(legacy=False)
 
 

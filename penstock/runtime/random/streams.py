@@ -131,6 +131,7 @@ class WatchDraws(TorchDispatchMode):
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run `function`, and watch its draws."""
+        # Hooks count the depth of calls of `modules`; the mode looks at each operator.
         handles = [
             handle
             for module in self._modules
@@ -149,15 +150,13 @@ class WatchDraws(TorchDispatchMode):
         self.unseen |= have_moved(self._generators, self._states)
         return result
 
+    # Another stage may call a shared module in its thread: such calls do not count.
+
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._depth += self._is_own_call()
+        self._depth += threading.get_ident() == self._thread
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= self._is_own_call()
-
-    def _is_own_call(self) -> bool:
-        """Tell the watched function's calls from those of other stages that share the module."""
-        return threading.get_ident() == self._thread
+        self._depth -= threading.get_ident() == self._thread
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_in_checkpoint = autograd_mode() != self._outside
@@ -265,6 +264,7 @@ def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
     A backward pass with checkpoints needs this: each sets the generators to the state of its
     forward for a while.
     """
+    # A pipeline inside this layer takes the new lock of its context: ours is held here.
     generators = generators_for([device])
     with default_generators_lock.get():
         before = [(generator, generator.get_state()) for generator in generators]

@@ -99,6 +99,7 @@ class Gathered:
     @contextmanager
     def for_step(self) -> Iterator[None]:
         """Gather the weights for a step; afterwards keep this device's slices of the gradients."""
+        # `.data` changes the memory of the parameter, so modules and optimizers need no change.
         slices = {weight: weight.data for weight in self.cut}
         shapes = {}
         try:
@@ -108,6 +109,7 @@ class Gathered:
         finally:
             for weight, own in slices.items():
                 weight.data = own
+            # A gradient of the whole shape is new; one of the slice's shape is from before.
             for weight, own in slices.items():
                 gradient = weight.grad
                 if gradient is not None and gradient.shape == shapes.get(weight) != own.shape:
@@ -116,6 +118,7 @@ class Gathered:
                     weight.grad = convert(gradient, self._in_step[weight], rest, self._axes)
 
     def _gather(self) -> None:
+        # Later axes cut the slices of earlier ones, so gather along the last axis first.
         for number in reversed(range(len(self._axes))):
             held = [
                 weight
@@ -131,6 +134,7 @@ class Gathered:
 
     def _gather_along(self, number: int, weights: Sequence[Tensor]) -> None:
         """Gather the slices of some weights along one axis, in one all-gather."""
+        # 1. Compute the shapes of all devices' slices.
         axis, shapes = self._axes[number], []
         for weight in weights:
             state = self.cut[weight].layout[number]
@@ -138,11 +142,15 @@ class Gathered:
             shape = tuple(weight.shape)
             before, after = shape[: state.dim], shape[state.dim + 1 :]
             shapes.append([(*before, length, *after) for length in state.sizes])
+
+        # 2. Gather them as one flat tensor per device.
         counts = [[torch.Size(of[rank]).numel() for of in shapes] for rank in range(axis.size)]
         flat = torch.cat([weight.data.reshape(-1) for weight in weights])
         rows = axis.all_gather(
             flat, "for the weights that others keep slices of", [[sum(own)] for own in counts]
         )
+
+        # 3. Put each weight together.
         parts = [row.split(own) for row, own in zip(rows, counts, strict=True)]
         for place, weight in enumerate(weights):
             state = self.cut[weight].layout[number]

@@ -52,6 +52,7 @@ class DividedLayer:
         self._known: SizeCache = {}
         self._is_whole_in_evaluation = False
         self._opaque = [part for part in module.modules() if opaque_of(part) is not None]
+        # 1. Fix the layouts of the weights, with sizes.
         whole = (I,) * len(axes)
         layouts = {
             id(p): size_like(plan.weights.get(name, whole), tuple(p.shape), whole, axes)
@@ -63,6 +64,8 @@ class DividedLayer:
             for name, parameter in parameters_of(part).items()
             if parameter is not None and parameter.requires_grad
         ]
+
+        # 2. Sort the weights: sliced ones, cached conversions, gathered again, partial gradients.
         held = {parameters[name]: layout for parameters, name, layout in self._places}
         self.cut = {
             weight: Cut(_at_rest(layout), axes, tuple(weight.shape))
@@ -100,6 +103,7 @@ class DividedLayer:
             OtherPathError: the layer takes another path than the plan in training, or one that
                 changes its inputs.
         """
+        # A recompute gets tensors without marks, so the layouts come from the first run.
         leaves, structure = flatten((function.args, function.keywords))
         layouts = noted.setdefault(self._index, tuple(map(layout_on, leaves)))
         evaluates = not (self._module.training or torch.is_grad_enabled())

@@ -142,18 +142,23 @@ def _normalized(values: dict[str, Any], local: Local, layout: Layout) -> Tensor:
     count = prod(shape[:1] + shape[2:])
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {shape}")
+    # 1. Compute the moments over all devices, in float32 at least.
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = [dim for dim in range(x.dim()) if dim != 1]
     wide = [1, -1] + [1] * (x.dim() - 2)
     mean = _summed(x_wide.sum(dims) / count, local, layout)
     distance = x_wide - mean.view(wide)
     variance = _summed(distance.square().sum(dims) / count, local, layout)
+
+    # 2. Normalise, scale and shift.
     scale = (variance + values.get("eps", 1e-5)).rsqrt()
     if values.get("weight") is not None:
         scale = scale * values["weight"]
     result = distance * scale.view(wide)
     if values.get("bias") is not None:
         result = result + values["bias"].view(wide)
+
+    # 3. Move the running statistics, by the unbiased variance.
     with torch.no_grad():
         momentum = values.get("momentum", 0.1)
         moved = (values["running_mean"], mean), (values["running_var"], variance)
@@ -243,6 +248,7 @@ def _of_cut_vocabulary(given: _Arguments, local: Local, class_dim: int, *, is_lo
     scores, target, layout = given.get("input"), given.get("target"), given.layouts["input"]
     smoothing = 0.0 if is_log else given.get("label_smoothing", 0.0)
     start, here = local.start(layout, class_dim), scores.shape[class_dim]
+    # A target on another device scores 0 here; the sum over devices has its score once.
     places = target - start
     is_other = (places < 0) | (places >= here)
     index = places.masked_fill(is_other, 0).unsqueeze(class_dim)
@@ -265,6 +271,7 @@ def _cut_axes(local: Local, layout: Layout, dim: int) -> list[Any]:
 def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tensor:
     """Return the log-sum-exp over the whole vocabulary, on each device."""
     axes = _cut_axes(local, layout, dim)
+    # Subtract the maximum of all devices, so that no exponential overflows.
     highest = scores.detach().amax(dim)
     for axis in axes:
         axis.all_reduce(highest, _WHAT, by=dist.ReduceOp.MAX)

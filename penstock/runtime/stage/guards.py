@@ -55,11 +55,11 @@ class RerunGuard(Protocol):
 
 def inside(contexts: Iterable[Context | None]) -> Context:
     """Combine contexts into one, the first one outermost; mostly there is one or none."""
-    found = [context for context in contexts if context is not None]
-    if len(found) < 2:
-        return found[0] if found else nullcontext()
+    present = [context for context in contexts if context is not None]
+    if len(present) < 2:
+        return present[0] if present else nullcontext()
     with ExitStack() as stack:
-        for context in found:
+        for context in present:
             stack.enter_context(context)
         return stack.pop_all()
 

@@ -45,7 +45,7 @@ from .tape import FROM_CALLER, StageInput, Tape
 
 def hold_back(
     sums: dict[int, Tensor],
-    found: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
     lasting: Collection[int],
     *,
     is_last: bool,
@@ -55,9 +55,9 @@ def hold_back(
     Gradients of weights that last for the run are added to `sums`, by place, and leave with the
     last micro-batch.  Micro-batches come in order, so the sums are the same in every run.
     """
-    sent = list(found)
+    sent = list(gradients)
     for place in lasting:
-        gradient, sent[place] = found[place], None
+        gradient, sent[place] = gradients[place], None
         if gradient is not None:
             sums[place] = sums[place] + gradient if place in sums else gradient
         if is_last:
@@ -271,18 +271,20 @@ class Handover:
     def leave_gradient(self, run: Run, here: StageRun, tape: Tape, peer: int) -> None:
         """Leave the gradients of one peer's values for their send instruction."""
         i = tape.microbatch
-        found = tuple([entry.gradient for entry in tape.entries[peer]])
-        if not are_plain(found):
-            check_classes(found, f"is a gradient that stage {self._plan.index} found")
+        gradients = tuple([entry.gradient for entry in tape.entries[peer]])
+        if not are_plain(gradients):
+            check_classes(gradients, f"is a gradient that stage {self._plan.index} found")
         if run.sums_tied and not self._plan.decides:  # else a place may be another weight's
             sums = here.tied_sums.setdefault(peer, {})
             is_last = i == len(run.batch.sizes) - 1
-            found = hold_back(sums, found, tape.received[peer].lasting, is_last=is_last)
+            lasting = tape.received[peer].lasting
+            gradients = hold_back(sums, gradients, lasting, is_last=is_last)
         if peer != FROM_CALLER:
             event = self._device.mark() if self._device.is_cuda else None
-            here.leaving_gradients[i, peer] = Gradient(found, event, tape.received[peer].layouts)
-        elif any(gradient is not None for gradient in found):
-            run.input_gradients[i] = found
+            layouts = tape.received[peer].layouts
+            here.leaving_gradients[i, peer] = Gradient(gradients, event, layouts)
+        elif any(gradient is not None for gradient in gradients):
+            run.input_gradients[i] = gradients
 
     def take_output(self, run: Run, tape: Tape, output: Any) -> None:
         """Store the output of a micro-batch for the caller, or its loss."""

@@ -115,6 +115,8 @@ class SplitBackward:
         Gradients are added once they need more memory than their freed inputs.  Gradients that
         meet in one leaf are added together, as one sum.
         """
+        # Gradients that the input backward computed come first; then group after group, added as
+        # soon as they need more memory than their freed inputs had.
         edges = [edge for edge, _ in self._kept]
         gradients = [gradient for _, gradient in self._kept]
         self._kept, more = [], 0
@@ -171,6 +173,7 @@ def leaves_and_cuts(nodes: Iterable[Node]) -> GraphParts:
     cuts: dict[Node, Cut] = {}
     uncut: dict[Node, str] = {}
     runs_functions = False
+    # 1. Sort the nodes: leaves, operators that can be cut, operators that cannot.
     for node in nodes:
         name = node.name()
         if name == LEAF:
@@ -185,6 +188,8 @@ def leaves_and_cuts(nodes: Iterable[Node]) -> GraphParts:
             if name == CHECKPOINT:
                 return GraphParts(leaves, {}, {}, node)
             runs_functions = True
+
+    # 2. Give up whole cuts near a user's function.
     if runs_functions:
         # A function may change a gradient in place.  Only the hook of a node that runs sees the
         # gradient before that; a cut without other gradients does not run its node.
@@ -276,6 +281,7 @@ def _is_part(gradient: Tensor) -> bool:
 
 def _grouped(cuts: Iterable[Cut]) -> list[list[Cut]]:
     """Group cuts whose gradients meet in a leaf: the leaf must get one sum."""
+    # `groups` maps each leaf to its group; a cut that meets several groups joins them.
     groups: dict[Node, list[Cut]] = {}
     for cut in cuts:
         joined = [cut]

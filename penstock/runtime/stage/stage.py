@@ -129,12 +129,6 @@ class Stage:
         self._state: BackwardState | None = BackwardState(self.index, self._stateful, self.weights)
         self._is_settled = self._is_hooked = False
 
-    def _settle(self) -> None:
-        """Stop watching state if the first backward found none."""
-        if self._state is not None and self._state.is_idle:
-            self._state = None
-        self._is_settled, self._is_hooked = True, self.weights.are_hooked
-
     def check_norms(self) -> None:
         """Refuse BatchNorm layers that were added or removed since the stage was made.
 
@@ -170,6 +164,7 @@ class Stage:
 
     def forward(self, run: Run, microbatch: int, keep_graph: bool, version: int) -> None:
         """Run the layers; leave the activations to send, and a tape for the backward."""
+        # 1. Take the inputs; under the guards, run the layers.
         self.weights.show(version)
         here = run.stages[self.index]
         received = self.handover.receive(run, here, microbatch)
@@ -180,6 +175,7 @@ class Stage:
         contexts = [guard.around_forward(run, tape) for guard in self._watching]
         with inside(contexts):
             leaving = self._run_layers(run, tape)
+        # 2. Leave the activations and the tape; without its graph, if a recompute builds it again.
         if seen is not None and not self.weights.holds(seen):
             raise changed_in_forward(self.index)
         for peer, activation in leaving.items():
@@ -371,8 +367,10 @@ class Stage:
             self.weights.let_go(tape.version)
         if run.batch.trace is Trace.MEMORY:
             self._kept_bytes.after_backward(run, tape)
-        if not self._is_settled:
-            self._settle()
+        if not self._is_settled:  # stop watching state if the first backward found none
+            if self._state is not None and self._state.is_idle:
+                self._state = None
+            self._is_settled, self._is_hooked = True, self.weights.are_hooked
 
     def _run_autograd(self, run: Run, tape: Tape, backward: Callable[[], None]) -> None:
         kind = self.device.device.type

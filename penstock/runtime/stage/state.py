@@ -65,6 +65,8 @@ class ChangingState:
         if modes != self.known_in:
             self.attributes = attributes(self._modules)
             self._copied, self.known_in = set(), modes
+        # State that is new was absent before; state with another version or other bits changed in
+        # place; a place with another tensor was assigned.
         now = read_state(self._modules, self.attributes)
         old: dict[Place, Any] = dict.fromkeys(now.keys() - before.keys(), ABSENT)
         for place, (tensor, version, copy) in before.items():

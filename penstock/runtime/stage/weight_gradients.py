@@ -98,6 +98,7 @@ def cut_of(node: Node, name: str) -> Cut | str:
     found = OPERATORS[name](node)
     if found is None:
         return "has read what a checkpoint computes again, or has a form that is not known"
+    # 1. Refuse operators whose gradient passes other nodes, or whose saved tensors are special.
     places, formula, reads = found
     nexts = node.next_functions
     ways = [way for place in places if (way := _way(nexts[place][0]))]
@@ -109,6 +110,9 @@ def cut_of(node: Node, name: str) -> Cut | str:
         return "reads tensors of another kind than plain ones"
     if _has_hooks(node):  # which may change the gradients of the weights
         return "has hooks"
+
+    # 2. Cut the edges.  A node whose other edges need no gradient will not run at all: its hook
+    #    gets the gradient from autograd's result instead.
     edges = {
         place: GradientEdge(way[0], nexts[place][1])
         for place, way in zip(places, ways, strict=True)

@@ -93,12 +93,12 @@ class Weights:
         return any(map(any, map(gradient_hooks, self._seen())))
 
     def _seen(self) -> list[Tensor]:
-        found: list[Tensor | None] = []
+        parameters: list[Tensor | None] = []
         for module in self._holders:
-            found += parameters_of(module).values()
+            parameters += parameters_of(module).values()
         for held, name in self.owned.between.parameters:
-            found.append(held.get(name))
-        return [p for p in found if p is not None and p not in self._elsewhere]
+            parameters.append(held.get(name))
+        return [p for p in parameters if p is not None and p not in self._elsewhere]
 
     @property
     def bytes_of_older(self) -> int:
@@ -132,6 +132,7 @@ class Weights:
 
         Keep the version before if tapes or later forwards need it: `step` then works on a copy.
         """
+        # 1. Copy the newest version if tapes need it: `step` changes memory in place.
         self.show(self.number)
         keeps = self._uses[self.number] > 0
         moving, before = self._moving, self._memory[self.number]
@@ -142,9 +143,13 @@ class Weights:
             self._put(after)
         else:
             after = before
-        self._shown = _NONE  # until it is done
+
+        # 2. Update without counting: autograd's saved tensors are in the old memory.
+        self._shown = _NONE  # an error in `step` leaves no valid version
         with uncounted_changes(tuple(moving)):
             step(self.number)
+
+        # 3. Publish the new version.
         if not keeps:
             del self._memory[self.number]
         self.number += 1
