@@ -160,6 +160,7 @@ def check_asynchronous(recipe: Recipe) -> None:
                 f"batch with a flush. Choose one of {', '.join(ASYNCHRONOUS_NAMES)}, or make it 1"
             )
         return
+    # key -> (is set, reason)
     refused = {
         "train.max_grad_norm": (
             train.max_grad_norm is not None,
