@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches, whatever it holds; `batch_entries` finds what has rows."""
+"""Split a batch into micro-batches; `batch_entries` finds the values with samples."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from .pytree import Leaf, Structure, flatten, flatten_by, unflatten
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch that was flattened: entries in a structure, and N of the entries that are cut."""
+    """A flattened batch: its entries, their structure, and N, the number of samples."""
 
     entries: Sequence[Any]
     structure: Structure
@@ -27,11 +27,11 @@ class FlatBatch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, those inside of entries too."""
+        """All tensors, also those inside entries."""
         return [tensor for entry in self.entries for tensor in flatten(entry)[0]]
 
     def split(self, sizes: Sequence[int]) -> list[Any]:
-        """Cut the batch as `split` does; the sizes are those of all its samples."""
+        """Split the batch as `split` does; `sizes` add up to N."""
         pieces = [_pieces(entry, sizes) for entry in self.entries]
         return [
             unflatten(self.structure, [parts[n] for parts in pieces]) for n in range(len(sizes))
@@ -39,19 +39,19 @@ class FlatBatch:
 
 
 def batch_size(value: Any, what: str, elsewhere: int | None = None) -> int:
-    """Return N, the number of samples of a batch; raise what `flat_batch` raises."""
+    """Return N, the number of samples of a batch; it raises as `flat_batch` does."""
     return flat_batch(value, what, elsewhere).num_samples
 
 
 def flat_batch(value: Any, what: str, elsewhere: int | None = None) -> FlatBatch:
     """Flatten a batch, in which every tensor, array and list has the same number of samples.
 
-    `elsewhere` is the number that is known from what belongs to it: the inputs of targets.
+    `elsewhere` is N if it is known from another value, such as the inputs of these targets.
 
     Raises:
-        BatchError: there is none of these, numbers differ, N is 0, a tensor in a `Whole`, without
-            dimensions or in an entry of a list requires grad, or a list has N entries
-            that all hold tensors of N rows.
+        BatchError: there is none of these, their numbers differ, or N is 0; a tensor in a `Whole`,
+            without dimensions or in an entry of a list requires grad; or a list has N entries that
+            all hold tensors of N rows.
     """
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
     if is_dense and value.dim() and len(value):  # its rows are the samples
@@ -60,7 +60,7 @@ def flat_batch(value: Any, what: str, elsewhere: int | None = None) -> FlatBatch
 
 
 def check_values(tensors: Iterable[Tensor], what: str, *, meta_is_fine: bool = False) -> None:
-    """Refuse tensors without values: those on the meta device, and fake ones.
+    """Refuse tensors without values: meta tensors and fake tensors.
 
     Raises:
         BatchError: there is one.
@@ -76,25 +76,25 @@ def check_values(tensors: Iterable[Tensor], what: str, *, meta_is_fine: bool = F
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    """Tell whether it was made under FakeTensorMode, whose class has no public name."""
+    """Tell whether a tensor was made under FakeTensorMode, whose class has no public name."""
     kinds = type(tensor).__mro__
     return any(k.__name__ == "FakeTensor" and k.__module__.startswith("torch.") for k in kinds)
 
 
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut what holds one entry per sample into parts of the given sizes; repeat everything else.
+    """Split values with one entry per sample into parts of the given sizes; repeat all others.
 
-    Parts of tensors are views, detached, which remember whether their tensor requires grad.
+    Parts of tensors are detached views, which require grad if their tensor does.
     """
     entries, structure = flatten_by(value, partial(is_entry, count=sum(sizes)))
     return FlatBatch(entries, structure, sum(sizes)).split(sizes)
 
 
 def of_size(value: Any, size: int, what: str) -> Any:
-    """Return the first `size` samples; where there are fewer, these again and again.
+    """Return the first `size` samples; if there are fewer, repeat them.
 
     Raises:
-        BatchError: there is no batch to take them of.
+        BatchError: the value is no batch.
     """
     batch = flat_batch(value, what)
     count = batch.num_samples
@@ -104,10 +104,10 @@ def of_size(value: Any, size: int, what: str) -> Any:
 
 
 def samples(value: Any, numbers: Sequence[int], what: str) -> Any:
-    """Return the samples of these numbers, in this order.
+    """Return the samples with these numbers, in this order.
 
     Raises:
-        BatchError: there is no batch to take them of.
+        BatchError: the value is no batch.
     """
     batch = flat_batch(value, what)
     return unflatten(batch.structure, [_again(entry, numbers) for entry in batch.entries])
@@ -127,13 +127,13 @@ def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
         return [value_in(entry)] * len(sizes)
     entry = value_in(entry)
     bounds = pairwise(accumulate(sizes, initial=0))
-    if isinstance(entry, deque):  # which has no slices
+    if isinstance(entry, deque):  # a deque has no slices
         return [type(entry)(islice(entry, *bound), entry.maxlen) for bound in bounds]
     return [entry[start:end] for start, end in bounds]
 
 
 def _again(entry: Any, numbers: Sequence[int]) -> Any:
-    """Return the samples of these numbers."""
+    """Return the samples with these numbers."""
     if is_whole(entry):
         return value_in(entry)
     if isinstance(entry, Tensor):

@@ -1,16 +1,18 @@
-"""Which values of a batch hold one entry per sample.
+"""Find the values of a batch with one entry per sample.
 
 a tensor, a NumPy array                    dimension 0 counts the samples
 a list or deque without tensors or arrays  one entry per sample, whatever the entries are
 a tuple of plain values, a range           one entry per sample
-any other of these, a dict, a dataclass    holds such values, and is no value itself
-a number, a string, None, an object        the same for every sample
-a tensor or array without dimensions       likewise
-another collection of as many entries      refused: it may be meant either way
-a list of N values with N rows each        refused likewise; a tuple of them holds them
 a list of N values of other sizes          one entry per sample, if N is known from elsewhere
 PerSample(list)                            one entry per sample, whatever the entries are
+
+a number, a string, None, an object        the same for every sample
+a tensor or array without dimensions       the same for every sample
 Whole(value)                               the same for every sample, whatever it is
+
+any other list, tuple, dict or dataclass   a container of such values
+another collection of N entries            ambiguous: refused
+a list of N values with N rows each        ambiguous: refused; a tuple is a container
 """
 
 from collections import UserString, deque
@@ -35,12 +37,12 @@ _MEANT_AS_ONE = (
     *(str, UserString, bytes, bytearray, memoryview, set, frozenset, Enum, type),
     *(torch.Size, nn.Module, Sealed, numpy.ndarray),
 )
-"""Types of values with entries that are not those of samples; an array here has no dimensions."""
+"""Types whose entries never belong to samples; an array here has no dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A value in a batch that every micro-batch is given as it is, not cut into its entries.
+    """A value of a batch that every micro-batch gets whole.
 
     pipe.train_step({"image": images, "size": penstock.Whole((224, 224))}, labels)
     """
@@ -50,7 +52,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """A list or deque in a batch with one entry per sample, whatever tensors the entries hold.
+    """A list or deque of a batch with one entry per sample, also if entries hold tensors.
 
     pipe.train_step({"pixel_values": images, "labels": penstock.PerSample(boxes_and_classes)})
     """
@@ -62,7 +64,7 @@ class PerSample:
 
 
 def entries_of(value: Any, what: str, elsewhere: int | None) -> tuple[list[Any], Structure, int]:
-    """Find what is cut in a batch, and what every micro-batch has; return also N.
+    """Return the entries of a batch, their structure and N.
 
     Raises:
         BatchError: see `flat_batch`.
@@ -102,15 +104,16 @@ def entries_of(value: Any, what: str, elsewhere: int | None) -> tuple[list[Any],
 
 
 def value_in(entry: Any) -> Any:
-    """Return what a `Whole` or `PerSample` declares; of others, these."""
+    """Return the value in a `Whole` or `PerSample`; return other values unchanged."""
     if isinstance(entry, PerSample):
         return entry.entries
     return entry.value if isinstance(entry, Whole) else entry
 
 
 def _num_beside_lists(value: Any) -> int | None:
-    """Count the samples by what lies outside of lists that hold tensors; where nothing does, by
-    what lies in the outermost. None if that has no one number.
+    """Count the samples by the values outside lists of tensors, or else in the outermost lists.
+
+    The result is None if their numbers differ.
     """
     level = [value]
     while level:
@@ -124,9 +127,7 @@ def _num_beside_lists(value: Any) -> int | None:
 
 
 def is_whole(entry: Any) -> bool:
-    """Tell whether every micro-batch is given an entry as it is: a tensor without dimensions has
-    no rows.
-    """
+    """Tell whether every micro-batch gets an entry whole: a `Whole`, or a tensor without rows."""
     return isinstance(entry, Whole) or (isinstance(entry, Tensor) and entry.dim() == 0)
 
 
@@ -135,18 +136,18 @@ def _is_entry_or_list(value: Any) -> bool:
 
 
 def _num_rows(entry: Any) -> int | None:
-    """Count the samples of what is cut; None where it is not."""
+    """Count the samples of an entry; None if it is not split."""
     return None if is_whole(entry) else len(entry)
 
 
 def _fits(value: Any, count: int) -> bool:
-    """Tell whether all that is cut in a value has `count` samples."""
+    """Tell whether all entries of a value that are split have `count` samples."""
     entries = flatten_by(value, partial(is_entry, count=count))[0]
     return all(_num_rows(entry) in (None, count) for entry in entries)
 
 
 def is_entry(value: Any, count: int | None = None) -> bool:
-    """Tell whether a value that is no tensor is repeated whole, or has one entry per sample.
+    """Tell whether a value, other than a tensor, has one entry per sample or is repeated whole.
 
     `count` is the number of samples, if it is known.
     """
@@ -197,9 +198,7 @@ def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:
 
 
 def _check_objects(values: Iterable[Any], count: int, what: str) -> None:
-    """Refuse a collection that may have one entry per sample, and cannot be known to; likewise
-    what the first micro-batch would use up.
-    """
+    """Refuse a collection that may have one entry per sample, and an iterator."""
     for value in values:
         if count > 1 and isinstance(value, Iterator):
             raise BatchError(
@@ -218,9 +217,7 @@ def _check_objects(values: Iterable[Any], count: int, what: str) -> None:
 
 
 def _check_lists(value: Any, count: int, what: str) -> None:
-    """Refuse lists of N entries that all hold tensors of N rows: the entries may be those of the
-    samples, and the rows may be.
-    """
+    """Refuse lists of N entries with N rows each: samples may be the entries or the rows."""
     if count == 1 or isinstance(value, Tensor) or is_entry(value, count):
         return
     if (parts := opened(value)) is None:
@@ -239,15 +236,13 @@ def _check_lists(value: Any, count: int, what: str) -> None:
 
 
 def _is_collection(value: Any) -> bool:
-    """Tell whether a value can be run through, entry after entry, and is not meant as one."""
+    """Tell whether a value is an iterable collection, and not a single value such as a string."""
     runs = isinstance(value, Iterable) or hasattr(type(value), "__getitem__")
     return runs and isinstance(value, Sized) and not isinstance(value, _MEANT_AS_ONE)
 
 
 def _check_shared(rows: Sequence[Any], shared: Sequence[Any], what: str) -> None:
-    """Refuse tensors that every micro-batch is given, or in an entry of a list, that a gradient
-    would have to come back to.
-    """
+    """Refuse shared tensors, and tensors in entries of lists, that require grad."""
     cut = {id(row) for row in rows}
     for row in rows:
         own = value_in(row)

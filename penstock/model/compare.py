@@ -1,4 +1,4 @@
-"""Compare values at a boundary: whether two are the same, and where they first differ."""
+"""Compare two values at a boundary, and find their first difference."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from .pytree import PLAIN_TYPES, Constant, Leaf, Node, Sealed, Structure
 
 
 def is_same(one: Structure, other: Structure) -> bool:
-    """Tell whether two structures rebuild the same, as far as that can be known."""
+    """Tell whether two structures rebuild equal values, as far as that can be known."""
     match one, other:
         case Leaf(), Leaf():
             return one == other
@@ -28,7 +28,7 @@ def is_same(one: Structure, other: Structure) -> bool:
 
 
 def is_same_plain(one: Any, other: Any) -> bool:
-    """Tell whether two values are the same number or string; 0.0 and -0.0 are not."""
+    """Tell whether two values are the same number or string; 0.0 and -0.0 differ."""
     if type(one) is not type(other) or not isinstance(one, _COMPARED):
         return False
     return bool(one == other and (one or repr(one) == repr(other)))
@@ -38,9 +38,9 @@ _COMPARED = (bool, int, float, str)
 
 
 def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Find where two values differ in structure or in a plain constant: the path, and both sides.
+    """Return the first difference in structure or in a plain constant: the path and both sides.
 
-    Objects of the user's are not compared.
+    Objects of the user's classes are not compared.
     """
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return None
@@ -58,7 +58,7 @@ def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, An
 
 
 def leaf_paths(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in a value with the path to it, as one writes it after its name."""
+    """Yield each tensor in a value with its path, such as "[0].hidden"."""
     if isinstance(value, Tensor):
         yield path, value
     elif (parts := opened(value)) is not None:
@@ -72,17 +72,17 @@ def _is_same_constant(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Sealed) or is_object(one):
-        return True  # that there are several is told when one is used
+        return True  # two objects are refused later, when one is used
     if isinstance(one, numpy.ndarray):
         return numpy.array_equal(one, other)
     try:
         return bool(one == other) or bool(one != one and other != other)  # a NaN is equal here
-    except (TypeError, ValueError, RuntimeError):  # what their comparison gives is no truth value
+    except (TypeError, ValueError, RuntimeError):  # their comparison has no truth value
         return False
 
 
 def _places(container: Any) -> list[str]:
-    """Name the children of a container, in their order, as one writes them after its name."""
+    """Return the path of each child of a container, such as ".hidden" or "[0]"."""
     if dataclasses.is_dataclass(container):
         return [f".{field.name}" for field in dataclasses.fields(container)]
     if isinstance(container, Mapping):
@@ -91,6 +91,6 @@ def _places(container: Any) -> list[str]:
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether a value is an object of the user's: no tensor, container or plain value."""
+    """Tell whether a value is a user's object, and no tensor, container or plain value."""
     is_plain_value = isinstance(value, (Tensor, numpy.ndarray, *PLAIN_TYPES))
     return not is_plain_value and opened(value) is None

@@ -1,4 +1,4 @@
-"""Copies of a tensor that came into a stage, and the same tensor as the result of an operation."""
+"""Copy tensors that a stage receives, and turn leaves into results of an operation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ _CACHE_LINE_BYTES = 64
 
 
 def no_leaf(tensor: Tensor) -> Tensor:
-    """Return a tensor as what an operation gave, as it is in the unsplit model.
+    """Return a tensor as the result of an operation, as in the unsplit model.
 
-    Autocast casts a leaf once for all its uses, and then adds up their gradients in the lower
+    Autocast would cast a leaf once for all its uses, and add up their gradients in the lower
     precision.
     """
     if not tensor.requires_grad:
@@ -24,11 +24,11 @@ def no_leaf(tensor: Tensor) -> Tensor:
 def faithful_copy(tensor: Tensor) -> Tensor:
     """Copy a tensor for layers to change in place; gradients flow through unchanged.
 
-    The copy has the strides of the original and lies as far from a cache line's start: the order
-    in which matrix kernels add depends on both.
+    The copy has the strides of the original and the same offset in a cache line: the order of
+    sums in matrix kernels depends on both.
     """
     if any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        return tensor  # expanded: torch itself refuses to change it in place
+        return tensor  # torch refuses to change an expanded tensor in place
     if tensor.requires_grad and torch.is_grad_enabled():
         copied: Tensor = _Identity.apply(tensor, _copy)  # type: ignore[no-untyped-call]  # as above
         return copied
@@ -36,7 +36,7 @@ def faithful_copy(tensor: Tensor) -> Tensor:
 
 
 class _Identity(torch.autograd.Function):
-    """A tensor of the same values and the very strides: a view would choose others."""
+    """The identity with the same strides; a view could have others."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:

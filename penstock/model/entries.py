@@ -1,4 +1,4 @@
-"""Leaves of a stage's own autograd graph for tensors from other stages, and copies of these."""
+"""Leaves of a stage's autograd graph for tensors of other stages, and layouts of slices."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.torch_private import version_counter
 
 LASTING = "penstock_lasting"
-"""The attribute of a tensor that was sent for a parameter."""
+"""The attribute of a tensor that is a parameter of another stage."""
 _LAYOUT = "penstock_layout"
 _PLAIN = {Tensor, type(None)}
 _NO_STATE = {LASTING, _LAYOUT, "_is_param"}
@@ -19,11 +19,11 @@ _NO_STATE = {LASTING, _LAYOUT, "_is_param"}
 
 @dataclass(slots=True)
 class Entry:
-    """A tensor that came into a stage, and the gradient that its backward pass found for it.
+    """A tensor that a stage received, and the gradient of its backward.
 
-    `node` is the tensor's gradient accumulator, held because a hook on it puts the gradient into
-    `caught` exactly as the engine computed it; an accumulated `.grad` would be re-laid to the
-    tensor's strides.  The hook knows `caught` only, so nothing here forms a cycle.
+    `node` is the tensor's gradient accumulator.  A hook on it puts the gradient into `caught`
+    exactly as the engine computed it; `.grad` would change its strides to those of the tensor.
+    The hook refers to `caught` only, so that there is no reference cycle.
     """
 
     tensor: Tensor
@@ -36,9 +36,7 @@ class Entry:
 
 
 def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
-    """Detach a tensor, as a plain one; with `wants_grad`, catch the gradient that a backward pass
-    finds for it.
-    """
+    """Detach a tensor as a plain one; with `wants_grad`, catch its gradient in the backward."""
     leaf = as_plain(tensor).detach()
     if not wants_grad:
         return Entry(leaf)
@@ -56,17 +54,17 @@ def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
 
 
 def lasts(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter, or one that was sent here."""
+    """Tell whether a tensor is a parameter, of this stage or another one."""
     return isinstance(tensor, nn.Parameter) or hasattr(tensor, LASTING)
 
 
 def mark_layout(tensor: Tensor, layout: Any) -> None:
-    """Let the layout of slices, with sizes, stand on what a device holds of a value."""
+    """Attach the layout, with sizes, to a device's slice of a value."""
     setattr(tensor, _LAYOUT, layout)
 
 
 def layout_on(value: Any) -> Any:
-    """Return the layout that stands on slices; None: the value is whole."""
+    """Return the layout of a slice; None if the value is whole."""
     return getattr(value, _LAYOUT, None)
 
 
@@ -74,7 +72,7 @@ def layout_on(value: Any) -> Any:
 def whole_size(
     shape: tuple[int, ...], strides: tuple[int, ...] | None, layout: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the shape and the strides of the whole of which this is a device's part."""
+    """Return the shape and the strides of the whole tensor of a slice."""
     for state in reversed(layout):
         sizes, dim = getattr(state, "sizes", ()), getattr(state, "dim", 0)
         if not sizes:
@@ -90,13 +88,13 @@ def whole_size(
 
 
 def layouts_on(values: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the layouts that stand on values; () if all are whole."""
-    found = tuple([getattr(value, _LAYOUT, None) for value in values])
-    return found if any(found) else ()
+    """Return the layouts of values; () if all are whole."""
+    layouts = tuple([getattr(value, _LAYOUT, None) for value in values])
+    return layouts if any(layouts) else ()
 
 
 def marked(tensor: Tensor, layouts: Sequence[Any], place: int) -> Tensor:
-    """Let its layout stand on what came at a place of a message, if there are several slices."""
+    """Attach its layout to a tensor of a message, if there are several slices."""
     layout = layouts[place] if layouts else None
     if layout and any(len(getattr(state, "sizes", ())) > 1 for state in layout):
         mark_layout(tensor, layout)
@@ -104,30 +102,30 @@ def marked(tensor: Tensor, layouts: Sequence[Any], place: int) -> Tensor:
 
 
 def mark_lasting(tensor: Tensor) -> None:
-    """Note that a tensor is a parameter of another stage."""
+    """Mark a tensor as a parameter of another stage."""
     setattr(tensor, LASTING, True)
 
 
 def version_of(tensor: Tensor) -> int:
-    """Count the changes in place; inference tensors do not count them."""
+    """Return the number of changes in place; inference tensors do not count them."""
     return 0 if tensor.is_inference() else version_counter(tensor)
 
 
 def are_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Tell whether all are a Tensor and nothing else, or not there."""
+    """Tell whether all tensors are of the class Tensor itself, or None."""
     return {*map(type, tensors)} <= _PLAIN
 
 
 def is_plain_class(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a Tensor and nothing else, or a parameter, which crosses as one."""
+    """Tell whether a tensor is of the class Tensor itself, or a parameter."""
     return type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter)
 
 
 def can_be_made_again(tensor: Tensor) -> bool:
-    """Tell whether its class and a plain tensor of its values are all that there is to a tensor.
+    """Tell whether a tensor can be rebuilt from its class and a plain tensor of its values.
 
-    Not so where it holds tensors of its own, as those with `__torch_dispatch__` do, or attributes,
-    or where another process cannot import its class.
+    It cannot if it holds other tensors, as classes with `__torch_dispatch__` do, or attributes, or
+    if another process cannot import its class.
     """
     kind = type(tensor)
     importable: Any = sys.modules.get(kind.__module__)
@@ -143,20 +141,20 @@ def can_be_made_again(tensor: Tensor) -> bool:
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as a plain one with the same values and graph, if that is all it is."""
+    """Return a tensor as a plain one with the same values and graph, if it can be rebuilt."""
     if type(tensor) is Tensor or is_plain_class(tensor) or not can_be_made_again(tensor):
         return tensor
     return tensor.as_subclass(Tensor)
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:
-    """Return a plain tensor as one of the class of `model`."""
+    """Return a plain tensor in the class of `model`."""
     is_alike = is_plain_class(model) or type(tensor) is type(model)
     return tensor if is_alike else tensor.as_subclass(type(model))
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Detach a tensor; what comes of it has the same class."""
+    """Detach a tensor; the result has the same class."""
     if type(tensor) is Tensor or is_plain_class(tensor):
         return tensor.detach()
     plain = as_plain(tensor)

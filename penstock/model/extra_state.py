@@ -1,6 +1,6 @@
-"""Extra state that modules save beside tensors: torch's `get_extra_state`, `set_extra_state`.
+"""Extra state of modules beside tensors: torch's `get_extra_state`, `set_extra_state`.
 
-A value that is a tensor stands in a file of tensors, any other as JSON beside it.
+A checkpoint stores a tensor among its tensors, and any other value as JSON.
 """
 
 import json
@@ -13,43 +13,43 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 
 _KEY = "_extra_state"
-"""The last part of its name in a state dict."""
+"""The last part of the name of extra state in a state dict."""
 
 Owners = Mapping[str, nn.Module]
-"""The modules with extra state, by its names in a state dict."""
+"""The modules with extra state, by the name of the state in a state dict."""
 
 
 def find_owners(model: nn.Module, elsewhere: Iterable[str] = ()) -> Owners:
-    """Find the modules with extra state, but for those in the modules that `elsewhere` names."""
+    """Find the modules with extra state, except inside the modules named in `elsewhere`."""
     others = tuple(f"{name}." for name in elsewhere)
-    found = {}
+    owners = {}
     for path, module in model.named_modules(remove_duplicate=False):
         name = f"{path}.{_KEY}" if path else _KEY
         if _overrides(module, "get_extra_state") and not name.startswith(others):
-            found[name] = module
-    return found
+            owners[name] = module
+    return owners
 
 
 def without_extra(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a model's state dict without all extra state."""
+    """Return a model's state dict without extra state."""
     names = find_owners(model)
     return {name: value for name, value in state.items() if name not in names}
 
 
 def read_extra(owners: Owners) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what the modules have to save: tensors, and values as JSON gives them back.
+    """Return the extra state of the modules: tensors, and values as read back from JSON.
 
     Raises:
-        CheckpointError: one is no tensor, and would not be the same.
+        CheckpointError: a value is no tensor, and JSON would change it.
     """
-    found = {name: module.get_extra_state() for name, module in owners.items()}
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in found.items() if name not in tensors}
+    states = {name: module.get_extra_state() for name, module in owners.items()}
+    tensors = {name: value for name, value in states.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in states.items() if name not in tensors}
     return tensors, {name: _as_json(name, value, owners[name]) for name, value in others.items()}
 
 
 def extra_faults(owners: Owners, there: Collection[str]) -> Iterator[str]:
-    """Yield what keeps saved values, with the names `there`, from being given to the modules."""
+    """Yield a message for each saved state, with a name in `there`, that cannot be loaded."""
     for name, module in owners.items():
         if name in there and not _overrides(module, "set_extra_state"):
             kind = type(module).__name__
@@ -57,7 +57,7 @@ def extra_faults(owners: Owners, there: Collection[str]) -> Iterator[str]:
 
 
 def set_extra(owners: Owners, saved: Mapping[str, Any]) -> None:
-    """Hand the modules what they saved."""
+    """Load the saved extra state into the modules."""
     for name, module in owners.items():
         if name in saved:
             module.set_extra_state(saved[name])

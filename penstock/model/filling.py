@@ -1,7 +1,7 @@
-"""Fill the fresh tensors of a captured model by the code of its own modules.
+"""Initialise the new tensors of a captured model by the code of its modules.
 
-Each module fills its own by `reset_parameters`, then by `_init_weights(module)` of the model that
-it belongs to.  Each draw is keyed by the seed, the module's name and the number of the draw there.
+Each module runs `reset_parameters`, then the `_init_weights(module)` of its model.  The seed, the
+module's name and the number of the draw in the module determine each random draw.
 """
 
 import inspect
@@ -27,10 +27,10 @@ InitWeights = Callable[[nn.Module], Any]
 
 
 def fill(model: nn.Module, fresh: Mapping[str, Tensor], seed: int) -> None:
-    """Let the modules that hold fresh tensors, and those around them, fill them.
+    """Initialise fresh tensors by the modules that hold them, and by the modules around these.
 
     Raises:
-        ConfigError: a tensor is left without values.
+        ConfigError: a tensor has no values afterwards.
     """
     filling = _Filling()
     modules = list(reversed([*_around(model, fresh)]))  # a parent may refine its children
@@ -53,7 +53,7 @@ def fill(model: nn.Module, fresh: Mapping[str, Tensor], seed: int) -> None:
 def _around(
     model: nn.Module, names: Collection[str]
 ) -> Iterator[tuple[str, nn.Module, InitWeights | None]]:
-    """Yield the modules with any of the tensors in them, and whose `_init_weights` is for them."""
+    """Yield the modules that contain any of the tensors, each with its `_init_weights`."""
     paths = {""}
     for name in names:
         while name := name.rpartition(".")[0]:
@@ -78,9 +78,9 @@ def _init_weights_of(module: nn.Module) -> InitWeights | None:
 
 
 class _Filling(TorchDispatchMode):
-    """Keys each draw by the module that draws and by its number there; notes what is written.
+    """Seeds each draw by the module and the number of the draw; records the tensors written.
 
-    Tensors that other processes have draw as well, without values, so that they are counted.
+    Tensors of other processes draw on the meta device, so that they count too.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _Filling(TorchDispatchMode):
         self._place, self._draws = "", 0
 
     def begin(self, seed: int, place: str) -> None:
-        """Begin what one module does."""
+        """Begin the initialisation by one module."""
         self._place, self._draws = f"{seed} {place}", 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,7 +106,7 @@ class _Filling(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def has_filled(self, tensor: Tensor, now: Any) -> bool:
-        """Tell whether a fresh tensor has values, or what stands in its place `now`."""
+        """Tell whether a fresh tensor, or its replacement `now`, has values."""
         if now is not tensor:
             return isinstance(now, Tensor) and not now.is_meta
         return not tensor.numel() or storage_id(tensor) in self.written

@@ -1,4 +1,4 @@
-"""Guards that run modules and put back afterwards what these have changed."""
+"""Run modules, and restore their state afterwards."""
 
 import operator
 import random
@@ -24,35 +24,34 @@ UNCOUNTED = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks
 LIBRARIES = frozenset((*sys.stdlib_module_names, "torch", "numpy", "penstock"))
 """Packages whose classes and functions are not the user's."""
 _PARTS_OF_LAYERS = ("torch", "penstock")
-"""Whose hooks are part of what a module computes, as those of weight_norm."""
+"""Packages whose hooks are part of a module, such as those of weight_norm."""
 
 
 @contextmanager
 def as_before(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[None]:
-    """Put back what modules keep, and the generators of torch, `random` and NumPy.
+    """Restore the state of modules, and the generators of torch, `random` and NumPy.
 
-    Attributes, with all that is in lists, dicts and plain objects there, are afterwards what they
-    were; with `values`, buffers and tensors that are attributes have the values that they had.  A
-    copy of the modules would leave what they share with others behind, and take their memory
-    twice.  What a module keeps elsewhere is not put back: variables of closures, global variables,
-    files.
+    Attributes are restored, with the content of lists, dicts and plain objects in them.  With
+    `values`, the values of buffers and of tensor attributes are restored too.  A copy of the
+    modules would take their memory twice, and separate state that they share with others.
+    Closures, global variables and files are not restored.
     """
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
     state = read_state(owners, attributes(owners)) if values else {}
     with ExitStack() as after:
         after.enter_context(keeping_values(t for t in state.values() if t is not None))
         after.enter_context(keeping_generators())
-        after.callback(put_state, state)  # buffers of a scripted module are in no dict of Python's
+        after.callback(put_state, state)  # buffers of a scripted module are in no Python dict
         after.callback(put_back, kept_by(owners))
         yield
 
 
 @contextmanager
 def unnoticed(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[None]:
-    """Run modules without a trace in Python; values of tensors are not put back.
+    """Run modules without side effects in Python; values of tensors are not restored.
 
-    Hooks of the user do not run (unless `hooks`), and warnings are left for the step that comes:
-    to measure in the first real step would cut the layers for no reason anew.
+    The user's hooks do not run (unless `hooks`).  Warnings are ignored here, and shown by the
+    first real step.
     """
     with warnings.catch_warnings(), as_before(modules, values=False):
         warnings.simplefilter("ignore")
@@ -63,8 +62,9 @@ def unnoticed(modules: Sequence[nn.Module], *, hooks: bool = False) -> Iterator[
 
 
 def run_unnoticed(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
-    """Return what `run` does with modules, unnoticed.  Where they fail without the user's hooks it
-    runs again with them: one may give a layer what it needs.
+    """Return the result of `run` on modules, without side effects.
+
+    If they fail without the user's hooks, it runs again with them: a layer may need its hook.
     """
     try:
         with unnoticed(modules):
@@ -77,7 +77,7 @@ def run_unnoticed(modules: Sequence[nn.Module], run: Callable[[], _T]) -> _T:
 
 
 def _own_hooks(modules: Iterable[nn.Module]) -> list[tuple[dict[Any, Any], Any]]:
-    """List the hooks that are the user's: where each is held, and by what key."""
+    """List the user's hooks, each as its dictionary and its key."""
     owners = dict.fromkeys(owner for module in modules for owner in module.modules())
     held = (hooks for owner in owners for n, hooks in vars(owner).items() if n in UNCOUNTED)
     return [
@@ -99,7 +99,7 @@ def keeping_generators() -> Iterator[None]:
 
 
 def holders(values: list[Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
-    """Yield containers and plain objects, and those in them, each once, with what it holds."""
+    """Yield containers and plain objects, and those in them, each once with its content."""
     seen: set[int] = set()
     while values:
         holder = values.pop()
@@ -111,9 +111,9 @@ def holders(values: list[Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
 
 
 def _content(holder: Any) -> dict[Any, Any] | None:
-    """Return what a container or plain object holds, by key, place or name; None of others."""
+    """Return the content of a container or plain object by key, place or name; else None."""
     if isinstance(holder, dict):
-        return dict(dict.items(holder))  # a subclass may make what it gives
+        return dict(dict.items(holder))  # a subclass may compute its items
     if isinstance(holder, list | tuple | set | deque):
         return dict(enumerate(holder))
     kind: type = type(holder)
@@ -121,7 +121,7 @@ def _content(holder: Any) -> dict[Any, Any] | None:
 
 
 def fields_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of a plain object, also those in slots."""
+    """Return the attributes of a plain object, also in slots."""
     slots = (
         name
         for kind in type(value).__mro__
@@ -133,7 +133,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 @cache
 def is_plain(kind: type) -> bool:
-    """Tell whether objects of a class hold attributes of the user's, and no more."""
+    """Tell whether objects of a class hold nothing but a user's attributes."""
     if not is_of_user(kind):
         return kind is SimpleNamespace
     return not issubclass(kind, type | ModuleType | Tensor | nn.Module)
@@ -144,7 +144,7 @@ def is_of_user(kind: type) -> bool:
 
 
 def kept_by(modules: Iterable[nn.Module]) -> list[tuple[Any, dict[Any, Any]]]:
-    """Note what modules keep, in attributes and in containers and plain objects there."""
+    """List the attributes of modules, and the content of containers and plain objects in them."""
     return [
         (holder, content)
         for holder, content in holders([vars(module) for module in modules])
@@ -153,7 +153,7 @@ def kept_by(modules: Iterable[nn.Module]) -> list[tuple[Any, dict[Any, Any]]]:
 
 
 def put_back(kept: Iterable[tuple[Any, dict[Any, Any]]]) -> None:
-    """Restore what modules, containers and plain objects held; see `kept_by`."""
+    """Restore the content of modules, containers and plain objects from `kept_by`."""
     for holder, content in kept:
         now = _content(holder) or {}
         if [*now] != [*content] or any(map(operator.is_not, now.values(), content.values())):

@@ -1,4 +1,4 @@
-"""Layers that are given as a list of modules: which values each reads and gives, and their run."""
+"""Layers from a list of modules: the values that each reads and returns, and their execution."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from .stage_plan import (
 
 _INPUT_NAME = "input"
 _INPUTS = "inputs"
-"""The one value that a pipeline of layers is called with, by name."""
+"""The name of the input of a list of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,7 @@ class ListOfModules(Source):
 
 
 def is_plain_chain(model: object) -> bool:
-    """Tell whether a model is nothing but its layers in a row, so that its forward is not needed.
-
-    An nn.Sequential with a forward or hooks of its own is not, and neither is an nn.ModuleList
-    with a forward.
-    """
+    """Tell whether a model is a plain chain of layers, without a forward or hooks of its own."""
     if not isinstance(model, nn.Sequential | nn.ModuleList):
         return isinstance(model, Sequence | Layers)
     plain = nn.Sequential if isinstance(model, nn.Sequential) else nn.Module
@@ -142,7 +138,7 @@ def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> 
     """Resolve an nn.Sequential, or a list of modules and `Layer`s, into `Layers`.
 
     Raises:
-        ConfigError: the model is something else, is empty, or names a value nobody gave.
+        ConfigError: the model is something else, is empty, or reads an unknown value.
     """
     if isinstance(model, Layers):
         return model
@@ -223,7 +219,7 @@ def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
 
 
 def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
-    """Cut layers that run one after the other into stages; route what lives across a cut."""
+    """Split layers that run one after the other into stages, and route values between them."""
     stage_of = stage_of_layers(partition)
     holders: dict[Value, set[int]] = {}
     for step in steps:

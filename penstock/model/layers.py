@@ -1,4 +1,4 @@
-"""The model as data: an ordered list of layers, and the source that runs them."""
+"""A model as an ordered list of layers, and the source that runs them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from .stage_plan import Crossing, Perform, StagePlan, Step
 
 
 class Source(ABC):
-    """What layers come from, and how they run: a list of modules, or the forward of a model."""
+    """The origin of layers, which runs them: a list of modules, or the forward of a model."""
 
     @abstractmethod
     def run(self, inputs: Any, perform: Perform | None) -> Any:
@@ -25,32 +25,32 @@ class Source(ABC):
 
     @abstractmethod
     def run_noting(self, inputs: Any, perform: Perform) -> tuple[Any, tuple[Crossing, ...]]:
-        """Run all layers in one, and note what would cross if each were a stage of its own."""
+        """Run all layers at once, and record the transfers if each layer were a stage."""
 
     @abstractmethod
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
-        """Cut the layers into stages, and route every value that lives across a cut."""
+        """Split the layers into stages, and route every value between them."""
 
     @abstractmethod
     def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
-        """Move the layers of the stages `mine` to their devices, or give them values there; free
-        the memory of all others, whose shapes stay.
+        """Move the layers of the stages `mine` to their devices, or initialise them there.
 
-        Without `draws`, a layer without values gets memory only: a file has its values.  `placed`
-        may keep slices of a layer's weights before the next layer is placed.
+        All other layers lose their memory and keep their shapes.  Without `draws`, a layer without
+        values gets memory only, as a file has its values.  `placed` may keep slices of a layer's
+        weights before the next layer is placed.
         """
 
     @abstractmethod
     def names(self) -> Sequence[str]:
-        """Name all parameters, those of other processes too, in the order of the model."""
+        """Return the names of all parameters, also of other processes, in the model's order."""
 
     @abstractmethod
     def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what a pipeline is called with as one value: the model's input."""
+        """Return the arguments of a pipeline's call as one value, the model's input."""
 
     @abstractmethod
     def too_few(self, num_stages: int, most: int) -> Exception:
-        """Return the error for more stages than the most that these layers can be cut into."""
+        """Return the error for more stages than `most`, the most that these layers allow."""
 
     @abstractmethod
     def describe(self, counts: Sequence[int]) -> str:
@@ -59,12 +59,12 @@ class Source(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers in order; iterating gives `Step`s.
+    """Layers in order; iteration yields `Step`s.
 
     Args:
         steps: the layers.
         source: runs them.
-        model: the module whose forward calls them; None where they were given as a list.
+        model: the module whose forward calls them; None for a list.
         together: first and last layer of ranges that stay on one stage; ranges do not overlap.
     """
 
@@ -84,23 +84,23 @@ class Layers:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The (start, end) of each range of layers that one stage has whole."""
+        """The (start, end) of each range of layers that stays on one stage."""
         inside = {n for first, last in self.together for n in range(first + 1, last + 1)}
         starts = [index for index in range(len(self)) if index not in inside]
         return tuple(zip(starts, [*starts[1:], len(self)], strict=True))
 
     def check_enough(self, num_stages: int) -> None:
-        """Refuse more stages than the layers can be cut into.
+        """Refuse more stages than the layers allow.
 
         Raises:
-            PartitionError: says how many there are.
-            CutError: likewise, of a captured model.
+            PartitionError: there are too few layers.
+            CutError: there are too few, in a captured model.
         """
         if num_stages > len(self.spans):
             raise self.source.too_few(num_stages, len(self.spans))
 
     def parameter_counts(self) -> tuple[int, ...]:
-        """Count the parameters of each layer; one that layers share, in the first of them."""
+        """Count the parameters of each layer; a shared one counts in its first layer."""
         seen: set[int] = set()
         counts = []
         for step in self.steps:
@@ -110,17 +110,17 @@ class Layers:
         return tuple(counts)
 
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
-        """Cut the layers into stages, and route every value that lives across a cut."""
+        """Split the layers into stages, and route every value between them."""
         return self.source.plan_stages(partition)
 
     def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
-        """Bring the stages of this process to their devices; see `Source.place`."""
+        """Place the stages of this process on their devices; see `Source.place`."""
         self.source.place(mine, seed, draws=draws, placed=placed)
 
     def check_sharing(self, stage_of: Sequence[int]) -> None:
         """Refuse a tensor that layers on different stages share, and a cut inside `together`.
 
-        Of a captured model a parameter may be shared: stages send it.
+        Stages of a captured model may share a parameter: its home sends it.
 
         Raises:
             PartitionError: names the two layers, and the partitions that would work.
@@ -141,10 +141,9 @@ class Layers:
                 )
 
     def registered(self, holds: Callable[[int], bool], loss: Any) -> dict[str, Any]:
-        """Return what a module registers that has the layers for which `holds`, by their names,
-        and the loss.
+        """Return the dictionaries of a module with the loss and the layers for which `holds`.
 
-        The keys are those of an nn.Module's own dictionaries, such as `_modules`.
+        The keys are the names of an nn.Module's own dictionaries, such as `_modules`.
 
         Raises:
             ConfigError: a layer, or a child of the model, has the name of the loss.
@@ -154,17 +153,17 @@ class Layers:
         return with_loss(registered, CHILDREN, loss)
 
     def elsewhere(self, holds: Callable[[int], bool]) -> tuple[str, ...]:
-        """Name the modules that only layers of other processes run."""
+        """Return the paths of the layers that only other processes run."""
         own = {step.path for step in self.steps if holds(step.index)}
         return tuple(step.path for step in self.steps if step.path not in own)
 
     @property
     def own_loss(self) -> Callable[[Any, Any], Tensor] | None:
-        """The function that finds the loss in a model's own output; None for a list."""
+        """The function that reads the loss from a model's own output; None for a list."""
         return None if self.model is None else output_loss
 
     def places(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """List what must stay as it is between two cuts: where it is held, its name, and it."""
+        """List the parameters and blocks that must not be replaced: (dictionary, name, object)."""
         found: list[tuple[dict[str, Any], str, Any]] = []
         if self.model is None:
             return found
@@ -176,31 +175,30 @@ class Layers:
         return found
 
     def holders(self) -> list[tuple[str, nn.Module]]:
-        """List what holds all parameters and buffers, with the prefix of their names."""
+        """List the modules of all parameters and buffers, each with the prefix of their names."""
         if self.model is not None:
             return [("", self.model)]
         return [(f"{step.path}.", step.module) for step in self.steps]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of the layers, and the model whose forward calls them."""
+        """The modules of the layers, and the model whose forward calls them."""
         of_layers = [step.module for step in self.steps]
         return of_layers if self.model is None else [*of_layers, self.model]
 
     def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return what a pipeline of these layers is called with as one value: the model's input.
+        """Return the arguments of a pipeline's call as one value, the model's input.
 
         Raises:
-            ConfigError: the layers are a list, whose first takes one value, and the call gives
-                something else.
+            ConfigError: the layers are a list, which takes one value, and the call has others.
         """
         return self.source.as_one_value(args, keywords)
 
     def run(self, inputs: Any, perform: Perform | None = None) -> Any:
-        """Run all layers, one after the other, as the unsplit model does.
+        """Run all layers as the unsplit model does.
 
-        With `perform`, as `StagePlan.run` would: it is given each layer, and the partial function
-        that runs it on its arguments.
+        With `perform`, run them as `StagePlan.run` does: by calling `perform` with each layer and
+        the partial function that runs it.
         """
         return self.source.run(inputs, perform)
 

@@ -1,11 +1,11 @@
-"""Bring a process's layers to their devices, or materialize them there from the meta device.
+"""Move a process's layers to their devices, or materialize them there from the meta device.
 
-Each module fills its own tensors, as libraries do when they build a model: those of a list by
-their `reset_parameters`, those of a captured model see `filling`.  What is drawn depends on the
-seed and on the layer's number or the module's name, and so not on the cut.
+Each module initialises its own tensors: modules of a list by `reset_parameters`, modules of a
+captured model as in `filling`.  The random numbers depend on the seed and on the layer's number or
+the module's name, and not on the partition.
 
-A process gives memory to what its stages have; of a captured model also to the buffers outside
-blocks, since the code between blocks runs on every stage.
+A process allocates the tensors of its stages.  Of a captured model it also allocates the buffers
+outside blocks, as the code between blocks runs on every stage.
 """
 
 import re
@@ -33,13 +33,13 @@ from .stage_plan import StagePlan, Step
 from .state import keeping_values
 
 Made = dict[int, tuple[Tensor, Tensor]]
-"""(tensor on the meta device, what was made of it) by the id of the first one."""
+"""(meta tensor, new tensor) by the id of the meta tensor."""
 
 
 Mine = Sequence[tuple[StagePlan, torch.device]]
 """The stages of this process, each with its device."""
 Placed = Callable[[Sequence[Step]], None]
-"""What is called with layers that share weights, once these are on their device."""
+"""A function that is called with layers that share weights, once they are on their device."""
 Place = tuple[dict[str, Any], str, Any]
 """(the dictionary in which a module has a tensor, its name there, the tensor)."""
 
@@ -56,15 +56,15 @@ def move_or_make(
     draws: bool = True,
     later: bool = False,
 ) -> None:
-    """Move a layer; one without values gets those that its own `reset_parameters` draw.
+    """Move a layer; one without values is initialised by its own `reset_parameters`.
 
-    What they draw depends on `seed` and the layer's number only, not on how the model is cut.
-    Unless it `draws`, parameters and persistent buffers get memory only: a file has their values;
-    with `later`, parameters get that from `give_rest`, if nothing is drawn in this layer.
-    A tensor that `made` knows from another layer is the same one here.
+    The random numbers depend on `seed` and the layer's number, not on the partition.  Without
+    `draws`, parameters and persistent buffers get memory only, as a file has their values.  With
+    `later`, `give_rest` allocates the parameters, if nothing is drawn in this layer.  `made` has
+    the tensors of other layers, which may be shared.
 
     Raises:
-        ConfigError: a module without values has no `reset_parameters` to give it some.
+        ConfigError: a module without values has no `reset_parameters`.
     """
     if not any(tensor.is_meta for tensor in tensors_of(step.module)):
         step.module.to(device)
@@ -116,13 +116,13 @@ def move_or_make_stages(
     draws: bool,
     placed: Placed | None = None,
 ) -> None:
-    """Move the blocks of the stages `mine`, or give them values.
+    """Move the blocks of the stages `mine`, or initialise them.
 
-    Unless it `draws`, what a file has the values of gets memory only.  With `placed`, block after
-    block: of the others, what had no values has none meanwhile, as if other processes had it.
+    Without `draws`, tensors with values in a file get memory only.  With `placed`, blocks are
+    placed one after the other; meanwhile the others have no values, as in another process.
 
     Raises:
-        ConfigError: nothing gives a tensor values.
+        ConfigError: no module initialises a tensor.
     """
     made, done = Made(), list[Place]()
     where = {step.index: device for plan, device in mine for step in plan.steps}
@@ -153,7 +153,7 @@ def move_or_make_stages(
 def _devices(
     model: nn.Module, blocks: Mapping[str, nn.Module], mine: Mine
 ) -> dict[str, torch.device]:
-    """Return the device of each parameter and buffer of this process, by all their names."""
+    """Return the device of each parameter and buffer of this process, by each of its names."""
     found: dict[str, torch.device] = {}
     own: set[str] = set()
     for plan, device in mine:
@@ -172,8 +172,9 @@ def _devices(
 def _units(
     model: nn.Module, steps: Sequence[Step], devices: Mapping[str, torch.device]
 ) -> list[tuple[list[Step], dict[str, torch.device]]]:
-    """List the layers that share parameters, with the device of each of their tensors; in the end
-    what no layer has.
+    """List groups of layers that share parameters, with the device of each of their tensors.
+
+    The last group has no layers, and the other tensors.
     """
     names: dict[int, list[str]] = {}
     for name in devices:
@@ -187,7 +188,7 @@ def _units(
 
 
 def _unread(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, torch.device]:
-    """Return those names of tensors that a file may lack."""
+    """Return the names of tensors that a file may lack, with their devices."""
     unsaved = {id(b) for module in model.modules() for b in unsaved_buffers(module)}
     is_left_out = may_be_absent(model)
     held = {n: id(holder.get(last)) for n in devices for holder, last in [place_of(model, n)]}
@@ -196,7 +197,7 @@ def _unread(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, 
 
 @contextmanager
 def _hidden(model: nn.Module, kept: Collection[str]) -> Iterator[None]:
-    """Let modules have no parameters but the `kept` ones meanwhile."""
+    """Hide all parameters except the `kept` ones in this context."""
     every = (name for name, _ in model.named_parameters(remove_duplicate=False))
     others = _held(model, [name for name in every if name not in kept])
     _put((places, name, None) for places, name, _ in others)
@@ -208,7 +209,7 @@ def _hidden(model: nn.Module, kept: Collection[str]) -> Iterator[None]:
 
 @contextmanager
 def _keeping_others(model: nn.Module, fresh: Mapping[str, Tensor]) -> Iterator[None]:
-    """Leave what had values before as it was: a module may fill more than its own tensors."""
+    """Restore the values of other tensors: a module may fill more than its own."""
     new = {id(tensor) for tensor in fresh.values()}
     both = ((parameters_of(module), buffers_of(module)) for module in model.modules())
     others = [
@@ -228,7 +229,7 @@ def _keeping_others(model: nn.Module, fresh: Mapping[str, Tensor]) -> Iterator[N
 def _give_memory(
     model: nn.Module, devices: Mapping[str, torch.device], made: Made, *, later: bool = False
 ) -> dict[str, Tensor]:
-    """Put tensors with memory where there are such on the meta device; give the new ones."""
+    """Replace meta tensors by tensors with memory; return the new ones by name."""
     fresh = {}
     for name, device in devices.items():
         holder, last = place_of(model, name)
@@ -251,17 +252,17 @@ def _put(places: Iterable[Place]) -> None:
 
 
 def move_values(module: nn.Module, device: torch.device) -> None:
-    """Move what has values."""
+    """Move the tensors with values."""
     move_tensors(module, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def with_memory(
     tensor: Tensor, device: torch.device, made: Made, *, later: bool = False
 ) -> Tensor:
-    """Return a tensor like one on the meta device, with memory, but no values yet.
+    """Return a tensor with memory, but no values yet, like a meta tensor.
 
-    It is the same one for a tensor that has several places.  A parameter that gets memory `later`
-    has its shape, and one number for all of its elements.
+    A tied tensor gets one new tensor.  With `later`, a parameter gets its shape, and one element
+    of memory.
     """
     if id(tensor) not in made:
         if later and isinstance(tensor, nn.Parameter) and tensor.is_contiguous():
@@ -270,26 +271,26 @@ def with_memory(
             new = torch.empty_like(tensor, device=device, requires_grad=False)
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-        new.__dict__.update(tensor.__dict__)  # what libraries note on it
+        new.__dict__.update(tensor.__dict__)  # attributes that libraries set
         new.__dict__.pop("_is_hf_initialized", None)  # transformers would not fill it
         made[id(tensor)] = tensor, new
     return made[id(tensor)][1]
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Tell whether each element has memory of its own."""
+    """Tell whether each element has its own memory."""
     return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def give_rest(steps: Iterable[Step]) -> None:
-    """Give memory to the parameters of layers that were to get it later."""
+    """Allocate the parameters of layers that were created with `later`."""
     for parameter in (p for step in steps for p in step.module.parameters() if not p.is_meta):
         if not has_memory(parameter):
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
 
 
 def tied_groups(steps: Iterable[Step]) -> list[list[Step]]:
-    """Put layers together that share parameters; most are alone."""
+    """Group layers that share parameters; most groups have one layer."""
     groups: list[tuple[set[int], list[Step]]] = []
     for step in steps:
         ids = set(map(id, step.module.parameters()))
@@ -301,7 +302,7 @@ def tied_groups(steps: Iterable[Step]) -> list[list[Step]]:
 
 
 def forked_random(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Leave the random states of the CPU and of `devices` as they were."""
+    """Restore the random states of the CPU and of `devices` afterwards."""
     return torch.random.fork_rng([device.index for device in devices if device.type == "cuda"])
 
 
@@ -311,15 +312,15 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def unsaved_buffers(module: nn.Module) -> list[Tensor]:
-    """Return the buffers of a module itself that no state dict holds."""
+    """Return the non-persistent buffers of a module itself."""
     found = (buffers_of(module).get(name) for name in unsaved_buffers_of(module))
     return [buffer for buffer in found if buffer is not None]
 
 
 def may_be_absent(original: nn.Module) -> Callable[[str], bool]:
-    """Tell which names the model's class leaves out of the files that it saves, or may lack.
+    """Return a test for names that a model's class does not save, or that its files may lack.
 
-    Their values are fixed: the model's own code gives them, as to a new model.
+    Their values are fixed: the model's own code sets them in a new model.
     """
     kinds = ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
     patterns = [re.compile(p) for kind in kinds for p in getattr(original, kind, None) or ()]

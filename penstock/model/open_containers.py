@@ -1,4 +1,4 @@
-"""Open containers: what is in a tuple, list, deque, mapping or dataclass, and its rebuilding."""
+"""Open a tuple, list, deque, mapping or dataclass, and rebuild it from new children."""
 
 import copy
 import dataclasses
@@ -24,7 +24,7 @@ class DictOf:
 
 
 def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return a container's children and how to rebuild it; None if the value is no container."""
+    """Return a container's children and a function that rebuilds it; None if it is none."""
     kind = type(value)
     if kind is tuple or kind is list:
         return list(value), kind
@@ -43,7 +43,7 @@ def opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 
 
 def _with_attributes(value: Any, make: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """Return what makes a container from its children, with the attributes that `value` has."""
+    """Return a function from children to a container with the attributes of `value`."""
     attributes = dict(getattr(value, "__dict__", ()))
     if not attributes:
         return make
@@ -58,7 +58,7 @@ def _with_attributes(value: Any, make: Callable[..., Any]) -> Callable[[list[Any
 
 def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     keys, kind = list(value), type(value)
-    if kind in (dict, MappingProxyType):  # a view of a dict, which cannot be copied or sent
+    if kind in (dict, MappingProxyType):  # a mapping proxy cannot be copied or sent
         return list(value.values()), DictOf(tuple(keys))
 
     def filled(children: list[Any]) -> Any:
@@ -78,9 +78,9 @@ def _open_mapping(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     def rebuild(children: list[Any]) -> Any:
         try:
             return filled(children)
-        except Exception:  # whatever it refuses changes with, or a copy
+        except Exception:  # its class refuses changes or a copy
             if all(child is value[key] for key, child in zip(keys, children, strict=True)):
-                return value  # nobody can change it
+                return value  # it is immutable
             raise
 
     return [value[key] for key in keys], rebuild

@@ -1,4 +1,4 @@
-"""The loss that a model computes itself, from labels among its inputs."""
+"""Find the loss that a model computes itself from labels among its inputs."""
 
 from collections.abc import Mapping
 from numbers import Real
@@ -12,11 +12,11 @@ from penstock.errors import ConfigError
 from .batch import undeclared
 
 COUNTS = ("num_items_in_batch", "num_items")
-"""Inputs by these names are what a model divides its loss by: the count of the whole batch."""
+"""Names of the input by which a model divides its loss: the count of the whole batch."""
 
 
 def output_loss(output: Any, target: Any = None) -> Tensor:
-    """Return the loss in a model's output: what is called `loss`, or a scalar that comes first.
+    """Return the loss in a model's output: the value `loss`, or a scalar that comes first.
 
     Raises:
         ConfigError: there is none.
@@ -42,10 +42,9 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def counted_in(inputs: Any) -> float:
-    """Return by what a model that computes its loss divides it, where it is told that number.
+    """Return the input by which a model divides its loss; -1 if there is none.
 
-    Its loss of a micro-batch is then that part of the whole batch's; such parts are summed.
-    -1 stands for no number.
+    The loss of a micro-batch is then a term of the whole batch's, and these terms are summed.
     """
     if not isinstance(inputs, Mapping):
         return -1.0

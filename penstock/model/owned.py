@@ -1,12 +1,11 @@
-"""Tensors that a stage owns: all that it computes with, and that last longer than a step.
+"""The tensors that a stage owns: parameters and buffers that last longer than a step.
 
     of its layers                parameters and buffers of their modules
-    between them                 what a captured model's own code reads, on this stage first: a
-                                 class token, positions, a scale; later stages are sent it
-    of the loss, if it is here   those of a loss that is a module
+    between them                 parameters and buffers that a captured model's code reads first on
+                                 this stage, such as a class token; later stages receive them
+    of the loss, if it is here   parameters and buffers of a loss that is a module
 
-Whoever sums gradients, lets replicas start alike, watches weights or keeps them takes them from
-here.
+Gradient sums, the start of replicas, checks of weights and checkpoints all read this list.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.torch_private import buffers_of, parameters_of
 
 LOSS = "loss"
-"""The name by which a pipeline has a loss that is a module."""
+"""The name of a loss that is a module, as a child of the pipeline."""
 
 Slot = tuple[Mapping[str, Any], str]
 """(the dictionary in which a module has a parameter or a buffer, its name there)."""
@@ -27,7 +26,7 @@ Slot = tuple[Mapping[str, Any], str]
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Where parameters and buffers are held that the code between the layers of a stage reads."""
+    """The slots of parameters and buffers that code between the layers of a stage reads."""
 
     parameters: tuple[Slot, ...] = ()
     buffers: tuple[Slot, ...] = ()
@@ -36,9 +35,7 @@ class Between:
     def of(
         cls, model: nn.Module, names: Sequence[str], own: Sequence[str], blocks: Collection[str]
     ) -> "Between":
-        """Return where a model has the parameters of these names that none of the stage's `own`
-        blocks has, and the buffers that none of all `blocks` has.
-        """
+        """Find parameters of `names` outside the `own` blocks, and buffers outside all blocks."""
         modules = [model.get_submodule(block) for block in own]
         of_blocks = {id(p) for module in modules for p in module.parameters()}
         inside = tuple(f"{block}." for block in blocks)
@@ -57,19 +54,19 @@ NOTHING = Between()
 
 
 def place_of(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Return the dictionary in which a module has the parameter or buffer, and its name there."""
+    """Return the dictionary that holds a parameter or buffer, and its name there."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     return (parameters_of(owner) if last in parameters_of(owner) else buffers_of(owner)), last
 
 
 def modules_of_loss(loss: Any) -> tuple[nn.Module, ...]:
-    """Return the loss, if it is a module, which may have parameters and buffers."""
+    """Return the loss if it is a module; it may have parameters and buffers."""
     return (loss,) if isinstance(loss, nn.Module) else ()
 
 
 def with_loss(registered: dict[str, Any], children: str, loss: Any) -> dict[str, Any]:
-    """Return what a pipeline registers, with a loss that has state among its `children`.
+    """Return a pipeline's dictionaries, with a loss that has state among its `children`.
 
     Raises:
         ConfigError: the model has a child of that name.

@@ -1,8 +1,7 @@
-"""Values at a boundary: any nest of tuples, lists, deques, dicts and dataclasses, with tensors as
-leaves.
+"""Values at a boundary: nested tuples, lists, deques, dicts and dataclasses of tensors.
 
-Everything that is neither a tensor nor one of these containers (None, numbers, strings, the user's
-own objects) is a constant: it stays in the structure and is handed over as it is.
+Everything else (None, numbers, strings, a user's objects) is a constant: it stays in the structure
+and is sent unchanged.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,39 +20,39 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The place of tensor number `index`; the same tensor met twice has the same number."""
+    """The place of tensor number `index`; a tensor at two places has one number."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A value that is no tensor and holds none."""
+    """A value without tensors."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A container: `rebuild` makes one like it from new children."""
+    """A container: `rebuild` makes it again from new children."""
 
     rebuild: Callable[[list[Any]], Any]
     children: tuple["Structure", ...]
 
 
 class Sealed:
-    """Base of what crosses stages as it is, and holds no tensor."""
+    """Base of objects that cross stages unchanged and hold no tensor."""
 
 
 Structure = Leaf | Constant | Node
 
 
 ONE_TENSOR = Node(tuple, (Leaf(0),))
-"""The structure of a tuple of one tensor, which is what most stages hand over."""
+"""The structure of a tuple of one tensor, the most common value between stages."""
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
-    """Split a value into its distinct tensors, in order of first sight, and their structure."""
+    """Split a value into its distinct tensors, in order, and their structure."""
     if isinstance(value, Tensor):
         return [value], Leaf(0)
     if type(value) is tuple and len(value) == 1 and isinstance(value[0], Tensor):
@@ -63,7 +62,7 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
 
 
 def flatten_by(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
-    """Split a value as `flatten` does; what `is_leaf` tells of is a leaf beside the tensors."""
+    """Split a value as `flatten` does, with further leaves for which `is_leaf` is true."""
     if isinstance(value, Tensor):
         return [value], Leaf(0)
     leaves: list[Any] = []
@@ -71,7 +70,7 @@ def flatten_by(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[list[Any], S
 
 
 def unflatten(structure: Structure, leaves: list[Any]) -> Any:
-    """Put leaves (tensors, or whatever stands for them) back into their structure."""
+    """Put leaves (tensors or their stand-ins) back into their structure."""
     if structure is ONE_TENSOR:
         return (leaves[0],)
     match structure:
@@ -96,13 +95,13 @@ def constants(structure: Structure) -> Iterator[Any]:
 
 
 def tree_map(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Replace every tensor in a value by what `function` makes of it."""
+    """Replace every tensor in a value by `function(tensor)`."""
     leaves, structure = flatten(value)
     return unflatten(structure, [function(leaf) for leaf in leaves])
 
 
 def with_new_containers(value: _T) -> _T:
-    """Return a value with the same tensors in containers of its own, which may be changed."""
+    """Return a value with the same tensors in new containers."""
     leaves, structure = flatten(value)
     new: _T = unflatten(structure, leaves)
     return new
@@ -115,7 +114,7 @@ PLAIN_TYPES = (
 
 
 def opaque_values(structure: Structure) -> Iterator[Any]:
-    """Yield the constants in which a tensor could hide: anything but plain values."""
+    """Yield the constants that could hold a tensor: all except plain values."""
     return (value for value in constants(structure) if not isinstance(value, PLAIN_TYPES))
 
 

@@ -1,9 +1,9 @@
-"""Find all that layers and a loss can reach beside their values: attributes, variables.
+"""Find the state that layers and a loss can reach beside their values: attributes, variables.
 
     layer ── attribute, closure, global, hook ──► dict, object, module ◄── another layer, the loss
 
-Code is looked at, not run: a party uses what the functions that it can call name.  The walk goes
-through modules, functions, containers and objects of the user's classes.
+The walk reads code and does not run it: a party uses the names in all functions that it can call.
+It follows modules, functions, containers and objects of the user's classes.
 """
 
 import dis
@@ -25,13 +25,13 @@ from .layers import Layers
 _FILLS = frozenset(
     ("__setitem__", "add", "append", "appendleft", "clear", "extend", "insert", "update")
 )
-"""Methods that put something into a container, and look at nothing in it."""
+"""Methods that add to a container without reading it."""
 _LOCAL = ("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_CLOSURE")
 _OF_OBJECT = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class Uses(NamedTuple):
-    """Names of attributes, globals and closure variables, and strings, by what becomes of them.
+    """The names of attributes, globals and closure variables, and strings, read and written.
 
     A container that is only appended to, or whose entries are only set, is not read.
     """
@@ -42,7 +42,7 @@ class Uses(NamedTuple):
 
 @cache
 def uses_of(code: CodeType) -> Uses:
-    """Return what a function's code names, with the functions that are made inside it."""
+    """Return the names in a function's code, and in the functions defined inside it."""
     reads: set[str] = set()
     writes: set[str] = set()
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
@@ -61,7 +61,7 @@ def uses_of(code: CodeType) -> Uses:
 
 
 def _only_fills(after: Sequence[dis.Instruction]) -> bool:
-    """Tell whether what was loaded before is only filled: `x.append(...)`, or `x[key] = ...`."""
+    """Tell whether the object loaded before is only filled: `x.append(...)`, `x[key] = ...`."""
     if after and after[0].opname in _OF_OBJECT and after[0].argval in _FILLS:
         return True
     loaded = 0
@@ -75,24 +75,24 @@ def _only_fills(after: Sequence[dis.Instruction]) -> bool:
 
 
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
-"""In the path of an installed package's code, whose global variables are taken for constants."""
+"""Part of the path of an installed package, whose globals count as constants."""
 _MOST = 20_000
-"""How many objects a party's walk looks at."""
+"""Most objects that the walk of a party visits."""
 _NOT_STATE = {BUFFERS, CHILDREN, PARAMETERS, "training", *UNCOUNTED}
 _NOT_IN_A_STEP = ("__init__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__")
 FILLED = (dict, list, set, deque)
-"""Containers, whose entries change."""
+"""Containers with entries that can change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """Variables of a function: globals by their names, or one that a closure holds."""
+    """Variables of a function: globals by their names, or one closure variable."""
 
     of: Any
     names: frozenset[str]
 
     def content(self) -> dict[str, Any]:
-        """Return what they hold now."""
+        """Return their current values."""
         if isinstance(self.of, CellType):
             held = _held(self.of)
             return dict.fromkeys(self.names, held)
@@ -101,9 +101,9 @@ class Variables:
 
 @dataclass(slots=True)
 class Found:
-    """A holder that a party reaches: by which path first, and by which names.
+    """A holder that a party reaches, with the first path to it, and its names.
 
-    `names` has None where it lies in another container, so that any code may mean it.
+    `names` has None if it lies in another container, so that any code may refer to it.
     """
 
     holder: Any
@@ -113,7 +113,7 @@ class Found:
 
 @dataclass(slots=True, eq=False)
 class Party:
-    """A layer, by its number, or the loss: what it reaches, and what its code names."""
+    """A layer, by its number, or the loss: the holders it reaches, the names in its code."""
 
     label: str
     layer: int
@@ -122,15 +122,15 @@ class Party:
     found: dict[Any, Found] = field(default_factory=dict)
 
     def may_read(self, key: Any, name: str | None) -> bool:
-        """Tell whether its code may read what `name` is in a holder, or the container itself."""
+        """Tell whether its code may read `name` of a holder, or the container itself."""
         return self._names(key, name, self.reads)
 
     def may_use(self, key: Any, name: str | None) -> bool:
-        """Likewise read or write."""
+        """Tell whether its code may read or write it."""
         return self.may_read(key, name) or self.may_write(key, name)
 
     def may_write(self, key: Any, name: str | None) -> bool:
-        """Likewise write."""
+        """Tell whether its code may write it."""
         return self._names(key, name, self.writes)
 
     def _names(self, key: Any, name: str | None, known: set[str]) -> bool:
@@ -139,9 +139,9 @@ class Party:
 
 
 def parties_of(layers: Layers, loss: Any) -> list[Party]:
-    """Return the layers that are given as a list, and the loss, with what they reach.
+    """Return the layers of a list, and the loss, with the holders that they reach.
 
-    Of a captured model only the loss can reach aside: capture has seen to the blocks.
+    Of a captured model only the loss matters: capture has checked the blocks.
     """
     inside: dict[int, set[int]] = {}
     for step in layers:
@@ -159,7 +159,7 @@ def parties_of(layers: Layers, loss: Any) -> list[Party]:
 
 
 class _Walk:
-    """Finds what one party reaches, going on as long as its code names more methods."""
+    """Finds the holders that one party reaches, until its code names no more methods."""
 
     def __init__(self, party: Party, module: nn.Module | None = None) -> None:
         self.party, self._home = party, None if module is None else party.layer
@@ -171,7 +171,7 @@ class _Walk:
             self.add(module, "", None)
 
     def add(self, value: Any, path: str, name: str | None) -> None:
-        """Look at a value later, and note by which name it was reached."""
+        """Queue a value, and record the name by which it was reached."""
         if isinstance(value, FILLED):
             self._note(id(value), value, path).names.add(name)
         if id(value) not in self._seen and len(self._seen) < _MOST and _leads_on(value):
@@ -179,7 +179,7 @@ class _Walk:
             self._waiting.append((value, path))
 
     def done(self, inside: Mapping[int, set[int]]) -> Party:
-        """Walk to the end; `inside` has the layers of each module that layers hold."""
+        """Finish the walk; `inside` has the layers that contain each module."""
         while self._waiting:
             while self._waiting:
                 self._open(*self._waiting.pop(), inside)
@@ -234,7 +234,7 @@ class _Walk:
             self.add(value, f"{path}.{name}" if path else name, name)
 
     def _count_methods(self, kind: type, *, runs: bool) -> None:
-        """Count the methods that are named somewhere, and those that Python calls itself."""
+        """Count the methods that code names, and those that Python calls implicitly."""
         for name, method in vars(kind).items():
             is_called = name in self.party.reads or (runs and name == "forward")
             is_called |= name.startswith("__") and name not in _NOT_IN_A_STEP
@@ -245,7 +245,7 @@ class _Walk:
                     self._count(part, kind.__name__)
 
     def _count(self, function: FunctionType, path: str) -> None:
-        """Take up what a function names, and go where its variables lead."""
+        """Add the names in a function, and follow its variables."""
         if function in self._counted or not _is_users(function):
             return
         self._counted.add(function)
@@ -278,14 +278,14 @@ def _leads_on(value: Any) -> bool:
 
 
 def _is_users(function: FunctionType) -> bool:
-    """Tell whether a function is neither Python's, torch's nor ours."""
+    """Tell whether a function is the user's, and not Python's, torch's or Penstock's."""
     return (function.__module__ or "").partition(".")[0] not in LIBRARIES
 
 
 def _held(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # the cell is empty
         return None
 
 
@@ -299,7 +299,7 @@ def _class_state(kind: type) -> dict[str, Any]:
 
 
 def content(holder: Any) -> dict[Any, Any]:
-    """Return what a holder has now, by name or key; of a list, a set or a deque all in one."""
+    """Return a holder's content by name or key; a list, set or deque has one entry for all."""
     match holder:
         case Variables():
             return holder.content()
@@ -317,7 +317,7 @@ def content(holder: Any) -> dict[Any, Any]:
 
 
 def shared(parties: Iterable[Party]) -> dict[Any, list[Party]]:
-    """Return what several parties reach, by the key of the holder."""
+    """Return the parties of each holder that several parties reach, by the holder's key."""
     by_key: dict[Any, list[Party]] = {}
     for party in parties:
         for key in party.found:

@@ -1,11 +1,11 @@
 """The plan of a stage: the layers it runs, and the values that cross each edge between stages.
 
-A value that several stages use travels as a relay: from its producer to the first stage that uses
-it, from there to the next one that does, and so on; it never visits a stage that has no use for
-it. Its gradient runs the relay backwards.  Each holder so starts its own sum with what came from
-behind, which is the order in which an unsplit backward pass adds the same terms.
+A value that several stages use is relayed: its producer sends it to the first stage that uses it,
+that stage to the next user, and so on.  Other stages never get it.  Its gradient takes the same
+relay backwards.  So each stage adds its own terms to the sum of the later stages, which is the
+order of an unsplit backward.
 
-    value given on stage 0, used on 1 and 3:   0 ──► 1 ──► 3      activation
+    value made on stage 0, used on 1 and 3:    0 ──► 1 ──► 3      activation
                                                0 ◄── 1 ◄── 3      gradient
 """
 
@@ -25,16 +25,16 @@ from .owned import NOTHING, Between
 T = TypeVar("T")
 
 Value = tuple[int, int]
-"""(number of the layer that gives it, place among its outputs); the model's input is (-1, 0)."""
+"""(number of the layer that makes it, place among its outputs); the model's input is (-1, 0)."""
 
 MODEL_INPUT: Value = (-1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One layer with its values resolved: `module(*inputs)` gives `outputs`.
+    """One layer with its values resolved: `module(*inputs)` returns `outputs`.
 
-    `path` is what the names of its parameters begin with.
+    `path` is the prefix of the names of its parameters.
     """
 
     index: int
@@ -46,14 +46,14 @@ class Step:
 
     @property
     def label(self) -> str:
-        """The layer as an error message names it."""
+        """The layer's name in error messages."""
         return f"{self.name!r} ({type(self.module).__name__})"
 
     def run(self, *arguments: Any) -> dict[Value, Any]:
-        """Run one layer; name what it returns.
+        """Run the layer; return its outputs by name.
 
         Raises:
-            ConfigError: it names several outputs and does not return a tuple of as many.
+            ConfigError: it has several outputs, and does not return a tuple of that length.
         """
         result = self.module(*arguments)
         if len(self.outputs) == 1:
@@ -69,14 +69,14 @@ class Step:
 
 
 Perform = Callable[[Step, Callable[[], Any]], Any]
-"""(step, function) -> the function's result: how a stage runs one layer's call.
+"""(step, function) -> the function's result: runs the call of one layer.
 
-The function is a `functools.partial`, so that its arguments can be seen.
+The function is a `functools.partial`, so that its arguments can be inspected.
 """
 
 
 class Crossing(NamedTuple):
-    """Tensors that one layer gives to others, or to the loss, where each layer is a stage.
+    """Tensors from one layer to others, or to the loss, if each layer is a stage.
 
     `producer` is the layer's number, -1 for the model's input; `consumers` are in order.
     """
@@ -89,26 +89,26 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """What one stage runs, and what it hands over.
+    """The layers of a stage, and its transfers.
 
     Args:
-        index: which stage it is.
+        index: the number of the stage.
         steps: its layers.
-        reads_input: whether it is given the model's input.
-        imports: by stage, the values that come from there, in an order both sides agree on.
-        exports: by stage, the values that go there, likewise.
-        transfers: the same with the values' names, for schedules.
-        output: the values that are the model's output; none where the stage is not the last.
-        parameters: the names of the parameters that it has.
-        num_parameters: how many values these hold, in whichever process the stage runs.
-        run: runs its part of the model: from its imports in a dict of values to its exports there.
-        any_shape: whether values without a batch dimension may cross.
-        shares_input: whether other stages read the caller's batch as well.
-        decides: whether values decide what runs, so that micro-batches may use different
+        reads_input: it gets the model's input.
+        imports: the values from each other stage, in the order of that stage's exports.
+        exports: the values for each other stage.
+        transfers: the exports with the values' names, for schedules.
+        output: the values of the model's output; none unless the stage is the last one.
+        parameters: the names of its parameters.
+        num_parameters: the number of their elements, also if another process has them.
+        run: runs its part of the model, from imports to exports in a dict of values.
+        any_shape: values without a batch dimension may cross.
+        shares_input: other stages read the caller's batch as well.
+        decides: values decide which code runs, so that micro-batches may use different
             parameters.
-        draws_between: whether the code between layers draws from Python's or NumPy's global
-            generator, on each stage the same.
-        differentiates: whether the code between layers computes gradients in the forward.
+        draws_between: the code between layers draws from Python's or NumPy's global generator,
+            the same on each stage.
+        differentiates: the code between layers computes gradients in the forward.
         between: the parameters and buffers that the code between layers reads.
     """
 
@@ -136,7 +136,7 @@ def run_steps(
     values: dict[Value, Any],
     perform: Perform,
 ) -> None:
-    """Run layers one after the other; `dead_after[n]` is what nobody needs after layer n."""
+    """Run layers one after the other; `dead_after[n]` are the values to free after layer n."""
     for step, dead in zip(steps, dead_after, strict=True):
         values.update(perform(step, partial(step.run, *map(values.__getitem__, step.inputs))))
         for value in dead:
@@ -144,7 +144,7 @@ def run_steps(
 
 
 def join_output(values: list[Any]) -> Any:
-    """Return the model's output as the last layer gave it: one value, or a tuple of several."""
+    """Return the model's output as the last layer did: one value, or a tuple of several."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -154,7 +154,7 @@ def stage_of_layers(partition: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def relays(held: Mapping[T, Sequence[int]], num_stages: int) -> list[dict[int, tuple[T, ...]]]:
-    """Return, per stage, what it sends to whom: to the next one that holds the value.
+    """Return the values that each stage sends to each other: to the next holder of the value.
 
     `held` has the stages of each value, from its producer to its last user.
     """

@@ -1,6 +1,4 @@
-"""State of modules beside their parameters: buffers, tensors as attributes, and modes; and what a
-process has of a model: tensors by their names, and modules with extra state.
-"""
+"""Read and restore buffers, tensor attributes and modes of modules; list a process's tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +15,10 @@ from .owned import LOSS
 from .pytree import Sealed
 
 Place = tuple[nn.Module, bool, str]
-"""(module, whether it is a buffer and no plain attribute, name): where a module keeps a tensor."""
+"""(module, is a buffer and no plain attribute, name) of a tensor that a module holds."""
 
 ABSENT = object()
-"""Stands for a tensor that is not there."""
+"""The value of a place without a tensor."""
 
 
 def attributes(modules: Iterable[nn.Module]) -> list[Place]:
@@ -34,7 +32,7 @@ def attributes(modules: Iterable[nn.Module]) -> list[Place]:
 
 
 def first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return, by each of its names, the first name of the same tensor."""
+    """Return the first name of each tensor, by each of its names."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
@@ -42,7 +40,7 @@ def first_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 def read_state(
     modules: Iterable[nn.Module], places: Iterable[Place]
 ) -> dict[Place, Tensor | None]:
-    """Return all buffers of `modules`, and what stands at `places`; None where no tensor does."""
+    """Return all buffers of `modules`, and the tensors at `places`; None for no tensor."""
     now: dict[Place, Tensor | None] = {
         (m, True, name): buffer for m in modules for name, buffer in buffers_of(m).items()
     }
@@ -53,20 +51,20 @@ def read_state(
 
 
 def holder(place: Place) -> dict[str, Any]:
-    """Return the dictionary in which the module keeps the tensor."""
+    """Return the dictionary that holds the tensor."""
     module, is_buffer, _ = place
     return buffers_of(module) if is_buffer else vars(module)
 
 
 def standing_at(place: Place) -> Any:
-    """Return what stands at a place, or `ABSENT`."""
+    """Return the value at a place, or `ABSENT`."""
     held = holder(place)
     is_there = place[2] in held  # the buffers of a scripted module have no `get`
     return held[place[2]] if is_there else ABSENT
 
 
 def put_state(state: Mapping[Place, Any]) -> None:
-    """Put tensors where they were, and take away what was `ABSENT`."""
+    """Put tensors back, and remove values that were `ABSENT`."""
     for place, tensor in state.items():
         if tensor is ABSENT:
             holder(place).pop(place[2], None)
@@ -76,7 +74,7 @@ def put_state(state: Mapping[Place, Any]) -> None:
 
 @contextmanager
 def in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have modules in evaluation mode; each is in its own mode afterwards."""
+    """Put modules into evaluation mode, and restore the mode of each afterwards."""
     before = [(module, module.training) for module in modules]
     for module, _ in before:
         module.training = False
@@ -101,12 +99,11 @@ def keeping_values(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The tensors of `module`, and extra state of the modules of `original` but for those
-    `elsewhere`.
+    """The tensors of `module`, and the extra state of `original` except in modules `elsewhere`.
 
-    `original` is the model, whose class may know of other names; `loss` is the pipeline's, and
-    `names` are those of all parameters in the model's order.  Where this process has only a part
-    (`is_part`), tensors without memory are those of other processes.
+    `original` is the model, and `loss` the pipeline's loss.  `names` are the names of all
+    parameters in the model's order.  With `is_part`, this process has a part of the model, and
+    tensors without memory belong to other processes.
     """
 
     module: nn.Module
@@ -117,7 +114,7 @@ class Held:
     names: Sequence[str] = ()
 
     def is_of_loss(self, name: str) -> bool:
-        """Tell whether a name of a tensor is that of the pipeline's loss, which no model has."""
+        """Tell whether a tensor's name belongs to the pipeline's loss, and not to the model."""
         child = dict(self.original.named_children()).get(LOSS)
         return name.startswith(f"{LOSS}.") and (child is None or child is self.loss)
 
@@ -134,7 +131,7 @@ class Held:
         return {n: v for n, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}
 
     def own_tensors(self) -> dict[tuple[str, ...], Tensor]:
-        """Return the tensors of `state` but for the loss's, each by all its names."""
+        """Return the tensors of `state` without the loss's, each by all its names."""
         names: dict[int, list[str]] = {}
         state = self.state(keep_vars=True)
         own = {

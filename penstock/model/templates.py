@@ -1,4 +1,4 @@
-"""Structures of values as templates to send, and stand-ins for objects that are elsewhere."""
+"""Structures as picklable templates, and stand-ins for objects on other stages."""
 
 from typing import Any, NoReturn
 
@@ -7,7 +7,7 @@ from .pytree import Constant, Leaf, Node, Sealed, Structure, flatten, unflatten
 
 
 def template(structure: Structure) -> Any:
-    """Return a value with `Leaf`s where its tensors were: it can be pickled if its classes can."""
+    """Return a value with `Leaf`s in place of its tensors; it is picklable if its classes are."""
 
     def num_leaves(part: Structure) -> int:
         match part:
@@ -22,13 +22,15 @@ def template(structure: Structure) -> Any:
 
 
 def from_template(value: Any) -> Structure:
-    """Return the structure whose `template` this is."""
+    """Return the structure of a template."""
     return flatten(value)[1]
 
 
 def is_plain(structure: Structure) -> bool:
-    """Tell whether it is nothing but tensors, None and sealed objects in tuples, lists and dicts
-    of named tuples or strings: equal ones are then alike.
+    """Tell whether equal structures are interchangeable.
+
+    They are if they hold only tensors, None and sealed objects in tuples, lists and dicts with
+    keys that are strings or tuples.
     """
     match structure:
         case Leaf():
@@ -44,15 +46,15 @@ def is_plain(structure: Structure) -> bool:
 
 
 class StandIn(Sealed):
-    """Stands for an object that is not here; whatever is asked of it raises its `_error`."""
+    """The stand-in for an object on another stage; any use of it raises its `_error`."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # as copies and pickles ask
+        if name.startswith("__"):  # copies and pickles look these up
             raise AttributeError(name)
         raise self._error()
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise why it is not here."""
+        """Raise the error."""
         raise self._error()
 
     __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __float__ = refuse

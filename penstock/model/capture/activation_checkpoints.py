@@ -1,8 +1,8 @@
-"""Activation checkpoints of the user's own, around blocks.
+"""Apply the user's activation checkpoints to the blocks inside them.
 
-A checkpoint would run code between blocks again in the backward pass, where no pass is under way.
-So each block call inside one is put into a checkpoint of its own, and the operations between them
-into none: the numbers are the same.
+A checkpoint would run code between blocks again in the backward, where there is no current pass.
+So each block call inside gets its own checkpoint, and the operations between them none.  The
+numbers are the same.
 """
 
 import inspect
@@ -25,12 +25,12 @@ _options = inspect.signature(checkpoint_generator)
 
 
 def watch_checkpoints() -> None:
-    """Route checkpoints without reentry to the pass that is under way."""
+    """Route non-reentrant checkpoints to the current pass."""
     replace_checkpoint_generator(_routed_generator)
 
 
 def _routed_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """Stand in for what runs before and after the function in a checkpoint."""
+    """Replace torch's generator, which runs before and after the function in a checkpoint."""
     current = CURRENT.get()
     if current is None or current.is_inside:
         yield from checkpoint_generator(*args, **kwargs)
@@ -45,8 +45,8 @@ def reentrant(current: Any, function: Callable[..., Any], preserves: bool, *args
     """Run the function of a reentrant checkpoint.
 
     Raises:
-        CutError: nothing that is given to it requires a gradient, so that torch would leave
-            all its parameters without one.
+        CutError: none of its arguments requires a gradient, so that torch would compute none for
+            its parameters.
     """
     is_block = current.knows(function)
     wants_grad = any(ghost.requires_grad for ghost in ghosts_in(args))
@@ -62,7 +62,7 @@ def reentrant(current: Any, function: Callable[..., Any], preserves: bool, *args
 
 @contextmanager
 def around_blocks(current: Any, checkpoint: Callable[..., Any]) -> Iterator[None]:
-    """Have a pass put `checkpoint` around each block that is called inside."""
+    """Make a pass put `checkpoint` around each block that is called in this context."""
     before, current.checkpoint = current.checkpoint, checkpoint
     try:
         yield
@@ -78,7 +78,7 @@ def checkpointed(
 ) -> Any:
     """Call a function in a checkpoint.
 
-    All tensors are handed over one by one, since torch sees no others in a reentrant one.
+    Each tensor is an argument of its own: a reentrant checkpoint does not see nested ones.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

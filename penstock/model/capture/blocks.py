@@ -1,4 +1,4 @@
-"""Blocks: the modules whose calls a cut may lie before, and which of them stay on one stage."""
+"""Choose the blocks of a model, and the blocks that stay on one stage."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from .routes import BlockCall, sources_of_blocks
 from .watch import original_class
 
 _LARGE_SHARE = 1 / 32
-"""A module that holds lists of blocks is opened if it has more than so much of all parameters."""
+"""Share of all parameters above which a module that holds lists is opened."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -29,15 +29,15 @@ def find_blocks(
     opened: Iterable[type] = (),
     closed: Iterable[type] = (),
 ) -> dict[str, nn.Module]:
-    """Choose the blocks of a model, by name, in the order in which they are registered.
+    """Return the blocks of a model by name, in the order of registration.
 
     Entries of lists are blocks, and so are other modules with parameters that hold no lists, or
-    little.  Modules without parameters are none: their operations lie between blocks.  `opened`
-    are kinds of modules that are not to be blocks; their children are.  Those of kinds that are
-    `closed` are blocks in any case, and lists in them are not looked for.
+    are small.  Modules without parameters are not: their operations lie between blocks.  Modules
+    of `opened` classes are not blocks, but their children are.  Modules of `closed` classes are
+    always blocks, with all that is in them.
 
     Raises:
-        CutError: a pattern fits no module, or one inside another that fits.
+        CutError: a pattern fits no module, or fits a module inside another block.
     """
     if patterns is not None:
         return _matching(model, patterns)
@@ -67,7 +67,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Tell whether a pattern fits a module's name: part by part, so that no `*` goes deeper."""
+    """Tell whether a pattern fits a module's name, part by part: `*` matches no dot."""
     parts, patterns = name.split("."), pattern.split(".")
     alike = len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
     return alike or name == pattern
@@ -75,7 +75,7 @@ def fits(name: str, pattern: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Kinds of modules that are `opened` or `closed`, and how many parameters a large one has."""
+    """The `opened` and `closed` classes, and the number of parameters of a large module."""
 
     opened: frozenset[type]
     closed: frozenset[type]
@@ -84,7 +84,7 @@ class _Search:
     def blocks(
         self, module: nn.Module, prefix: str, *, in_list: bool
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the blocks in a module, which itself is none."""
+        """Yield the blocks inside a module."""
         for name, child in module.named_children():
             path, count = f"{prefix}{name}", _size(child)
             if original_class(child) in self.closed:
@@ -99,9 +99,10 @@ class _Search:
                 yield path, child
 
     def _is_opened(self, module: nn.Module, count: int, *, in_list: bool) -> bool:
-        """Tell whether a module's parts are blocks, and not itself: it is large and holds a list.
+        """Tell whether a module's parts are blocks instead of it: it is large and holds a list.
 
-        An entry of a list is opened if most of it is a list of alike modules, as a stage of Swin.
+        An entry of a list is opened if most of it is a list of modules of one class, such as a
+        stage of Swin.
         """
         if original_class(module) in self.opened and any(True for _ in module.children()):
             return True
@@ -121,7 +122,7 @@ class _Search:
         )
 
     def _parts(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield a module and those in it, but for what is in ones that are closed."""
+        """Yield a module and all modules in it, without closed ones."""
         yield module
         for child in module.children():
             if original_class(child) not in self.closed:
@@ -133,7 +134,7 @@ def _size(module: nn.Module) -> int:
 
 
 def module_around(model: nn.Module, block: str) -> str:
-    """Name the module whose forward calls a block: the one that holds it, or its list."""
+    """Return the path of the module whose forward calls a block: it holds it, or its list."""
     path = block.rpartition(".")[0]
     while path and isinstance(model.get_submodule(path), _LISTS):
         path = path.rpartition(".")[0]
@@ -141,7 +142,7 @@ def module_around(model: nn.Module, block: str) -> str:
 
 
 def are_side_by_side(model: nn.Module, block: str, sources: Mapping[str, Collection[str]]) -> bool:
-    """Tell whether a block is in a list of several, of which none goes on from another one."""
+    """Tell whether a block is in a list whose entries do not depend on each other."""
     path = block.rpartition(".")[0]
     entries = model.get_submodule(path)
     called = {name for name in sources if name.rpartition(".")[0] == path}
@@ -151,7 +152,7 @@ def are_side_by_side(model: nn.Module, block: str, sources: Mapping[str, Collect
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse modules that have no parameters yet, and those whose Python does not run.
+    """Refuse lazy modules, and TorchScript modules, which do not run in Python.
 
     Raises:
         CutError: names the module.
@@ -170,7 +171,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Refuse hooks on the gradients of modules that hold blocks: no stage has all of these.
+    """Refuse gradient hooks of modules that hold several blocks: no stage has all of them.
 
     Raises:
         CutError: names the module.
@@ -184,12 +185,14 @@ def check_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
             )
 
 
-# -- the choice, after what a recording has shown -------------------------------------------------
+# -- the choice, corrected by recordings ----------------------------------------------------------
 
 
 class Choice:
-    """The blocks of a model; what passes tensors on side ways is opened, and what keeps state of
-    its own between blocks is one, as is what calls some of its parts as values say.
+    """The blocks of a model, corrected until a recording succeeds.
+
+    A class whose tensors leave it by side channels is opened.  A class that keeps state between
+    blocks, or chooses its parts by values, becomes a block.
     """
 
     def __init__(self, model: nn.Module, patterns: Sequence[str] | None) -> None:
@@ -213,7 +216,7 @@ class Choice:
         return self._found
 
     def open(self, error: SideChannel) -> None:
-        """Make blocks of the parts of those that are like the one in the error."""
+        """Open the class of the block in the error: its parts become blocks."""
         module = self._found[error.block]
         kind = original_class(module)
         has_parts = any(True for _ in module.children())
@@ -224,7 +227,7 @@ class Choice:
         self._refused = error
 
     def close(self, error: OwnState) -> None:
-        """Make blocks of the module in the error, and of those like it."""
+        """Make blocks of all modules of the class in the error."""
         if self._patterns is not None or not error.path:
             raise error
         module = self._model.get_submodule(error.path)
@@ -236,16 +239,16 @@ class Choice:
         self.closed[kind] = error
 
     def route(self, error: WroteOutside) -> None:
-        """Have the stage that makes the tensor in the error send it on, as any other value."""
+        """Route the tensor in the error from the stage that makes it, as any other value."""
         if error.made_by in self.makers:
             raise error
         self.makers.append(error.made_by)
 
     def close_around_chosen(self, recordings: Iterable[Recording]) -> bool:
-        """Make blocks of modules that call some of their parts as values say; tell if there are.
+        """Make blocks of modules that choose their parts by values; tell whether there are any.
 
-        Those are experts: in an entry of a list, or side by side.  Of a list of layers, each of
-        which goes on from another one, some may be left out.
+        Such parts are experts: they are in an entry of a list, or do not depend on each other.  A
+        chain of layers that may be skipped stays open.
         """
         if self._patterns is not None:
             return False
@@ -271,7 +274,7 @@ class Choice:
         return False
 
     def check(self, calls: Sequence[BlockCall]) -> None:
-        """Refuse state of its own in a module that several stages may call."""
+        """Refuse a module with state that is called several times, perhaps on several stages."""
         times = Counter(block for block, _ in calls)
         for block, module in self._found.items():
             error = self.closed.get(original_class(module))
@@ -290,7 +293,7 @@ def find_groups(
     blocks: Collection[str],
     argument: str = "together",
 ) -> Groups:
-    """Resolve patterns of names, in one list or in several, to the blocks that they fit.
+    """Resolve one or several lists of name patterns to blocks.
 
     Raises:
         CutError: a pattern fits no block.
@@ -314,7 +317,7 @@ def find_groups(
 
 
 def ranges_of(groups: Groups, calls: Sequence[BlockCall]) -> tuple[tuple[int, int], ...]:
-    """Return the first and last call of each group; groups that overlap are one."""
+    """Return the first and last call of each group; merge groups that overlap."""
     found = []
     for group in groups:
         places = [place for place, (block, _) in enumerate(calls) if block in group]

@@ -1,4 +1,4 @@
-"""Any module as layers."""
+"""`penstock.capture`: turn any module into layers."""
 
 import inspect
 from collections.abc import Sequence
@@ -33,39 +33,39 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
     keep: Sequence[str] = (),
     check: bool = True,
 ) -> Layers:
-    """Return any module as layers that a pipeline can cut: the calls of its blocks, in order.
+    """Return any module as layers, which are the calls of its blocks in order.
 
-    The model stays as it is, also its class, names and `state_dict`: each stage runs the model's
-    own Python, in which the blocks of other stages give placeholders.  It is run on the example
-    in training mode, and on its first samples in evaluation mode; buffers, modes, gradients and
-    random states are as before.  A model on the meta device is captured without memory for its
+    The model keeps its class, names and `state_dict`.  Each stage runs the model's own Python, in
+    which the blocks of other stages return placeholders.  Capture runs the model on the example in
+    training mode, and on its first samples in evaluation mode.  It restores buffers, modes,
+    gradients and random states.  A model on the meta device is captured without memory for its
     weights.
 
-    Printing the result gives a table: layer, block, parameters, live bytes before it, and below
-    it tied weights and warnings.
+    Printing the result shows a table: layer, block, parameters and live bytes before it, then tied
+    weights and warnings.
 
     Args:
         model: any module.
-        example_inputs: what it is called with: a mapping of keyword arguments, a tuple of
+        example_inputs: the model's arguments: a mapping of keyword arguments, a tuple of
             positional ones, or a single value.  Later batches may have other sizes.
-        blocks: patterns of names of modules ("encoder.layer.*") that a cut may lie before;
-            default: the entries of the model's lists, and other modules with parameters.
-        together: patterns of names of blocks that are to be on one stage, with all that is called
-            between them; or several lists of such patterns.
-        inputs: "first": the model's inputs are given to the first stage, and travel on to those
-            that use them; "everywhere": each stage is given them, and less travels.
-        keep: patterns of names of blocks whose results are wanted: where no gradients are
-            recorded, as in eval_step, the output is then (output, {name: what the block gave}).
-        check: compare the cut model with the whole one on one sample of the example, or on more
-            where one shows too little, outputs and all gradients.  Of several processes the first
-            one does.  A model without values is not checked.
+        blocks: name patterns of the blocks, such as "encoder.layer.*"; a stage starts at a block.
+            Default: the entries of the model's lists, and other modules with parameters.
+        together: name patterns of blocks that stay on one stage, with all calls between them; or
+            several lists of such patterns.
+        inputs: "first": the first stage gets the model's inputs, and sends them to their users;
+            "everywhere": each stage gets them, and less is sent.
+        keep: name patterns of blocks whose results are returned too.  Without gradients, as in
+            eval_step, the output is then (output, {name: the block's result}).
+        check: compare outputs and all gradients of the stages with the unsplit model, on one
+            sample of the example or on more if one shows too little.  Only rank 0 does so, and
+            only if the model has values.
 
     Raises:
         BatchError: the example has no values.
         CutError: the example does not fit the model's signature; a pattern fits nothing; a tensor
-            passes between blocks on a side way; the model keeps state outside its blocks.
+            passes between blocks by a side channel; the model keeps state outside its blocks.
         GlueError: code between blocks cannot be followed.
-        CheckError: the cut model is not the model.
+        CheckError: the stages do not compute the same as the model.
     """
     example_inputs = undeclared(example_inputs)
     _check_signature(model, example_inputs)
@@ -83,10 +83,10 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
 
 
 def resolve_layers(model: Any, example_inputs: Any) -> Layers:
-    """Return layers for what a user calls a model: a list, a Sequential, layers, any module.
+    """Return the layers of a user's model: a list, a Sequential, layers or any module.
 
     Raises:
-        ConfigError: it is any module, and there is no example to run it on; or is none of these.
+        ConfigError: it is any module without example inputs, or none of these.
     """
     if is_plain_chain(model) or not isinstance(model, nn.Module) or example_inputs is None:
         return as_layers(model)

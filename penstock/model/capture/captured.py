@@ -1,4 +1,4 @@
-"""The model as data: its block calls in order, and the values between them."""
+"""A captured model as data: its block calls in order, and the values between them."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ from .watch import watch, watch_functions
 
 
 class Mode(NamedTuple):
-    """Whether the model trains, and whether gradients are recorded."""
+    """A mode of a recording: training or evaluation, with or without gradients."""
 
     training: bool
     with_grad: bool
@@ -53,15 +53,15 @@ class Mode(NamedTuple):
 _TRAINING = Mode(training=True, with_grad=True)
 _EVALUATION = Mode(training=False, with_grad=False)
 _OTHERS = (Mode(False, True), Mode(True, False))
-"""Recorded too where the model's code asks whether there are gradients."""
+"""The modes that are recorded too if the model's code asks for the gradient mode."""
 
 _FEW = 2
-"""Samples for other modes than training: of one, a copy may not be told from its source."""
+"""Samples for all modes except training; with one sample, some copies look like their source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a recording in one mode has shown."""
+    """The events of a recording in one mode, and the tensors in it."""
 
     mode: Mode
     events: tuple[Event, ...]
@@ -70,13 +70,12 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured:
-    """A model, its blocks, and what happened when it was run on the example inputs.
+    """A model, its blocks, and the events of its run on the example inputs.
 
-    `calls` are the block calls in the order of their execution.  `inputs` says whether the model's
-    inputs are given to the first stage only, and travel, or to every stage.  With
-    `draws_between`, code between blocks draws from Python's or NumPy's global generator; with
-    `decides`, it does so or has looked at values, and the model may take other ways; with
-    `differentiates`, it computes gradients of what it made itself.
+    `calls` are the block calls in the order of execution.  `inputs` is "first" or "everywhere":
+    the stages that get the model's inputs.  With `draws_between`, code between blocks draws from
+    Python's or NumPy's global generator.  With `decides`, it does so or looks at values, and the
+    model may take other paths.  With `differentiates`, it computes gradients of its own results.
     """
 
     model: nn.Module
@@ -90,17 +89,17 @@ class Captured:
     needs_all: bool
     warnings: tuple[str, ...]
     parameters: Mapping[str, str]
-    """The first name of each parameter, by all of its names."""
+    """The first name of each parameter, by each of its names."""
     sizes: Mapping[str, int]
-    """Values of each parameter, by its first name."""
+    """Number of elements of each parameter, by its first name."""
     together: tuple[tuple[int, int], ...] = ()
-    """First and last of calls that are to be on one stage; such ranges do not overlap."""
+    """First and last of the calls that stay on one stage; these ranges do not overlap."""
     keep: frozenset[str] = frozenset()
-    """Blocks whose results are given beside the output."""
+    """Blocks whose results are returned beside the output."""
     makers: frozenset[Maker] = frozenset()
-    """What makes tensors between blocks that routed values are written into."""
+    """Functions between blocks whose new tensors routed values are written into."""
     checked: str = "not checked"
-    """What a comparison with the model as it is has shown."""
+    """The result of the comparison with the unsplit model, in a sentence."""
 
     def names_in(self, block: str) -> tuple[str, ...]:
         """Return the names of a block's parameters."""
@@ -109,7 +108,7 @@ class Captured:
     def live_bytes(self) -> tuple[int, ...]:
         """Return the bytes that would cross a cut before each call, in the mode with the most.
 
-        Those are the bytes of values that are given before the call and used at it or later.
+        They are the sizes of values that are made before the call and used at it or later.
         """
         most = []
         for cut in range(len(self.calls)):
@@ -132,25 +131,14 @@ def record_model(
     inputs: str = ROUTED,
     keep: Sequence[str] = (),
 ) -> Captured:
-    """Run a model on example inputs, and note its block calls and the values between them.
+    """Run a model on example inputs, and record its block calls and the values between them.
 
-    The model may be on the meta device: nothing then needs memory.  Buffers, random states and
-    modes are as before.
-
-    Args:
-        model: any module.
-        example_inputs: what it is called with: a dict of keyword arguments, a tuple of positional
-            ones, or a single value.
-        blocks: patterns of names of modules that a cut may lie before; default: entries of lists.
-        together: names of blocks that are to be on one stage, with all that is called between
-            them; or several lists of such names.
-        inputs: "first": the model's inputs are given to the first stage and travel on from there;
-            "everywhere": every stage is given them.
-        keep: patterns of names of blocks whose results are given beside the output.
+    A model on the meta device needs no memory.  Buffers, random states and modes are restored.
+    The arguments are those of `capture`.
 
     Raises:
-        CutError: a pattern fits nothing; a tensor passes between blocks on a side way; there is no
-            block.
+        CutError: a pattern fits nothing; a tensor passes between blocks by a side channel; there
+            is no block.
         GlueError: the code between blocks cannot be followed.
     """
     if inputs not in (ROUTED, EVERYWHERE):
@@ -181,7 +169,7 @@ def record_model(
 
 @dataclass(frozen=True, slots=True)
 class _Recorder:
-    """Runs a model with these blocks, as the user has asked, and records what happens."""
+    """Runs a model with these blocks in each mode, and records the events."""
 
     model: nn.Module
     blocks: dict[str, nn.Module]
@@ -191,11 +179,10 @@ class _Recorder:
     makers: frozenset[Maker]
 
     def in_modes(self, whole: Call) -> dict[Mode, Recording]:
-        """Run the model in the modes that it may take other ways in.
+        """Run the model in each mode in which it may take another path.
 
-        Training is run on the whole example, and the others on a few samples: they add to it.  A
-        mode in which blocks change lists is run twice: a list that is met again outlives the
-        forward.
+        Training runs on the whole example, and the other modes on a few samples.  A mode in which
+        blocks change lists runs twice: a list that is changed both times outlives the forward.
         """
         check_hooks(self.model, self.blocks.values())
         few = first_samples(whole, _FEW)
@@ -211,7 +198,7 @@ class _Recorder:
 
     def _on_few(self, few: Any, whole: Call, mode: Mode) -> Recording:
         if few is not None:
-            with suppress(Exception):  # it may refuse so few, as a model of one size of batch does
+            with suppress(Exception):  # a model may have a fixed batch size
                 return self._in_mode(few, mode)
         try:
             return self._in_mode(whole, mode)
@@ -262,7 +249,7 @@ class _Recorder:
         return recording, writes
 
     def captured(self, recordings: dict[Mode, Recording], choice: Choice) -> Captured:
-        """Return the model as data."""
+        """Combine the recordings of all modes."""
         model, found = self.model, list(recordings.values())
         calls = calls_of(recording.events for recording in found)
         draws = any(recording.draws_between for recording in found)  # and may go by what it draws
@@ -272,8 +259,8 @@ class _Recorder:
             tuple(calls),
             tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
             self.inputs,
-            # writes into a tensor that was made empty are often as many as there are samples, as
-            # is what is done with the tensors in a list
+            # The writes into an empty tensor, and the operations on a list of tensors, are often
+            # as many as the samples, so that the path depends on the batch.
             decides=bool(self.makers)
             or draws
             or any(r.has_lists or any(e.decides for e in r.events) for r in found),

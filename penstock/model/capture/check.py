@@ -1,14 +1,14 @@
-"""Compare a model that was cut with the model as it is, bit by bit, on the fewest samples that do.
+"""Compare the stages of a model with the unsplit model, bit by bit, on few samples.
 
     training      forward and backward     outputs, gradients, buffers
     evaluation    forward                  outputs, buffers
 
-The stages run here one after the other, without a schedule: forwards in order, then backwards.  So
-they draw their random numbers in the order in which the whole model draws them.
+The stages run one after the other without a schedule: forwards in order, then backwards.  So they
+draw random numbers in the order of the unsplit model.
 
-Kernels of a GPU may add in another order each time, and a gradient that is zero but for rounding
-is then another one altogether.  So what differs between two runs of the model itself is compared
-by the largest value of all gradients (or outputs); what does not, by its own.
+GPU kernels may add in another order each time, which changes a gradient near zero completely.  So
+a tensor that differs between two runs of the model itself is compared relative to the largest
+value of all gradients (or outputs); every other tensor, relative to its own largest value.
 """
 
 import random
@@ -39,11 +39,11 @@ from .source import captured_layers
 from .stages import CutModel
 
 ROUNDING = 64
-"""A difference below so many times the largest value's precision is one of summation order."""
+"""A difference below this many times the precision of the largest value is rounding."""
 _MOST_ROUNDING = 1e-2
 _MOST_STAGES = 8
 _FEW = (1, 2)
-"""Numbers of samples that are tried before the example as it is."""
+"""Numbers of samples that are tried before the whole example."""
 _NOISY = (
     "the model gives other bits each time, in evaluation mode too: it keeps state outside "
     "modules, or draws numbers that are not torch's"
@@ -51,12 +51,12 @@ _NOISY = (
 _GRADIENT, _OUTPUT = "the gradient of ", "output "
 Forward = Callable[..., Any]
 Tensors = dict[tuple[str, str], Tensor | None]
-"""What a model leaves after a run: tensors by mode, and by kind and name."""
+"""The tensors after a run, by (mode, name): outputs, gradients and buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor that is not the same on both sides, and by what share `of` a largest value."""
+    """A tensor that differs, and the difference as a share `of` a largest value."""
 
     mode: str
     name: str
@@ -70,10 +70,10 @@ class Difference:
 
 
 def prove_where_possible(captured: Captured, example_inputs: Any) -> str:
-    """Compare a cut model with the whole one, if it has values and a cut.
+    """Compare the stages with the unsplit model, if it has values and more than one block.
 
     Returns:
-        What was found, in a sentence.
+        The result, in a sentence.
 
     Raises:
         CheckError: they differ.
@@ -90,7 +90,7 @@ def prove_where_possible(captured: Captured, example_inputs: Any) -> str:
         reason = "rank 0 does"
     if reason is not None:
         return f"not checked: {reason}"
-    # a few stages, of about as many calls each
+    # Split the calls into a few stages of about the same number.
     spans = captured_layers(captured).spans
     num_stages = min(_MOST_STAGES, len(spans))
     starts = [spans[stage * len(spans) // num_stages][0] for stage in range(num_stages)]
@@ -100,13 +100,12 @@ def prove_where_possible(captured: Captured, example_inputs: Any) -> str:
 
 
 def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -> str:
-    """Compare a cut model with the model as it is, on a small part of the example inputs.
+    """Compare the stages of a partition with the unsplit model, on a part of the example inputs.
 
-    Gradients, buffers, modes and random states are as before afterwards; hooks run as often as the
-    model does.
+    Gradients, buffers, modes and random states are restored; hooks run with each run of the model.
 
     Returns:
-        What was found, in a sentence.
+        The result, in a sentence.
 
     Raises:
         CheckError: outputs, gradients or buffers differ by more than rounding (E8).
@@ -119,12 +118,12 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
         call, expected = _reference(model, example_inputs)
         try:
             found = _in_both_modes(model, call, chain)
-        except RouteError:  # fewer samples may take another way: a loop over the samples, say
+        except RouteError:  # fewer samples may take another path, as in a loop over samples
             call = as_call(example_inputs)
             expected, found = (_in_both_modes(model, call, run) for run in (model, chain))
         different = _differences(expected, found)
         if _worse_than_rounding(different):
-            # where the model differs from itself
+            # Find the tensors that differ between two runs of the model itself.
             one, other = (_run(model, call, model, "evaluation") for _ in range(2))
             noise = _differences(one, other, {name for _, name in one})
             if _worse_than_rounding(noise):
@@ -140,9 +139,9 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
 
 
 def _reference(model: nn.Module, example_inputs: Any) -> tuple[Call, Tensors]:
-    """Run the model as it is, in training and in evaluation, on as few samples as show something.
+    """Run the unsplit model in training and in evaluation, on as few samples as possible.
 
-    A model may refuse a few samples, or have gradients that are zero for one: it gets more.
+    A model that refuses a few samples, or has zero gradients for one, gets more.
     """
     for count in _FEW:
         few = first_samples(example_inputs, count)
@@ -152,7 +151,7 @@ def _reference(model: nn.Module, example_inputs: Any) -> tuple[Call, Tensors]:
             with warnings.catch_warnings():  # of a variance of one value, say
                 warnings.simplefilter("ignore")
                 found = _in_both_modes(model, as_call(few), model)
-        except Exception:  # whatever a model may raise for a batch that is too small for it
+        except Exception:  # a model may raise anything for a batch that is too small
             continue
         if count > 1 or all(_is_telling(t) for (_, n), t in found.items() if _GRADIENT in n):
             return as_call(few), found
@@ -161,7 +160,7 @@ def _reference(model: nn.Module, example_inputs: Any) -> tuple[Call, Tensors]:
 
 
 def _is_telling(gradient: Tensor | None) -> bool:
-    """Tell whether a gradient could show a fault: it is finite, and not zero all over.
+    """Tell whether a gradient could show a fault: it is finite, and not zero everywhere.
 
     A contrastive loss of one sample is constant, and so is a BatchNorm of one value.
     """
@@ -196,7 +195,7 @@ def _refuse(different: list[Difference], num_stages: int) -> None:
 def _run(
     model: nn.Module, call: Call, forward: Forward, mode: str, *, backward: bool = True
 ) -> Tensors:
-    """Run a forward, and its backward, in one mode; gather what they leave."""
+    """Run a forward, and its backward, in one mode; return the tensors after it."""
     for parameter in model.parameters():
         parameter.grad = None
     args, kwargs = _fresh(call)
@@ -229,7 +228,7 @@ def _fresh(call: Call) -> Call:
 
 
 def _seed(tensor: Tensor) -> Tensor:
-    """Return a gradient to start from in which no two values are alike."""
+    """Return a gradient for an output, with all values different."""
     steps = torch.linspace(-1, 1, max(tensor.numel(), 1), device=tensor.device)
     return steps[: tensor.numel()].reshape(tensor.shape).to(tensor.dtype)
 
@@ -237,8 +236,8 @@ def _seed(tensor: Tensor) -> Tensor:
 def _differences(
     expected: Tensors, found: Tensors, noisy: Collection[str] = ()
 ) -> list[Difference]:
-    """Compare tensor by tensor: the noisy ones by the largest value of their kind."""
-    largest: dict[tuple[str, str], float] = {}  # finite: beside an infinite one all is small
+    """Compare all tensors, the noisy ones relative to the largest value of their kind."""
+    largest: dict[tuple[str, str], float] = {}  # the largest finite values
     for (mode, name), tensor in expected.items() if noisy else ():
         at = mode, _kind(name)
         largest.setdefault(at, 0.0)
@@ -262,7 +261,7 @@ def _difference(
         return None if tensor is other else Difference(mode, name)
     if torch.equal(tensor, other):
         return None
-    has_same_nan = torch.equal(tensor.isnan(), other.isnan())  # which is equal to nothing
+    has_same_nan = torch.equal(tensor.isnan(), other.isnan())  # a NaN equals nothing
     if has_same_nan and torch.equal(tensor.nan_to_num(), other.nan_to_num()):
         return None
     if not tensor.is_floating_point():
@@ -274,14 +273,14 @@ def _difference(
 
 
 def _kind(name: str) -> str:
-    """Return what stands for all gradients, or all outputs; a buffer is of a kind of its own."""
+    """Return the kind of a tensor: gradient or output; each buffer is its own kind."""
     return next((kind for kind in (_GRADIENT, _OUTPUT) if name.startswith(kind)), name)
 
 
 class _Chained:
-    """A forward of all stages, one after the other, and the backward that belongs to it.
+    """A forward of all stages, one after the other, and its backward.
 
-    `links` are by stage what came to it: from where, what left there, and what it is here.
+    `links` has the inputs of each stage: (source stage, tensor sent, entry here).
     """
 
     def __init__(self, cut: CutModel, /, *args: Any, **kwargs: Any) -> None:
@@ -297,7 +296,7 @@ class _Chained:
                 links.append((source, tensor, entry))
                 received[value] = faithful_copy(entry.tensor)
             self.links.append(links)
-            if cut.captured.draws_between:  # every stage runs that code
+            if cut.captured.draws_between:  # every stage draws the same numbers
                 random.setstate(drawn[0])
                 numpy.random.set_state(drawn[1])
             ran = cut.run_stage(stage, _fresh((args, kwargs)), received, told)

@@ -1,11 +1,10 @@
-"""Lists, deques and dicts that are given to a block: what it puts into them is told to all stages.
+"""Lists, deques and dicts that a block fills: all stages get their new content.
 
-block's stage     copies of its arguments -> block -> result, and what is in each changed copy
+block's stage     copies of its arguments -> block -> result, and content of each changed copy
                                                                 |
 every stage       the caller's own containers <- put_back <-----+
 
-The copies are made anew each time the block runs, so that a checkpoint runs it again on what it
-was given first.
+Each run of the block gets new copies, so that a checkpoint repeats it on its original arguments.
 """
 
 import dataclasses
@@ -28,40 +27,40 @@ _TOLD = (list, deque, dict, UserDict)
 
 
 class Given(int):
-    """Stands for an argument of the block, or a part of one, by its number in `parts`.
+    """The number in `parts` of an argument of the block, or of a part of one.
 
-    Other stages have arguments of their own, with the same numbers.
+    On other stages the arguments have the same numbers.
     """
 
 
 class Filled(tuple[Any, ...]):
-    """A block's result, numbers of containers that it changed, and what is in each now."""
+    """A block's result, the numbers of the containers that it changed, and their new content."""
 
 
 def parts(value: Any) -> list[Any]:
-    """List a value and all that is in it, depth first; what is met twice is there twice."""
-    found = [value]
+    """List a value and all its parts, depth first; a part met twice is listed twice."""
+    listed = [value]
     if type(value) not in PLAIN and not isinstance(value, Tensor):
         children = opened(value)
         for child in children[0] if children else ():
-            found += parts(child)
-    return found
+            listed += parts(child)
+    return listed
 
 
 def can_change(value: Any) -> bool:
-    """Tell whether a value is a container that can be changed, or holds one."""
+    """Tell whether a value is a mutable container, or holds one."""
     if type(value) in PLAIN or isinstance(value, Tensor):
         return False
     return any(_entries(part) is not None for part in parts(value))
 
 
 def entries_of(given: list[Any]) -> list[list[Any] | None]:
-    """Note what is in each container among the parts of a value; None for what is none."""
+    """Return the content of each mutable container among the parts; None for other parts."""
     return [_entries(part) for part in given]
 
 
 def changed(given: list[Any], before: list[list[Any] | None]) -> list[int]:
-    """Find the containers, by their number, that hold something else than before."""
+    """Return the numbers of the containers whose content has changed."""
     return [n for n, part in enumerate(given) if not _is_same(_entries(part), before[n])]
 
 
@@ -70,7 +69,8 @@ def on_copies(
 ) -> Callable[..., Any]:
     """Return a function of the tensors in a block's arguments, which calls it on new containers.
 
-    That returns what the block does, or a `Filled` where the block changes or returns these.
+    The function returns the block's result, or a `Filled` if the block changes or returns these
+    containers.
     """
 
     def run(*tensors: Tensor) -> Any:
@@ -114,7 +114,7 @@ def _told(key: EventKey, given: list[Any], before: list[list[Any] | None], resul
 
 
 def _check_told_once(new: list[Any], key: EventKey) -> None:
-    """Refuse a container that a block has made and gives in two places: there would be two."""
+    """Refuse a new container that a block returns in two places: other stages would get two."""
     seen: set[int] = set()
     for container in new:
         if id(container) in seen:
@@ -127,10 +127,10 @@ def _can_be_told(container: Any) -> bool:
 
 
 def put_back(told: Any, key: EventKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Put what a block has changed into the caller's own containers; return its result.
+    """Apply a block's changes to the caller's own containers; return its result.
 
     Raises:
-        CutError: it was given a list twice, and has changed one of its copies.
+        CutError: one list was given twice, and the block changed one of its copies.
     """
     if type(told) is not Filled:
         return told
@@ -146,13 +146,13 @@ def put_back(told: Any, key: EventKey, args: tuple[Any, ...], kwargs: dict[str, 
             container.update(content)
         else:
             container.extend(content)
-        if not _is_same(_entries(container), _entries(content)):  # of a class that changes them
+        if not _is_same(_entries(container), _entries(content)):  # its class changed them
             raise changes_container(container, key)
     return here(result)
 
 
 def filled(told: Any, call: tuple[Any, ...]) -> list[Any]:
-    """List those of the caller's own containers that a block has changed."""
+    """List the caller's own containers that a block has changed."""
     if type(told) is not Filled:
         return []
     given = parts(call)
@@ -160,7 +160,7 @@ def filled(told: Any, call: tuple[Any, ...]) -> list[Any]:
 
 
 def _entries(part: Any) -> list[Any] | None:
-    """List what is in a container that can be changed, as it is; None for anything else."""
+    """List the content of a mutable container; None for anything else."""
     if isinstance(part, Mapping):
         return [*part, *part.values()]
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
@@ -184,7 +184,7 @@ def _is_same(now: list[Any] | None, before: list[Any] | None) -> bool:
 
 
 def _replaced(value: Any, instead: Callable[[Any], Any]) -> Any:
-    """Replace parts of a value by what stands for them; one without such is given as it is."""
+    """Replace parts of a value by `instead(part)`; return the value itself if none changes."""
     new = instead(value)
     if new is not value or type(value) in PLAIN or isinstance(value, Tensor):
         return new

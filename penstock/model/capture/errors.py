@@ -96,7 +96,7 @@ def differentiates(operation: Operation) -> CutError:
 
 
 def calling_line() -> str:
-    """Return the file and line of the model's code that is being run."""
+    """Return the file and line of the model's code that runs now."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""Names for what happens between blocks, and what is known of a tensor without its values."""
+"""Names of the operations of a forward and of their values, and descriptions of tensors."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from penstock.model.templates import StandIn, from_template, template
 
 
 class EventKey(NamedTuple):
-    """An operation of the model's forward, named by the call of a block before it.
+    """The name of an operation of the model's forward: the block call before it, and a number.
 
-    `number` 0 is that call itself, n the nth operation after it.  What comes before all calls is
-    counted from `START`.
+    `number` 0 is that call itself, n the nth operation after it.  Operations before all calls
+    count from `START`.
     """
 
     block: str
@@ -39,20 +39,20 @@ class EventKey(NamedTuple):
 
 
 INPUT = "?"
-"""Begins the name of what stands for an argument of the model."""
+"""Prefix of the block name of an argument of the model."""
 START = EventKey("", 0, 0)
-"""The model's own inputs, where they are routed."""
+"""The event that gives the model's inputs, if they are routed."""
 END = EventKey("", 0, -1)
-"""What uses the values that the model gives."""
+"""The event that uses the model's outputs."""
 
 
 def name_of(block: str, call: int) -> str:
-    """Return what a block call is known as: its block, and which call where not the first."""
+    """Return the name of a block call: its block, and the number of the call after the first."""
     return f"{block} (call {call + 1})" if call else block
 
 
 class Operation(NamedTuple):
-    """What is about to happen: a call of a block, or an operation between blocks."""
+    """An operation before it runs: a call of a block, or an operation between blocks."""
 
     key: EventKey
     name: str
@@ -62,7 +62,7 @@ class Operation(NamedTuple):
 
 
 class ValueId(NamedTuple):
-    """A tensor that an operation gave: the number of it among the tensors of the result.
+    """The name of a tensor: its operation, and its place among the tensors of the result.
 
     A negative place, -1 - i, is argument number i after the operation changed it in place.
     """
@@ -82,7 +82,7 @@ _STRIDED = torch.strided
 
 
 class Info(NamedTuple):
-    """All of a tensor but its values; `strides` is None where the layout has none."""
+    """A tensor without its values; `strides` is None if the layout has none."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
@@ -93,13 +93,13 @@ class Info(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, value: ValueId, device: torch.device | None = None) -> "Info":
-        """Describe a tensor; `device` is where it will be if it is on the meta device now."""
+        """Describe a tensor; `device` replaces the meta device."""
         where = device if device is not None and tensor.is_meta else tensor.device
         strides = tensor.stride() if tensor.layout is _STRIDED else None
         return cls(tuple(tensor.shape), strides, tensor.dtype, where, tensor.requires_grad, value)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Tell whether this is what is so of a tensor."""
+        """Tell whether this describes a tensor."""
         shape, strides, dtype, device, requires_grad, _ = self
         return (
             tensor.shape == shape
@@ -112,7 +112,7 @@ class Info(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all values."""
+        """Size of the tensor in bytes."""
         count = 1
         for size in self.shape:
             count *= size
@@ -120,9 +120,9 @@ class Info(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What other stages must know of an operation: its result without the tensors' values.
+    """The result of an operation without the tensors' values, for other stages.
 
-    `structure` has a place for each of `infos`; `changed` are the arguments that were changed in
+    `structure` has a place for each of `infos`.  `changed` has the arguments that were changed in
     place, by their number among the routed ones.
     """
 
@@ -138,15 +138,15 @@ class Told(NamedTuple):
     def of_parts(
         cls, name: str, form: Any, infos: tuple[Info, ...], changed: tuple[tuple[int, Info], ...]
     ) -> "Told":
-        """Return what was told with a template in the place of its structure."""
+        """Rebuild a `Told` from a template of its structure."""
         return cls(name, told_structure(from_template(form), START), infos, changed)
 
 
 class LeftBehind(StandIn):
-    """Stands on later stages for an object that stayed where it was made.
+    """The stand-in on later stages for an object that cannot be sent.
 
     Raises:
-        CutError: whatever is asked of it (E7).
+        CutError: on any use of it (E7).
     """
 
     def __init__(self, kind: str, maker: EventKey) -> None:
@@ -164,7 +164,7 @@ class LeftBehind(StandIn):
 
 
 def left_behind(structure: Structure) -> Iterator[str]:
-    """Yield the kinds of the objects that a told structure lacks."""
+    """Yield the class names of the objects that a told structure lacks."""
     if isinstance(structure, Node):
         for part in structure.children:
             yield from left_behind(part)
@@ -173,7 +173,7 @@ def left_behind(structure: Structure) -> Iterator[str]:
 
 
 def told_structure(structure: Structure, maker: EventKey) -> Structure:
-    """Return the structure of a result as other stages are told it: without opaque objects."""
+    """Return the structure of a result for other stages, without opaque objects."""
     if isinstance(structure, Leaf) or not any(True for _ in opaque_values(structure)):
         return structure
     if isinstance(structure, Node):
@@ -185,20 +185,20 @@ def told_structure(structure: Structure, maker: EventKey) -> Structure:
 
 
 def _array(array: "numpy.ndarray[Any, Any]", _nothing: list[Any]) -> Any:
-    """Copy an array for each stage, which may write into it."""
+    """Copy an array, as each stage may write into it."""
     return array.copy()
 
 
 Header = dict[EventKey, Told]
-"""All that happened on the stages before."""
+"""The results of all operations on the stages before."""
 
 
 _MOST_HEADERS = 64
-"""A stage that has seen so many different ones forgets them: sizes change with each batch."""
+"""Most headers that a stage caches; if sizes change with each batch, it clears the cache."""
 
 
 class SealedHeader(Sealed):
-    """What happened on the stages before, as it travels; one object for micro-batches alike."""
+    """A header as it is sent; equal micro-batches share one object."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -206,10 +206,10 @@ class SealedHeader(Sealed):
 
 @dataclass(slots=True)
 class HeaderCache:
-    """What a stage told before.
+    """The results that a stage has sent before, so that equal ones are the same object.
 
-    `told` has each event as it was last; `one_new` those of them that gave one tensor, a new one,
-    and changed none.
+    `told` has the newest result of each event.  `one_new` has those with exactly one tensor, a new
+    one, and no argument changed in place.
     """
 
     told: dict[EventKey, Told] = field(default_factory=dict)
@@ -217,7 +217,7 @@ class HeaderCache:
     headers: dict[tuple[int, ...], SealedHeader] = field(default_factory=dict)
 
     def same(self, key: EventKey, told: Told) -> Told:
-        """Return what an event gave; as the same object, if it is what it gave before."""
+        """Return the result of an event, as the same object as before if it is equal."""
         before = self.told.get(key)
         if (
             before is not None
@@ -234,10 +234,10 @@ class HeaderCache:
         return told
 
     def sealed(self, header: Header) -> SealedHeader:
-        """Return a header as it travels: the same object for the same events."""
-        found = self.headers.get(key := tuple(map(id, header.values())))
-        if found is None:
+        """Return a header to send: the same object for the same events."""
+        sealed = self.headers.get(key := tuple(map(id, header.values())))
+        if sealed is None:
             if len(self.headers) == _MOST_HEADERS:
                 self.headers.clear()
-            found = self.headers[key] = SealedHeader(header)
-        return found
+            sealed = self.headers[key] = SealedHeader(header)
+        return sealed

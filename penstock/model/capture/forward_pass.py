@@ -1,8 +1,8 @@
-"""One execution of a model's own forward, as a row of events.
+"""One execution of a model's own forward, as a sequence of events.
 
 block call                      event 0 of that call      runs natively inside
 operation on a routed tensor    event n after the call    between blocks: residual sums, masks
-anything else between blocks    no event                  runs on every stage alike
+anything else between blocks    no event                  runs on every stage
 """
 
 from abc import ABC, abstractmethod
@@ -37,9 +37,9 @@ from .ghost import CURRENT, PLAIN, AbstractPass, Ghost, answer, is_question
 from .operations import draws
 
 Perform = Callable[[EventKey, Callable[[], Any]], Any]
-"""(event, function) -> the function's result: how a block call or a random operation is run.
+"""(event, function) -> the function's result: runs a block call or a random operation.
 
-Random operations are counted on their own, so that nothing else moves their streams.
+Random operations have their own count, so that no other operation changes their random numbers.
 """
 Maker = tuple[str, str]
 """The name of a function that makes a tensor between blocks, and the line that calls it."""
@@ -50,12 +50,12 @@ _ADDRESSES = frozenset((Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack
 
 
 def maker(function: Any) -> Maker:
-    """Return what a function that is called now is known as."""
+    """Return the name of a function, and the line that calls it now."""
     return getattr(function, "__name__", str(function)), calling_line()
 
 
 def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
-    """Run an event as it is."""
+    """Run an event without anything around it."""
     return function()
 
 
@@ -63,7 +63,7 @@ class Pass(AbstractPass, ABC):
     """One execution of a model's forward.
 
     `names` are its blocks, by the id of their module; `parameters` the ids of its parameters, or
-    of what stands in their place.
+    of their stand-ins.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class Pass(AbstractPass, ABC):
         self.is_inside = False
         self.checkpoint: Callable[..., Any] | None = None
         self.routed_makers: Collection[Maker] = ()
-        """What makes tensors between blocks that routed values are written into: an event."""
+        """Functions between blocks whose new tensors are written into; their calls are events."""
         self.keep: Collection[str] = ()
-        """Blocks whose results are given beside the output, where no gradients are recorded."""
+        """Blocks whose results are returned beside the output, if no gradients are recorded."""
         self._beside: dict[str, Any] = {}
         self.asks_for_grad = False
         self.home = object()
-        """What the ghosts of this pass are known by."""
+        """The identity of this pass, which its ghosts carry."""
         self.header: Header = {}
         self._not_followed: GlueError | None = None
 
-    # -- what the model's forward comes by ----------------------------------------------------
+    # -- calls from the model's forward -------------------------------------------------------
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle an operation on ghosts."""
@@ -137,7 +137,7 @@ class Pass(AbstractPass, ABC):
         return id(module) in self._names
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Execute the model; give its output with its real tensors."""
+        """Execute the model; return its output with real tensors."""
         token = CURRENT.set(self)
         try:
             with _Everything(self) if self._sees_all else nullcontext():
@@ -148,7 +148,7 @@ class Pass(AbstractPass, ABC):
         except RuntimeError as error:
             if self._not_followed is None or error is self._not_followed:
                 raise
-            raise self._not_followed from error  # TorchScript puts its own in that one's place
+            raise self._not_followed from error  # TorchScript replaces it by its own error
         finally:
             CURRENT.reset(token)
 
@@ -159,7 +159,7 @@ class Pass(AbstractPass, ABC):
     # -- running an event ---------------------------------------------------------------------
 
     def execute(self, operation: Operation) -> Any:
-        """Run an event on real tensors; give its result as ghosts, and note it in the header."""
+        """Run an event on real tensors; return ghosts of its result, and add it to the header."""
         key, _, function, args, kwargs = operation
         found: dict[int, Ghost] = {}
         reals: list[Any] = []
@@ -185,7 +185,7 @@ class Pass(AbstractPass, ABC):
         return self.result_of(operation, result, ghosts, None)
 
     def _execute_on_nested(self, operation: Operation) -> Any:
-        """Run an event whose arguments are containers, or tensors that each stage makes."""
+        """Run an event with containers, or with tensors that each stage makes, as arguments."""
         key, _, function, args, kwargs = operation
         found: dict[int, Ghost] = {}
         others: list[Tensor] = []
@@ -215,9 +215,10 @@ class Pass(AbstractPass, ABC):
     def result_of(
         self, operation: Operation, result: Any, ghosts: list[Ghost], versions: list[int] | None
     ) -> Any:
-        """Note what an event gave, and give it as ghosts.
+        """Record the result of an event, and return its ghosts.
 
-        `ghosts` went in; `versions` are theirs of before if one of them was changed in place.
+        `ghosts` are its arguments.  `versions` are their versions before it, if one of them was
+        changed in place.
         """
         key, name = operation[:2]
         changed = () if versions is None else self._note_changes(key, ghosts, versions)
@@ -232,13 +233,13 @@ class Pass(AbstractPass, ABC):
         return given[0] if type(structure) is Leaf else unflatten(structure, given)
 
     def tell(self, key: EventKey, told: Told) -> None:
-        """Note what an event gave."""
+        """Add the result of an event to the header."""
         self.header[key] = told
 
     def _natively(
         self, key: EventKey, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run a call of a block, or an operation; what draws is run as a layer is."""
+        """Run a block call or an operation; one that draws runs by `perform`, as a layer."""
         self.is_inside = True
         try:
             if key.number and not draws(function, args, kwargs):
@@ -255,10 +256,10 @@ class Pass(AbstractPass, ABC):
 
     @abstractmethod
     def wrote_outside(self, tensor: Tensor, operation: Operation) -> None:
-        """Refuse a write into a tensor that is no routed value, if a stage follows."""
+        """Refuse a write into a tensor that is not routed, if a stage follows."""
 
     def given(self, key: EventKey, place: int, tensor: Tensor) -> Ghost:
-        """Make the ghost of a tensor that an event gave."""
+        """Make the ghost of a tensor in the result of an event."""
         return Ghost.standing_for(self.describe(tensor, ValueId(key, place)), tensor, self.home)
 
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
@@ -266,12 +267,12 @@ class Pass(AbstractPass, ABC):
         return Info.of(tensor, value)
 
     def real(self, ghost: Ghost) -> Tensor:
-        """Return the tensor that a ghost stands for, which must be here."""
+        """Return the tensor of a ghost, which must be on this stage."""
         assert ghost.here is not None
         return ghost.here
 
     def _opened(self, value: Any, ghosts: dict[int, Ghost], others: list[Tensor]) -> Any:
-        """Put what they stand for in place of ghosts, anywhere in a value; note all tensors."""
+        """Replace ghosts by their tensors anywhere in a value; collect all tensors."""
         kind = type(value)
         if kind is Ghost:
             if value.home is not self.home:
@@ -296,7 +297,7 @@ class Pass(AbstractPass, ABC):
         return self._opened(value, {}, [])
 
     def instead_of(self, tensor: Tensor) -> Tensor:
-        """Return what stands for a tensor that is no ghost."""
+        """Return the replacement of a tensor that is no ghost."""
         return tensor
 
     def _note_changes(
@@ -310,10 +311,10 @@ class Pass(AbstractPass, ABC):
                 changed.append((number, ghost.info))
         return tuple(changed)
 
-    # -- what concerns operations without ghosts ----------------------------------------------
+    # -- operations without ghosts ------------------------------------------------------------
 
     def unrouted(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle an operation between blocks that no ghost takes part in."""
+        """Handle an operation between blocks without ghosts."""
         if not is_question(function, args, kwargs):
             drawn = draws(function, args, kwargs)
             reads = any(id(t) in self._parameter_ids for t in flatten((args, kwargs))[0])
@@ -329,7 +330,7 @@ class Pass(AbstractPass, ABC):
     def _between(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Operation:
-        """Name an operation by the call before it."""
+        """Name an operation by the block call before it."""
         self._number += 1
         key = EventKey(self._last.block, self._last.call, self._number)
         name = getattr(function, "__name__", None) or str(function)
@@ -347,7 +348,7 @@ class Pass(AbstractPass, ABC):
 
 
 class _Everything(TorchFunctionMode):
-    """Shows a pass the operations, too, that no ghost takes part in."""
+    """Shows a pass the operations without ghosts, too."""
 
     def __init__(self, current: Pass) -> None:
         super().__init__()
@@ -365,6 +366,6 @@ class _Everything(TorchFunctionMode):
 def _version(tensor: Any) -> int:
     try:
         version: int = version_counter(tensor)
-    except RuntimeError:  # made in inference mode: it has none
+    except RuntimeError:  # an inference tensor has no version
         return 0
     return version

@@ -1,7 +1,7 @@
-"""Ghosts: tensors without values, which stand for what another stage holds, or this one will use.
+"""Ghosts: tensors without values, in the place of tensors of this stage or another one.
 
-Every operation on a ghost goes to the pass that is under way; what is asked of its shape, type and
-device is answered at once.
+Every operation on a ghost goes to the current pass.  Questions about its shape, type and device
+are answered at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,13 +25,13 @@ from .events import Info
 
 
 class AbstractPass(Protocol):
-    """One execution of a model's forward, as what reaches it sees it: ghosts, blocks, checkpoints.
+    """The interface of a pass for ghosts, blocks and checkpoints.
 
     Args:
-        is_inside: whether a block or an operation is run natively; nothing in it is an event.
-        is_answering: whether a question about a ghost is being answered.
-        asks_for_grad: whether the code between blocks has asked if gradients are recorded.
-        checkpoint: what the model's code has put around the blocks that it calls now.
+        is_inside: a block or an operation runs natively; nothing in it is an event.
+        is_answering: a question about a ghost is being answered.
+        asks_for_grad: the code between blocks has asked for the gradient mode.
+        checkpoint: the checkpoint that the model has put around the blocks that it calls now.
     """
 
     is_inside: bool
@@ -55,14 +55,14 @@ class AbstractPass(Protocol):
 
 
 CURRENT: ContextVar[AbstractPass | None] = ContextVar("penstock_pass", default=None)
-"""The pass that is under way in this thread."""
+"""The current pass of this thread."""
 
 
 class Ghost(Tensor):
-    """A meta tensor that knows what it stands for; `here` is that tensor, if this stage has it.
+    """A meta tensor in the place of a routed tensor; `here` is that tensor, if this stage has it.
 
-    `home` stands for the pass that made it.  Where devices share a stage, `here` may be a slice on
-    which its layout stands: what is asked of the ghost is answered for the whole.
+    `home` is the identity of its pass.  If devices share a stage, `here` may be a slice with a
+    layout; questions about the ghost are still answered for the whole tensor.
     """
 
     info: Info
@@ -72,7 +72,7 @@ class Ghost(Tensor):
 
     @classmethod
     def standing_for(cls, info: Info, real: Tensor | None, home: object) -> "Ghost":
-        """Make one."""
+        """Make a ghost."""
         ghost = bare(info.shape, info.strides, info.dtype).as_subclass(cls)
         ghost.info, ghost.here, ghost.home = info, real, home
         return ghost
@@ -113,10 +113,10 @@ def _used_outside(tensors: list[Tensor]) -> GlueError:
     )
 
 
-@lru_cache(maxsize=512)  # some dozens in a step; of 300 lengths 4,000 would be kept
+@lru_cache(maxsize=512)  # a step has some dozens; 300 lengths would keep 4,000
 def bare(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
-    """Make a tensor without values; nothing ever happens to one, so that ghosts may share it."""
-    with without_any_torch_function():  # nor does who records operators see it
+    """Make a tensor without values; it never changes, so that ghosts may share it."""
+    with without_any_torch_function():  # hide it from recorders of operators
         if strides is None:
             return torch.empty(shape, dtype=dtype, device="meta")
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
@@ -153,13 +153,13 @@ _ATTRIBUTES: dict[str, Any] = {
     "dim": lambda ghost: len(ghost.info.shape),
     "is_floating_point": lambda ghost: ghost.info.dtype.is_floating_point,
 }
-"""What models ask most: answered without a way through torch, which takes ten times as long."""
+"""The most frequent questions, answered without torch, which would take ten times as long."""
 for _name, _answer in _ATTRIBUTES.items():
     setattr(Ghost, _name, _answer)
 
 
 def ghosts_in(*values: Any) -> list[Ghost]:
-    """List the ghosts in nested values, each once, in the order of first sight."""
+    """List the ghosts in nested values, each once, in order."""
     found: dict[int, Ghost] = {}
     for value in values:
         _find(value, found)
@@ -178,7 +178,7 @@ def _find(value: Any, found: dict[int, Ghost]) -> None:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Replace every tensor in nested values; what holds none is given back as it is."""
+    """Replace every tensor in nested values; return a value without tensors unchanged."""
     kind = type(value)
     if kind in PLAIN:
         return value
@@ -219,7 +219,7 @@ QUESTIONS = frozenset(
         *(torch.ops.aten.sym_numel.default, torch.ops.aten.sym_storage_offset.default),
     )
 )
-"""What is asked of a tensor, by an attribute or a call, and says nothing of its values."""
+"""Attributes and calls whose answers do not depend on a tensor's values."""
 
 
 OF_A_PART = frozenset(
@@ -230,12 +230,12 @@ OF_A_PART = frozenset(
         Tensor.type,
     )
 )
-"""The questions that a slice answers as the whole would."""
+"""The questions with the same answer for a slice and for the whole tensor."""
 
 
 def is_question(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call of a function asks something of `QUESTIONS`."""
-    if function is Tensor.type:  # with a type, it gives a tensor
+    """Tell whether a call is one of `QUESTIONS`."""
+    if function is Tensor.type:  # with an argument, it returns a tensor
         return len(args) == 1 and not kwargs
     return function in QUESTIONS
 

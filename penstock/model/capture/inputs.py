@@ -1,4 +1,4 @@
-"""The arguments of a model's call, and their way to later stages."""
+"""The arguments of a model's call, and their route to later stages."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ from .events import INPUT, START, EventKey, Told
 from .ghost import Ghost
 
 ROUTED = "first"
-"""The model's inputs are given to the first stage, and travel on."""
+"""Only the first stage gets the model's inputs; it sends them on."""
 EVERYWHERE = "everywhere"
-"""The model's inputs are given to every stage."""
+"""Every stage gets the model's inputs."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
@@ -56,9 +56,9 @@ def as_call(inputs: Any) -> Call:
 
 
 def as_inputs(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Return the arguments of a call as one value, of which `as_call` makes them again.
+    """Return the arguments of a call as one value, the inverse of `as_call`.
 
-    A single positional argument is that value itself; None stands for no arguments.
+    A single positional argument is that value itself; no arguments are None.
     """
     if keywords:
         return {**dict(enumerate(args)), **keywords}
@@ -66,9 +66,7 @@ def as_inputs(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
 
 
 def names_of_positions(model: nn.Module) -> tuple[int | str, ...]:
-    """Return by which name each positional parameter of a model's forward can be given too, or
-    its number where by none.
-    """
+    """Return the keyword of each positional parameter of a model's forward, or else its number."""
     parameters = inspect.signature(model.forward).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return tuple(
@@ -78,9 +76,9 @@ def names_of_positions(model: nn.Module) -> tuple[int | str, ...]:
 
 
 def first_samples(example_inputs: Any, count: int) -> Any:
-    """Take the first samples; None where there are not more, or it is not known.
+    """Return the first samples; None if there are no more than `count`, or N is unknown.
 
-    It is known if all that is cut into micro-batches has the same size there.
+    N is known if all values that are split into micro-batches have the same number of samples.
     """
     try:
         size = batch_size(example_inputs, "example inputs")
@@ -92,11 +90,11 @@ def first_samples(example_inputs: Any, count: int) -> Any:
 
 
 def arguments_for(run: Any, inputs: str, call: Call, names: Sequence[int | str]) -> Call:
-    """Return the arguments with which a pass calls the model, in containers of its own.
+    """Return the arguments with which a pass calls the model, in new containers.
 
-    Where `inputs` are routed they are ghosts; on a later stage those that the header tells of. A
-    value is named by its parameter, which `names` has for each position, and by its place in the
-    argument: whatever else is given, and whether by position or by keyword.
+    Routed `inputs` are ghosts; a later stage rebuilds them from the header.  A value's name is its
+    parameter (`names` has one for each position) and its place in the argument.  So the name does
+    not depend on other arguments, nor on passing it by position or by keyword.
     """
     if inputs != ROUTED:
         return with_new_containers(call)
@@ -124,7 +122,7 @@ def arguments_for(run: Any, inputs: str, call: Call, names: Sequence[int | str])
 
 
 def _moved(structure: Structure, by: int) -> Structure:
-    """Return the structure for leaves that begin at another number."""
+    """Return the structure with its leaf numbers increased by `by`."""
     match structure:
         case Leaf(index):
             return Leaf(index + by)

@@ -1,6 +1,6 @@
-"""Facts of torch's operations: which draw random numbers, look at values, give new memory.
+"""Properties of torch's operations: they draw random numbers, read values or return new memory.
 
-Operations that draw are events, between blocks too, so that only one stage draws.
+Operations that draw are events, also between blocks, so that only one stage draws.
 """
 
 from collections.abc import Iterator
@@ -55,11 +55,11 @@ _SWITCHES: dict[Any, tuple[str, int, Any]] = {
     _functional.multi_head_attention_forward: ("training", 13, True),
     _functional.scaled_dot_product_attention: ("dropout_p", 4, 0.0),
 }
-"""An argument by name and place, and its default: the operation draws if it is true."""
+"""(name, position, default) of an argument; the operation draws if the argument is true."""
 
 
 def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operation, so called, draws random numbers."""
+    """Tell whether a call of an operation draws random numbers."""
     if isinstance(function, OpOverload):  # called by its own name
         return torch.Tag.nondeterministic_seeded in function.tags
     if function in _ALWAYS:
@@ -73,7 +73,7 @@ def draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextmanager
 def drawing_nothing(function: Any) -> Iterator[None]:
-    """Refuse an operation between blocks that draws, and is not known to."""
+    """Refuse an operation between blocks that draws without being in the lists above."""
     with without_any_torch_function():
         before = torch.get_rng_state()
     yield
@@ -97,12 +97,12 @@ _SHAPED_BY_VALUES = frozenset(
     )
 )
 _SHARING = ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack", "from_file")
-"""What they give may be memory that outlives the forward."""
+"""Functions that may return memory which outlives the forward."""
 _MASKS = (torch.bool, torch.uint8)
 
 
 def decides(operation: Operation, result: Any) -> bool:
-    """Tell whether an operation gave a Python value, or a shape that depends on values."""
+    """Tell whether an operation returned a Python value, or a shape that depends on values."""
     if isinstance(result, _PLAIN_VALUES) or operation.function in _SHAPED_BY_VALUES:
         return True
     if operation.function is torch.where:
@@ -115,7 +115,7 @@ def decides(operation: Operation, result: Any) -> bool:
 
 
 def makes_anew(function: Any, *, has_source: bool) -> bool:
-    """Tell whether a function is one of torch's that always give new memory."""
+    """Tell whether a function of torch always returns new memory."""
     name = getattr(function, "__name__", "")
     if has_source:
         return name == "clone" or name.startswith("new_") or name.endswith("_like")

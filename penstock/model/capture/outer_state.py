@@ -1,8 +1,8 @@
-"""Refuse what a model's own forward changes outside its blocks, and so on every stage.
+"""Refuse state that a model's forward changes outside its blocks, as every stage would change it.
 
-Settings are no such change: flags, and plain values that a first forward puts where there was
-nothing or None, as transformers models do with `config.problem_type`, read off their labels.
-Every stage sets the same, as long as later forwards leave it alone.
+Settings are allowed: flags, and plain values that a first forward puts in place of nothing or
+None.  An example is `config.problem_type`, which transformers models read off their labels.  Every
+stage makes the same setting, if later forwards do not change it.
 """
 
 import sys
@@ -37,13 +37,13 @@ from .recording import Recording
 
 _SETTINGS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 _IS_IMMUTABLE = 1 << 8
-"""Flag of a class written in C: whether its objects are set again cannot be seen."""
+"""Flag of a class written in C; writes to its objects cannot be observed."""
 
 
 class Slot(NamedTuple):
-    """A place in an object that keeps something, what is there, and its version if it is a tensor.
+    """A key of an object, its value, and the version of a tensor.
 
-    `path` and `name` say which module led there, and by which attribute.
+    `path` and `name` are the module and the attribute that lead to it.
     """
 
     holder: Any
@@ -55,13 +55,13 @@ class Slot(NamedTuple):
 
 
 Slots = Mapping[tuple[int, Any], Slot]
-"""Slots by the id of their holder and their key in it."""
+"""Slots by the id of their object, and their key."""
 
 
 def slots_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Slots:
-    """List the attributes of the modules that are not inside blocks, and all that these hold.
+    """List the attributes of the modules outside blocks, and the content of these attributes.
 
-    Attributes of their classes, and the global variables that the methods name, are there too.
+    They include attributes of their classes, and global variables that their methods name.
     """
     found: dict[tuple[int, Any], Slot] = {}
     inside = {id(part) for block in blocks for part in block.modules()}
@@ -76,10 +76,10 @@ def slots_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Slots:
 
 
 def new_settings(before: Slots, after: Slots) -> list[Slot]:
-    """List the settings that were made between two looks at a model.
+    """List the settings that a forward has made.
 
     Raises:
-        OwnState: something else has changed.
+        OwnState: it has changed something else.
     """
     settings = []
     for place in {**before, **after}:
@@ -94,7 +94,7 @@ def new_settings(before: Slots, after: Slots) -> list[Slot]:
         if new is not None and _is_setting(old, new):
             settings.append(new)
             continue
-        # a flag of a module or its class, set once and for all
+        # A flag of a module or its class is set once and never changes again.
         is_flag = new is not None and new.value is True and isinstance(new.holder, nn.Module)
         if old is not None or not is_flag:
             is_tensor = new is not None and new.key == new.name and isinstance(new.value, Tensor)
@@ -114,7 +114,7 @@ def _is_setting(old: Slot | None, new: Slot) -> bool:
 
 @contextmanager
 def set_again(settings: Iterable[Slot]) -> Iterator[list[str]]:
-    """Note the names of settings of plain objects that are set once more inside."""
+    """Collect the names of settings of plain objects that are made again in this context."""
     found: list[str] = []
     places = {(id(slot.holder), slot.key) for slot in settings}
 
@@ -143,9 +143,9 @@ def _version(value: Any) -> int:
 
 @contextmanager
 def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Run the model in one mode, and leave it as it was: modes, buffers, random states."""
+    """Run the model in one mode, and restore its modes, buffers and random states."""
     with without_cached_weights(), warnings.catch_warnings(), as_before([model]):
-        # of a checkpoint that sees no gradients
+        # A checkpoint warns if no input requires a gradient.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         if model.training != training:
             model.train(training)
@@ -153,9 +153,7 @@ def as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what a module keeps, and attributes of its classes, and the global variables that
-    their methods name.
-    """
+    """Yield attributes of a module and of its classes, and globals that their methods name."""
     for name, value in vars(module).items():
         if name in (BUFFERS, PARAMETERS):
             yield from ((key, tensor) for key, tensor in value.items() if tensor is not None)
@@ -173,7 +171,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class OwnState(CutError):
-    """A module that is no block changes what it keeps; `path` names it, "" where it is not one."""
+    """A module outside blocks changes its state; `path` is its name, "" if it is no attribute."""
 
     def __init__(self, message: str, path: str, name: str) -> None:
         super().__init__(message)
@@ -181,7 +179,7 @@ class OwnState(CutError):
 
 
 def changed_outside(module: str, name: str, *, is_tensor: bool = False) -> OwnState:
-    """Make the error for code between blocks that changes what a module keeps."""
+    """Return the error for code between blocks that changes the state of a module."""
     at = f"model.{module}" if module else "model"
     forgotten = (
         ". Where only generation reads it, not training, let the class forget it: "
@@ -192,13 +190,13 @@ def changed_outside(module: str, name: str, *, is_tensor: bool = False) -> OwnSt
         f"{where} changes its '{name}', and it is no block: every stage would do so, for each "
         "micro-batch, in its own time. Keep it in a local variable, or put it into an nn.Module "
         f"with parameters{forgotten if is_tensor else ''}",
-        module if name.isidentifier() else "",  # no attribute of a class, no global variable
+        module if name.isidentifier() else "",  # others are class attributes, or globals
         name,
     )
 
 
 def is_kept_by_one(model: nn.Module, path: str, name: str) -> bool:
-    """Tell whether a module's attribute holds nothing that modules elsewhere refer to."""
+    """Tell whether no module elsewhere refers to the content of a module's attribute."""
     module = model.get_submodule(path)
     inside = {id(part) for part in module.modules()}
     own = {id(holder) for holder, _ in holders([getattr(module, name, None)])}
@@ -215,14 +213,13 @@ _SEEDING = (
 )
 _LIBRARIES = ("torch", "penstock")
 _SAVING_MODES = ("torch.autograd", "torch.utils", "torch._", "penstock")
-"""Modules that ask for the mode of gradients to put it back later."""
+"""Modules that ask for the gradient mode only to restore it later."""
 
 
 class Writes:
     """The attributes that are written in a recording.
 
-    One that is written with what it holds already is noted too, if that is a number: it may be
-    another one with other inputs.
+    A write of an equal number counts too: with other inputs it may be another number.
     """
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
@@ -232,7 +229,7 @@ class Writes:
 
     @contextmanager
     def noted(self, recording: Recording) -> Iterator[None]:
-        """Note all writes to modules of the model by the pass."""
+        """Record all writes of the pass to modules of the model."""
         native = nn.Module.__setattr__
 
         def write(module: nn.Module, name: str, value: Any) -> None:
@@ -246,9 +243,9 @@ class Writes:
     def check(
         self, together: Collection[Collection[str]], settings: Collection[Slot] = ()
     ) -> None:
-        """Refuse writes that several stages may do, where one reads what another has written.
+        """Refuse writes of several stages if one may read another's.
 
-        `settings` are made once and for all, and may be written.
+        `settings` are made once and may be written.
 
         Raises:
             CutError: names the attribute.
@@ -280,21 +277,21 @@ class Writes:
 def _is_harmless(module: nn.Module, name: str, value: Any) -> bool:
     if name == "training" or name in UNCOUNTED:
         return True
-    if hasattr(getattr(type(module), name, None), "__set__"):  # what it writes is noted
+    if hasattr(getattr(type(module), name, None), "__set__"):  # its own writes are recorded
         return True
     kept = (vars(module), parameters_of(module), buffers_of(module), children_of(module))
     old = next((names[name] for names in kept if name in names), _ABSENT)
-    if value is True:  # a flag, set once and for all
+    if value is True:  # a flag is set once
         return old is _ABSENT or old is True
     return old is value and (value is None or isinstance(value, Tensor | nn.Module))
 
 
 @contextmanager
 def seeds_refused() -> Iterator[None]:
-    """Refuse that a model sets torch's random state: Penstock sets it for each call.
+    """Refuse a model that sets torch's random state, which Penstock sets for each call.
 
     Raises:
-        CutError: it does; torch's own code may, as checkpoints do.
+        CutError: the model's code sets it.  Code of torch may, such as checkpoints.
     """
 
     def refusing(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,7 +316,7 @@ def seeds_refused() -> Iterator[None]:
 
 @contextmanager
 def grad_mode_noted() -> Iterator[None]:
-    """Note that the code between blocks asks whether gradients are recorded."""
+    """Record that the code between blocks asks for the gradient mode."""
     native = torch.is_grad_enabled
 
     def is_grad_enabled() -> bool:

@@ -1,4 +1,4 @@
-"""A pass that runs everything, and notes which event gives and which uses each value."""
+"""A pass that runs everything, and records the producer and the users of each value."""
 
 import random
 import weakref
@@ -38,10 +38,11 @@ _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened: `uses` and `gives` are values, `changes` pairs of one before and after.
+    """An operation that ran: `changes` are pairs of a value before and after it.
 
-    `parameters` are the names of those that an operation between blocks read.  `decides` tells
-    that it turned values into a Python number or a shape, on which the model's path may depend.
+    `parameters` are the names of the parameters that an operation between blocks read.  With
+    `decides`, it turned values into a Python number or a shape, and the model's path may depend
+    on it.
     """
 
     key: EventKey
@@ -54,16 +55,16 @@ class Event:
 
 
 class Recording(Pass):
-    """Runs the whole model, and keeps a list of its events.
+    """Runs the whole model, and records its events.
 
     Args:
         names: the blocks, by the id of their module.
         parameters: names of the model's parameters, by id.
-        on_meta: the model has no values; tensors join it on the meta device where they meet it.
-        together: blocks that will be on one stage, and may pass tensors on side ways.
+        on_meta: the model has no values; tensors that meet its tensors move to the meta device.
+        together: blocks that stay on one stage, and may pass tensors by side channels.
 
     Raises:
-        CutError: a tensor passes from block to block on a side way (E2).
+        CutError: a tensor passes from block to block by a side channel (E2).
     """
 
     def __init__(
@@ -79,29 +80,29 @@ class Recording(Pass):
         self.events: list[Event] = []
         self.infos: dict[ValueId, Info] = {}
         self.has_lists = False
-        """Whether the model is given lists of tensors, which may have one for each sample."""
+        """The model gets lists of tensors, perhaps with one for each sample."""
         self.needs_all = False
-        """Whether an operation without routed tensors was an event; replays must see it too."""
+        """An operation without routed tensors was an event, so replays must see these too."""
         self.opaque: list[tuple[EventKey, str]] = []
         self.filled: list[tuple[EventKey, Any]] = []
-        """The lists and dicts that blocks have changed; held, so that no other gets its id."""
+        """The lists and dicts that blocks have changed; they are held, so that ids stay unique."""
         self._kept: list[Tensor] = []
         self._made: dict[int, Maker] = {}
-        """What made the tensors that no ghost took part in, by the storage of each."""
+        """The function that made each tensor without ghosts, by the tensor's storage."""
         self._wrote_outside: CutError | None = None
         self._given_in: tuple[frozenset[int], EventKey] = (frozenset(), START)
         self._outer_state, self.draws_between = _random_states(), False
         self.differentiates = False
         self._read_inside: dict[str, None] = {}
-        """Names of parameters that the event has read by other ways than its block's own."""
+        """Names of parameters of other modules that the block of the event has read."""
         self._order = {START: (0, 0)}
-        """How many events, and how many block calls, there were until each event."""
+        """The numbers of events and of block calls up to each event."""
         self._written: dict[int, tuple[EventKey, EventKey]] = {}
-        """By storage the event that gave what was written into, and the one that wrote."""
+        """By storage: the event that made the memory, and the event that wrote into it."""
         self._inner: dict[int, tuple[weakref.ref[Tensor], EventKey]] = {}
 
     def note_inputs(self, told: Told) -> None:
-        """Note that the model's inputs are routed."""
+        """Record the routed inputs of the model."""
         gives = tuple(info.value for info in told.infos)
         self.events.append(Event(START, told.name, (), gives, ()))
         self.infos.update((info.value, info) for info in told.infos)
@@ -160,7 +161,7 @@ class Recording(Pass):
             given = {id(ghost.here) for ghost in ghosts}
 
             def without_graph(tensor: Tensor) -> Tensor:
-                """Free what the block kept for its backward: there will be none."""
+                """Free the block's graph, as there is no backward."""
                 if id(tensor) in given:
                     return tensor
                 self._inner.pop(id(tensor), None)
@@ -172,7 +173,7 @@ class Recording(Pass):
     def check_not_kept(self, again: "Recording") -> None:
         """Refuse a list that blocks change in this forward and in another one.
 
-        Each stage would change it for each micro-batch, in its own time.
+        Each stage would change it for each micro-batch at any time.
         """
         here = {id(part) for _, part in self.filled}
         for key, part in again.filled:
@@ -180,7 +181,7 @@ class Recording(Pass):
                 raise keeps_container(part, key)
 
     def running(self) -> EventKey | None:
-        """Return the block call that runs now; None between them."""
+        """Return the block call that runs now; None between blocks."""
         key = self._given_in[1]
         return key if self.is_inside and key.number == 0 else None
 
@@ -218,7 +219,7 @@ class Recording(Pass):
         return super().ended(output)
 
     def inside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Watch an operation inside a block: what it makes must not reach another one."""
+        """Watch an operation inside a block: its results must not reach another block."""
         given, key = self._given_in
         tensors = list(_tensors(args, kwargs))
         if key.number == 0:
@@ -238,7 +239,7 @@ class Recording(Pass):
         return result
 
     def _check_sideways(self, tensors: list[Tensor], user: EventKey | None) -> None:
-        """Refuse a tensor made inside a block that was not returned, met elsewhere (E2)."""
+        """Refuse a tensor that a block made but did not return, if it is used elsewhere (E2)."""
         for tensor in tensors:
             found = self._inner.get(id(tensor))
             if found is None or found[0]() is not tensor or found[1] == user:
@@ -259,9 +260,9 @@ class Recording(Pass):
             )
 
     def _check_written(self, ghosts: list[Ghost], operation: Operation) -> None:
-        """Refuse gradients computed in the forward, and values written into through other views.
+        """Refuse gradients computed in the forward, and values written through other views.
 
-        The first lead back through blocks; of the second, a stage that is sent both has copies.
+        Such gradients flow back through blocks.  A stage gets copies of a value and its views.
         """
         key, _, function, args, kwargs = operation
         if function in (torch.autograd.grad, Tensor.backward):
@@ -280,7 +281,7 @@ class Recording(Pass):
                 raise written_through_a_view(operation, ghost, writer)
 
     def _check_before(self, operation: Operation) -> None:
-        """Refuse a block's call after something else that no stage could do as the others."""
+        """Refuse a block call after a write outside, or with other tensors as its parameters."""
         if self._wrote_outside is not None:
             raise self._wrote_outside
         block = operation.function.args[0] if isinstance(operation.function, partial) else None
@@ -289,7 +290,7 @@ class Recording(Pass):
                 raise replaces_parameter(operation.key, name)
 
     def _note_drawn(self) -> None:
-        """Note that the code between blocks draws random numbers that are not torch's."""
+        """Record that the code between blocks draws from Python's or NumPy's generator."""
         self.draws_between |= _random_states() != self._outer_state
 
     def _read_here(self, tensors: list[Tensor]) -> tuple[str, ...]:
@@ -298,7 +299,7 @@ class Recording(Pass):
     # -- without values -----------------------------------------------------------------------
 
     def _on_one_device(self, operation: Operation) -> Operation:
-        """Bring the tensors of an event to the meta device, if one of them or the block is."""
+        """Move an event's tensors to the meta device, if one of them or the block is there."""
         key, _, function, args, kwargs = operation
         reals = [self.real(t) if type(t) is Ghost else t for t in _tensors(args, kwargs)]
         if key.number and not any(t.is_meta for t in reals):
@@ -330,7 +331,7 @@ def _random_states() -> tuple[Any, ...]:
 
 
 class SideChannel(CutError):
-    """A block's tensor was met elsewhere; `block` made it."""
+    """A tensor that `block` made but did not return is used elsewhere."""
 
     def __init__(self, message: str, block: str) -> None:
         super().__init__(message)
@@ -338,7 +339,7 @@ class SideChannel(CutError):
 
 
 class WroteOutside(CutError):
-    """A routed value was written into a tensor that each stage makes for itself, by `made_by`."""
+    """A routed value was written into a tensor that each stage makes itself, by `made_by`."""
 
     def __init__(self, message: str, made_by: Maker) -> None:
         super().__init__(message)
@@ -353,7 +354,7 @@ def _tensors(*values: Any) -> Iterator[Tensor]:
 def _joined(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Move tensors to the meta device; leave out a move away from it."""
+    """Move tensors to the meta device; drop a move away from it."""
 
     def move(tensor: Tensor) -> Tensor:
         return tensor if type(tensor) is Ghost or tensor.is_meta else tensor.to("meta")
@@ -376,7 +377,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 def _uncompiled(operation: Operation) -> Operation:
-    """Run a compiled block as it was written: what compiles cannot be watched."""
+    """Run a compiled block uncompiled, as compiled code cannot be watched."""
     block = operation.function.args[0] if isinstance(operation.function, partial) else None
     if not isinstance(block, nn.Module):
         return operation

@@ -1,7 +1,7 @@
-"""A pass of one stage: it runs its own part of the model, and is told what happened elsewhere.
+"""A pass of one stage: it runs its part of the model, and replays the earlier stages' part.
 
-before its first block    calls and operations give ghosts, as the header says
-its own part              runs, on what it received and what it gives
+before its first block    calls and operations return ghosts, read from the header
+its own part              runs on received values and on its own
 the next stage's block    the pass ends
 """
 
@@ -36,25 +36,25 @@ from .tied_weights import Absent, Lent
 
 
 class _StageEnd(BaseException):
-    """Leaves the model's forward; no `except Exception` of the model's may catch it."""
+    """Leaves the model's forward; `except Exception` in the model does not catch it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePart:
-    """What is the same for every micro-batch of a stage.
+    """The properties of a stage that are the same for every micro-batch.
 
     Args:
-        stage: which stage it is.
+        stage: the number of the stage.
         stage_of: the stage of each call.
         names: the blocks, by the id of their module.
-        parameters: ids of all parameters, or of what stands in their place.
-        wanted: values that later stages need; None: whatever Python still refers to.
-        sees_all: whether operations without routed values may be events.
-        places: what is sent for each borrowed parameter, by the id of what stands in its place.
-        borrowers: blocks that use those.
+        parameters: ids of all parameters, or of their stand-ins.
+        wanted: values that later stages need; None: all that Python still refers to.
+        sees_all: operations without routed values may be events.
+        places: the value that is received for each borrowed parameter, by the id of its stand-in.
+        borrowers: blocks that use borrowed parameters.
         lent: parameters that later stages borrow, by the name of the value.
-        passed_on: borrowed ones that a later stage borrows too.
-        cache: what the stage told before.
+        passed_on: borrowed parameters that a later stage borrows too.
+        cache: the results that the stage has sent before.
     """
 
     stage: int
@@ -75,8 +75,8 @@ class Replay(Pass):
 
     Args:
         part: the stage.
-        received: values that other stages sent.
-        header: what happened on the stages before.
+        received: values of other stages.
+        header: the results of all operations on the stages before.
         perform: runs each block call and random operation.
     """
 
@@ -101,13 +101,13 @@ class Replay(Pass):
         self._doing: Operation | str = "the model's first operation"
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Execute the stage's part; None where the stage is not the last one."""
+        """Execute the stage's part; return None unless the stage is the last one."""
         modes = [ask() for ask, _ in _MODES]
         try:
             output = super().run(model, args, kwargs)
         except _StageEnd:
             for (_, put), mode in zip(_MODES, modes, strict=True):
-                put(mode)  # code that was left could not do so
+                put(mode)  # the model's code was left before it could
             return None
         if self._is_over:
             raise CutError(
@@ -143,7 +143,7 @@ class Replay(Pass):
         return self.execute(operation)
 
     def _reach(self, key: EventKey) -> None:
-        """Begin the stage's own part, or end it, as the call of a block says."""
+        """Begin or end the stage's own part at the call of a block."""
         stage = self._stage_of.get((key.block, key.call))
         if stage is None:
             raise GlueError(
@@ -161,7 +161,7 @@ class Replay(Pass):
         self._is_own = self._is_own or stage == self._stage
 
     def tell(self, key: EventKey, told: Told) -> None:
-        """Note what an event gave; as the same object, if it is what it gave before."""
+        """Add the result of an event to the header, as the same object as before if equal."""
         super().tell(key, self._cache.same(key, told))
 
     def result_of(
@@ -174,14 +174,14 @@ class Replay(Pass):
         if told is not None and versions is None and type(result) is Tensor and told.name == name:
             info = told.infos[0]
             if info.fits(result) and id(result) not in [id(ghost.here) for ghost in ghosts]:
-                self.header[key] = told  # as before, which most events give
+                self.header[key] = told  # most events return the same as before
                 ghost = Ghost.standing_for(info, result, self.home)
                 self._hold(ghost)
                 return ghost
         return super().result_of(operation, result, ghosts, versions)
 
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
-        """Describe a tensor; all of it, where this device has a slice."""
+        """Describe a tensor, or the whole tensor of a slice."""
         info, layout = super().describe(tensor, value), layout_on(tensor)
         if layout is None:
             return info
@@ -190,13 +190,13 @@ class Replay(Pass):
         return info._replace(shape=shape, strides=strides)
 
     def _make_whole(self, key: EventKey, ghosts: list[Ghost]) -> None:
-        """Let all of a value be here of which this device has a slice, for what is no layer."""
+        """Gather the whole tensors of slices, for an operation that is no layer."""
         for ghost in ghosts:
             if ghost.here is not None and layout_on(ghost.here) is not None:
                 ghost.here = self._perform(key, partial(_unchanged, ghost.here))
 
     def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
-        """Refuse a hook on the gradient of a value that another stage made, and uses too."""
+        """Refuse a gradient hook on a value of an earlier stage, which would see a part only."""
         for ghost in ghosts:
             if ghost.info.value in self.received:
                 raise CutError(
@@ -216,7 +216,7 @@ class Replay(Pass):
 
     def ended(self, output: Any) -> Any:
         if self._stage < self._last_stage and not self._is_over:
-            self._end()  # the model left out blocks of later stages; the last one gives the output
+            self._end()  # the model skipped later blocks; the last stage returns the output
         self._doing = "the model's output"
         if self._has_slices:
             self._make_whole(END, ghosts_in(output))
@@ -225,10 +225,10 @@ class Replay(Pass):
         return unflatten(told_structure(structure, END), reals)
 
     def real(self, ghost: Ghost) -> Tensor:
-        """Return the tensor that a ghost stands for.
+        """Return the tensor of a ghost.
 
         Raises:
-            RouteError: it is on another stage, and nobody sent it (E4).
+            RouteError: it is on another stage, and was not sent (E4).
         """
         if ghost.here is None:
             doing = self._doing
@@ -250,7 +250,7 @@ class Replay(Pass):
         return found
 
     def _end(self) -> None:
-        """Leave the model's forward, with what Python still refers to."""
+        """Leave the model's forward; keep the values that Python still refers to."""
         ghosts = [ghost for ref in self._alive if (ghost := ref()) is not None]
         self._is_over = True
         self._leaving = {g.info.value: g.here for g in ghosts if g.here is not None}
@@ -270,7 +270,7 @@ class Replay(Pass):
         return changed
 
     def _replay(self, operation: Operation) -> Any:
-        """Return what an event on another stage gave."""
+        """Return the result of an event on another stage."""
         key, name = operation[:2]
         told = self.header.get(key)
         if told is None or told.name != name:
@@ -302,7 +302,7 @@ class Replay(Pass):
         return ghost
 
     def _pass_on(self, ghost: Ghost) -> None:
-        """Send a received value on as long as Python refers to it, where any branch may follow."""
+        """Keep a received value for later stages while Python refers to it, if paths may vary."""
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
 
@@ -323,10 +323,10 @@ _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
         )
     ),
 )
-"""torch's modes of a thread, which a model may set in its own way: how to ask for and set each."""
+"""(getter, setter) of torch's modes of a thread, which a model may change."""
 
 
 def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block on what was sent for its parameters, also when a checkpoint runs it again."""
+    """Run a block with its borrowed parameters, also when a checkpoint runs it again."""
     with lent:
         return function(*args, **kwargs)

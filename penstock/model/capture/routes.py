@@ -1,4 +1,4 @@
-"""Find the stages that hold each value, from the events of a recording and the cuts."""
+"""Find the stages that hold each value, from the events of a recording and the partition."""
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
@@ -15,13 +15,13 @@ Placed = tuple[Event, int]
 
 
 def calls_of(recordings: Iterable[Iterable[Event]]) -> list[BlockCall]:
-    """List the block calls of all recordings, in the order of their execution.
+    """List the block calls of all recordings, in the order of execution.
 
-    One recording may call none: a model may leave out its blocks in training, by chance or by a
-    flag, and call them in evaluation.
+    One recording may have none: a model may skip its blocks in training, by chance or by a flag,
+    and call them in evaluation.
 
     Raises:
-        CutError: there are none in any of them.
+        CutError: no recording has any.
     """
     in_each = [
         [(e.key.block, e.key.call) for e in events if e.key.number == 0 and e.key.block]
@@ -38,7 +38,7 @@ def calls_of(recordings: Iterable[Iterable[Event]]) -> list[BlockCall]:
 
 
 def _merged(first: list[BlockCall], second: list[BlockCall]) -> list[BlockCall]:
-    """Put two orders together: what one mode leaves out stays where the other has it."""
+    """Merge two orders: a call that one mode skips keeps its place in the other."""
     merged, known = list(first), set(first)
     for place, call in enumerate(second):
         if call not in known:
@@ -51,7 +51,7 @@ def _merged(first: list[BlockCall], second: list[BlockCall]) -> list[BlockCall]:
 def stages_of_events(
     events: Iterable[Event], stage_of: Mapping[BlockCall, int], num_stages: int
 ) -> list[Placed]:
-    """Return each event with its stage: that of the last call before it."""
+    """Return each event with its stage, which is the stage of the last call before it."""
     found, stage = [], 0
     for event in events:
         if event.key == END:
@@ -63,9 +63,9 @@ def stages_of_events(
 
 
 def sources_of_blocks(events: Iterable[Event]) -> tuple[dict[str, frozenset[str]], set[str]]:
-    """Return the blocks on whose results the calls of each block depend.
+    """Return the blocks on whose results each block depends, and the blocks chosen by values.
 
-    With them, those that are called right after code between blocks has looked at values.
+    A chosen block is called right after code between blocks has looked at values.
     """
     behind: dict[ValueId, frozenset[str]] = {}
     found: dict[str, frozenset[str]] = {}
@@ -85,7 +85,7 @@ def sources_of_blocks(events: Iterable[Event]) -> tuple[dict[str, frozenset[str]
 
 
 def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
-    """Return the stages that hold each value in any recording, its producer first."""
+    """Return the stages that hold each value in any recording, in order, its producer first."""
     found: dict[ValueId, set[int]] = {}
     for event, stage in events:
         for value in (*event.gives, *event.uses, *(new for _, new in event.changes)):

@@ -1,4 +1,4 @@
-"""A captured model as layers: each block call is one, and a stage runs the model's own forward."""
+"""A captured model as layers: each block call is a layer; a stage runs the model's forward."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ from .watch import watch
 OUTPUT: Value = (-2, 0)
 """The model's output."""
 _NO_MODULE = nn.Identity()
-"""The module of an operation between blocks that draws random numbers, run as a layer is."""
+"""The module of an operation between blocks that draws random numbers; it runs as a layer."""
 Bundle = tuple[SealedHeader | None, dict[ValueId, Tensor]]
-"""What one stage hands to another: values by name; to the next one also what has happened."""
+"""A message to another stage: a header for the next stage, and values by name."""
 
 
 def captured_layers(captured: Captured) -> Layers:
@@ -48,7 +48,7 @@ def captured_layers(captured: Captured) -> Layers:
 
 @dataclass(frozen=True, slots=True)
 class CapturedForward(Source):
-    """Runs the layers by the forward of the model that was captured."""
+    """Runs the layers by the forward of the captured model."""
 
     captured: Captured
     steps: Mapping[BlockCall, Step]
@@ -61,10 +61,10 @@ class CapturedForward(Source):
         return whole.run_stage(0, call, {}, None, self._performed_by(perform)).output
 
     def run_noting(self, inputs: Any, perform: Perform) -> tuple[Any, tuple[Crossing, ...]]:
-        """Run all layers in one pass, and note what would cross if each call were a stage.
+        """Run all layers in one pass, and record the transfers if each call were a stage.
 
-        What is between two calls belongs to the first of them, and what comes before all calls to
-        the very first one.
+        Operations between two calls belong to the first call, and operations before all calls to
+        the first call of all.
         """
         captured, call, num_calls = self.captured, as_call(inputs), len(self.steps)
         alone = {call: number for number, call in enumerate(captured.calls)}
@@ -175,12 +175,12 @@ class CapturedForward(Source):
             values.update(dict.fromkeys(_bundle_on(stage, peer), bundle))
 
     def _performed_by(self, perform: Perform) -> Any:
-        """Return what makes a pass run its calls and random operations by `perform`, as layers."""
+        """Return the `perform` of a pass, which runs calls and random operations as layers."""
 
         def run_event(key: EventKey, function: Any) -> Any:
             if not key.number:
                 return perform(self.steps[key.block, key.call], function)
-            # Its number, and so its stream, depends on where it stands, and not on the cuts.
+            # The number, and so the random numbers, depend on the event, not on the partition.
             index = len(self.steps) + 1 + crc32(repr(tuple(key)).encode())
             return perform(Step(index, str(key), "", _NO_MODULE, (), ()), function)
 
@@ -212,9 +212,9 @@ class CapturedForward(Source):
         )
 
     def describe(self, counts: Sequence[int]) -> str:
-        """Return a row for each call of a block, and below them what is to be known.
+        """Return a table with a row for each block call, and notes below it.
 
-        *Live bytes before* is what would cross a cut before the layer, for the example inputs.
+        *Live bytes before* are the bytes that would cross a cut before the layer.
         """
         captured, steps = self.captured, self.steps.values()
         rows = [("layer", "block", "module", "parameters", "live bytes before")]
@@ -242,9 +242,9 @@ class CapturedForward(Source):
 
 
 class _WithoutValues(Replay):
-    """A pass on meta tensors that looks like one on the CPU to the code between calls.
+    """A pass on meta tensors that looks like a pass on the CPU to the code between calls.
 
-    What this makes itself, such as positions and masks, has values that it may look at.
+    That code may read values of tensors that it makes itself, such as positions and masks.
     """
 
     def describe(self, tensor: Tensor, value: ValueId) -> Info:
@@ -252,5 +252,5 @@ class _WithoutValues(Replay):
 
 
 def _bundle_on(source: int, target: int) -> tuple[Value, ...]:
-    """Name what one stage hands to another."""
+    """Return the value name of the message from one stage to another."""
     return ((-3 - source, target),)

@@ -1,4 +1,4 @@
-"""A captured model cut into stages: who has what, who sends what to whom, how a stage runs."""
+"""A captured model split into stages: their parameters, transfers and execution."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from .watch import watch
 
 
 class Ran(NamedTuple):
-    """What a stage's part of a forward has given.
+    """The result of a stage's part of a forward.
 
     Args:
-        output: the model's output, of the last stage.
-        told: what has happened so far, for the next stage, if there is one.
-        sent: by stage, the values that it is sent.
+        output: the model's output, on the last stage.
+        told: the header for the next stage, if there is one.
+        sent: the values for each other stage.
     """
 
     output: Any
@@ -32,7 +32,7 @@ class Ran(NamedTuple):
 
 
 class CutModel:
-    """A captured model cut into stages."""
+    """A captured model split into stages."""
 
     def __init__(self, captured: Captured, partition: tuple[int, ...]) -> None:
         check_names(captured.model, captured.parameters)
@@ -63,11 +63,10 @@ class CutModel:
         """Run a stage's part of the model on one micro-batch.
 
         Args:
-            stage: which one.
-            call: the model's own arguments; without values where they are routed, and the stage
-                is not the first.
-            received: values that other stages sent.
-            told: what has happened on the stages before.
+            stage: the number of the stage.
+            call: the model's arguments; empty if they are routed, and the stage is not the first.
+            received: values of other stages.
+            told: the header of the stages before.
             perform: runs each block call and random operation.
         """
         part = self._part(stage)
@@ -80,7 +79,7 @@ class CutModel:
         passed_on = {value: received[value] for value in part.passed_on}
         leaving = {**replay.leaving(), **part.lent, **passed_on}
         sent = {stage + 1: leaving}
-        if not self.captured.decides:  # else what crosses goes from stage to stage
+        if not self.captured.decides:  # otherwise all values go from stage to stage
             sent = {
                 peer: {value: leaving[value] for value in values if value in leaving}
                 for peer, values in self.sends[stage].items()
@@ -88,13 +87,13 @@ class CutModel:
         return Ran(output, part.cache.sealed(replay.header), sent)
 
     def feeds(self, source: int, target: int) -> bool:
-        """Tell whether a stage sends another one anything: the next one always, its header."""
+        """Tell whether a stage sends anything to another: the next one always gets a header."""
         if target == source + 1:
             return True
         return not self.captured.decides and target in self.sends[source]
 
     def names_of(self, stage: int) -> tuple[str, ...]:
-        """Name the parameters that a stage has; the first one has the unused, too."""
+        """Return the names of a stage's parameters; the first stage also has unused ones."""
         captured, away = self.captured, {n for t in self._borrowed(stage) for n in t.names}
         used: list[set[str]] = [set() for _ in range(self.num_stages)]
         for (block, _), at in self.stage_of.items():
@@ -102,14 +101,14 @@ class CutModel:
         for event, at in self._events:
             used[at].update(event.parameters)
         first = {captured.parameters[name] for name in used[stage] if name not in away}
-        if stage == 0:  # what nobody uses must be somewhere
+        if stage == 0:  # unused parameters need a stage too
             everywhere = {captured.parameters[n] for names in used for n in names}
             first |= {*captured.parameters.values()} - everywhere
         return tuple(name for name, known_as in captured.parameters.items() if known_as in first)
 
     def _borrowed(self, stage: int) -> tuple[Tied, ...]:
-        """List the parameters that a stage uses, or passes on, and an earlier one has."""
-        if self.captured.decides:  # what crosses goes from stage to stage
+        """List the parameters of earlier stages that a stage uses or passes on."""
+        if self.captured.decides:  # all values go from stage to stage
             return tuple(t for t in self.tied if t.stages[0] < stage <= t.stages[-1])
         return tuple(t for t in self.tied if stage in t.stages[1:])
 
@@ -127,7 +126,7 @@ class CutModel:
         }
         sends_on = frozenset(v for values in self.sends[stage].values() for v in values)
         reads = {block: set(captured.names_in(block)) for block in captured.blocks}
-        for event, _ in self._events:  # a block may come by a parameter in other ways
+        for event, _ in self._events:  # a block may also read parameters of other modules
             if event.key.number == 0 and event.key.block in reads:
                 reads[event.key.block].update(event.parameters)
         self._parts[stage] = StagePart(

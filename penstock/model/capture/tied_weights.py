@@ -1,8 +1,8 @@
-"""Weights that several stages use: one of them has the parameter, the others are sent it.
+"""Tied weights across stages: one stage has the parameter, and sends it to the others.
 
-The first stage that uses a parameter is its home.  For the others it is a value like any other,
-whose gradient comes back for each micro-batch; so the terms add up in the order in which an
-unsplit backward pass adds them, and there is one parameter to an optimizer and in checkpoints.
+The first stage that uses a parameter is its home.  The others receive it as a value, and send a
+gradient back for each micro-batch.  So the terms add up in the order of an unsplit backward.  An
+optimizer and a checkpoint see one parameter.
 """
 
 import weakref
@@ -35,8 +35,8 @@ from .routes import BlockCall, Placed
 class Tied:
     """A parameter that is used on `stages`; the first one is its home.
 
-    `names` are all that it has in the model.  Where the model is spread over processes, the
-    modules of one that is not the home hold parameters of their own, without values.
+    `names` are all its names in the model.  In a process without the home, the modules hold
+    separate parameters without values.
     """
 
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Tied:
 
     @property
     def value(self) -> ValueId:
-        """What it is called on its way."""
+        """The name of the parameter as a value between stages."""
         return ValueId(EventKey(f"={self.names[0]}", 0, 0), 0)
 
 
@@ -56,8 +56,8 @@ def find_tied(
 ) -> tuple[Tied, ...]:
     """Find the parameters that blocks, or code between them, use on several stages.
 
-    `parameters` gives the first name of each parameter by all of its names, `names_in` the names
-    in a block.
+    `parameters` maps each name of a parameter to its first name; `names_in` returns the names in
+    a block.
     """
     users: dict[str, set[int]] = {}
     for (block, _), stage in stage_of.items():
@@ -74,7 +74,7 @@ def find_tied(
 
 
 def check_names(model: nn.Module, parameters: Mapping[str, str]) -> None:
-    """Check that names mean one parameter, or several, as they did when the model was captured.
+    """Check that the same names are tied as when the model was captured.
 
     Raises:
         CutError: a weight was tied since, or untied.
@@ -96,7 +96,7 @@ def check_names(model: nn.Module, parameters: Mapping[str, str]) -> None:
 
 
 def find_tensor(model: nn.Module, name: str) -> Tensor | None:
-    """Return the parameter called `name`, or what is in its place on a stage that borrows it."""
+    """Return the parameter `name`, or its stand-in on a stage that borrows it."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
     found: Tensor | None = owner.__dict__.get(last, parameters_of(owner).get(last))
@@ -104,9 +104,9 @@ def find_tensor(model: nn.Module, name: str) -> Tensor | None:
 
 
 def release(model: nn.Module, kept: Collection[str]) -> None:
-    """Free the memory of all parameters but the `kept` ones.
+    """Free the memory of all parameters except the `kept` ones.
 
-    What takes the place of each is no parameter.
+    Each is replaced by an `Absent`, which is not a parameter.
     """
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if name in kept:
@@ -119,18 +119,18 @@ def release(model: nn.Module, kept: Collection[str]) -> None:
 
 
 class Absent(Tensor, Sealed):
-    """Takes the place of a parameter that another stage has: it has its shape, and no values.
+    """The stand-in for a parameter of another stage, with its shape and without values.
 
-    Kernels for the CPU would read what happens to lie there, so that it has to refuse itself.
+    CPU kernels would read arbitrary memory, so it refuses every operation itself.
     """
 
     name_in_model: str
     replaced: "weakref.ref[Tensor]"
-    """What it took the place of, which a closure may still hold."""
+    """The replaced parameter, which a closure may still hold."""
 
     @classmethod
     def instead_of(cls, parameter: Tensor, name: str) -> "Absent":
-        """Make one."""
+        """Make the stand-in of a parameter."""
         bare = torch.empty_like(parameter, device="meta", requires_grad=False)
         absent = bare.as_subclass(cls)
         absent.name_in_model, absent.replaced = name, weakref.ref(parameter)
@@ -147,7 +147,7 @@ class Absent(Tensor, Sealed):
         return self  # there are no values to copy
 
     def is_read(self) -> RouteError:
-        """Return the error for a read of its values."""
+        """Return the error for a read of the values."""
         return RouteError(
             f"the parameter '{self.name_in_model}' is read ({calling_line()}), which another "
             "stage has, where the example did not read it. Capture the model with an example "
@@ -156,7 +156,7 @@ class Absent(Tensor, Sealed):
 
 
 def ids_of(place: Tensor) -> Iterator[int]:
-    """Yield by what ids a block may come by a parameter, or by what is in its place."""
+    """Yield the ids by which a block may refer to a parameter, or to its stand-in."""
     yield id(place)
     if isinstance(place, Absent) and (old := place.replaced()) is not None:
         yield id(old)
@@ -171,16 +171,16 @@ def empty_buffers(module: nn.Module) -> None:
 
 
 _LENDING: "ContextVar[Lent | None]" = ContextVar("penstock_lent", default=None)
-"""What the block that runs now is lent."""
+"""The borrowed parameters of the block that runs now."""
 
 
 _REENTRANT: ContextVar[bool] = ContextVar("penstock_reentrant", default=False)
-"""Whether a reentrant checkpoint runs, which leaves out gradients until its backward."""
+"""True while a reentrant checkpoint runs, which records no gradients until its backward."""
 
 
 @contextmanager
 def in_reentrant() -> Iterator[None]:
-    """Note that a reentrant checkpoint runs its function."""
+    """Mark the run of a reentrant checkpoint's function."""
     token = _REENTRANT.set(torch.is_grad_enabled())
     try:
         yield
@@ -189,13 +189,13 @@ def in_reentrant() -> Iterator[None]:
 
 
 def lent_instead(value: Any) -> Any:
-    """Return nested values with what was sent for parameters, while a block reads such."""
+    """Replace borrowed parameters in nested values by the received ones, inside a block."""
     lent = _LENDING.get()
     return value if lent is None else lent.replaced(value)
 
 
 class Lent(TorchFunctionMode):
-    """Lets operations read what was sent for a parameter instead of the parameter."""
+    """Makes operations read the received values of borrowed parameters."""
 
     def __init__(self, sent: Mapping[int, Tensor]) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Lent(TorchFunctionMode):
         _LENDING.reset(self._before)
 
     def replaced(self, value: Any) -> Any:
-        """Put what was sent for parameters into nested values."""
+        """Replace borrowed parameters in nested values by the received ones."""
         return map_tensors(lambda tensor: self.sent.get(id(tensor), tensor), value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Route calls of blocks, checkpoints and custom autograd functions to the pass under way."""
+"""Route calls of blocks, checkpoints and custom autograd functions to the current pass."""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -24,13 +24,13 @@ from .tied_weights import in_reentrant, lent_instead
 
 _PARTS_OF_BLOCKS = ("torch.distributed", "penstock.")
 _WATCHED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
-"""What a class becomes, by itself and whether direct calls of its forward are seen."""
+"""(class, direct calls of its forward are seen) -> the watched subclass."""
 
 
 def watch(blocks: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Route each block's calls to the pass that is under way; there is no other change.
+    """Route each block's calls to the current pass, without any other change.
 
-    A block's class becomes a subclass of its own, with the same name.
+    The class of a block becomes a subclass of itself, with the same name.
 
     Returns:
         The blocks' names by the id of their module.
@@ -45,15 +45,14 @@ def _watch(block: nn.Module) -> None:
     if any(base in _WATCHED.values() for base in kind.__mro__):
         return
     if is_parametrized(block) and len(kind.__bases__) == 1:
-        # torch made this class for this module, and takes it away again to give the one below
+        # torch made this class for this module only, and will restore the class below it.
         kind.__bases__ = (_watched(kind.__bases__[0], block),)
     else:
         block.__class__ = _watched(kind, block)
 
 
 def _watched(kind: type[nn.Module], block: nn.Module) -> type[nn.Module]:
-    # the forward of a compiled one is left alone: torch compiles its own modules' or not by where
-    # they are written
+    # Leave the forward of a compiled module: torch decides by its source file how to compile it.
     sees_forward = isfunction(getattr_static(kind, "forward")) and uncompiled(block) is None
     found = _WATCHED.get((kind, sees_forward))
     if found is None:
@@ -71,7 +70,7 @@ def original_class(module: nn.Module) -> type:
 
 def _make_watched(kind: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        native = kind.__call__  # looked up now: torch.export puts its own in its place
+        native = kind.__call__  # looked up now, as torch.export replaces it
         current = CURRENT.get()
         if current is None or current.is_inside or not current.knows(self):
             return native(self, *args, **kwargs)
@@ -80,12 +79,12 @@ def _make_watched(kind: type[nn.Module]) -> type[nn.Module]:
         return _observed_call(current, self, native, args, kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        """Pickle and copy it as what it was; a copy is watched when it is captured itself."""
+        """Pickle and copy the module with its original class; watch a copy when it is captured."""
         reduced = kind.__reduce_ex__(self, protocol)
         if isinstance(reduced, str):
             return reduced
         function, *rest = _unwatched(reduced)
-        return partial(function), *rest  # pickle compares classes if it sees which function it is
+        return partial(function), *rest  # pickle would compare classes for a known function
 
     names = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__}
     watched = type(kind.__name__, (kind,), names)
@@ -95,7 +94,7 @@ def _make_watched(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _watched_forward(kind: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Take a direct call for a call of the block, without its hooks."""
+        """Treat a direct call as a call of the block, without its hooks."""
         native = kind.forward
         if torch.compiler.is_compiling():
             return native(self, *args, **kwargs)
@@ -115,7 +114,7 @@ def _unwatched(part: Any) -> Any:
 
 
 class _Outside:
-    """A forward hook that looks at a block from outside: not where the block itself is run."""
+    """A user's forward hook, which runs on ghosts outside the block, on every stage."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
@@ -128,9 +127,9 @@ class _Outside:
 
 
 def _observers(module: nn.Module) -> dict[int, _Outside]:
-    """Return the forward hooks that look at a block from outside.
+    """Return the user's forward hooks of a block.
 
-    Those of torch.distributed, and our own, belong to the block: they run where it runs.
+    Hooks of torch.distributed and of Penstock belong to the block, and run where it runs.
     """
     found = {}
     for number, hook in list(forward_hooks_of(module).items()):
@@ -145,7 +144,7 @@ def _observers(module: nn.Module) -> dict[int, _Outside]:
 def _observed_call(
     current: Any, module: nn.Module, native: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """Call a block, and its hooks on what stands for its result: so they run on every stage."""
+    """Call a block, then the user's hooks on the ghosts of its result, on every stage."""
     outside = _observers(module)
     result = current.block_call(module, partial(native, module), args, kwargs)
     for number, observer in outside.items():
@@ -160,7 +159,7 @@ def _observed_call(
 # -- functions of the user's own --------------------------------------------------------------
 
 _native_apply = getattr_static(torch.autograd.Function, "apply")
-"""In Python or in C, as the version of torch has it."""
+"""torch's `apply`, in Python or in C."""
 
 
 def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -182,8 +181,9 @@ def _routed_apply(cls: type, *args: Any, **kwargs: Any) -> Any:
 
 
 def watch_functions() -> None:
-    """Route checkpoints, and custom autograd functions of ghosts, to the pass under way; keep
-    cached weights apart.
+    """Route checkpoints and custom autograd functions on ghosts to the current pass.
+
+    Cached weights are kept per thread.
     """
     watch_checkpoints()
     cache_weights_per_thread()

@@ -148,6 +148,7 @@ def _train(asked: _Asked) -> int:
     if is_one_of_many:  # gloo then connects only processes that exchange messages
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     is_first = os.environ.get("RANK", "0") == "0"
+    # Catch signals before the imports, which take seconds.
     if is_first:  # on a terminal only, as the imports take seconds
         say(f"loading PyTorch, to {'go on with' if asked.resume else 'train'} {asked.subject}")
     with Interrupt(is_one_of_many=is_one_of_many) as interrupt:
@@ -166,6 +167,7 @@ def _train(asked: _Asked) -> int:
                 "penstock: interrupted; nothing was saved since the last checkpoint", err=True
             )
             return interrupt.exit_code
+    # Print the summary, and the command that resumes an interrupted run.
     if not is_first:
         return 0 if summary.finished else interrupt.exit_code
     if asked.as_json:

@@ -102,6 +102,7 @@ class Adafactor(PerParameter):
         state = self.state[parameter]
         state["step"] = state.get("step", 0) + 1
         share = state["step"] ** group["beta2_decay"]  # 1 in the first step
+        # Divide by the root of the second moments; a matrix has one for each row and column.
         square = grad.square().add_(_LEAST_SQUARE)
         if parameter.dim() < 2:
             update = grad * _mean(state, "square", square, share).rsqrt()
@@ -110,6 +111,7 @@ class Adafactor(PerParameter):
             columns = _mean(state, "columns", square.mean(dim=-2), share)
             of_rows = (rows / rows.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
             update = grad * of_rows * columns.rsqrt().unsqueeze(-2)
+        # Clip the update, then scale it by the size of the weight.
         update.div_(max(1.0, _size(update) / group["clip"]))
         length = group["lr"] * max(_LEAST_SIZE, _size(parameter))
         if group["weight_decay"]:

@@ -59,6 +59,7 @@ def _unknown(place: list[str], where: str, kind: str) -> str:
         near_key = f"; did you mean the key {hint}?" if hint else ""
         near = _nearest(key, names) or near_key
         return f"unknown section [{where}]{near}; known: {', '.join(names)}"
+    # The key may belong to another variant of the section.
     section = place[0]
     keys_by_kind = {
         _name_of(variant): list(variant.model_fields)
@@ -68,6 +69,7 @@ def _unknown(place: list[str], where: str, kind: str) -> str:
         if kind and key in keys:
             setting = f'{section}.name = "{kind}"'
             return f'unknown key {where} with {setting}; it belongs to name = "{other}"'
+    # Or it may be misspelt, or belong to another section.
     known = keys_by_kind[kind] if kind else next(iter(keys_by_kind.values()))
     close = get_close_matches(key, known, n=1)
     hint = f"{section}.{close[0]}" if close else suggest_place(key)

@@ -145,11 +145,36 @@ class PipelineSection(Section):
         return self.num_microbatches if "num_microbatches" in self.model_fields_set else None
 
     @model_validator(mode="after")
-    def _replicas_share_microbatches(self) -> Self:
+    def _layout_is_consistent(self) -> Self:
+        # Replicas share the micro-batches.
         if self.num_microbatches % self.num_replicas:
             raise ValueError(
                 f"pipeline.num_microbatches = {self.num_microbatches} must be a multiple of "
                 f"pipeline.num_replicas = {self.num_replicas}, which share them"
+            )
+        # Only shards can divide operators.
+        try:
+            request = ShardingRequest.of(self.sharding)
+        except ConfigError as error:
+            raise ValueError(f"pipeline.{error}") from None
+        if self.all_shards == 1 and request != ShardingRequest() and not request.gathers:
+            raise ValueError(
+                f'pipeline.sharding = "{request}" divides operators among the shards of a stage, '
+                "and pipeline.num_shards is 1; set that to 2 or more, or leave sharding out"
+            )
+        # The schedule and the partition fit the stages.
+        try:
+            named_schedule(self.schedule, self.num_stages, self.stages_per_rank)
+        except ConfigError as error:
+            raise ValueError(
+                f'pipeline.schedule = "{self.schedule}" with pipeline.num_stages = '
+                f"{self.num_stages} and pipeline.stages_per_rank = {self.stages_per_rank}: {error}"
+            ) from None
+        if self.partition != "auto" and len(self.partition) != self.num_stages:
+            raise ValueError(
+                f"pipeline.partition = {list(self.partition)} has {len(self.partition)} stages, "
+                f"pipeline.num_stages is {self.num_stages}; make them agree, "
+                'or set partition to "auto"'
             )
         return self
 
@@ -177,37 +202,3 @@ class PipelineSection(Section):
         if self.shard_optimizer and not request.gathers:
             request = replace(request, plan=f"{request.plan}+zero1")
         return request if self.all_shards > 1 or request.gathers else None
-
-    @model_validator(mode="after")
-    def _sharding_has_shards(self) -> Self:
-        try:
-            wanted = ShardingRequest.of(self.sharding)
-        except ConfigError as error:
-            raise ValueError(f"pipeline.{error}") from None
-        if self.all_shards == 1 and wanted != ShardingRequest() and not wanted.gathers:
-            raise ValueError(
-                f'pipeline.sharding = "{wanted}" divides operators among the shards of a stage, '
-                "and pipeline.num_shards is 1; set that to 2 or more, or leave sharding out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_fits_the_stages(self) -> Self:
-        try:
-            named_schedule(self.schedule, self.num_stages, self.stages_per_rank)
-        except ConfigError as error:
-            raise ValueError(
-                f'pipeline.schedule = "{self.schedule}" with pipeline.num_stages = '
-                f"{self.num_stages} and pipeline.stages_per_rank = {self.stages_per_rank}: {error}"
-            ) from None
-        return self
-
-    @model_validator(mode="after")
-    def _partition_has_num_stages(self) -> Self:
-        if self.partition != "auto" and len(self.partition) != self.num_stages:
-            raise ValueError(
-                f"pipeline.partition = {list(self.partition)} has {len(self.partition)} stages, "
-                f"pipeline.num_stages is {self.num_stages}; make them agree, "
-                'or set partition to "auto"'
-            )
-        return self

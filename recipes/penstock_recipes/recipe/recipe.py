@@ -111,26 +111,20 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _makes_something_of_the_mean(self) -> Self:
+    def _can_run(self) -> Self:
+        # The mean of checkpoints needs a result that uses it, and enough checkpoints.
         if self.train.average_checkpoints > 1 and isinstance(self.data, ImageSection):
             raise ValueError(
                 f"train.average_checkpoints = {self.train.average_checkpoints} with data.name = "
                 f'"{self.data.name}" changes nothing: nothing is made of such a run at its end. '
                 "Set train.average_decay to judge averaged weights"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _averages_exist(self) -> Self:
         if self.train.average_checkpoints > self.train.keep_checkpoints:
             raise ValueError(
                 f"train.average_checkpoints = {self.train.average_checkpoints} needs "
                 f"train.keep_checkpoints = {self.train.keep_checkpoints} to be as high"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_run_so(self) -> Self:
+        # The schedule and the sharding support the other keys.
         try:
             check_asynchronous(self)
             check_divided(self)
@@ -166,6 +160,7 @@ def check_asynchronous(recipe: Recipe) -> None:
                 f"batch with a flush. Choose one of {', '.join(ASYNCHRONOUS_NAMES)}, or make it 1"
             )
         return
+    # key -> (is set, reason)
     refused = {
         "train.max_grad_norm": (
             train.max_grad_norm is not None,

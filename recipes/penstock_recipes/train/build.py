@@ -78,6 +78,7 @@ def pipeline_options(recipe: Recipe) -> dict[str, Any]:
 
 def target_of(recipe: Recipe, task: Task, name: str) -> Target:
     """Describe the recipe's model for planning, profiling and checking."""
+    # The first part of the first batch is the example.
     section, part = recipe.pipeline, next(task.batches(0, 0, slice)).parts[0]
     return Target(
         name=name,

@@ -84,6 +84,7 @@ def show_summary(console: Console, summary: Summary) -> None:
         )
     if summary.result:
         say(console, summary.result)
+    # The results in one row, then the memory of each stage.
     heads = (*summary.shown, "time", "throughput", "share of ideal", "bubble")
     values = (
         *summary.shown.values(),

@@ -88,6 +88,7 @@ def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
     axes = (placement.most_shards,) if is_uneven(placement) else placement.shard_axes
     kinds = [kind.value for kind in set(plan.recompute) if isinstance(kind, Recompute)]
     limits = set(plan.memory_limit_bytes or ())
+    # A recipe has one recompute policy and one memory limit for all stages.
     changes = {
         "num_stages": plan.num_stages,
         "stages_per_rank": plan.schedule.stages_per_rank,
@@ -169,8 +170,9 @@ def refit(recipe: Recipe, world_size: int, num_layers: int) -> Recipe:
     if _fits(recipe, world_size):
         return recipe
     section = recipe.pipeline
-    if world_size == 1:
+    if world_size == 1:  # with a thread for each stage
         return _with(recipe, section.num_stages, 1, 1)
+    # Prefer the most replicas, then the most shards; stages take the rest.
     numbers = range(section.num_replicas, 0, -1), range(section.all_shards, 0, -1)
     for num_replicas, num_shards in product(*numbers):
         num_ranks, rest = divmod(world_size, num_replicas * num_shards)

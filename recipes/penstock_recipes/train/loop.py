@@ -206,6 +206,7 @@ class Trainer:
 
             place, next_step = str(folder.path / TENSORBOARD), self.position.step + 1
             self._scalars = SummaryWriter(place, purge_step=next_step)
+        # Train, evaluate after each epoch, save when due, until the end or a stop.
         stopping = self._must_stop(interrupt)
         interval = self.recipe.train.checkpoint_every
         while not self.finished and not stopping:
@@ -217,6 +218,7 @@ class Trainer:
             due = self.position.step // interval > saved
             if due or self.finished or stopping:
                 self._save(folder)
+        # Wait for the last checkpoint, as the results are made of checkpoints.
         self._settle(folder)
         if self.finished:
             self.finish(folder)

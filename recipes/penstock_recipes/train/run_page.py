@@ -42,6 +42,7 @@ def page_of(run: Path, predicted: Path | None = None) -> Page:
             f"no report: {run} {what}; give a run folder, such as runs/digits-1, that "
             "`penstock train` made"
         )
+    # Each part of the page comes from one file, which may be absent.
     reader = RunReader(run)
     plan = reader.read(PLAN, Plan.from_json)
     facts, memory = reader.read(SUMMARY, _of_summary) or ((), ())

@@ -191,6 +191,7 @@ def _read_folder(
 
     with ThreadPoolExecutor() as pool:  # network file systems are slow, but serve many at once
         files_of = dict(zip(names, pool.map(read_class, names), strict=True))
+    # Every class needs an image.
     skipped = [str(folder / file) for _, bad in files_of.values() for file in bad]
     empty = [name for name, (good, _) in files_of.items() if not good]
     if empty:
@@ -199,6 +200,7 @@ def _read_folder(
             f"{len(empty)} classes of {folder} have no images ({', '.join(SUFFIXES)}): "
             f"{_some(empty)}{what}. Remove their folders, or give them images"
         )
+    # Number the classes by their order in train.
     number = {name: place for place, name in enumerate(classes)}
     rows = [(file, number[name]) for name, (good, _) in files_of.items() for file in good]
     files, targets = zip(*rows, strict=True)

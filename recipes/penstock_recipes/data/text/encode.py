@@ -124,6 +124,7 @@ def encode_part(
     """
     if too_long not in ("refuse", "drop"):
         raise ConfigError(f'too_long={too_long!r}: must be "refuse" or "drop"')
+    # Encode language by language, without pairs that are too long.
     languages = tuple(sorted(part))
     numbers, positions = array("q"), array("q")
     sources, targets = _Growing(), _Growing()
@@ -143,6 +144,7 @@ def encode_part(
             positions.append(position)
             sources.append(source)
             targets.append(target)
+    # Refuse them all in one message.
     if too_long == "refuse" and any(num_dropped.values()):
         counts = ", ".join(f"{name} {count:,}" for name, count in num_dropped.items() if count)
         raise ConfigError(

@@ -130,6 +130,7 @@ def _files(folder: Path, target: str) -> dict[tuple[PartName, str], tuple[Path, 
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigError(f"{folder} {what}; give the folder of the parallel text")
+    # A name such as train.de-en.de is one side of the pair (train, de).
     files: dict[tuple[PartName, str], tuple[Path, Path]] = {}
     for path in sorted(folder.iterdir()):
         match = _FILE.fullmatch(path.name)

@@ -168,6 +168,7 @@ def train_vocabulary(
         ConfigError: tokenizers is not installed, there is no text, or `size` is too small for
             tags and single bytes.
     """
+    # Sample pairs as in training, and give both sides to the trainer.
     languages = sorted(part)
     counts = torch.tensor([len(part[language]) for language in languages], dtype=torch.int64)
     drawn = epoch_samples(

@@ -74,6 +74,7 @@ def judge(
         "copy": identity_scores(part, target=corpus.target),
         "model": score_translations(translations, part, target=corpus.target),
     }
+    # Write the texts, the table of scores, and the scores as JSON.
     table = compare(systems)
     lines = [
         _quoted(language, source, reference, translation)

@@ -53,6 +53,7 @@ class Cell(nn.Module):
         self.channels = width * len(genotype.outputs)
         self.current = nn.Sequential(*convolution(channels, width, norm))
         self.previous = _adapted(previous, width, norm)
+        # The operations on states 0 and 1 have the stride; state 1 may have other channels.
         second = channels if previous is None else width
         # An nn.ModuleList could be mistaken for a list of layers, and divided into stages.
         self.operations = nn.ModuleDict()

@@ -66,6 +66,7 @@ class Design:
         self._check_shares()
 
     def _check_sizes(self) -> None:
+        # Depth and width.
         if self.num_layers < NUM_STACKS:
             raise ConfigError(
                 f"num_layers={self.num_layers}: normal cells come in {NUM_STACKS} stacks; give "
@@ -78,6 +79,7 @@ class Design:
                 "and inside it there are a quarter of that; give a multiple of "
                 f"{first_share}, {LEAST_FILTERS} or more"
             )
+        # The data: classes, channels, image size.
         for name, count in (("num_classes", self.num_classes), ("in_channels", self.in_channels)):
             if count < 1:
                 raise ConfigError(f"{name}={count}: give 1 or more")

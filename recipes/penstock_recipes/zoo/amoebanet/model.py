@@ -47,6 +47,7 @@ class AmoebaNet(nn.Module):
 
     def forward(self, image_BCHW: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the logits; in training also those of the auxiliary head."""
+        # The first cell reads the stem twice.
         current_BCHW = self.stem(image_BCHW)
         previous_BCHW = current_BCHW
         auxiliary = None

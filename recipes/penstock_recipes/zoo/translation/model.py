@@ -108,6 +108,7 @@ class TranslationTransformer(nn.Module):
         self.target_embedding = _embedding(shape, vocabulary)
         self.decoder = nn.ModuleList(DecoderBlock(shape, draws) for _ in range(num_layers))
         self.decoder_norm = nn.LayerNorm(shape.width)
+        # Tie the softmax to the target embedding, and perhaps the source embedding too.
         scale = self.target_embedding.scale
         self.head = Linear(shape.width, vocabulary.num_words, normal(1 / scale))
         if vocabulary.tied is not Tied.NOTHING:
