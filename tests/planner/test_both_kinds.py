@@ -1,5 +1,6 @@
 """Plans of stages on one device each and of stages on several are compared by one measure."""
 
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -20,7 +21,7 @@ def drawn(seed: int) -> tuple[penstock.Profile, penstock.Cluster]:
     random = Random(seed)
     widths = [random.choice((16, 64, 256)) for _ in range(random.randint(3, 6))]
     with torch.device("meta"):
-        layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+        layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
         inputs = torch.empty(16, widths[0])
     hosts = random.choice(((2,), (4,), (2, 2), (1, 3)))
     speeds = {"near": random.choice((1e9, 1e11)), "far": random.choice((1e8, 1e11))}
