@@ -45,7 +45,7 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'penstock.zoo' has no attribute {name!r}")
+        raise AttributeError(f"module 'penstock_recipes.zoo' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
