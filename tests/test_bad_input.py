@@ -599,7 +599,8 @@ REFUSED = [
         )
     ),
     told(
-        lambda m: penstock.plan(odd(None), HERE, 16), r"profile=None; give .*penstock\.profile\("
+        lambda m: penstock.plan(odd(None), HERE, 16),
+        r"model=None without example_inputs=.*penstock\.profile\(",
     ),
     told(
         lambda m: penstock.plan(MEASURED, odd("dgx-h100"), 16),

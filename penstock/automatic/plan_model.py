@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 from penstock.planner.candidates import Constraints
 from penstock.planner.make_plan import Choice, plan_profile
 from penstock.planner.plan import Plan
@@ -69,8 +69,9 @@ def plan(  # noqa: PLR0913 - the front door: each a keyword with a default
         if not isinstance(model, Target):
             if example_inputs is None:
                 raise ConfigError(
-                    "example_inputs= is missing: give a batch that the model is called with, or "
-                    "a profile in the place of the model"
+                    f"model={shown(model)} without example_inputs=; give a batch that the model "
+                    "is called with, or a profile in the place of the model: what "
+                    "penstock.profile(layers, example_inputs) returns, or Profile.load(path)"
                 )
             model = Target.of(model, example_inputs, targets, loss)
     options: dict[str, Any] = {"constraints": constraints, "num_layers": num_layers}

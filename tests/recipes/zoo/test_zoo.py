@@ -26,7 +26,9 @@ def test_no_module_is_named_as_what_it_holds() -> None:
 
 
 def test_a_name_that_is_not_there_is_refused() -> None:
-    with pytest.raises(AttributeError, match=r"'penstock\.zoo' has no attribute 'amoebanet_z'"):
+    with pytest.raises(
+        AttributeError, match=r"'penstock_recipes\.zoo' has no attribute 'amoebanet_z'"
+    ):
         zoo.amoebanet_z  # noqa: B018 - looking is what is tried
 
 
