@@ -75,7 +75,7 @@ def alone(here: Path) -> Path:
 def plan(here: Path) -> str:
     """Plan the recipe for 1 + 2 devices."""
     wanted = ("plan", str(here / "keys.toml"), "--cluster", str(here / "1+2.toml"))
-    many = ("--sub-meshes", "--num-microbatches", "2", "--save", str(here / "plan.json"))
+    many = ("--sharding", "data", "--num-microbatches", "2", "--save", str(here / "plan.json"))
     assert command((*wanted, *many)) == 0
     return str(here / "plan.json")
 
@@ -107,7 +107,7 @@ def test_a_plan_with_its_first_stage_on_the_last_rank_trains_and_goes_on(
 ) -> None:
     """In two processes, and in one, whose threads are as any plan's."""
     recipe, saved = str(here / "keys.toml"), here / "turned.json"
-    wanted = ("--cluster", str(here / "1+1.toml"), "--sub-meshes", "--num-microbatches", "2")
+    wanted = ("--cluster", str(here / "1+1.toml"), "--sharding", "data", "--num-microbatches", "2")
     assert command(("plan", recipe, *wanted, "--save", str(saved))) == 0
     plan = Plan.load(saved)
     assert plan.placement.ranks == (((0,),), ((1,),))

@@ -78,7 +78,9 @@ def _planned(recipe: Recipe, count: int) -> Plan:
     say(f"planning for {cluster.name} ({count_text(count, 'device')})")
     target = target_of(recipe, build_task(recipe), "")
     transport = Transport.TORCH_DISTRIBUTED if count > 1 else None
-    asked = Constraints(batch_size=target.batch_size, transport=transport)
+    # a plan's micro-batches are those of each replica, and a run keeps to its number of all
+    replicas = None if target.fixed_microbatches is None else 1
+    asked = Constraints(batch_size=target.batch_size, num_replicas=replicas, transport=transport)
     plan = make_plan(target, cluster, constraints=asked, measure=section.measure)
     return replace(
         plan,
