@@ -79,8 +79,7 @@ class _Content:
     """The tensors of a message, as all shards of the sender hold them: their kinds and bytes.
 
     `is_cut`: each shard has a slice of the tensor.  With `is_like`, both sides have as many
-    shards, and
-    kinds are those of this shard's slice.
+    shards, and kinds are those of this shard's slice.
     """
 
     kinds: Sequence[TensorKind]
@@ -190,9 +189,7 @@ class _IncomingShare(Incoming):
 
 
 class IncomingShares:
-    """The receiving end of an edge from `stage`, used as an `Incoming`; all shards
-    call it alike.
-    """
+    """The receiving end of an edge from `stage`, like an `Incoming`; all shards call it alike."""
 
     def __init__(self, mesh: Mesh, stage: int, sides: Sides, channel: int) -> None:
         self._mesh, divided = mesh, shares(sides)

@@ -40,7 +40,7 @@ def outcome(fault: Fault, repository: Path) -> str:
         with subprocess.Popen(
             command,
             cwd=repository,
-            env={**os.environ, "PYTHONPATH": str(repository)},
+            env={**os.environ, "PYTHONPATH": f"{repository}{os.pathsep}{repository / 'recipes'}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

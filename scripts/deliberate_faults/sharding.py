@@ -107,7 +107,7 @@ FAULTS = (
         "self._of_shards = [Share(n, n + 1, count) for n in range(count)]",
         "self._of_shards = [Share(0, 1, count) for n in range(count)]",
         "tests/distributed/test_unlike_meshes.py",
-        "not slow",
+        "values_of_all_kinds",
     ),
     Fault(
         "a slice is read from the beginning of what a file has",

@@ -267,7 +267,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*train, "--run-folder", "run", *sets],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -308,7 +308,7 @@ def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "train", str(DIGITS), "--run-folder", "run", *sets],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
