@@ -20,7 +20,7 @@ from penstock.mesh.init import join_mesh, meet
 from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
 from penstock.mesh.start import num_processes
 from penstock.planner.plan import Plan
-from penstock.trace.units import bytes_text, count_text
+from penstock.trace.units import bytes_text
 from penstock.types import Transport
 
 
@@ -62,7 +62,7 @@ def plan_mesh(
     """
     count = num_processes()
     if cluster is not None:
-        check_devices(cluster, count)
+        cluster.check_devices(count)
     if count == 1:
         plan = make_plan()
         return Mesh.of_one_process(plan.placement.num_places, timeout_s), plan
@@ -77,20 +77,6 @@ def plan_mesh(
     return join_mesh(world, plan.placement, place), plan
 
 
-def check_devices(cluster: Cluster, count: int) -> None:
-    """Refuse a cluster of more or fewer devices than there are processes.
-
-    Raises:
-        ConfigError: says both numbers.
-    """
-    if len(cluster.places) != count:
-        raise ConfigError(
-            f"the cluster {cluster.name} has {count_text(len(cluster.places), 'device')}, and "
-            f"there {'is' if count == 1 else 'are'} {count_text(count, 'process')}; start one for "
-            "each device (torchrun --nproc-per-node), or describe the devices that these run on"
-        )
-
-
 def check_hosts(cluster: Cluster, world: Control, device: torch.device) -> None:
     """Refuse a cluster that is not what the processes run on; all of them call it.
 
@@ -100,7 +86,7 @@ def check_hosts(cluster: Cluster, world: Control, device: torch.device) -> None:
     Raises:
         ConfigError: on all processes alike; says which rank differs, and how.
     """
-    check_devices(cluster, world.size)
+    cluster.check_devices(world.size)
     memory = 0
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory

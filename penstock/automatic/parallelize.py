@@ -25,8 +25,8 @@ from penstock.planner.plan import Plan
 from penstock.runtime.profiling import profile
 from penstock.types import Transport
 
-from .hosts import check_devices, measure_cluster, plan_mesh
-from .target import PROFILED_SIZES
+from .hosts import measure_cluster, plan_mesh
+from .target import sizes_up_to
 
 
 def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -91,7 +91,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     if num_layers is not None:
         check_count("num_layers", num_layers)
     if cluster is not None:
-        check_devices(cluster, num_processes())
+        cluster.check_devices(num_processes())
     if measure:
         check_measurable(layers, example_inputs, cluster)
     numbers = {"num_microbatches": num_microbatches, "num_layers": num_layers}
@@ -119,7 +119,6 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     example_inputs: Any,
     cluster: Cluster,
     *,
-    loss: Any = None,
     num_microbatches: int | None = None,
     num_layers: int | None = None,
     sharding: str = "auto",
@@ -134,11 +133,10 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     layers = resolve_layers(layers, example_inputs)
     count, batch_size = len(cluster.places), samples_of(example_inputs, "example_inputs")
     kind = cluster.device_of(0).torch_type
-    sizes = sorted({batch_size, *(n for n in PROFILED_SIZES if n <= batch_size)})
     costs = profile(
         layers,
         example_inputs,
-        microbatch_sizes=sizes,
+        microbatch_sizes=sizes_up_to(batch_size),
         measure=measure,
         threads=1,
         torch_type=None if measure else kind,

@@ -73,7 +73,14 @@ def plan(  # noqa: PLR0913 - the front door: each a keyword with a default
                     "is called with, or a profile in the place of the model: what "
                     "penstock.profile(layers, example_inputs) returns, or Profile.load(path)"
                 )
-            model = Target.of(model, example_inputs, targets, loss)
+            target = Target.of(model, example_inputs, targets, loss)
+            if measure or (measure is None and on_cores(cluster)):
+                from .parallelize import check_measurable
+
+                layers = target.resolved()
+                check_measurable(layers, example_inputs, cluster)  # a user's model is not moved
+                target = replace(target, make_model=lambda: layers)
+            model = target
     options: dict[str, Any] = {"constraints": constraints, "num_layers": num_layers}
     return choose(model, cluster, batch_size, measure=measure, sharding=sharding, **options).plan
 

@@ -22,7 +22,7 @@ from penstock.runtime.microbatches import microbatch_sizes
 from penstock.runtime.profiling import profile
 from penstock.types import Reduction
 
-PROFILED_SIZES = (1, 4, 16, 64)
+_PROFILED_SIZES = (1, 4, 16, 64)
 """Samples of the micro-batches that are profiled for a plan, beside the target's own."""
 
 
@@ -82,14 +82,25 @@ class Target:
             return capture(model, self.make_example() if self.make_example else self.inputs)
         return model
 
+    def resolved(self) -> Layers:
+        """Return the model's layers, made where the default device is."""
+        return resolve_layers(self.layers_of(self.make_model()), self.inputs)
+
     def profile(
-        self, sizes: Sequence[int] = (), device: Device | None = None, *, busy: bool = False
+        self,
+        sizes: Sequence[int] = (),
+        device: Device | None = None,
+        *,
+        busy: bool = False,
+        kind: str | None = None,
     ) -> Profile:
         """Measure the model here, or count what its layers do on a device.
 
         Args:
             sizes: samples of micro-batches; default: those of the first micro-batch.
             busy: measure again while all other cores do the same.
+            kind: the type of device to measure on, as "cpu"; default: an accelerator if there is
+                one.
         """
         options: dict[str, Any] = {
             "targets": self.targets,
@@ -101,7 +112,7 @@ class Target:
         }
         if device is not None:
             return self._counted(device, options)
-        here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        here = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
         model, inputs = self._on(here)
         options["targets"] = _moved(self.targets, here)
         layers = self.layers_of(model)
@@ -129,8 +140,7 @@ class Target:
             ConfigError: the cluster has cores of another machine, or layers are to be measured
                 and nothing here is of the cluster's kind.
         """
-        count, own = self.batch_size, self._microbatch_size
-        sizes = sizes or sorted({own, count, *(n for n in PROFILED_SIZES if n <= count)})
+        sizes = sizes or sizes_up_to(self.batch_size, self._microbatch_size)
         devices = cluster.devices.values()
         is_measured = self.measure if measure is None else measure
         counted = [device for device in devices if device.torch_type != "cpu"]
@@ -144,7 +154,7 @@ class Target:
                 "--measure, by which seconds are estimated"
             )
         if not threads or counted:
-            return [self.profile(sizes)]
+            return [self.profile(sizes, kind=first.torch_type)]
         cores = [name for name in cluster.devices if name != "core"]
         if cores:
             raise ConfigError(
@@ -153,7 +163,7 @@ class Target:
                 "there"
             )
         every = (replace(self, threads_per_stage=n) for n in threads)
-        return [each.profile(sizes, busy=True) for each in every]
+        return [each.profile(sizes, busy=True, kind=first.torch_type) for each in every]
 
     @property
     def _microbatch_size(self) -> int:
@@ -165,7 +175,7 @@ class Target:
         """Count the layers without values; in lower precision, as if all of them had it."""
         with torch.device("meta"):
             model = self.make_model()
-        layers: Layers = resolve_layers(self.layers_of(model), self.inputs)
+        layers = resolve_layers(self.layers_of(model), self.inputs)
         weights = layer_weights(layers, options["optimizer"])
         inputs = self._lowered(model, self.inputs)
         kind = device.torch_type
@@ -190,6 +200,12 @@ class Target:
         is_lower = self.precision is not torch.float32
         precision = self.precision if is_lower else torch.bfloat16
         return torch.autocast(device.type, precision, enabled=is_lower)
+
+
+def sizes_up_to(batch_size: int, *others: int) -> list[int]:
+    """Return the samples of micro-batches to profile for plans of a batch, and these others."""
+    few = (size for size in _PROFILED_SIZES if size <= batch_size)
+    return sorted({batch_size, *few, *others})
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -18,7 +18,7 @@ from penstock.costs.counting.graph import Graph
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError, PlanError
 from penstock.sharding.costs import Costs
-from penstock.sharding.program import whole_s
+from penstock.sharding.program import layers_s
 from penstock.trace.page import Page
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import time_text
@@ -174,12 +174,11 @@ def _task(
         graph, kind = graph_of(num_microbatches), cluster.places[0].kind
         size = -(-asked.batch_size // num_microbatches)
         known = Pricing(profile, cluster).seconds(kind, size, num_microbatches)
-        costs = Costs((1,), cluster)
-        of_kind = {
-            graph.signature(n): whole_s(graph, n, costs) for n in range(len(operators.names))
-        }
-        every = ((own, of_kind[graph.signature(n)]) for n, own in enumerate(known))
-        return tuple((own.forward_s + own.backward_s) / s or 1.0 if s else 1.0 for own, s in every)
+        roofline_s = layers_s(graph, len(operators.names), Costs((1,), cluster))
+        return tuple(
+            (own.forward_s + own.backward_s) / s or 1.0 if s else 1.0
+            for own, s in zip(known, roofline_s, strict=True)
+        )
 
     task = MeshTask(
         model=Model(profile.layers, profile.spans),

@@ -22,7 +22,7 @@ from penstock.errors import PlanError
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.family import Family
 from penstock.sharding.costs import Costs as LayoutCosts
-from penstock.sharding.program import whole_s
+from penstock.sharding.program import layers_s
 from penstock.sharding.request import ShardingRequest
 from penstock.sharding.search import Search
 from penstock.simulator.simulate import simulate, step_s
@@ -191,14 +191,10 @@ class _Search:
         places = self.task.cluster.places
         if len({place.kind for place in places}) > 1:
             return 0.0
-        graph, names = self.task.graph_of(number), self.task.names
-        alone = LayoutCosts((1,), self.task.cluster, factors=factors)
-        of_kind = dict[tuple[str, float], float]()
-        kinds = [(graph.signature(n), alone.factor(n)) for n in range(len(names))]
-        for layer, kind in enumerate(kinds):
-            if kind not in of_kind:
-                of_kind[kind] = whole_s(graph, layer, alone)
-        return number * sum(of_kind[kind] for kind in kinds) / len(places)
+        graph, count = self.task.graph_of(number), len(self.task.names)
+        seconds = layers_s(graph, count, LayoutCosts((1,), self.task.cluster))
+        total_s = sum(s * f for s, f in zip(seconds, factors or repeat(1.0), strict=False))
+        return number * total_s / len(places)
 
     def _answers(self, sized: Task) -> list[Answer]:
         """Return the best answers for 1F1B, and where memory allows it for eager 1F1B, and for

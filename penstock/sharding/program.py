@@ -299,6 +299,16 @@ def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]
     return Side(node, numpy.array(which))
 
 
+def layers_s(graph: Graph, num_layers: int, costs: Costs) -> list[float]:
+    """Return `whole_s` of each layer; layers that do the same are priced once."""
+    kinds = [graph.signature(n) for n in range(num_layers)]
+    of_kind: dict[str, float] = {}
+    for layer, kind in enumerate(kinds):
+        if kind not in of_kind:
+            of_kind[kind] = whole_s(graph, layer, costs)
+    return [of_kind[kind] for kind in kinds]
+
+
 def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
     """Return the seconds of a replicated layer."""
     alike, whole = (ALIKE,) * len(costs.mesh), (I,) * len(costs.mesh)

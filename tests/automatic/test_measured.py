@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import penstock
 from penstock.automatic.parallelize import plan_for
+from penstock.errors import ConfigError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
 from penstock.planner.packing import Submesh
@@ -121,3 +123,17 @@ def test_layers_are_measured_where_they_are() -> None:
     )
     _, one, same, sleeper = on_meshes.layer_factors
     assert 0 < one == same < sleeper
+
+
+def test_a_users_model_is_measured_where_it_is_or_not_at_all() -> None:
+    layers, there = [nn.Linear(8, 8), nn.Linear(8, 8)], cluster(2, torch_type="cuda")
+    with pytest.raises(ConfigError, match="model and inputs are on cpu; give both on cuda"):
+        penstock.plan(layers, there, example_inputs=INPUTS, measure=True)
+    assert {parameter.device.type for layer in layers for parameter in layer.parameters()} == {
+        "cpu"
+    }
+    asked = penstock.Constraints(batch_size=len(INPUTS), num_microbatches=2)
+    plan = penstock.plan(
+        layers, cluster(1, torch_type="cpu"), example_inputs=INPUTS, constraints=asked
+    )
+    assert plan.predicted_step_s

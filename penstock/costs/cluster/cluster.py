@@ -17,6 +17,7 @@ from typing import Self
 
 from penstock.errors import ConfigError
 from penstock.plain_values import from_plain
+from penstock.trace.units import count_text
 
 from .checks import wrong_in_cluster
 from .device import Device
@@ -129,6 +130,20 @@ class Cluster:
         """
         hosts = tuple(replace(host, count=host.count * number) for host in self.hosts)
         return replace(self, name=f"{number} x {self.name}", hosts=hosts)
+
+    def check_devices(self, num_processes: int) -> None:
+        """Refuse a job whose number of processes is not the number of devices.
+
+        Raises:
+            ConfigError: the numbers differ.
+        """
+        if len(self.places) != num_processes:
+            raise ConfigError(
+                f"the cluster {self.name} has {count_text(len(self.places), 'device')}, and there "
+                f"{'is' if num_processes == 1 else 'are'} {count_text(num_processes, 'process')}; "
+                "start one for each device (torchrun --nproc-per-node), or describe the devices "
+                "that these run on"
+            )
 
     def between_processes(self) -> Self:
         """Return the cluster for ranks in separate processes: `processes` replaces `port`."""

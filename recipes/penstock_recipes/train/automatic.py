@@ -7,7 +7,6 @@ import torch
 from penstock import Cluster, Constraints, Mesh, Plan, Transport, measure_cluster, plan_mesh
 from penstock import plan as make_plan
 from penstock.cli import say
-from penstock.errors import ConfigError
 from penstock.mesh import num_processes
 from penstock.trace.units import count_text
 from penstock_recipes.recipe.recipe import Recipe
@@ -61,13 +60,8 @@ def check_cluster(recipe: Recipe, count: int) -> None:
         ConfigError: the numbers differ, or there is no such cluster.
     """
     cluster = _cluster(recipe)
-    if cluster is not None and len(cluster.places) != count:
-        raise ConfigError(
-            f"the cluster {cluster.name} has {count_text(len(cluster.places), 'device')}, and "
-            f"there {'is' if count == 1 else 'are'} {count_text(count, 'process')}; start one for "
-            "each device (--num-processes, torchrun --nproc-per-node), or describe the devices "
-            "that these run on"
-        )
+    if cluster is not None:
+        cluster.check_devices(count)
 
 
 def _planned(recipe: Recipe, count: int) -> Plan:
