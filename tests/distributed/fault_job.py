@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import schedules
-from penstock.checkpoint import together
+from penstock.checkpoint import save
 from penstock.planner.placement import Placement
 from penstock.runtime.executor import Executor
 from penstock.schedules import ir
@@ -63,14 +63,14 @@ def inject(kind: str, action: str) -> None:
 
 def inject_into_save(action: str) -> None:
     """Let this process go wrong when it writes its shard of the faulty step's checkpoint."""
-    write = together.save_tensors  # type: ignore[attr-defined]
+    write = save.save_tensors
 
     def faulty(tensors: Any, file: Path, header: Any = None) -> None:
         if f"step-{FAULTY_STEP}" in str(file):
             go_wrong(action)
         write(tensors, file, header)
 
-    together.save_tensors = faulty  # type: ignore[attr-defined]
+    save.save_tensors = faulty
 
 
 def inject_into_batch(action: str) -> None:
@@ -94,7 +94,8 @@ def train(
 ) -> int:
     """Train to the end from the newest checkpoint; give the step it was of.
 
-    The deadline holds from the second step on: processes may start far apart on a busy machine.
+    The deadline holds once a checkpoint is complete: on a busy machine, processes may start far
+    apart, and the first write may be slow.
     """
     torch.manual_seed(0)
     layers: list[Any] = [
@@ -122,12 +123,12 @@ def train(
         generator = torch.Generator().manual_seed(10 * step + mesh.replica)
         x, y = (torch.randn(12, 4, generator=generator) for _ in range(2))
         pipe.train_step(x, y)
-        if deadline_s is not None:
-            mesh.background.timeout_s = deadline_s
         optimizer.step()
         optimizer.zero_grad()
         if saving is not None:
             saving.wait()
+            if deadline_s is not None:
+                mesh.background.timeout_s = deadline_s
         saving = penstock.async_save_checkpoint(folder / f"step-{step + 1}", pipe, optimizer)
     if saving is not None:
         saving.wait()

@@ -42,7 +42,7 @@ def test_a_run_that_plans_itself_goes_on_with_an_idle_rank(here: Path) -> None:
 def test_a_run_of_replicas_beside_an_idle_rank_is_judged_by_all_samples(here: Path) -> None:
     """Rank 0 is idle, which writes what both replicas have found."""
     wanted = ("plan", str(here / "keys.toml"), "--cluster", str(here / "few.toml"))
-    many = ("--sub-meshes", "--num-microbatches", "2", "--save", str(here / "plan.json"))
+    many = ("--num-microbatches", "2", "--save", str(here / "plan.json"))
     assert command((*wanted, *many)) == 0
     plan = Plan.load(here / "plan.json")
     assert plan.placement.ranks == (((1, 2),),)
