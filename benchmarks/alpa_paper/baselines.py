@@ -26,9 +26,8 @@ from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
-from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
-from penstock.planner.stage_table import Numbers
+from penstock.planner.stage_table import Numbers, Submesh
 from penstock.schedules import gpipe
 
 Allow = Callable[[int, int, Submesh], bool]

@@ -13,8 +13,8 @@ from penstock.errors import PlanError
 from penstock.planner import mesh_plans
 from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.mesh_plans import CUT_SHORT, MeshChoice, MeshTask, choose_on_meshes
-from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
+from penstock.planner.stage_table import Submesh
 from penstock.sharding.search import Search
 
 from .baselines import BASELINES, RestrictedPrices, plan_baseline, step_s

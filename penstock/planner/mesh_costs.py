@@ -23,8 +23,7 @@ from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
 
-from .packing import Hosts, Stage, Submesh
-from .stage_table import Price
+from .stage_table import Hosts, Price, Stage, Submesh
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""

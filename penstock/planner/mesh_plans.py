@@ -201,7 +201,7 @@ class _Search:
         GPipe, which is ahead by all micro-batches.
         """
         options: dict[str, Any] = {"most": _MOST_ANSWERS, "eps": _SEARCH_GAP}
-        options |= {"limit_s": _NEAR * self.best_s, "host_by_host": True}
+        options["limit_s"] = _NEAR * self.best_s
         answers = find_stages(sized, ahead=1, **options)
         for ahead in {2, sized.num_microbatches} - {1}:
             with suppress(PlanError):

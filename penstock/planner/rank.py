@@ -282,20 +282,15 @@ class _Search:
 
     @staticmethod
     def _soonest_s(predicted: Prediction) -> float:
-        """Return seconds that no schedule of a plan's size can take less than: the first forward
-        gets to a rank, and then it does all its work.
-        """
-        plan, forward_s = predicted.plan, predicted.costs.forward_s
-        assert plan.predicted_s is not None and isinstance(forward_s, tuple)
-        before_s = accumulate(forward_s, initial=0)
-        first_s: dict[int, float] = {}
-        work_s: dict[int, float] = {}
-        for place, seconds, start_s in zip(
-            plan.placement.places, plan.predicted_s, before_s, strict=False
-        ):
-            first_s.setdefault(place, float(start_s))
-            work_s[place] = work_s.get(place, 0.0) + seconds * plan.num_microbatches
-        return max(first_s[p] + work_s[p] for p in work_s) + predicted.update_s
+        """Return seconds that no schedule of a plan's size can take less than."""
+        plan, costs = predicted.plan, predicted.costs
+        per_stage = (costs.forward_s, costs.backward_s, costs.backward_input_s, plan.predicted_s)
+        loads = []
+        for stage, rank in enumerate(plan.placement.places):
+            forward_s, whole_s, input_s, busy_s = (cast(Any, own)[stage] for own in per_stage)
+            back_s = min(whole_s, input_s)
+            loads.append(Load(rank, forward_s, back_s, forward_s + back_s, busy_s))
+        return least_step_s(loads, plan.num_microbatches) + predicted.update_s
 
     def _keep(self, evaluator: Evaluator, size: Size, predicted: Prediction) -> Found | None:
         """Predict how long a plan takes, and keep it if it is the fastest of its kind that fits;

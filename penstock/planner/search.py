@@ -20,6 +20,7 @@ from penstock.schedules.family import Family
 from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.types import Recompute, Transport
 
+from .bounds import even_step_s
 from .candidates import Constraints, Size
 from .cuts import Setting, Spans, Window, cut, cut_over_devices, windows
 from .fit import Fitted, fit, predicted_s
@@ -86,7 +87,7 @@ class Evaluator:
             for of_layer in zip(*every, strict=True)
         ]
         longest_s = max(sum(layers_s[start:end]) for start, end in self.profile.spans)
-        return float(size.num_microbatches * max(longest_s, sum(layers_s) / size.num_ranks))
+        return even_step_s(sum(layers_s), longest_s, size.num_ranks, size.num_microbatches)
 
     def is_uneven(self, size: Size) -> bool:
         """Tell whether some layers that stay together take much longer than most do."""

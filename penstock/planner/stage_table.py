@@ -11,11 +11,38 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .packing import Hosts, Submesh
-
 Numbers = NDArray[Any]
 _MANY = 1 << 40
 """More devices than there are."""
+
+
+class Hosts(NamedTuple):
+    """Hosts of one kind: how many, with how many devices, and bytes a stage may use of each."""
+
+    num_hosts: int
+    num_devices: int
+    memory_bytes: float = inf
+
+
+class Submesh(NamedTuple):
+    """The devices of a stage: some of one host of a kind, or all of several hosts."""
+
+    kind: int
+    num_hosts: int
+    num_devices: int
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return self.num_hosts * self.num_devices
+
+
+class Stage(NamedTuple):
+    """Layers [start, end) on a mesh."""
+
+    start: int
+    end: int
+    submesh: Submesh
 
 
 class Price(NamedTuple):
@@ -59,53 +86,48 @@ class StageTable:
     """
 
     def __init__(
-        self, task: Task, meshes: Sequence[Submesh], num_stages: int, is_alpa: bool, ahead: int = 0
+        self, task: Task, meshes: Sequence[Submesh], num_stages: int, ahead: int
     ) -> None:
         num_layers, hosts, _, num_microbatches = task
-        self.num_layers, self.num_stages, self.covers_all = num_layers, num_stages, is_alpa
+        self.num_layers, self.num_stages, self.ahead = num_layers, num_stages, ahead
         self.hosts, self.meshes = hosts, meshes
-        self.devices = tuple(own.num_hosts * own.num_devices for own in hosts)
-        self.charge(even=False)
-        self.may_be_next = np.ones((len(meshes), *(n + 1 for n in self.devices)), dtype=bool)
+        self.devices = tuple(host.num_hosts * host.num_devices for host in hosts)
+        self.sizes = np.zeros((len(meshes), len(hosts)), dtype=int)
+        """Devices of each kind that a mesh uses."""
+        for size, mesh in zip(self.sizes, meshes, strict=True):
+            size[mesh.kind] = mesh.size
+        self.may_be_next = self._host_by_host()
         """By the devices left of each kind, whether the next stage may have a mesh."""
         prices = _prices(task._replace(hosts=tuple(hosts)), tuple(meshes)).copy()
-        prices[3, :, 0 if is_alpa else num_layers :] = 0.0  # no stage comes after the last layer
+        prices[3, :, num_layers] = 0.0  # no stage comes after the last layer
         seconds, self.stay, self.kept, handover = prices
         self.total = seconds + handover
-        self.pace = np.maximum(seconds, self.total / ahead if ahead else handover)
-        self.ahead = ahead or 1
+        self.pace = np.maximum(seconds, self.total / ahead)
         self.memory = np.array([hosts[mesh.kind].memory_bytes for mesh in meshes])
-        self.most_in_flight = inf if is_alpa else num_microbatches
+        self.most_in_flight = num_microbatches
         room = self.memory[:, None, None] - self.stay
         many = np.full_like(room, inf)
         np.divide(room, self.kept, out=many, where=self.kept > 0)
         many[many >= self.most_in_flight] = inf
-        self.deepest = np.where(room < 0, 0, np.floor((many - 1) / self.ahead) + 1)
+        self.deepest = np.where(room < 0, 0, np.floor((many - 1) / ahead) + 1)
         """How many stages there may be from this one to the last."""
         self.pace[self.deepest < 1] = inf
 
-    def charge(self, *, even: bool) -> None:
-        """Set how many devices of each kind a mesh uses up: its own, or for a part of a host an
-        `even` share of it, as four devices of eight for three.
+    def _host_by_host(self) -> Numbers:
+        """Return which meshes may be next [mesh, devices left of each kind], so that stages fill
+        one host after the other: parts of a host only while it has room, whole hosts only at the
+        start of one, and another kind of hosts only once no host is in part used.
         """
-        self.sizes = np.zeros((len(self.meshes), len(self.devices)), dtype=int)
-        for size, (kind, num_hosts, number) in zip(self.sizes, self.meshes, strict=True):
-            whole = self.hosts[kind].num_devices
-            size[kind] = num_hosts * (whole // (whole // number) if even else number)
-
-    def use_host_by_host(self) -> None:
-        """Let stages fill one host after the other: parts of a host only while it has room, whole
-        hosts only at the start of one, and another kind of hosts only once no host is in part
-        used.
-        """
-        left = np.indices(self.may_be_next.shape[1:])
-        sizes = [own.num_devices for own in self.hosts]
+        may_be_next = np.ones((len(self.meshes), *(n + 1 for n in self.devices)), dtype=bool)
+        left = np.indices(may_be_next.shape[1:])
+        sizes = [host.num_devices for host in self.hosts]
         is_whole = [here % whole == 0 for here, whole in zip(left, sizes, strict=True)]
-        for may, (kind, num_hosts, number) in zip(self.may_be_next, self.meshes, strict=True):
+        for may, (kind, num_hosts, number) in zip(may_be_next, self.meshes, strict=True):
             room = (left[kind] - 1) % sizes[kind] + 1
             may &= (left[kind] >= num_hosts * number) & (room >= number)
-            for own in is_whole[:kind] + is_whole[kind + 1 :]:
-                may &= own
+            for other in is_whole[:kind] + is_whole[kind + 1 :]:
+                may &= other
+        return may_be_next
 
     def within(self, bound_s: float) -> Numbers:
         """Return `total`, infinite for what is slower than a bound."""
@@ -158,9 +180,7 @@ class StageTable:
         num_layers = self.num_layers
         shape = (num_layers + 1, self.num_stages + 1, *(number + 1 for number in self.devices))
         least = np.full(shape, inf)
-        least[
-            (num_layers, 0, *((0 if self.covers_all else slice(None)) for _ in self.devices))
-        ] = 0.0
+        least[num_layers, 0] = 0.0
         can = np.isfinite(total)
         first = np.where(can.any(axis=2), can.argmax(axis=2), num_layers)
         before_s, before = self.before(total)

@@ -35,37 +35,19 @@ import numpy as np
 from penstock.errors import ConfigError, PlanError
 from penstock.trace.units import bytes_text
 
-from .packing import Hosts, Stage, Submesh, pack
-from .stage_table import Numbers, StageTable, Task
+from .stage_table import Hosts, Numbers, Stage, StageTable, Submesh, Task
 
 MOST_STAGES = 64
 """How many stages `find_stages` looks at, at most."""
-_MOST_TRIES = 1_000
-"""Partial answers that are looked at for one t_max before it is left, if none can be packed."""
 _LONGEST_S = sys.float_info.max
 """Seconds that are finite."""
 
 
-def submeshes(hosts: Sequence[Hosts], *, power_of_two: bool = False) -> list[Submesh]:
-    """Return the meshes that a stage may have: parts of a host, and whole hosts.
-
-    Any number of devices of a host, and of whole hosts; with `power_of_two` those of Alpa:
-    (1, 1), (1, 2), (1, 4) ... (1, M), (2, M), (3, M) ... (N, M).
-
-    Raises:
-        ConfigError: Alpa's are asked for on hosts whose number of devices is no power of two.
-    """
+def submeshes(hosts: Sequence[Hosts]) -> list[Submesh]:
+    """Return the meshes that a stage may have: any part of a host, and any number of hosts."""
     found = []
     for kind, (num_hosts, most, _) in enumerate(hosts):
-        parts = list(range(1, most + 1))
-        if power_of_two:
-            if most & (most - 1):
-                raise ConfigError(
-                    f"a host has {most} devices, and Alpa's meshes cover hosts only where that is "
-                    "a power of two; search with find_stages, which takes any number"
-                )
-            parts = [size for size in parts if not size & (size - 1)]
-        found += [Submesh(kind, 1, size) for size in parts]
+        found += [Submesh(kind, 1, size) for size in range(1, most + 1)]
         found += [Submesh(kind, number, most) for number in range(2, num_hosts + 1)]
     return found
 
@@ -79,47 +61,22 @@ class Answer:
     devices: tuple[tuple[int, ...], ...]
 
 
-def alpa_stages(task: Task) -> Answer:
-    """Return the stages that Alpa's objective is least for, exactly: meshes of its shapes cover
-    all devices, and handing over costs nothing.
-
-    Raises:
-        ConfigError: hosts are of several kinds, or their devices are no power of two.
-        PlanError: nothing fits; says what is missing.
-    """
-    if len(task.hosts) != 1:
-        raise ConfigError(
-            f"the cluster has {len(task.hosts)} kinds of hosts, and Alpa's search knows one; "
-            "search with find_stages, which takes any"
-        )
-    return _Search(task, most=1, eps=0.0, is_alpa=True).answers()[0]
-
-
 def find_stages(
-    task: Task,
-    *,
-    most: int = 8,
-    eps: float = 0.01,
-    host_by_host: bool = False,
-    ahead: int = 0,
-    limit_s: float = inf,
+    task: Task, *, most: int = 8, eps: float = 0.01, ahead: int = 1, limit_s: float = inf
 ) -> list[Answer]:
     """Return the best answers, at most so many, best first; with a limit none that takes longer.
 
     Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
-    stay unused; if `host_by_host`, hosts come in any order, each filled before the next.
-    Handing over counts in the sum, and for t_max where it takes longer than the stage: transfers
-    go on while other micro-batches are computed.  1F1B keeps at most B in flight.
+    stay unused.  Hosts of several kinds come in any order, each filled before the next.
 
-    With `ahead`, a stage is so many micro-batches ahead of the next, 1 in 1F1B and 2 in eager
-    1F1B: with s stages from it on it keeps (s - 1) ahead + 1, and the way to the next one and
-    back, in its seconds and those of handing over, goes on for so many at a time.
+    A stage is so many micro-batches `ahead` of the next, 1 in 1F1B and 2 in eager 1F1B: with s
+    stages from it on it keeps (s - 1) ahead + 1, at most B, and the way to the next one and back,
+    in its seconds and those of handing over, goes on for so many at a time.
 
     The best is at most a share `eps` from the least there is, likewise the second, and so on;
-    exact with 0.  Less sure only where parts of hosts of unlike sizes, as 3 and 5 of 8, are better
-    than what packs for thousands of answers on end: then each may also take an even share of its
-    host.  Not more than `MOST_STAGES` stages.  A hundred layers on 1,000 devices take seconds,
-    48 on 128 of each of two kinds most of a minute: every pair of numbers left is a state.
+    exact with 0.  Not more than `MOST_STAGES` stages.  A hundred layers on 1,000 devices take
+    seconds, 48 on 128 of each of two kinds most of a minute: every pair of numbers left is a
+    state.
 
     Raises:
         ConfigError: a number is not positive.
@@ -127,12 +84,7 @@ def find_stages(
     """
     if most < 1 or eps < 0:
         raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
-    search = _Search(task, most=most, eps=eps, ahead=ahead)
-    search.best_s = search.worst_s = limit_s
-    if host_by_host:
-        search.host_by_host = True
-        search.table.use_host_by_host()
-    return search.answers()
+    return _Search(task, most, eps, ahead, limit_s).answers()
 
 
 class _State(NamedTuple):
@@ -152,42 +104,28 @@ class _Search:
     """The bounds on the slowest stage that there are, and the best answers so far."""
 
     def __init__(
-        self,
-        task: Task,
-        *,
-        most: int,
-        eps: float,
-        is_alpa: bool = False,
-        ahead: int = 0,
+        self, task: Task, most: int, eps: float, ahead: int, limit_s: float
     ) -> None:
-        numbers = [task.num_layers, task.num_microbatches, len(task.hosts)]
-        numbers += [number for own in task.hosts for number in own[:2]]
+        numbers = [task.num_layers, task.num_microbatches, len(task.hosts), ahead]
+        numbers += [number for host in task.hosts for number in host[:2]]
         if min(numbers) < 1:
             raise ConfigError(
-                f"{task.num_layers} layers, {task.num_microbatches} micro-batches and hosts "
-                f"{list(task.hosts)}; give at least 1 of each"
+                f"{task.num_layers} layers, {task.num_microbatches} micro-batches, ahead={ahead} "
+                f"and hosts {list(task.hosts)}; give at least 1 of each"
             )
         self.task, self.most = task, most
         self.close = math.sqrt(1 + eps)
         """As a factor: bounds that count as one; and again what may be missed."""
-        self.devices = tuple(own.num_hosts * own.num_devices for own in task.hosts)
-        self.num_stages = min(task.num_layers, sum(self.devices))
-        if not is_alpa:
-            self.num_stages = min(self.num_stages, MOST_STAGES)
-        self.meshes = submeshes(task.hosts, power_of_two=is_alpa)
-        self.table = StageTable(task, self.meshes, self.num_stages, is_alpa, ahead)
-        self.host_by_host = False
+        self.devices = tuple(host.num_hosts * host.num_devices for host in task.hosts)
+        num_stages = min(task.num_layers, sum(self.devices), MOST_STAGES)
+        self.meshes = submeshes(task.hosts)
+        self.table = StageTable(task, self.meshes, num_stages, ahead)
         self.found: dict[tuple[Stage, ...], Answer] = {}
-        self.best_s = self.worst_s = inf
-        self.gave_up = False
+        self.best_s = self.worst_s = limit_s
 
     def answers(self) -> list[Answer]:
         """Return the best answers, best first."""
-        for is_even in (False, True):
-            self.table.charge(even=is_even)
-            self._search()
-            if not self.gave_up:
-                break
+        self._search()
         if not self.found and self.worst_s == inf:
             raise PlanError(self._missing())
         return self._best()
@@ -249,10 +187,8 @@ class _Search:
             at = [(self.meshes.index(mesh), end, start) for start, end, mesh in stages]
             slowest = max(float(self.table.pace[each]) for each in at)
             sum_s = sum(float(self.table.total[each]) for each in at)
-            devices = self._packed(stages)
-            assert devices is not None, "it was packed before"
             seconds = sum_s + (self.task.num_microbatches - 1) * slowest
-            self.found[stages] = Answer(stages, seconds, devices)
+            self.found[stages] = Answer(stages, seconds, self._devices_of(stages))
         best = self._best()
         if best:
             self.best_s = best[0].seconds
@@ -263,10 +199,10 @@ class _Search:
     def _in_order(
         self, least: Numbers, total: Numbers, limit: float
     ) -> Iterator[tuple[Stage, ...]]:
-        """Yield answers that can be packed, the least sum first: the best partial answer is always
+        """Yield answers, the least sum first: the best partial answer is always
         the next to be continued, and F says how good it can become.
         """
-        number, tries, next_meshes = count(), 0, cache(self._next_meshes)
+        number, next_meshes = count(), cache(self._next_meshes)
         heap: list[tuple[float, int, _State, Iterator[tuple[float, _State]]]] = []
 
         def put_next(states: Iterator[tuple[float, _State]]) -> None:
@@ -280,13 +216,9 @@ class _Search:
         while heap:
             self.reached_s, _, state, siblings = heappop(heap)
             put_next(siblings)
-            tries += 1
-            if tries > _MOST_TRIES:
-                self.gave_up = True
-                return
             if state.num_left:
                 put_next(self._continued(state, next_meshes(state.devices), least, total, limit))
-            elif self._packed(state.stages) is not None:
+            else:
                 yield state.stages
         self.reached_s = limit
 
@@ -317,22 +249,20 @@ class _Search:
             sum_s = state.sum_s + float(own[which, further])
             yield float(sums[at]), _State(sum_s, stages, state.num_left - 1, left)
 
-    def _packed(self, stages: tuple[Stage, ...]) -> tuple[tuple[int, ...], ...] | None:
-        if not self.host_by_host:
-            return pack(stages, self.task.hosts)
-        firsts, found = [*accumulate(self.devices, initial=0)], []
-        for *_, (kind, num_hosts, number) in stages:  # the next devices of the kind
-            first, firsts[kind] = firsts[kind], firsts[kind] + num_hosts * number
-            found.append(tuple(range(first, firsts[kind])))
-        return tuple(found)
+    def _devices_of(self, stages: tuple[Stage, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the devices of each stage: the next ones of its kind."""
+        firsts, devices = [*accumulate(self.devices, initial=0)], []
+        for stage in stages:
+            kind, first = stage.submesh.kind, firsts[stage.submesh.kind]
+            firsts[kind] += stage.submesh.size
+            devices.append(tuple(range(first, firsts[kind])))
+        return tuple(devices)
 
     def _missing(self) -> str:
         """Return why there is no answer."""
         most = self.table.least_excess()
         if most == inf:
             return "no stages are on these hosts: no price was given for the meshes they need"
-        if most == 0:
-            return "no stages can be packed onto these hosts; give prices for other meshes"
         return (
             f"no stages fit: those that need least lack {bytes_text(most)} on their fullest "
             "device; give more devices or memory, smaller micro-batches, or recompute"

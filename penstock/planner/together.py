@@ -22,6 +22,7 @@ from penstock.schedules.laws import AtMostBytes
 from penstock.schedules.memory import Sizes
 from penstock.types import Recompute
 
+from .bounds import Load, rank_ends_s
 from .candidates import Size
 from .plan import Plan
 from .predict import Prediction
@@ -94,22 +95,13 @@ class Tuner:
         return max(self._rank_s(cut))
 
     def _rank_s(self, cut: Cut) -> list[float]:
-        """Return for each rank the seconds that it cannot end before: until its first layers have
-        their input, and then all its work; or all that others wait for, and what then is left for
-        them of the last micro-batch.
-        """
-        before: dict[int, tuple[float, float]] = {}
-        work = [(0.0, 0.0)] * self.size.num_ranks
+        """Return for each rank the seconds that it cannot end before."""
+        loads = []
         for rank, (start, end) in zip(cut.ranks, runs_of(cut.spans), strict=True):
-            there, back, all_s = self._upto[rank]
-            before.setdefault(rank, (there[start], back[start]))
-            awaited = there[end] - there[start] + back[end] - back[start]
-            work[rank] = work[rank][0] + awaited, work[rank][1] + all_s[end] - all_s[start]
-        m = self.size.num_microbatches
-        return [
-            before[rank][0] + max(m * awaited + before[rank][1], m * whole)
-            for rank, (awaited, whole) in enumerate(work)
-        ]
+            forward_s, back_s, busy_s = (upto[end] - upto[start] for upto in self._upto[rank])
+            loads.append(Load(rank, forward_s, back_s, forward_s + back_s, busy_s))
+        ends_s = rank_ends_s(loads, self.size.num_microbatches)
+        return [ends_s.get(rank, 0.0) for rank in range(self.size.num_ranks)]
 
     @cached_property
     def _upto(self) -> list[list[list[float]]]:

@@ -119,8 +119,8 @@ FAULTS = (
     Fault(
         "a stage may keep a micro-batch more than its memory holds",
         "penstock/planner/stage_table.py",
-        "np.floor((many - 1) / self.ahead) + 1)",
-        "np.floor(many / self.ahead) + 1)",
+        "np.floor((many - 1) / ahead) + 1)",
+        "np.floor(many / ahead) + 1)",
         "tests/planner/test_submeshes.py",
     ),
     Fault(

@@ -12,8 +12,8 @@ from benchmarks.alpa_paper.baselines import BASELINES
 from penstock.errors import PlanError
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
 from penstock.planner.mesh_plans import SHARDINGS, choose_on_meshes, plan_on_meshes
-from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
+from penstock.planner.stage_table import Submesh
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s
 from penstock.sharding.search import Search

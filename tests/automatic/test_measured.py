@@ -14,9 +14,9 @@ from penstock.automatic.parallelize import plan_for
 from penstock.errors import ConfigError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
-from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
 from penstock.planner.plan_sharding import sharding_of
+from penstock.planner.stage_table import Submesh
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s as layer_s
 from penstock_recipes.zoo import gpt

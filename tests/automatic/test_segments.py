@@ -13,10 +13,10 @@ import penstock
 from benchmarks.alpa_paper.subjects import RESNET, subjects
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
 from penstock.planner.mesh_plans import MeshChoice, MeshTask, choose_on_meshes, plan_on_meshes
-from penstock.planner.packing import Stage, Submesh
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import layers_figure
 from penstock.planner.plan_sharding import sharding_of
+from penstock.planner.stage_table import Stage, Submesh
 from penstock.schedules import Sizes, one_f_one_b, segmented
 from penstock.schedules.memory import peak_bytes
 from penstock.schedules.passes import add_recompute

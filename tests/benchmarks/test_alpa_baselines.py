@@ -25,8 +25,8 @@ from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
-from penstock.planner.packing import Submesh
 from penstock.planner.plan import Plan
+from penstock.planner.stage_table import Submesh
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.types import Recompute

@@ -19,8 +19,8 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.counting.count import record_graph
 from penstock.model.layer_list import as_layers
 from penstock.planner.mesh_costs import MeshPrices
-from penstock.planner.packing import Submesh
 from penstock.planner.placement import Placement
+from penstock.planner.stage_table import Submesh
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.shards.at_rest import keep_slices
 from penstock.runtime.shards.convert import _moved as MOVED
