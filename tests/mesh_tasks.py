@@ -9,7 +9,8 @@ from penstock.model.batch import batch_size
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
 from penstock.planner.clustering import cluster_layers
-from penstock.planner.mesh_plans import SHARDINGS, MeshTask, plan_on_meshes
+from penstock.planner.make_plan import choose_on_meshes
+from penstock.planner.mesh_task import SHARDINGS, MeshTask
 from penstock.planner.plan import Plan
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
@@ -46,3 +47,8 @@ def mesh_task(
 def plan_meshes(*arguments: Any, **options: Any) -> Plan:
     """Return the best plan of stages on meshes for a task, as `mesh_task` makes it."""
     return plan_on_meshes(mesh_task(*arguments, **options))
+
+
+def plan_on_meshes(task: MeshTask) -> Plan:
+    """Return the plan of stages on meshes whose step is fastest."""
+    return choose_on_meshes(task).plan

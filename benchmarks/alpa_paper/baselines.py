@@ -24,8 +24,9 @@ import numpy as np
 
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
+from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
-from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Numbers, Submesh
 from penstock.schedules import gpipe
@@ -137,7 +138,7 @@ def plan_baseline(name: str, task: MeshTask) -> Plan:
     plans, lacks = [], "no stages have as many layers each"
     for restricted in BASELINES[name](task):
         try:
-            plans.append(plan_on_meshes(restricted))
+            plans.append(choose_on_meshes(restricted).plan)
         except PlanError as error:
             lacks = str(error)
     if not plans:

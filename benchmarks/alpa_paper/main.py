@@ -21,7 +21,7 @@ from benchmarks.report import (
     publish,
     table_lines,
 )
-from penstock.planner.mesh_plans import MeshChoice
+from penstock.planner.make_plan import Choice
 from penstock.planner.plan import Plan
 from penstock.planner.stage_rows import segments_of
 from penstock.types import Recompute
@@ -146,7 +146,7 @@ def _measured(subject: Subject, published: Published) -> Found:
     return Found(subject, row, [*_surprises(planned, choice.plan, plans)], picture)
 
 
-def _of_auto(planned: Planned, choice: MeshChoice) -> dict[str, Any]:
+def _of_auto(planned: Planned, choice: Choice) -> dict[str, Any]:
     own = planned.tflops(choice.plan)
     handed = {name: planned.handed_over(choice, name) for name in HANDOVERS}
     return {

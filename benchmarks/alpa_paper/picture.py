@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from penstock.planner.mesh_plans import MeshChoice, MeshTask
+from penstock.planner.make_plan import Choice
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan_page import DrawnLayer, drawn_layers
 from penstock.planner.plan_sharding import sharding_of
 
@@ -22,7 +23,7 @@ class Picture:
     sizes: Sequence[int]
 
     @classmethod
-    def of(cls, title: str, task: MeshTask, choice: MeshChoice) -> "Picture":
+    def of(cls, title: str, task: MeshTask, choice: Choice) -> "Picture":
         """Return the picture of a plan."""
         plan = choice.plan
         graph = task.graph_of(plan.num_microbatches)

@@ -11,8 +11,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from penstock.errors import PlanError
 from penstock.planner import mesh_plans
+from penstock.planner.make_plan import Choice, choose_on_meshes
+from penstock.planner.mesh_candidates import OnMeshes
 from penstock.planner.mesh_costs import MeshPrices
-from penstock.planner.mesh_plans import CUT_SHORT, MeshChoice, MeshTask, choose_on_meshes
+from penstock.planner.mesh_plans import CUT_SHORT
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Submesh
 from penstock.sharding.search import Search
@@ -67,7 +70,7 @@ class Planned:
         """What is planned."""
         return self.subject.task(self.cluster)
 
-    def auto(self, number: int) -> MeshChoice:
+    def auto(self, number: int) -> Choice:
         """Return the plan of the whole search with what it was chosen from."""
         with (
             clocked(self.search_s, "begin", MeshPrices, "begin"),
@@ -98,7 +101,7 @@ class Planned:
                     return make(number)
         return None
 
-    def all(self) -> tuple[MeshChoice | None, dict[str, Plan]]:
+    def all(self) -> tuple[Choice | None, dict[str, Plan]]:
         """Return the choice of auto, and the plan of each baseline that something fits for.
 
         Auto tries the number of micro-batches of a faster baseline, too, and they that of auto.
@@ -122,9 +125,10 @@ class Planned:
     def _baseline(self, name: str, number: int) -> Plan:
         return plan_baseline(name, replace(self.task, num_microbatches=number))
 
-    def handed_over(self, choice: MeshChoice, handover: str) -> Plan:
+    def handed_over(self, choice: Choice, handover: str) -> Plan:
         """Return the same plan, simulated with another cost of handing over."""
         best = choice.candidates[0]
+        assert isinstance(best, OnMeshes)
         stages = {(own.start, own.end, own.submesh) for own in best.answer.stages}
         sizes = {own.start: prod(own.submesh[1:]) for own in best.answer.stages}
         only: dict[str, Any] = {"allow": lambda *stage: stage in stages, "next_devices": sizes}
@@ -141,14 +145,14 @@ class Planned:
         return flops / step_s(plan) / self.subject.num_devices / 1e12
 
 
-def _whole(choice: MeshChoice) -> MeshChoice:
+def _whole(choice: Choice) -> Choice:
     """Pass an interrupt on, which a search ends at with the best so far."""
     if any(line.startswith(CUT_SHORT) for line in choice.plan.why):
         raise KeyboardInterrupt
     return choice
 
 
-def _step_of(choice: MeshChoice) -> float:
+def _step_of(choice: Choice) -> float:
     return step_s(choice.plan)
 
 

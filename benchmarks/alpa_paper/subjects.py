@@ -14,7 +14,7 @@ from penstock.costs.counting.graph import Graph
 from penstock.costs.records import Part
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
-from penstock.planner.mesh_plans import MeshTask
+from penstock.planner.mesh_task import MeshTask
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock_recipes.zoo.gpt_family import GPT_SIZES, gpt

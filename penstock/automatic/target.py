@@ -16,7 +16,7 @@ from penstock.model.batch import batch_size
 from penstock.model.capture.capture import capture, resolve_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import tree_map
-from penstock.planner.mesh_plans import SHARDINGS
+from penstock.planner.mesh_task import SHARDINGS
 from penstock.runtime.devices import why_missing
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.runtime.profiling import profile

@@ -138,6 +138,7 @@ def plan(  # noqa: PLR0913 - one for each option
 
     cluster = Cluster.load(cluster_name)
     if html is not None:
+        from penstock.planner.plan_page import plan_page
         from penstock.trace.page.page import check_page, write_page
 
         check_page(html)
@@ -185,7 +186,7 @@ def plan(  # noqa: PLR0913 - one for each option
         run = _run_command(target_name, save, choice.plan.placement)
         click.echo(f"{save} is written; it is run by: {run}", err=True)
     if html is not None:
-        write_page(choice.page(), html)
+        write_page(plan_page(choice), html)
     click.echo(choice.plan.to_json() if as_json else str(choice), nl=False)
 
 

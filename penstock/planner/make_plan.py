@@ -5,7 +5,7 @@ cluster ──┴─► stages on meshes of devices, whose  mesh_plans.py    ─
               operators these share; where the profile knows the operators
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,62 +19,64 @@ from penstock.costs.profile import Profile
 from penstock.errors import ConfigError, PlanError
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import layers_s
-from penstock.trace.page import Page
 from penstock.trace.timeline import Timeline
-from penstock.trace.units import time_text
+from penstock.trace.units import columns
 
 from .arguments import Model
-from .candidates import Constraints
+from .candidates import Candidate, Constraints
 from .checks import check_costs
 from .clustering import cluster_layers
-from .mesh_plans import FAMILIES, SHARDINGS, MeshChoice, MeshTask, choose_on_meshes
+from .mesh_plans import find_on_meshes
+from .mesh_task import FAMILIES, SHARDINGS, MeshTask
 from .plan import Plan
 from .pricing import Pricing
 from .rank import SAME, Candidates, find_plans
-from .reasons import choices_text, why_best
+from .reasons import HEADS, candidate_rows, unsplit_text, why_best
+
+_MOST_ROWS = 12
+"""Candidates of a table."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan that was chosen, and the candidates that it was compared with: those whose stages
-    are on one device each, and those on meshes of devices; None where none of a kind fits, or
-    could be looked at.
+    """The plan that was chosen, and all candidates: first its own, and then the fastest first.
+
+    `unsplit_model` is None where that does not fit, or is not what was asked for.  `task` is that
+    of stages on meshes, None where nobody knows the operators.
     """
 
     plan: Plan
     cluster: Cluster
-    on_devices: Candidates | None = None
+    candidates: tuple[Candidate, ...]
+    unsplit_model: Candidate | None = None
     task: MeshTask | None = None
-    on_meshes: MeshChoice | None = None
-
-    @property
-    def is_on_meshes(self) -> bool:
-        """True if the stages of the plan have several devices each."""
-        return self.on_meshes is not None and self.plan.predicted_stages is not None
 
     @property
     def timeline(self) -> Timeline:
-        """The predicted step of the plan; with one rank for each mesh."""
-        if self.is_on_meshes:
-            assert self.on_meshes is not None
-            return self.on_meshes.timeline
-        assert self.on_devices is not None
-        return self.on_devices.best[0].predicted.timeline
+        """The predicted step of the plan; on meshes with one rank for each."""
+        return self.candidates[0].timeline
 
-    def page(self) -> Page:
-        """Return the plan and its candidates as a page."""
-        from .plan_page import mesh_plan_page, plan_page
-
-        if self.is_on_meshes:
-            assert self.task is not None and self.on_meshes is not None
-            return mesh_plan_page(self.task, self.on_meshes)
-        assert self.on_devices is not None
-        return plan_page(self.plan, self.on_devices, self.cluster)
+    @property
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """The heads of the table of candidates, and its rows: the best, and the unsplit model."""
+        best, unsplit = self.candidates[:_MOST_ROWS], self.unsplit_model
+        beside = () if unsplit is None or unsplit in best else (unsplit,)
+        yield HEADS
+        yield from candidate_rows((*best, *beside))
 
     def __str__(self) -> str:
-        """Return the plan, and the table of candidates on whole devices."""
-        table = "" if self.on_devices is None else f"\n{choices_text(self.on_devices)}"
-        return f"{self.plan}\n{table}"
+        """Return the plan, and the table of candidates."""
+        table = "\n".join(columns([*self.rows], num_left=len(HEADS)))
+        return f"{self.plan}\n{table}\n"
+
+
+def choose_on_meshes(task: MeshTask) -> Choice:
+    """Return the choice of stages on meshes alone.
+
+    Raises:
+        PlanError: nothing fits; says what is missing.
+    """
+    return _choice(task.cluster, None, task)
 
 
 def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
@@ -111,35 +113,41 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
     limit_s = on_devices.best[0].step_s / SAME if on_devices is not None else inf
     if task is not None:
         try:
-            on_meshes = choose_on_meshes(replace(task, limit_s=limit_s))
+            return _choice(cluster, on_devices, replace(task, limit_s=limit_s))
         except PlanError:
             if on_devices is None:
                 raise
-        else:
-            return _of_meshes(cluster, on_devices, task, on_meshes)
-    assert on_devices is not None, "or an error was raised"
-    best = on_devices.best[0]
-    beside = ("no stages on several devices are faster",) if task is not None else ()
-    chosen = replace(
-        best.plan,
-        why=(*why_best(on_devices, cluster), *beside),
-        predicted_peak_bytes=tuple(best.predicted.timeline.peak_bytes_of_ranks()),
-    )
-    return Choice(chosen, cluster, on_devices)
+    return _choice(cluster, on_devices, None, missed=task is not None)
 
 
-def _of_meshes(
-    cluster: Cluster, on_devices: Candidates | None, task: MeshTask, on_meshes: MeshChoice
+def _choice(
+    cluster: Cluster, ranked: Candidates | None, task: MeshTask | None, *, missed: bool = False
 ) -> Choice:
-    """Return the choice of a plan on meshes, which knows the whole cluster."""
-    chosen = replace(on_meshes.plan, cluster=cluster)
-    if on_devices is not None:
-        assert chosen.predicted_step_s is not None
-        best_s = on_devices.best[0].step_s
-        slower = best_s / chosen.predicted_step_s - 1
-        line = f"with each stage on one device: {time_text(best_s)} ({slower:+.1%})"
-        chosen = replace(chosen, why=(*chosen.why, line))
-    return Choice(chosen, cluster, on_devices, task, replace(on_meshes, plan=chosen))
+    """Return the choice of the best of all candidates; `missed` if none on meshes is faster.
+
+    Raises:
+        PlanError: there is a task, and nothing on meshes fits, or is fast enough.
+    """
+    on_meshes, ended = ([], "") if task is None else find_on_meshes(task)
+    on_ranks = [] if ranked is None else [*ranked.best]
+    num_looked_at = len(on_meshes) + (0 if ranked is None else ranked.num_looked_at)
+    candidates: list[Candidate] = [*on_meshes, *on_ranks]
+    candidates[1:] = sorted(candidates[1:], key=lambda own: (own.step_s, own.is_bound))
+    unsplit, beside = None, list[str]()
+    if ranked is not None:
+        unsplit = ranked.unsplit_model
+        cause = "fits no device" if ranked.allows_unsplit_model else "is not what was asked for"
+        if unsplit is not candidates[0]:
+            beside.append(unsplit_text(candidates, unsplit, cause))
+    beside += ["no stages on several devices are faster"] * missed + [ended] * bool(ended)
+    plan, why = candidates[0].plan, why_best(candidates, num_looked_at, cluster.name)
+    plan = replace(plan, why=(*why, *beside))
+    if on_meshes:
+        plan = replace(plan, cluster=cluster)  # of which the task knows a share of the memory
+    else:
+        peaks = candidates[0].timeline.peak_bytes_of_ranks()
+        plan = replace(plan, predicted_peak_bytes=tuple(peaks))
+    return Choice(plan, cluster, tuple(candidates), unsplit, task)
 
 
 def _task(

@@ -1,62 +1,64 @@
-"""A candidate of a plan on meshes: lower bounds of its step, and what the simulator is given."""
+"""A candidate of a plan on meshes: lower bounds of its step, its plan, and what the simulator is
+given for it.
+"""
 
 from collections import Counter
-from collections.abc import Sequence
-from functools import cache, lru_cache
-from itertools import chain, pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import chain, pairwise, repeat
+from operator import attrgetter
+from typing import Any
 
 from penstock.schedules import segmented
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering, lower_unproved
 from penstock.schedules.transfers import Transfer
+from penstock.sharding.request import ShardingRequest
 from penstock.simulator.engine import Compiled, compiled
-from penstock.trace.units import count_text, time_text
+from penstock.simulator.simulate import simulate, step_s
+from penstock.trace.timeline import Timeline
+from penstock.trace.units import count_text
+from penstock.types import Recompute, Transport
 
-from .mesh_costs import MeshPrices, OnMesh
-from .stage_table import Task
-from .stage_work import made, work_of
+from .bounds import Load, least_step_s
+from .mesh_costs import MeshPrices, OnMesh, hosts_of
+from .mesh_task import MeshTask
+from .placement import Placement
+from .plan import BalancedBy, Plan
+from .stage_rows import PredictedStage
+from .stage_table import Numbers, Submesh
+from .stage_work import StageWork, made, work_of
 from .submeshes import Answer
-from .unsplit import divides_backwards
 
 _FEW_STAGES = 4
 """Up to which each is described."""
-
-
 _FEW = 4
 """Micro-batches per stage after which the number in flight stops growing."""
 
 
-class Candidate(NamedTuple):
+@dataclass(frozen=True)
+class OnMeshes:
     """Stages on meshes, a schedule of theirs, and the seconds of a step: by the simulator, and of
-    the optimizer after it; if it `is_bound`, those that it takes at least, which are no less than
-    the best plan's.
+    the optimizer after it; if it `is_bound`, those that it takes at least.
     """
 
-    step_s: float
+    task: MeshTask
     answer: Answer
-    stages: tuple[OnMesh, ...]
     family: Family
     prices: MeshPrices
+    of_stages: Callable[[Submesh], Numbers]
+    """The prices of all stages on a mesh, as the search was given them."""
+    step_s: float = 0.0
     is_bound: bool = True
 
-    @property
-    def step_text(self) -> str:
-        """The seconds in words."""
-        return "at least " * self.is_bound + time_text(self.step_s)
+    @cached_property
+    def stages(self) -> list[OnMesh]:
+        """The price of each stage, with the shape of its mesh."""
+        return [*filter(None, (self.prices.on_mesh(*stage) for stage in self.answer.stages))]
 
-    @property
-    def update_s(self) -> float:
-        """The seconds of the optimizer on the device that takes longest, by its bandwidth."""
-        device_of = self.prices.cluster.device_of
-        return max(
-            own.update_bytes / device_of(place).bytes_per_s
-            for own, places in zip(self.stages, self.answer.devices, strict=True)
-            for place in places
-        )
-
-    @property
+    @cached_property
     def segments(self) -> list[list[OnMesh]]:
         """The segments of each stage: itself, where it is not cut further; what goes on to hosts
         of another kind takes the way there.
@@ -69,19 +71,127 @@ class Candidate(NamedTuple):
                 own[-1] = own[-1]._replace(price=own[-1].price._replace(handover_s=handover_s))
         return found
 
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches that each stage keeps something of."""
+        return most_kept(self.family, len(self.stages), self.prices.num_microbatches)
+
+    @property
+    def update_s(self) -> float:
+        """The seconds of the optimizer on the device that takes longest, by its bandwidth."""
+        device_of = self.prices.cluster.device_of
+        return max(
+            own.update_bytes / device_of(place).bytes_per_s
+            for own, places in zip(self.stages, self.answer.devices, strict=True)
+            for place in places
+        )
+
+    def least_s(self) -> float:
+        """Return what a step takes at least, with the optimizer."""
+        loads, work = [], _work(self.family, len(self.stages), self.prices.num_microbatches)
+        for n, (stage, parts) in enumerate(zip(self.answer.stages, self.segments, strict=True)):
+            forward_s = sum(part.forward_s for part in parts)
+            is_whole = not work[n].halves  # else nobody knows which part is waited for
+            back_s = is_whole * sum(part.backward_s for part in parts)
+            busy_s = float(self.of_stages(stage.submesh)[0, stage.start, stage.end])
+            handover_s = parts[-1].price.handover_s
+            awaited_s, handover_s = (busy_s, handover_s) if is_whole else (forward_s, 0.0)
+            loads.append(
+                Load(n, forward_s, back_s, awaited_s, busy_s, handover_s, self.in_flight[n])
+            )
+        return least_step_s(loads, self.prices.num_microbatches) + self.update_s
+
+    def fits(self) -> bool:
+        """Tell whether each stage keeps what the schedule has in flight within its memory."""
+        rooms = [host.memory_bytes for host in hosts_of(self.prices.cluster)]
+        return all(
+            own.price.stay_bytes + number * own.price.microbatch_bytes <= rooms[stage.submesh.kind]
+            for stage, own, number in zip(
+                self.answer.stages, self.stages, self.in_flight, strict=True
+            )
+        )
+
+    def simulated(self) -> "OnMeshes":
+        """Return the same with the step of the simulator."""
+        how, costs = self.lowered
+        program = _compiled_schedule(how, self.prices.num_microbatches)
+        return replace(self, step_s=step_s(program, costs) + self.update_s, is_bound=False)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The predicted step: each rank of it stands for the mesh of a stage."""
+        how, costs = self.lowered
+        program = _compiled_schedule(how, self.prices.num_microbatches)
+        return simulate(program.schedule, costs)
+
     @property
     def schedule(self) -> Family:
         """The schedule of all segments."""
         sizes = tuple(map(len, self.segments))
         return segmented(sizes, self.family) if max(sizes) > 1 else self.family
 
+    @cached_property
+    def lowered(self) -> tuple[Lowering, Costs]:
+        """What the simulator is given: how to make the schedule of the segments of all stages,
+        each on the rank that stands for its mesh, and what each costs.
+        """
+        segments = [*chain(*self.segments)]
+        count, family = len(segments), self.schedule
+        ranks = family.ranks(count)
+        crossing = [(n, n + 1) for n in range(count - 1) if ranks[n] != ranks[n + 1]]
+        how = Lowering(
+            family=family,
+            ranks=ranks,
+            transfers=tuple(Transfer(producer=a, consumer=b) for a, b in crossing),
+            recompute=frozenset(range(count)) if self.prices.policy.recomputes else frozenset(),
+        )
+        one_way_s = {
+            edge: segments[a].price.handover_s / 2
+            for a, b in crossing
+            for edge in ((a, b), (b, a))
+        }
+        forward_s = tuple(segment.forward_s for segment in segments)
+        costs = Costs(
+            forward_s=forward_s,
+            backward_s=tuple(segment.backward_s for segment in segments),
+            recompute_s=forward_s,
+            transfer_s=one_way_s or 0,
+        )
+        return how, costs
+
+    # -- how it is told from others -------------------------------------------------------------
+
     @property
-    def policy(self) -> str:
+    def decisions(self) -> dict[str, object]:
+        """What was decided, by name."""
+        return {
+            "stages": self.answer.stages,
+            "replicas": 1,
+            "micro-batches": self.prices.num_microbatches,
+            "schedule": self.family.name,
+            "sharding": self.prices.plan,
+            "recompute": self.recompute_text,
+        }
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that it keeps busy."""
+        return sum(map(len, self.answer.devices))
+
+    @property
+    def recompute_text(self) -> str:
         """The memory policy in words."""
         return str(self.prices.policy)
 
     @property
-    def meshes(self) -> str:
+    def peak_bytes(self) -> int:
+        """The most that a device keeps."""
+        parts = iter(self._predicted())
+        stages = [[next(parts) for _ in segments] for segments in self.segments]
+        return max(sum(own.state_bytes + own.kept_bytes for own in each) for each in stages)
+
+    @property
+    def stages_text(self) -> str:
         """The stages in words: layers and mesh of each where they are few."""
         shapes = [" x ".join(map(str, own.shape)) for own in self.stages]
         counts = [stage.end - stage.start for stage in self.answer.stages]
@@ -93,87 +203,88 @@ class Candidate(NamedTuple):
 
     def __str__(self) -> str:
         number = count_text(self.prices.num_microbatches, "micro-batch")
-        return f"{self.family.name}, {number}, {self.policy}, {self.meshes}"
+        return f"{self.family.name}, {number}, {self.recompute_text}, {self.stages_text}"
 
+    # -- its plan -------------------------------------------------------------------------------
 
-def bounded(answer: Answer, family: Family, prices: MeshPrices, sized: Task) -> Candidate:
-    """Return a candidate with the least that its step may take."""
-    stages = tuple(filter(None, (prices.on_mesh(*stage) for stage in answer.stages)))
-    own = Candidate(0.0, answer, stages, family, prices)
-    in_flight = most_kept(family, len(stages), prices.num_microbatches)
-    least_s = max(_least_s(own, sized), _least_in_flight_s(own, in_flight))
-    return own._replace(step_s=least_s + own.update_s)
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, of all segments."""
+        task, prices, sizes = self.task, self.prices, [*map(len, self.segments)]
 
+        def spread(of_stages: Sequence[Any]) -> tuple[Any, ...]:
+            """Return for each segment what its stage has."""
+            return tuple(chain(*map(repeat, of_stages, sizes)))
 
-def _least_s(own: Candidate, task: Task) -> float:
-    """Return what a step takes at least: a stage is busy for all micro-batches, after the first
-    has come to it, handed over on its way; and the last has to go back, where backwards are whole.
-    """
-    found = way_s = 0.0
-    is_whole, is_chain = _has_whole_backwards(own.family), own.family.stages_per_rank == 1
-    for stage, each, parts in zip(own.answer.stages, own.stages, own.segments, strict=True):
-        seconds = float(task.prices(stage.submesh)[0, stage.start, stage.end])
-        found = max(found, way_s + task.num_microbatches * seconds)
-        way_s += each.forward_s + is_whole * each.backward_s
-        way_s += is_chain * (1 + is_whole) / 2 * parts[-1].price.handover_s
-    return found
+        devices = self.answer.devices
+        kinds = [task.cluster.device_of(own[0]).torch_type for own in devices]
+        recompute = Recompute.STAGE if prices.policy.recomputes else Recompute.NEVER
+        wanted: str | ShardingRequest | None = prices.plan
+        if prices.policy.byte_s:
+            least = min(host.memory_bytes for host in hosts_of(task.cluster))
+            wanted = ShardingRequest(prices.plan, memory_limit_bytes=int(least))
+        is_alone = len(task.cluster.places) == 1
+        places = None if devices == tuple(sorted(devices)) else spread(range(len(devices)))
+        idle = {*range(len(task.cluster.places))} - {*chain(*devices)}
+        return Plan(
+            layers=tuple(task.model.layers),
+            partition=tuple(own.num_layers for own in chain(*self.segments)),
+            schedule=self.schedule,
+            num_microbatches=prices.num_microbatches,
+            recompute=(recompute,) * sum(sizes),
+            placement=Placement(
+                spread([(own,) for own in devices]),
+                spread(kinds),
+                shard_shapes=spread([own.shape for own in self.stages]),
+                stage_places=places,
+                idle=tuple(sorted(idle)),
+            ),
+            sharding=wanted if max(map(len, devices)) > 1 else None,
+            transport=Transport.THREADS if is_alone else Transport.TORCH_DISTRIBUTED,
+            balanced_by=BalancedBy.TIME,
+            predicted_s=tuple(own.price.seconds for own in chain(*self.segments)),
+            predicted_step_s=self.step_s,
+            batch_size=task.batch_size,
+            cluster=task.cluster,
+            predicted_stages=tuple(self._predicted()),
+            layer_factors=prices.factors,
+        )
 
-
-def _least_in_flight_s(own: Candidate, in_flight: Sequence[int]) -> float:
-    """Return what a step takes at least, as no more micro-batches than a stage keeps are on their
-    way from it to the end and back at a time.
-    """
-    found = way_s = 0.0
-    is_whole, is_chain = _has_whole_backwards(own.family), own.family.stages_per_rank == 1
-    for each, number in zip(reversed(own.segments), reversed(in_flight), strict=True):
-        way_s += sum(part.forward_s + is_whole * part.backward_s for part in each)
-        way_s += is_chain * each[-1].price.handover_s
-        found = max(found, own.prices.num_microbatches * way_s / number)
-    return found
+    def _predicted(self) -> Iterator[PredictedStage]:
+        """Yield what was predicted of each segment; the largest graph of a stage is that of
+        one.
+        """
+        prices, per_stage = self.prices, (self.answer.stages, self.segments, self.in_flight)
+        for stage, segments, number in zip(*per_stage, strict=True):
+            largest = max(segments, key=attrgetter("graph_bytes"))
+            for own in segments:
+                is_last, price = own is segments[-1], own.price
+                kept = number * price.microbatch_bytes
+                kept += own.graph_bytes if prices.policy.recomputes and own is largest else 0
+                sent = prices.entering_bytes(stage.end) if is_last else 0
+                yield PredictedStage(
+                    own.forward_s,
+                    own.backward_s,
+                    price.handover_s if is_last else 0.0,
+                    *(round(size) for size in (own.state_bytes, kept, sent)),
+                )
 
 
 @lru_cache(maxsize=64)
-def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return how many micro-batches each stage keeps something of, at the most: as `work_of` has
-    it, from few micro-batches, since a stage that keeps not all of these never keeps more.
+def _work(family: Family, num_stages: int, num_microbatches: int) -> tuple[StageWork, ...]:
+    """Return the work of each stage, from few micro-batches: a stage that keeps not all of these
+    never keeps more.
     """
+    return work_of(family, num_stages, min(num_microbatches, _FEW * num_stages))
+
+
+def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return the most micro-batches that each stage keeps something of."""
     few = min(num_microbatches, _FEW * num_stages)
-    kept = (each.most_kept for each in work_of(family, num_stages, few))
+    kept = (own.most_kept for own in _work(family, num_stages, num_microbatches))
     return tuple(num_microbatches if own == few else own for own in kept)
 
 
-@cache
-def _has_whole_backwards(family: Family) -> bool:
-    return not divides_backwards(family(2 * family.stages_per_rank, 2))
-
-
-def priced(own: Candidate) -> tuple[Lowering, Costs]:
-    """Return what the simulator is given: how to make the schedule of the segments of all stages,
-    each on the rank that stands for its mesh, and what each costs.
-    """
-    segments = [*chain(*own.segments)]
-    count, family = len(segments), own.schedule
-    ranks = family.ranks(count)
-    crossing = [(n, n + 1) for n in range(count - 1) if ranks[n] != ranks[n + 1]]
-    how = Lowering(
-        family=family,
-        ranks=ranks,
-        transfers=tuple(Transfer(producer=a, consumer=b) for a, b in crossing),
-        recompute=frozenset(range(count)) if own.prices.policy.recomputes else frozenset(),
-    )
-    one_way_s = {
-        edge: segments[a].price.handover_s / 2 for a, b in crossing for edge in ((a, b), (b, a))
-    }
-    forward_s = tuple(segment.forward_s for segment in segments)
-    costs = Costs(
-        forward_s=forward_s,
-        backward_s=tuple(segment.backward_s for segment in segments),
-        recompute_s=forward_s,
-        transfer_s=one_way_s or 0,
-    )
-    return how, costs
-
-
 @lru_cache(maxsize=16)
-def compiled_schedule(how: Lowering, num_microbatches: int) -> Compiled:
+def _compiled_schedule(how: Lowering, num_microbatches: int) -> Compiled:
     return compiled(lower_unproved(how, num_microbatches, make=made))

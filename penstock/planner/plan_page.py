@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import accumulate, cycle, pairwise, repeat
 
-from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
 from penstock.sharding.layouts import I, Layout, R, S, State, layout_text
 from penstock.sharding.plan import LayerSharding, Sharding
@@ -23,11 +22,9 @@ from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, round
 from penstock.trace.page.page import Figure
 from penstock.trace.units import bytes_text, count_text
 
-from .mesh_plans import MeshChoice, MeshTask
+from .make_plan import Choice
 from .plan import Plan
 from .plan_sharding import sharding_of
-from .rank import Candidates
-from .reasons import HEADS, choice_rows
 from .stage_rows import (
     devices_text,
     mesh_text,
@@ -36,7 +33,7 @@ from .stage_rows import (
     stages_text,
 )
 
-_MOST_CANDIDATES, _MOST_TICKS = 12, 40
+_MOST_TICKS = 40
 _LEAST_ROW_PX, _LEAST_PX, _MOST_PX = 44, 150, 900
 _WORTH_A_WORD = 0.2
 """Share of a layer's weights from which on its colour says how they are cut."""
@@ -102,19 +99,33 @@ _DIMS_OF_EXPERTS = 3
 """A matrix for each expert."""
 
 
-def plan_page(plan: Plan, choices: Candidates, cluster: Cluster) -> Page:
+def plan_page(choice: Choice) -> Page:
     """Return the page of a plan that was chosen for a cluster."""
-    best = choices.best[0].predicted
-    devices = [cluster.device_of(place) for place in best.places]
-    limits = tuple(devices[rank].memory_bytes for rank in plan.placement.peers_in(0))
+    plan, best, cluster = choice.plan, choice.candidates[0], choice.cluster
+    limits: tuple[int, ...] = ()
+    if plan.predicted_stages is None:
+        places = plan.placement.cluster_places or range(plan.placement.num_ranks)
+        limits = tuple(
+            cluster.device_of(places[rank]).memory_bytes for rank in plan.placement.peers_in(0)
+        )
     step = Step(predicted=best.timeline, optimizer_s=best.update_s, memory_limits_bytes=limits)
-    sections = (
-        Section("Candidates", (Table(HEADS, tuple(choice_rows(choices))),)),
+    page = with_step(Page(f"Plan for {cluster.name}", plan_subtitle(plan)), step)
+    heads, *rows = choice.rows
+    title = f"The fastest of {len(choice.candidates):,}"
+    rest = [
+        Section("Candidates", (Table(heads, tuple(rows), title),)),
         plan_section(plan),
         Section("Cluster", (Text(str(cluster), "code"),)),
-    )
-    page = Page(f"Plan for {cluster.name}", plan_subtitle(plan), sections=sections)
-    return with_step(page, step)
+    ]
+    if plan.predicted_stages is None:
+        return replace(page, sections=(*page.sections, *rest))
+    assert choice.task is not None, "its stages are on meshes"
+    graph, names = choice.task.graph_of(plan.num_microbatches), choice.task.names
+    sharding = None if plan.sharding is None else sharding_of(plan, graph, names)
+    layers = drawn_layers(plan, graph, names, sharding)
+    first = Section("Layers by stages", (layers_figure(plan, layers),))
+    weights = Section("Weights", (weights_table(layers), Text(_LEGEND, "note")))
+    return replace(page, sections=(first, *page.sections, weights, *rest), notes=(_NOTE,))
 
 
 def plan_section(plan: Plan) -> Section:
@@ -132,27 +143,6 @@ def plan_subtitle(plan: Plan) -> str:
     if plan.placement.is_regular and plan.placement.most_shards > 1:
         many += f", {plan.placement.most_shards} shards"
     return f"{count_text(layers, 'layer')} in {stages}{many}, {microbatches}, {plan.schedule}"
-
-
-def mesh_plan_page(task: MeshTask, choice: MeshChoice) -> Page:
-    """Return the page of a plan on sub-meshes that was chosen for a task."""
-    plan = choice.plan
-    graph = task.graph_of(plan.num_microbatches)
-    sharding = None if plan.sharding is None else sharding_of(plan, graph, task.names)
-    layers = drawn_layers(plan, graph, task.names, sharding)
-    cluster = plan.cluster or task.cluster
-    page = Page(f"Plan for {cluster.name}", plan_subtitle(plan))
-    page = with_step(
-        page, Step(predicted=choice.timeline, optimizer_s=choice.candidates[0].update_s)
-    )
-    first = Section("Layers by stages", (layers_figure(plan, layers),))
-    rest = (
-        Section("Weights", (weights_table(layers), Text(_LEGEND, "note"))),
-        Section("Candidates", (_candidates(choice),)),
-        plan_section(plan),
-        Section("Cluster", (Text(str(cluster), "code"),)),
-    )
-    return replace(page, sections=(first, *page.sections, *rest), notes=(_NOTE,))
 
 
 _NOTE = "A rank of the timeline stands for the mesh of a stage: its devices do the same at once."
@@ -348,21 +338,3 @@ def _names(weights: Sequence[DrawnWeight], *, is_all: bool) -> str:
     names = [f"{own.name} {'x'.join(map(str, own.shape))}" for own in large]
     rest = len(weights) - len(large)
     return ", ".join([*names, *([count_text(rest, "vector")] if rest else [])])
-
-
-def _candidates(choice: MeshChoice) -> Table:
-    best_s = choice.candidates[0].step_s
-    rows = (
-        (
-            own.step_text,
-            f"{own.step_s / best_s - 1:+.1%}",
-            str(own.prices.num_microbatches),
-            own.family.name,
-            own.policy,
-            own.meshes,
-        )
-        for own in choice.candidates[:_MOST_CANDIDATES]
-    )
-    heads = ("step", "longer by", "micro-batches", "schedule", "recompute", "stages")
-    title = f"The fastest of {len(choice.candidates):,}"
-    return Table(heads, tuple(rows), title)

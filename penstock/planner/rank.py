@@ -7,7 +7,6 @@ was predicted to take needs no schedule and no simulation.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
 from math import inf
 
 from penstock.costs.cluster import Cluster
@@ -17,6 +16,7 @@ from penstock.schedules.costs import UNIT_COSTS
 from penstock.schedules.critical_path import critical_path
 from penstock.schedules.family import Family
 from penstock.schedules.names import SCHEDULE_NAMES
+from penstock.trace.timeline import Timeline
 from penstock.trace.units import bytes_text, count_text
 
 from .candidates import (
@@ -32,7 +32,7 @@ from .candidates import (
 )
 from .plan import Plan
 from .predict import Prediction
-from .search import Evaluator, Excess
+from .search import Evaluator, Excess, soonest_s
 from .together import Tuner
 
 _MARGIN = 1.1
@@ -51,8 +51,8 @@ _REFINED = 6
 
 
 @dataclass(frozen=True)
-class Found:
-    """A candidate that was predicted: its plan, and what that was predicted from."""
+class OnRanks:
+    """A candidate whose ranks have a device each: its size, and the prediction of its step."""
 
     size: Size
     predicted: Prediction
@@ -67,10 +67,60 @@ class Found:
         assert self.plan.predicted_step_s is not None
         return self.plan.predicted_step_s
 
+    is_bound = False
+
     @property
     def num_devices(self) -> int:
         """Devices that it keeps busy; a thread of a rank has a core of its own."""
         return self.size.num_ranks * self.size.num_replicas * self.plan.threads_per_stage
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of the optimizer after the step."""
+        return self.predicted.update_s
+
+    @property
+    def timeline(self) -> Timeline:
+        """The predicted step."""
+        return self.predicted.timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a rank keeps."""
+        return max(self.timeline.peak_bytes_of_ranks())
+
+    @property
+    def decisions(self) -> dict[str, object]:
+        """What was decided, by name."""
+        plan = self.plan
+        return {
+            "stages": (plan.partition, plan.placement.places, plan.threads_per_stage),
+            "replicas": self.size.num_replicas,
+            "micro-batches": plan.num_microbatches,
+            "schedule": plan.schedule.name,
+            "sharding": "auto",
+            "recompute": frozenset(plan.recompute),
+        }
+
+    @property
+    def stages_text(self) -> str:
+        """The number of stages in words, with ranks and threads where these are others."""
+        threads = self.plan.threads_per_stage
+        ranks = f" on {self.size.num_ranks}" if self.plan.schedule.stages_per_rank > 1 else ""
+        return f"{self.plan.num_stages}{ranks}" + f", {threads} threads" * (threads > 1)
+
+    @property
+    def recompute_text(self) -> str:
+        """How many stages recompute."""
+        return f"{len(self.plan.recomputing)} of {self.plan.num_stages}"
+
+    def __str__(self) -> str:
+        threads = self.plan.threads_per_stage
+        replicas = count_text(self.size.num_replicas, "replica")
+        if threads > 1:
+            replicas += f" of {threads} threads"
+        microbatches = count_text(self.size.num_microbatches, "micro-batch")
+        return f"{count_text(self.size.num_stages, 'stage')} x {replicas}, {microbatches}"
 
 
 @dataclass(frozen=True)
@@ -82,8 +132,8 @@ class Candidates:
     `num_looked_at` counts the plans that were made.
     """
 
-    best: tuple[Found, ...]
-    unsplit_model: Found | None
+    best: tuple[OnRanks, ...]
+    unsplit_model: OnRanks | None
     num_looked_at: int
     allows_unsplit_model: bool = True
 
@@ -111,7 +161,7 @@ def find_plans(
     return replace(found, best=best[:num_best])
 
 
-def _fewest_devices(found: Sequence[Found]) -> Found:
+def _fewest_devices(found: Sequence[OnRanks]) -> OnRanks:
     """Return the candidate of fewest devices among those that are as fast as the first."""
     tied = (each for each in found if each.step_s <= SAME * found[0].step_s)
     return min(tied, key=lambda each: (each.num_devices, each.step_s))
@@ -122,10 +172,10 @@ class _Search:
 
     def __init__(self, evaluators: Sequence[Evaluator], asked: Constraints, num_best: int) -> None:
         self._evaluators, self._asked, self._num_best = evaluators, asked, num_best
-        self._best: dict[tuple[int, int, int], Found] = {}
+        self._best: dict[tuple[int, int, int], OnRanks] = {}
         self._too_large: list[tuple[Evaluator, Size, Family, bool]] = []
         self._num_plans = 0
-        self._plain: dict[tuple[int, Size], Found] = {}
+        self._plain: dict[tuple[int, Size], OnRanks] = {}
         self._in_order = [
             [
                 size
@@ -223,7 +273,7 @@ class _Search:
             if predicted is None:
                 return  # the others keep no less
             may_lose = size.num_stages == 1 or is_wanted
-            if not may_lose and self._soonest_s(predicted) >= self._limit_s():
+            if not may_lose and soonest_s(predicted) >= self._limit_s():
                 return  # other schedules have the same work to do
             found = self._keep(evaluator, size, predicted)
             if found is not None:
@@ -234,7 +284,7 @@ class _Search:
         """Try the cost-driven families: built from a known plan's costs, then again from the costs
         of the plan they give.
         """
-        if self._soonest_s(like) >= self._best_s():
+        if soonest_s(like) >= self._best_s():
             return
         for family in filter(takes_costs, families(self._asked, size, like.costs)):
             predicted = self._planned(evaluator, size, family)
@@ -280,19 +330,7 @@ class _Search:
             plan, evaluator.profile, evaluator.cluster, plan.batch_size, evaluator.pricing
         )
 
-    @staticmethod
-    def _soonest_s(predicted: Prediction) -> float:
-        """Return seconds that no schedule of a plan's size can take less than."""
-        plan, costs = predicted.plan, predicted.costs
-        per_stage = (costs.forward_s, costs.backward_s, costs.backward_input_s, plan.predicted_s)
-        loads = []
-        for stage, rank in enumerate(plan.placement.places):
-            forward_s, whole_s, input_s, busy_s = (cast(Any, own)[stage] for own in per_stage)
-            back_s = min(whole_s, input_s)
-            loads.append(Load(rank, forward_s, back_s, forward_s + back_s, busy_s))
-        return least_step_s(loads, plan.num_microbatches) + predicted.update_s
-
-    def _keep(self, evaluator: Evaluator, size: Size, predicted: Prediction) -> Found | None:
+    def _keep(self, evaluator: Evaluator, size: Size, predicted: Prediction) -> OnRanks | None:
         """Predict how long a plan takes, and keep it if it is the fastest of its kind that fits;
         one whose messages do not fit is made again, with room for them.  None if none fits.
         """
@@ -349,6 +387,6 @@ class _Search:
         )
 
 
-def _found(size: Size, predicted: Prediction) -> Found:
+def _found(size: Size, predicted: Prediction) -> OnRanks:
     plan = replace(predicted.plan, predicted_step_s=predicted.quick_step_s)
-    return Found(size, replace(predicted, plan=plan))
+    return OnRanks(size, replace(predicted, plan=plan))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import inf, prod
 from operator import le, mul
 from statistics import median
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from penstock.schedules.family import Family
 from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.types import Recompute, Transport
 
-from .bounds import even_step_s
+from .bounds import Load, even_step_s, least_step_s
 from .candidates import Constraints, Size
 from .cuts import Setting, Spans, Window, cut, cut_over_devices, windows
 from .fit import Fitted, fit, predicted_s
@@ -360,3 +361,15 @@ def most_bytes_of_ranks(predicted: Prediction) -> list[float]:
             + sum(map(mul, on_way, arriving[stage]))
         )
     return most
+
+
+def soonest_s(predicted: Prediction) -> float:
+    """Return seconds that no schedule of a plan's size can take less than."""
+    plan, costs = predicted.plan, predicted.costs
+    per_stage = (costs.forward_s, costs.backward_s, costs.backward_input_s, plan.predicted_s)
+    loads = []
+    for stage, rank in enumerate(plan.placement.places):
+        forward_s, whole_s, input_s, busy_s = (cast(Any, own)[stage] for own in per_stage)
+        back_s = min(whole_s, input_s)
+        loads.append(Load(rank, forward_s, back_s, forward_s + back_s, busy_s))
+    return least_step_s(loads, plan.num_microbatches) + predicted.update_s

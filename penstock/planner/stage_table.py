@@ -85,9 +85,7 @@ class StageTable:
     between micro-batches as `pace`, which is infinite for what does not fit.
     """
 
-    def __init__(
-        self, task: Task, meshes: Sequence[Submesh], num_stages: int, ahead: int
-    ) -> None:
+    def __init__(self, task: Task, meshes: Sequence[Submesh], num_stages: int, ahead: int) -> None:
         num_layers, hosts, _, num_microbatches = task
         self.num_layers, self.num_stages, self.ahead = num_layers, num_stages, ahead
         self.hosts, self.meshes = hosts, meshes

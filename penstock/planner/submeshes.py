@@ -103,9 +103,7 @@ class _State(NamedTuple):
 class _Search:
     """The bounds on the slowest stage that there are, and the best answers so far."""
 
-    def __init__(
-        self, task: Task, most: int, eps: float, ahead: int, limit_s: float
-    ) -> None:
+    def __init__(self, task: Task, most: int, eps: float, ahead: int, limit_s: float) -> None:
         numbers = [task.num_layers, task.num_microbatches, len(task.hosts), ahead]
         numbers += [number for host in task.hosts for number in host[:2]]
         if min(numbers) < 1:

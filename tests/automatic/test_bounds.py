@@ -7,9 +7,11 @@ import torch
 
 from penstock import Cluster
 from penstock.planner import mesh_candidates
-from penstock.planner.mesh_candidates import Candidate
+from penstock.planner.make_plan import choose_on_meshes
+from penstock.planner.mesh_candidates import OnMeshes
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
-from penstock.planner.mesh_plans import MeshTask, choose_on_meshes
+from penstock.planner.mesh_plans import find_on_meshes
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan_sharding import sharding_of
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
 from penstock_recipes.zoo import gpt
@@ -48,7 +50,7 @@ def test_layers_are_divided_within_the_memory_that_a_plan_was_made_for(
     assert len(found.layers) == len(task.names)
 
 
-def what(own: Candidate) -> tuple[object, ...]:
+def what(own: OnMeshes) -> tuple[object, ...]:
     return own.answer.stages, own.family, own.prices.plan, own.prices.policy
 
 
@@ -58,13 +60,12 @@ def test_what_is_not_simulated_would_not_be_faster(
     where: str, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = task_on(CLUSTERS[where], num_microbatches)
-    few = choose_on_meshes(task)
-    for bound in ("_least_s", "_least_in_flight_s"):
-        monkeypatch.setattr(mesh_candidates, bound, lambda own, of: 0.0)
-    every = choose_on_meshes(task)
-    seconds = {what(own): own.step_s for own in every.candidates if not own.is_bound}
-    assert few.plan.predicted_step_s == every.plan.predicted_step_s == min(seconds.values())
-    bounds = [own for own in few.candidates if own.is_bound]
-    assert len(few.candidates) - len(bounds) < len(seconds)
+    few, _ = find_on_meshes(task)
+    monkeypatch.setattr(mesh_candidates, "least_step_s", lambda loads, number: 0.0)
+    every, _ = find_on_meshes(task)
+    seconds = {what(own): own.step_s for own in every if not own.is_bound}
+    assert few[0].step_s == every[0].step_s == min(seconds.values())
+    bounds = [own for own in few if own.is_bound]
+    assert len(few) - len(bounds) < len(seconds)
     above = [own for own in bounds if own.step_s > seconds.get(what(own), own.step_s) * (1 + 1e-9)]
     assert above == []

@@ -10,8 +10,10 @@ from torch import nn
 import penstock
 from benchmarks.alpa_paper.baselines import BASELINES
 from penstock.errors import PlanError
+from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
-from penstock.planner.mesh_plans import SHARDINGS, choose_on_meshes, plan_on_meshes
+from penstock.planner.mesh_plans import find_on_meshes
+from penstock.planner.mesh_task import SHARDINGS
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Submesh
 from penstock.sharding.costs import Costs
@@ -21,7 +23,7 @@ from penstock.trace.units import time_text
 from penstock.types import Recompute
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
-from tests.mesh_tasks import mesh_task, plan_meshes
+from tests.mesh_tasks import mesh_task, plan_meshes, plan_on_meshes
 
 BATCH, LENGTH = 16, 32
 
@@ -84,7 +86,7 @@ def test_the_optimizer_is_counted_and_may_decide_where_stages_are_cut() -> None:
     one_s, _, last_s = (whole_s(task.graph_of(2), n, Costs((1,), where)) for n in range(3))
     task = replace(task, factors_of=lambda number: (1.0, 1.0, 3 * one_s / last_s))
     choice = choose_on_meshes(task)
-    simulated = min(choice.candidates, key=lambda own: own.step_s - own.update_s)
+    simulated = min(find_on_meshes(task)[0], key=lambda own: own.step_s - own.update_s)
     best, bytes_per_s = choice.candidates[0], where.device_of(0).bytes_per_s
     assert choice.plan.partition == (1, 2) and simulated.answer.stages[0].end == 2
     weight_s = (

@@ -13,7 +13,7 @@ import penstock
 from penstock.automatic.parallelize import plan_for
 from penstock.errors import ConfigError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
-from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.plan_sharding import sharding_of
 from penstock.planner.stage_table import Submesh
@@ -21,7 +21,7 @@ from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s as layer_s
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
-from tests.mesh_tasks import mesh_task
+from tests.mesh_tasks import mesh_task, plan_on_meshes
 
 BATCH, LENGTH, M = 16, 32, 4
 SLOW = 4

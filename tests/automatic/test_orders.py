@@ -13,10 +13,10 @@ import penstock
 from benchmarks.alpa_paper.baselines import RestrictedPrices
 from penstock.costs.cluster.device import Device
 from penstock.costs.cluster.hosts import Host, Link
-from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Submesh
-from tests.mesh_tasks import mesh_task
+from tests.mesh_tasks import mesh_task, plan_on_meshes
 
 PEAKS = {"fast": 4e9, "slow": 1e9}
 LINKS = {"fast": 1e9, "slow": 3e7}

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 import penstock
-from penstock.planner.mesh_plans import MeshChoice, MeshTask, choose_on_meshes
+from penstock.planner.make_plan import Choice, choose_on_meshes
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import (
     DrawnLayer,
     DrawnWeight,
     drawn_layers,
     layers_figure,
-    mesh_plan_page,
+    plan_page,
     weights_table,
 )
 from penstock.planner.plan_sharding import sharding_of
@@ -45,7 +46,7 @@ def chosen(*hosts: int, num_microbatches: int = 4, sharding: str = "auto") -> An
     return task, choose_on_meshes(task)
 
 
-def layers_of(task: MeshTask, choice: MeshChoice) -> list[DrawnLayer]:
+def layers_of(task: MeshTask, choice: Choice) -> list[DrawnLayer]:
     plan, graph = choice.plan, task.graph_of(choice.plan.num_microbatches)
     sharding = sharding_of(plan, graph, task.names) if plan.sharding else None
     return drawn_layers(plan, graph, task.names, sharding)
@@ -79,7 +80,7 @@ def test_it_says_what_other_decisions_would_have_cost() -> None:
     }
     best = choice.candidates[0]
     (line,) = (line for line in told if "schedule" in line)
-    assert f": {best.family.name}, " not in line and best.meshes in line
+    assert f": {best.family.name}, " not in line and best.stages_text in line
     assert all(float(re.findall(r"\(([-+.\d]+)%\)", line)[0]) >= 0 for line in told)
     slowest = max(range(2), key=choice.plan.predicted_s.__getitem__)
     assert any(line.startswith(f"limited by stage {slowest}, ") for line in choice.plan.why)
@@ -151,8 +152,8 @@ def test_a_colour_says_how_most_of_a_layers_weights_are_cut(
 
 
 def test_a_page_has_all_parts_and_the_timeline() -> None:
-    task, choice = chosen(1, 2)
-    text = render_page(mesh_plan_page(task, choice))
+    _, choice = chosen(1, 2)
+    text = render_page(plan_page(choice))
     for title in ("Layers by stages", "Timeline", "Weights", "Candidates", "Plan", "Cluster"):
         assert f"<h2>{title}</h2>" in text
     said = unescape(text)

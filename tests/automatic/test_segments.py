@@ -11,8 +11,10 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.subjects import RESNET, subjects
+from penstock.planner.make_plan import Choice, choose_on_meshes
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
-from penstock.planner.mesh_plans import MeshChoice, MeshTask, choose_on_meshes, plan_on_meshes
+from penstock.planner.mesh_plans import find_on_meshes
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import layers_figure
 from penstock.planner.plan_sharding import sharding_of
@@ -26,7 +28,7 @@ from penstock.types import Recompute, Trace, Transport
 from penstock_recipes.zoo import gpt
 from tests.automatic.test_page import layers_of
 from tests.few_devices import cluster
-from tests.mesh_tasks import mesh_task
+from tests.mesh_tasks import mesh_task, plan_on_meshes
 
 BATCH, LENGTH, WIDTH, M = 16, 32, 128, 4
 SEGMENTS, WHOLE = MemoryPolicy(recomputes=True, segments=True), MemoryPolicy(recomputes=True)
@@ -47,7 +49,7 @@ def task_on(*hosts: int, num_layers: int = 4) -> MeshTask:
 
 
 @cache
-def chosen(*hosts: int) -> MeshChoice:
+def chosen(*hosts: int) -> Choice:
     return choose_on_meshes(task_on(*hosts))
 
 
@@ -109,10 +111,9 @@ def test_wide_resnet_of_alpas_paper_fits_a_device_with_as_few_microbatches() -> 
 
 @pytest.mark.parametrize("family", ["one_f_one_b", "eager_1f1b", "gpipe"])
 def test_what_a_mesh_keeps_is_no_less_than_its_schedule_does(family: str) -> None:
-    choice = choose_on_meshes(
-        replace(task_on(1, 2), families=[getattr(penstock.schedules, family)])
-    )
-    (best, *_), plan = choice.candidates, choice.plan
+    task = replace(task_on(1, 2), families=[getattr(penstock.schedules, family)])
+    (best, *_), _ = find_on_meshes(task)
+    plan = best.plan
     own = [segment for of_stage in best.segments for segment in of_stage]
     sizes = Sizes(
         kept_bytes=tuple(round(x.graph_bytes) for x in own),

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
-from penstock.planner.mesh_plans import MeshTask, plan_on_meshes
+from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Submesh
 from penstock.runtime.microbatches import first_microbatch
@@ -32,7 +32,7 @@ from penstock.runtime.planning import facts_of
 from penstock.types import Recompute
 from penstock_recipes.zoo.gpt_family import gpt
 from tests.few_devices import cluster
-from tests.mesh_tasks import mesh_task
+from tests.mesh_tasks import mesh_task, plan_on_meshes
 
 BATCH_SIZE, NUM_LAYERS = 64, 6
 

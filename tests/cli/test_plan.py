@@ -157,7 +157,7 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
     page = Path("plan.html").read_text()
     assert "Layers by stages" in page and "Where the time goes" in page
     said = capsys.readouterr().out
-    assert "a step is predicted to take" in said
+    assert "predicted: a step of" in said
     plan = Plan.load("plan.json")
     assert plan.placement.num_ranks == 8 and plan.num_microbatches == 2
     assert run((*command, "--num-replicas", "2")) == 2

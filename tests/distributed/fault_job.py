@@ -63,14 +63,14 @@ def inject(kind: str, action: str) -> None:
 
 def inject_into_save(action: str) -> None:
     """Let this process go wrong when it writes its shard of the faulty step's checkpoint."""
-    write = save.save_tensors
+    write = save.save_tensors  # type: ignore[attr-defined]
 
     def faulty(tensors: Any, file: Path, header: Any = None) -> None:
         if f"step-{FAULTY_STEP}" in str(file):
             go_wrong(action)
         write(tensors, file, header)
 
-    save.save_tensors = faulty
+    save.save_tensors = faulty  # type: ignore[attr-defined]
 
 
 def inject_into_batch(action: str) -> None:

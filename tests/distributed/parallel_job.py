@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
-from penstock.planner.mesh_plans import MeshTask
+from penstock.planner.mesh_task import MeshTask
 from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made
 

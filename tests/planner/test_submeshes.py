@@ -1,4 +1,4 @@
-"""Stages on sub-meshes: searches find what trying everything finds, and answers are placed host by host."""
+"""Stages on sub-meshes: a search finds what trying everything finds, host by host."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
