@@ -113,10 +113,7 @@ SHORTER: dict[str, dict[str, str]] = {
 """Page, part of a command, and words that are added to the command to make it short."""
 
 NOT_RUN: dict[str, dict[str, str]] = {
-    "README.md": {
-        "make ": "make installs all that it needs",
-        "pip ": "a package registry",
-    },
+    "README.md": {"make ": "make installs all that it needs", "pip ": "a package registry"},
     "hosts.md": {"": "two hosts, or a cluster with Slurm"},
 }
 """Page, how lines of it begin, and what they need that a test has not."""

@@ -346,8 +346,7 @@ OWN = "buffer 5."  # of an InstanceNorm: each replica's are of its own samples, 
 
 
 @pytest.mark.parametrize(
-    ("which", "num_stages"),
-    ((REPLICAS[0], 1), slow(REPLICAS[0], 2), slow(REPLICAS[1], 2)),
+    ("which", "num_stages"), ((REPLICAS[0], 1), slow(REPLICAS[0], 2), slow(REPLICAS[1], 2))
 )
 def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
     which: str, num_stages: int, tmp_path: Path

@@ -44,10 +44,7 @@ OF_REPLICAS: list[Fault] = [
     (0, "Save", "stop"),
 ]
 """What only replicas do, in each way; of the rest, which goes wrong above, two."""
-QUICK_OF_SHARDS: list[tuple[int, Fault]] = [
-    (1, (1, "Layer", "kill")),
-    (2, (2, "Layer", "raise")),
-]
+QUICK_OF_SHARDS: list[tuple[int, Fault]] = [(1, (1, "Layer", "kill")), (2, (2, "Layer", "raise"))]
 OF_SHARDS: list[tuple[int, Fault]] = [
     *QUICK_OF_SHARDS,
     (1, (0, "Layer", "raise")),

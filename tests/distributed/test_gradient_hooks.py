@@ -116,9 +116,7 @@ def several(mesh: penstock.Mesh, name: str) -> Any:
 
 
 REFUSED: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "replicas": [
-        ("added", {"sharding": "zero1"}),
-    ],
+    "replicas": [("added", {"sharding": "zero1"})],
     "shards": [
         ("added", {"sharding": "zero1"}),
         ("found", {"sharding": "zero2"}),

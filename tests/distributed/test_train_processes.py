@@ -149,10 +149,7 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stages", "replicas"),
-    ((1, 2), (2, 2)),
-)
+@pytest.mark.parametrize(("stages", "replicas"), ((1, 2), (2, 2)))
 def test_a_plan_that_was_chosen_for_a_recipe_trains_it(
     stages: int, replicas: int, tmp_path: Path
 ) -> None:

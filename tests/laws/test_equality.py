@@ -22,10 +22,7 @@ from tests.ways import IN_ONE_PROCESS
 BY_NAME = {model.name: model for model in ALL_MODELS}
 COVERING = [
     pytest.param(
-        model,
-        run,
-        id=f"{model.name}-{run}",
-        marks=pytest.mark.slow if number % 2 else [],
+        model, run, id=f"{model.name}-{run}", marks=pytest.mark.slow if number % 2 else []
     )
     for rotation, model in enumerate(ALL_MODELS)
     for number, run in enumerate(covering_runs(rotation))

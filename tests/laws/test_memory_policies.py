@@ -88,12 +88,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 def test_in_every_schedule(schedule: Family, policy: str) -> None:
     model = next(m for m in ALL_MODELS if m.name == "transformer")
     assert_trains_like_unsplit(
-        model,
-        6,
-        steps=2,
-        num_microbatches=6,
-        schedule=schedule,
-        **POLICIES[policy],
+        model, 6, steps=2, num_microbatches=6, schedule=schedule, **POLICIES[policy]
     )
 
 

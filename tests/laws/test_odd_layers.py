@@ -26,12 +26,7 @@ def words() -> tuple[Tensor, Tensor]:
 
 def embedded(*, sparse: bool) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [
-        nn.Embedding(11, 6, sparse=sparse),
-        nn.Linear(6, 6),
-        nn.Flatten(),
-        nn.Linear(30, 3),
-    ]
+    return [nn.Embedding(11, 6, sparse=sparse), nn.Linear(6, 6), nn.Flatten(), nn.Linear(30, 3)]
 
 
 def pipeline(layers: list[nn.Module], loss: Any, **options: Any) -> penstock.Pipeline:

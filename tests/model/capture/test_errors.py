@@ -431,11 +431,7 @@ CANNOT: list[tuple[Callable[[], Chain], str, dict[str, Any]]] = [
     (partial(of_blocks, nn.Linear, scripted), r"'blocks\.1' is a TorchScript module", {}),
     (between(in_a_thread), "given it to another thread", {}),
     (BlocksInThreads, "for the input 'x' is used .* another thread.*threads work inside a", {}),
-    (
-        WithOtherWeights,
-        r"'blocks\.0' is called with another tensor in place of its 'weight'",
-        {},
-    ),
+    (WithOtherWeights, r"'blocks\.0' is called with another tensor in place of its 'weight'", {}),
     (without_values, r"asks for values at test_errors\.py", {}),
     (
         between(lambda _, x, number: x if x.data_ptr() % 8 == 0 else x.clone()),

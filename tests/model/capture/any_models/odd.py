@@ -16,17 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from .chain import WIDTH, Chain, UsedTwice, between, inputs
 from .filling import FILLING
 from .handwritten import EXPERTS
-from .made import (
-    TEXT,
-    AnyModel,
-    Made,
-    decoder,
-    encoder,
-    hugging_face,
-    masked,
-    uncached,
-    words,
-)
+from .made import TEXT, AnyModel, Made, decoder, encoder, hugging_face, masked, uncached, words
 
 
 @dataclass
@@ -601,10 +591,7 @@ CHAINS = (
     AnyModel("writes in place", chain(InPlace)),
     AnyModel("writes in place, used much later", chain(Shifting)),
     AnyModel("results gathered in a tensor of zeros", chain(Collecting)),
-    AnyModel(
-        "a mask made between blocks",
-        chain(between(masked_by_sign)),
-    ),
+    AnyModel("a mask made between blocks", chain(between(masked_by_sign))),
     AnyModel("out= between blocks", chain(IntoOut)),
     AnyModel("rows written one by one", chain(Numbering)),
     AnyModel("a block with and without gradients", chain(OnceWithout)),

@@ -6,14 +6,7 @@ import torch
 import transformers
 
 from .filling import HRNET
-from .handwritten import (
-    DenseNet,
-    InPlaceGlue,
-    NanoGPT,
-    Recurrent,
-    TorchTransformer,
-    sequential,
-)
+from .handwritten import DenseNet, InPlaceGlue, NanoGPT, Recurrent, TorchTransformer, sequential
 from .made import (
     IMAGE_SIZE,
     NUM_WORDS,
@@ -156,10 +149,7 @@ OTHERS = (
     AnyModel("in place", lambda: (InPlaceGlue(), words), "writes into views between blocks"),
     AnyModel(
         "nn.Transformer",
-        lambda: (
-            TorchTransformer(),
-            lambda n: {"source": words(n), "target": words(n, 5)},
-        ),
+        lambda: (TorchTransformer(), lambda n: {"source": words(n), "target": words(n, 5)}),
     ),
     HRNET,
     AnyModel("nn.Sequential", lambda: (sequential(), words)),
@@ -211,10 +201,7 @@ OTHERS = (
     AnyModel("marian", shifting("Marian", "MTModel"), "labels shifted in place"),
     AnyModel("pegasus", shifting("Pegasus"), "labels shifted in place"),
     AnyModel("m2m100", shifting("M2M100"), "labels shifted in place"),
-    AnyModel(
-        "convnext",
-        classifier("ConvNext", **CONVOLVED, drop_path_rate=0.2, patch_size=4),
-    ),
+    AnyModel("convnext", classifier("ConvNext", **CONVOLVED, drop_path_rate=0.2, patch_size=4)),
     AnyModel(
         "resnet of transformers",
         classifier("ResNet", **CONVOLVED, embedding_size=8, layer_type="basic"),

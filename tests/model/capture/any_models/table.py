@@ -28,11 +28,7 @@ HEAD = (
     "| notes |\n"
     "|---|--:|--:|---|---|--:|--:|---|\n"
 )
-TITLES = {
-    "The models that must work": REQUIRED,
-    "Others": OTHERS,
-    "Odd models, and odd uses": ODD,
-}
+TITLES = {"The models that must work": REQUIRED, "Others": OTHERS, "Odd models, and odd uses": ODD}
 
 
 def facts(model: AnyModel) -> list[str]:
