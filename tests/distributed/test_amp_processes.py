@@ -141,9 +141,7 @@ def steps_in_one_autocast(mesh: penstock.Mesh) -> Any:
 
 
 @pytest.mark.slow
-def test_one_autocast_around_all_steps_never_trains_on_casts_of_old_weights(
-    tmp_path: Path,
-) -> None:
+def test_one_autocast_around_all_steps_never_trains_on_casts_of_old_weights(tmp_path: Any) -> None:
     apart = call(steps_in_one_autocast, (2, 1), tmp_path)
     together = steps_in_one_autocast(penstock.init_mesh(num_stages=2))
     for found in apart:

@@ -252,9 +252,7 @@ def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_two_processes_of_two_stages_save_and_one_process_goes_on_bit_by_bit(
-    tmp_path: Path,
-) -> None:
+def test_two_processes_of_two_stages_save_and_one_process_goes_on_bit_by_bit(tmp_path) -> None:
     """Stages 0 and 2 are one process's, 1 and 3 the other's: neither holds neighbours."""
     (expected,) = losses(2, 1, "save", [tmp_path / "four"], stages_per_rank=2)
     here = Run(penstock.init_mesh(3), seed=5)

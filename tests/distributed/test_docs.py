@@ -72,9 +72,7 @@ def test_the_page_about_asynchronous_schedules_runs() -> None:
     assert found["losses"].shape == (6,)
 
 
-def test_the_page_about_searched_schedules_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_about_searched_schedules_runs(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     found: dict[str, Any] = {}
     exec(compile(code_of("searched.md"), "searched.md", "exec"), found)

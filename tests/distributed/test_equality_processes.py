@@ -321,9 +321,7 @@ def slow(*values: Any) -> Any:
         *(slow(which, 2) for which in ("apart", "neighbours", "offloaded")),
     ),
 )
-def test_processes_give_the_unsplit_models_bits(
-    which: str, num_ranks: int, tmp_path: Path
-) -> None:
+def test_processes_give_the_unsplit_models_bits(which: Any, num_ranks: Any, tmp_path: Any) -> None:
     """Also where the first stage and the last one are of the same process, or neighbours are."""
     results = call(work, (num_ranks, 1), tmp_path, which=which)
     for case, *by_rank in zip(CASES[which](num_ranks), *results, strict=True):

@@ -223,25 +223,19 @@ def test_each_rank_goes_wrong_in_each_way() -> None:
 @pytest.mark.parametrize(
     "fault", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)], ids=name_of
 )
-def test_a_fault_ends_all_is_named_and_costs_nothing(
-    fault: Fault, expected: Weights, tmp_path: Path
-) -> None:
+def test_a_fault_ends_all_is_named_and_costs_nothing(fault, expected, tmp_path) -> None:
     check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS[len(QUICK) :], ids=name_of)
-def test_every_fault_ends_all_is_named_and_costs_nothing(
-    fault: Fault, expected: Weights, tmp_path: Path
-) -> None:
+def test_every_fault_ends_all_is_named_and_costs_nothing(fault, expected, tmp_path) -> None:
     check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", QUICK_OF_SHARDS, ids=name_in_shards)
-def test_a_fault_of_one_shard_ends_all_and_is_named(
-    fault: tuple[int, Fault], tmp_path: Path
-) -> None:
+def test_a_fault_of_one_shard_ends_all_and_is_named(fault, tmp_path) -> None:
     num_stages, own = fault
     ended = end_with(own, tmp_path, of_shards=num_stages)
     check_ends(ended, own, names(num_stages, 1, 2))
@@ -249,9 +243,7 @@ def test_a_fault_of_one_shard_ends_all_and_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", OF_SHARDS, ids=name_in_shards)
-def test_a_fault_of_one_shard_costs_nothing(
-    fault: tuple[int, Fault], expected_of_shards: dict[int, Weights], tmp_path: Path
-) -> None:
+def test_a_fault_of_one_shard_costs_nothing(fault, expected_of_shards, tmp_path) -> None:
     """Go on in as many shards: sums are in the same order, and so are all bits."""
     num_stages, own = fault
     ended = end_with(own, tmp_path, of_shards=num_stages)
@@ -292,8 +284,6 @@ def test_a_fault_where_processes_run_several_stages_names_them(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", OF_REPLICAS, ids=name_of)
-def test_a_fault_of_one_replica_too(
-    fault: Fault, expected_of_replicas: Weights, tmp_path: Path
-) -> None:
+def test_a_fault_of_one_replica_too(fault, expected_of_replicas, tmp_path) -> None:
     """Go on with fewer stages: replicas stay, and so do all bits."""
     check(fault, tmp_path, expected_of_replicas, go_on_in_processes(2, 2), replicas=2)

@@ -172,9 +172,7 @@ def test_a_hook_sees_once_what_is_summed(layout_and_results: tuple[str, list[Any
                 torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_what_cannot_be_summed_or_seen_whole_is_refused(
-    layout_and_results: tuple[str, list[Any]],
-) -> None:
+def test_what_cannot_be_summed_or_seen_whole_is_refused(layout_and_results: Any) -> None:
     layout, by_rank = layout_and_results
     for _, said in by_rank:
         hooks, sparse = said[: len(REFUSED[layout])], said[len(REFUSED[layout]) :]

@@ -100,9 +100,7 @@ def check_same(found: list[dict[str, Tensor]], wanted: dict[str, Tensor], where:
 
 
 @pytest.mark.slow
-def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(
-    tmp_path: Path,
-) -> None:
+def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(tmp_path) -> None:
     """One process, 2 of 3, 2, the last two of 4 turned round, and one again."""
     wanted = save_first(tmp_path)
     chain = (placed(1, 2, idle=(0,)), placed(0, 1), placed(3, 2, idle=(0, 1)))
@@ -207,9 +205,7 @@ def in_shards(mesh: penstock.Mesh, folders: list[str]) -> Tensor:
 
 
 @pytest.mark.slow
-def test_shards_beside_an_idle_rank_go_on_from_other_layouts_and_these_from_them(
-    tmp_path: Path,
-) -> None:
+def test_shards_beside_an_idle_rank_go_on_from_other_layouts_and_these_from_them(tmp_path) -> None:
     chain = (
         Placement((((1, 2),),), ("cpu",), idle=(0,)),
         Placement((((0,),), ((1, 2),)), ("cpu",) * 2),

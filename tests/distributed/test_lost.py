@@ -109,9 +109,7 @@ sys.exit(75)
     [pytest.param(RAISE, 1, marks=pytest.mark.slow), (CATCH, 75)],
     ids=["raises", "catches"],
 )
-def test_what_connects_a_process_with_one_that_is_gone_is_never_destroyed(
-    then: str, code: int
-) -> None:
+def test_what_connects_a_process_with_one_that_is_gone_is_never_destroyed(then, code) -> None:
     ended, _ = start(2, ["-c", LOSE + then]).wait(60.0)
     assert ended.code == code, ended.output
     assert ("KEPT" in ended.output) == (code == 75), ended.output

@@ -106,9 +106,7 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     [((), LAUNCHER), pytest.param(BY_TORCHRUN, WRAPPER, marks=pytest.mark.slow)],
     ids=["by-hand", "by-a-wrapper"],
 )
-def test_a_process_stays_that_its_parent_need_not_outlive(
-    told: Sequence[str], launcher: str, port: str
-) -> None:
+def test_a_process_stays_that_its_parent_need_not_outlive(told, launcher, port) -> None:
     """By hand: when its shell goes; below a wrapper of torchrun: whatever that is."""
     mark = uuid.uuid4().hex
     with launched(MEET, mark, port, told, launcher) as parent:

@@ -113,9 +113,7 @@ def limited(mesh: penstock.Mesh | None) -> tuple[str, dict[str, Tensor | None], 
 
 
 @pytest.mark.slow
-def test_a_limit_of_memory_is_met_by_the_same_choice_in_processes_as_in_one(
-    tmp_path: Path,
-) -> None:
+def test_a_limit_of_memory_is_met_by_the_same_choice_in_processes_as_in_one(tmp_path: Any) -> None:
     chosen, gradients, refused = limited(None)
     assert "(RecomputeLayers(layers=(1,)), <Recompute.STAGE" in chosen
     by_rank = call(limited, (2, 1), tmp_path, ends_well=False)  # the last is refused

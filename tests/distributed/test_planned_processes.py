@@ -81,9 +81,7 @@ def plan(here: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
-    plan: str, here: Path, alone: Path
-) -> None:
+def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(plan, here, alone) -> None:
     folder, recipe = here / "run", str(here / "keys.toml")
     stopped(start(3, job(2, recipe, "--plan", plan, "--run-folder", str(folder))).wait(100))
     newest = RunFolder(folder).checkpoints()[-1]
@@ -102,9 +100,7 @@ def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
 
 
 @pytest.mark.slow
-def test_a_plan_with_its_first_stage_on_the_last_rank_trains_and_goes_on(
-    here: Path, alone: Path
-) -> None:
+def test_a_plan_with_its_first_stage_on_the_last_rank_trains_and_goes_on(here, alone) -> None:
     """In two processes, and in one, whose threads are as any plan's."""
     recipe, saved = str(here / "keys.toml"), here / "turned.json"
     wanted = ("--cluster", str(here / "1+1.toml"), "--sharding", "data", "--num-microbatches", "2")

@@ -130,9 +130,7 @@ def test_training_from_a_folder_is_that_of_one_process(name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_guides_code_trains_alike_in_one_process_and_in_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guides_code_trains_alike_in_one_process_and_in_two(tmp_path, monkeypatch) -> None:
     make, train, look = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "pretrained.md").read_text(), re.DOTALL
     )

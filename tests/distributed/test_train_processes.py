@@ -150,9 +150,7 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "replicas"), ((1, 2), (2, 2)))
-def test_a_plan_that_was_chosen_for_a_recipe_trains_it(
-    stages: int, replicas: int, tmp_path: Path
-) -> None:
+def test_a_plan_that_was_chosen_for_a_recipe_trains_it(stages, replicas, tmp_path) -> None:
     cluster(4).save(tmp_path / "cluster.toml")
     plan, profile = tmp_path / "plan.json", str(tmp_path / "profile.json")
     small = [w for change in SMALL for w in ("--set", change)]
@@ -169,9 +167,7 @@ def test_a_plan_that_was_chosen_for_a_recipe_trains_it(
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run")
     first = [*words("train.epochs=2000"), "--run-folder", "run", "--num-processes", "2"]
     again = ["train", "--resume", "run", "--num-processes", "3"]
@@ -191,9 +187,7 @@ def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on
     assert any("as 3 stages x 1 replica (before: 2 x 1)" in line for line in said_so_far)
 
 
-def test_every_process_refuses_a_run_folder_that_is_taken(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_every_process_refuses_a_run_folder_that_is_taken(uninterrupted, tmp_path) -> None:
     before = sorted(uninterrupted.rglob("*"))
     arguments = [*TRAIN, *words(), "--run-folder", str(uninterrupted)]
     ended = start(2, arguments).wait(60)
@@ -227,9 +221,7 @@ def test_processes_that_differ_are_refused_everywhere(what: str, said: str) -> N
 
 
 @pytest.mark.slow
-def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run")
     command = [*faulty("late", "1", 2), *words("train.checkpoint_every=60")]
     ended = start(2, [*command, "--run-folder", str(folder.path)]).wait(60)
@@ -240,9 +232,7 @@ def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_with_a_missing_file_is_refused_everywhere(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_a_missing_file_is_refused_everywhere(uninterrupted, tmp_path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(uninterrupted, copy)
     broken = RunFolder(copy).checkpoints()[-1] / "optimizer.safetensors"
@@ -287,9 +277,7 @@ def test_other_faults_too(action: str, rank: int, uninterrupted: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(uninterrupted, tmp_path) -> None:
     """The recipe is being edited meanwhile, too; a restart takes the run as it was begun."""
     recipe = tmp_path / "mine.toml"
     shutil.copy(DIGITS, recipe)
@@ -323,9 +311,7 @@ def test_a_stopped_process_is_noticed_and_replaced(uninterrupted: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_lost_host_leaves_fewer_processes_which_go_on(
-    two_replicas: Path, port: str, tmp_path: Path
-) -> None:
+def test_a_lost_host_leaves_fewer_processes_which_go_on(two_replicas, port, tmp_path) -> None:
     """Two hosts of two processes; one is lost: K shrinks to 1, D stays, and so do all bits.
 
     The times are long enough for a busy machine, where a host comes late or shows no sign of life

@@ -219,9 +219,7 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_each_byte_of_activations_and_gradients_crosses_once(
-    counts: tuple[int, int], plan: str, tmp_path: Path
-) -> None:
+def test_each_byte_of_activations_and_gradients_crosses_once(counts, plan, tmp_path) -> None:
     """In slices nobody gathers anything, and shards of meshes of one size send their slices."""
     found = call(count, placed(*counts), tmp_path, plan=plan)
     gather = [plan == "megatron" and n > 1 for n in counts for _ in range(n)]
@@ -264,9 +262,7 @@ def work_in_small_parts(mesh: Mesh, which: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1 + 2", "3 + 2"])
-def test_every_schedule_trains_on_what_crosses_in_parts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_schedule_trains_on_what_crosses_in_parts(name, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(equality, "work", work_in_small_parts)
     equality.test_shards_give_the_unsplit_models_gradients_but_for_rounding(
         "unlike", placed(*MESHES[name]), tmp_path

@@ -215,9 +215,7 @@ class TiedModules(Tied):
 @pytest.mark.parametrize(("kind", "partition"), [(Tied, [1, 1]), (TiedModules, [1, 2])])
 @pytest.mark.parametrize("tied", penstock.TiedGradients)
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
-def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(
-    family: Family, tied: Any, kind: type[Tied], partition: list[int]
-) -> None:
+def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(family, tied, kind, partition) -> None:
     check_tied(family, tied, kind, partition)
 
 
@@ -381,9 +379,7 @@ def train_with_delays(case: equality.Case, num_stages: int) -> dict[str, Any]:
     ),
     ids=("few-1 + 2", "1 x 2", "2 x 2", "1 + 2", "2 + 1", "2 x 2 + 1"),
 )
-def test_shards_keep_the_law_but_for_rounding(
-    which: str, placement: Placement, tmp_path: Path
-) -> None:
+def test_shards_keep_the_law_but_for_rounding(which: Any, placement: Any, tmp_path: Any) -> None:
     told: dict[str, Any] = {"which": which, "where": str(tmp_path)}
     results = call(train_in_shards, placement, tmp_path, timeout_s=250.0, **told)
     for case, *by_rank in zip(cases_in_shards(which), *results, strict=True):

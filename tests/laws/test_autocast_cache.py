@@ -51,9 +51,7 @@ def compare_and_move(ours: list[nn.Parameter], whole: list[nn.Parameter]) -> Non
 
 @pytest.mark.parametrize("as_module", (False, True))
 @pytest.mark.parametrize("schedule", (gpipe, IN_TWO_PARTS))
-def test_a_weight_used_twice_is_cast_once_for_as_long_as_a_step_lasts(
-    schedule: Family, as_module: bool
-) -> None:
+def test_a_weight_used_twice_is_cast_once_for_as_long_as_a_step_lasts(schedule, as_module) -> None:
     torch.manual_seed(0)
     ours = [Twice() for _ in range(4)]
     whole = nn.Sequential(*copy.deepcopy(ours))
@@ -83,9 +81,7 @@ def descend(step: Callable[[], Any], parameters: list[nn.Parameter]) -> None:
 @pytest.mark.filterwarnings("ignore::penstock.errors.ExecutionWarning")
 @pytest.mark.parametrize("mode", (nullcontext, lambda: FlopCounterMode(display=False)))
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-def test_one_autocast_around_all_steps_trains_as_one_around_each(
-    transport: penstock.Transport, mode: Callable[[], AbstractContextManager[Any]]
-) -> None:
+def test_one_autocast_around_all_steps_trains_as_one_around_each(transport, mode) -> None:
     torch.manual_seed(0)
     ours = [Twice() for _ in range(2)]
     whole = nn.Sequential(*copy.deepcopy(ours))

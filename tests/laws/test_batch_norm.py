@@ -55,9 +55,7 @@ def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     "momentum, sizes, way", in_turns((0.1, 1.0, None), ((8, 4), (7, 3), (2, 4), (5, 1)))
 )
-def test_running_statistics_are_those_of_the_whole_mini_batches(
-    momentum: float | None, sizes: tuple[int, int], way: dict[str, Any]
-) -> None:
+def test_running_statistics_are_those_of_the_whole_mini_batches(momentum, sizes, way) -> None:
     num_samples, num_microbatches = sizes
     ours, whole = norm_first(momentum=momentum)[0], norm_first(momentum=momentum)[0]
     batches = some_batches(num_samples, num_samples + 1, 4)
@@ -306,9 +304,7 @@ def assert_trains_like_plain_torch(norm: Callable[[], nn.Module], **way: Any) ->
 
 @pytest.mark.parametrize("norm", OWN_FORWARDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_forward_of_its_own_runs_as_in_plain_torch_and_that_is_said(
-    norm: Callable[[], nn.Module], way: dict[str, Any]
-) -> None:
+def test_a_forward_of_its_own_runs_as_in_plain_torch_and_that_is_said(norm: Any, way: Any) -> None:
     with pytest.warns(StatisticsWarning, match=r"1 BatchNorm layers.*with every micro-batch"):
         assert_trains_like_plain_torch(norm, **way)
 
@@ -340,9 +336,7 @@ def test_buffers_that_a_kernel_begins_to_move_later_are_seen() -> None:
 
 @pytest.mark.parametrize("norm", [*OWN_FORWARDS[:3], pytest.param(_NoBatchNorm, id="no norm")])
 @pytest.mark.filterwarnings("ignore::penstock.errors.StatisticsWarning")
-def test_the_check_compares_a_forward_of_its_own_with_plain_torch(
-    norm: Callable[[], nn.Module],
-) -> None:
+def test_the_check_compares_a_forward_of_its_own_with_plain_torch(norm: Any) -> None:
     [(x, y)] = some_batches(6)
     report = penstock.check(
         around(norm()), x, y, loss=F.cross_entropy, num_stages=2, num_microbatches=3

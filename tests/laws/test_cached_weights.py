@@ -136,17 +136,11 @@ def test_a_captured_block_of_two_stages_caches_in_both(recompute: penstock.Recom
 
 
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-def test_a_step_inside_cached_is_refused_and_an_evaluation_is_not(
-    transport: penstock.Transport,
-) -> None:
+def test_a_step_inside_cached_is_refused_and_an_evaluation_is_not(transport) -> None:
     torch.manual_seed(0)
     layers, x = [Cached(), Cached()], inputs(2 * PARTS)
-    with (
-        penstock.Pipeline(
-            layers, 2, num_microbatches=PARTS, loss=square, transport=transport
-        ) as pipe,
-        parametrize.cached(),
-    ):
+    pipe = penstock.Pipeline(layers, 2, num_microbatches=PARTS, loss=square, transport=transport)
+    with pipe, parametrize.cached():
         for call in (lambda: pipe.train_step(x, x), lambda: pipe(x)):
             with pytest.raises(ConfigError, match="forward of the layer"):
                 call()

@@ -115,9 +115,7 @@ def test_modes_count_what_they_count_of_the_unsplit_model(made: Callable[[], Any
 
 @RECOMPUTE
 @MODES
-def test_modes_change_no_bit_and_leave_no_trace(
-    made: Callable[[], Any], recompute: penstock.Recompute
-) -> None:
+def test_modes_change_no_bit_and_leave_no_trace(made: Any, recompute: penstock.Recompute) -> None:
     x, y = batch()
     gradients = []
     for mode in (None, made()[0]):
@@ -203,9 +201,7 @@ class Hooked(nn.Module):
 
 
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(
-    transport: penstock.Transport,
-) -> None:
+def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(transport: Any) -> None:
     def disabled() -> AbstractContextManager[None]:
         return disable_saved_tensors_hooks("no hooks here")
 

@@ -122,9 +122,7 @@ def test_compiled_layers_that_draw_equal_the_compiled_unsplit_model(way: dict[st
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Block])
-def test_a_captured_block_is_compiled_where_it_is_without_a_pipeline(
-    kind: Callable[..., nn.Module],
-) -> None:
+def test_a_captured_block_is_compiled_where_it_is_without_a_pipeline(kind: Any) -> None:
     """Torch leaves some of its own modules as they are, by where they are written."""
 
     def runs(*, is_captured: bool) -> int:

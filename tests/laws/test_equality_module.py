@@ -51,9 +51,7 @@ def pair_of(
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-def test_a_whole_batch_loss_gives_the_unsplit_gradients(
-    model: Model, options: dict[str, Any]
-) -> None:
+def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: Any) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     ours, theirs = model.batches(9, count=2), model.batches(9, count=2)
     with pipe:
@@ -90,9 +88,7 @@ def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[s
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("last_first", (True, False))
 @pytest.mark.parametrize("name", ("convolutions", "transformer", "changing_buffers"))
-def test_two_forwards_may_await_their_backward(
-    name: str, last_first: bool, options: dict[str, Any]
-) -> None:
+def test_two_forwards_may_await_their_backward(name: str, last_first: bool, options: Any) -> None:
     model = BY_NAME[name]
     pipe, unsplit, differ = pair_of(model, **options)
     batches = model.batches(6, count=2)
@@ -122,9 +118,7 @@ class Several(nn.Module):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("use", ("both", "left only"))
-def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(
-    use: str, options: dict[str, Any]
-) -> None:
+def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(use: str, options: Any) -> None:
     def layers() -> list[Any]:
         return [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), Several()]
 
@@ -169,9 +163,7 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("num_samples", (1, 2, 9))
 @pytest.mark.parametrize("model", [m for m in ALL_MODELS if m.quiet_in_eval], ids=repr)
-def test_evaluation_equals_the_unsplit_model(
-    model: Model, num_samples: int, options: dict[str, Any]
-) -> None:
+def test_evaluation_equals_the_unsplit_model(model: Model, num_samples: int, options: Any) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     ours, theirs = model.batches(num_samples, count=2), model.batches(num_samples, count=2)
     modes = [module.training for module in pipe.modules()]
@@ -186,9 +178,7 @@ def test_evaluation_equals_the_unsplit_model(
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ("convolutions", "transformer", "changing_buffers", "fan_out"))
-def test_evaluation_may_come_between_training_steps_in_any_order(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_evaluation_may_come_between_training_steps_in_any_order(name: str, options: Any) -> None:
     model = BY_NAME[name]
     pipe, unsplit, differ = pair_of(model, **options)
     batches = model.batches(7, count=7)
@@ -219,10 +209,8 @@ def test_without_gradients_the_module_gives_the_unsplit_outputs() -> None:
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
     built = Built(layers, layers, chain(3))
     x = torch.randn(5, 6)
-    with (
-        pipeline(BY_NAME["mlp"], built, num_stages=3, num_microbatches=2) as pipe,
-        torch.no_grad(),
-    ):
+    pipe = pipeline(BY_NAME["mlp"], built, num_stages=3, num_microbatches=2)
+    with pipe, torch.no_grad():
         output = pipe(x)
         assert not output.requires_grad
         expected = torch.cat([nn.Sequential(*layers)(piece) for piece in x.tensor_split(2)])

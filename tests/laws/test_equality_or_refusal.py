@@ -136,9 +136,7 @@ class _Use(nn.Module):
 @pytest.mark.parametrize(
     "partition", ((1, 1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2), (3, 2), (5,)), ids=str
 )
-def test_one_tensor_under_two_names_and_a_number_by_name(
-    partition: tuple[int, ...], way: dict[str, Any]
-) -> None:
+def test_one_tensor_under_two_names_and_a_number_by_name(partition: Any, way: Any) -> None:
     def layers() -> list[Any]:
         return [
             nn.Linear(6, 6),
@@ -327,9 +325,7 @@ def evaluate(pipe: penstock.Pipeline, _: Tensor) -> None:
     "change", (move_weights, change_inputs, evaluate), ids=lambda change: change.__name__
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_a_change_between_forward_and_backward(
-    change: Callable[[penstock.Pipeline, Tensor], object], way: dict[str, Any]
-) -> None:
+def test_a_change_between_forward_and_backward(change: Any, way: Any) -> None:
     pipe, built, twin, loss, _, x = waiting(way)
     change(pipe, x)
     backward_is_right_or_refused(loss, built, twin)

@@ -111,9 +111,7 @@ class _TiedHead(nn.Module):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("partition", ((4,), (1, 3), (2, 2), (1, 1, 1, 1)), ids=str)
-def test_a_weight_may_travel_to_another_stage_as_a_value(
-    partition: tuple[int, ...], way: dict[str, Any]
-) -> None:
+def test_a_weight_may_travel_to_another_stage_as_a_value(partition: Any, way: Any) -> None:
     def layers() -> list[Any]:
         return [
             penstock.Layer(_WithWeight(), outputs=("x", "table")),
@@ -251,9 +249,7 @@ class _Late(nn.Module):
 
 @pytest.mark.parametrize("cut", ({"partition": (2, 1)}, {"num_stages": 2}), ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_buffer_made_in_the_first_forward_is_right_or_refused(
-    cut: dict[str, Any], way: dict[str, Any]
-) -> None:
+def test_a_buffer_made_in_the_first_forward_is_right_or_refused(cut: Any, way: Any) -> None:
     model = Model("late", lambda: [nn.Linear(6, 6), _Late(), nn.Linear(6, 3)], vectors, F.mse_loss)
     try:
         assert_trains_like_unsplit(model, 5, num_microbatches=3, **cut, **way)
@@ -264,9 +260,7 @@ def test_a_buffer_made_in_the_first_forward_is_right_or_refused(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapped", (True, False))
 @pytest.mark.parametrize("bf16", (True, False))
-def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(
-    wrapped: bool, bf16: bool, way: dict[str, Any]
-) -> None:
+def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(wrapped, bf16, way) -> None:
     def layers() -> list[Any]:
         encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         frozen = nn.Sequential(encoder) if wrapped else encoder  # a wrapper stays in training mode

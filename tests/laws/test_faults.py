@@ -223,9 +223,7 @@ def test_faults_in_the_module_form_and_in_evaluation(way: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("where", ("forward", "backward"))
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-def test_a_fault_in_the_very_first_step_of_a_balanced_pipeline(
-    where: str, transport: penstock.Transport
-) -> None:
+def test_a_fault_in_the_very_first_step_of_a_balanced_pipeline(where: Any, transport: Any) -> None:
     layers = build()
     before = [b.clone() for b in nn.ModuleList(layers).buffers()]
     faulty = faulty_in(layers, 5)
@@ -264,9 +262,7 @@ class Raising(nn.Module):
 @pytest.mark.parametrize(
     "error, way", in_turns((StopIteration("end"), KeyError("key"), GeneratorExit()))
 )
-def test_what_is_raised_arrives_as_the_very_same_object(
-    error: BaseException, way: dict[str, Any]
-) -> None:
+def test_what_is_raised_arrives_as_the_very_same_object(error: BaseException, way: Any) -> None:
     layers = [*build()[:5], Raising(error)]
     with make(layers, F.mse_loss, **way) as pipe:
         with pytest.raises(type(error)) as caught:
@@ -341,9 +337,7 @@ class Held(nn.Module):
         return x
 
 
-def test_a_second_interrupt_leaves_nobody_who_adds_to_later_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_interrupt_leaves_nobody_who_adds_to_later_gradients(monkeypatch: Any) -> None:
     def interrupted(_: Any, crew: Any, jobs: Any, *others: Any) -> None:
         crew.hand_out(jobs)
         raise KeyboardInterrupt

@@ -15,15 +15,10 @@ from tests.models import vectors
 
 
 @pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
-def test_an_evaluation_changes_no_value_that_another_one_would_show(
-    mode: Callable[[], AbstractContextManager[None]],
-) -> None:
+def test_an_evaluation_changes_no_value_that_another_one_would_show(mode) -> None:
     x, _ = vectors(4, torch.Generator().manual_seed(1))
-    with (
-        penstock.Pipeline(changed_in_place(), 3, num_microbatches=2, loss=F.mse_loss) as pipe,
-        mode(),
-        pytest.raises(BoundaryError, match="shares memory"),
-    ):
+    pipe = penstock.Pipeline(changed_in_place(), 3, num_microbatches=2, loss=F.mse_loss)
+    with pipe, mode(), pytest.raises(BoundaryError, match="shares memory"):
         pipe.eval_step(x)
 
 
@@ -74,9 +69,7 @@ class DoublesData(nn.Module):
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)
 @pytest.mark.parametrize("partition", ((1, 3), (2, 2), (1, 1, 1, 1)), ids=str)
-def test_changes_that_autograd_does_not_see_are_made_once(
-    partition: tuple[int, ...], recompute: penstock.Recompute
-) -> None:
+def test_changes_that_autograd_does_not_see_are_made_once(partition, recompute) -> None:
     torch.manual_seed(0)
     model = DoublesData()
     parameters = list(model.parameters())

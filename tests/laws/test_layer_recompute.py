@@ -148,9 +148,7 @@ def trained(layers: list[nn.Module], recompute: Any, steps: int = 1) -> list[Any
         ("raises", ValueError, "injected"),
     ],
 )
-def test_a_layer_that_cannot_be_repeated_is_named(
-    what: str, error: type[Exception], words: str
-) -> None:
+def test_a_layer_that_cannot_be_repeated_is_named(what: str, error: Any, words: str) -> None:
     odd = Odd(what)
     layers = [nn.Linear(4, 4), odd, nn.Linear(4, 4)]
     with pytest.raises(error, match=words) as caught:

@@ -34,10 +34,8 @@ def test_gradients_come_back_from_a_power_of_two_to_the_unscaled_bits(
     model: Model, way: dict[str, Any], exponent: int
 ) -> None:
     built, twin = model.build(), model.build()
-    with (
-        pipeline(model, built, **options(**way)) as pipe,
-        pipeline(model, twin, **options(**way)) as unscaled,
-    ):
+    pipe = pipeline(model, built, **options(**way))
+    with pipe, pipeline(model, twin, **options(**way)) as unscaled:
         scaler = penstock.GradScaler(pipe, init_scale=2.0**exponent)
         for batch, same in zip(model.batches(7, 2), model.batches(7, 2), strict=True):
             loss = pipe.train_step(*batch, loss_scale=scaler.get_scale())
@@ -51,10 +49,8 @@ def test_a_scaler_scales_a_loss_over_the_modules_outputs_too() -> None:
     model = BY_NAME["mlp"]
     built, twin = model.build(), model.build()
     ((inputs, targets),) = model.batches(7, 1)
-    with (
-        pipeline(model, built, **options()) as pipe,
-        pipeline(model, twin, **options()) as unscaled,
-    ):
+    pipe = pipeline(model, built, **options())
+    with pipe, pipeline(model, twin, **options()) as unscaled:
         scaler = penstock.GradScaler(pipe)
         scaler.scale(model.loss(pipe(inputs), targets)).backward()
         model.loss(unscaled(inputs), targets).backward()
@@ -79,9 +75,7 @@ def scaled(scale: float) -> Weigh:
         WAYS,
     ),
 )
-def test_float16_training_is_the_unsplit_models_with_torchs_own_scaler(
-    name: str, way: dict[str, Any]
-) -> None:
+def test_float16_training_is_the_unsplit_models_with_torchs_own_scaler(name, way) -> None:
     model = BY_NAME[name]
     built, twin = model.build(), model.build()
     unsplit = Unsplit(twin.modules, twin.forward, num_microbatches=3)

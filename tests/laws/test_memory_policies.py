@@ -55,9 +55,7 @@ def layers_again(model: Model, number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", (offload, layers_again), ids=lambda policy: policy.__name__)
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
 @pytest.mark.parametrize("way", (0, pytest.param(1, marks=pytest.mark.slow)))
-def test_training_equals_the_unsplit_model_in_every_bit(
-    model: Model, way: int, policy: Callable[[Model, int], dict[str, Any]]
-) -> None:
+def test_training_equals_the_unsplit_model_in_every_bit(model: Any, way: Any, policy: Any) -> None:
     number = 2 * ALL_MODELS.index(model) + way
     assert_trains_like_unsplit(
         model,

@@ -44,9 +44,7 @@ def options(way: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loss_over_all_weights_is_exact_in_one_stage_and_refused_in_several(
-    way: dict[str, Any],
-) -> None:
+def test_a_loss_over_all_weights_is_exact_in_one_stage_and_refused_in_several(way: Any) -> None:
     ours, theirs = stack(), stack()
     with penstock.Pipeline(ours, 1, loss=penalised(ours), **options(way)) as pipe:
         found = pipe.train_step(*batch())
@@ -91,9 +89,7 @@ class FromSystem(nn.Module):
 @pytest.mark.parametrize("kind", (Counting, FromNumpy, FromSystem))
 @pytest.mark.parametrize("place", (0, 2, 4))
 @pytest.mark.parametrize("way", WITH_RECOMPUTE)
-def test_state_that_a_recompute_cannot_see_again_is_refused(
-    kind: type[nn.Module], place: int, way: dict[str, Any]
-) -> None:
+def test_state_that_a_recompute_cannot_see_again_is_refused(kind, place, way) -> None:
     layers = stack()
     layers.insert(place, kind())
     with penstock.Pipeline(layers, partition=(2, 3), loss=nn.MSELoss(), **options(way)) as pipe:
@@ -110,10 +106,8 @@ def test_such_state_in_the_loss_is_refused_too(way: dict[str, Any]) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target) * random.SystemRandom().random()
 
-    with (
-        penstock.Pipeline(stack(), 2, loss=loss, **options(way | {"schedule": gpipe})) as pipe,
-        pytest.raises(penstock.errors.RecomputeError, match="the loss draws"),
-    ):
+    pipe = penstock.Pipeline(stack(), 2, loss=loss, **options(way | {"schedule": gpipe}))
+    with pipe, pytest.raises(penstock.errors.RecomputeError, match="the loss draws"):
         pipe.train_step(*batch())
 
 
@@ -145,17 +139,13 @@ def test_a_loss_with_state_equals_the_unsplit_one(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_targets_that_require_grad_are_refused(way: dict[str, Any]) -> None:
     x, y = batch()
-    with (
-        penstock.Pipeline(stack(), 2, loss=nn.MSELoss(), **options(way)) as pipe,
-        pytest.raises(penstock.errors.ConfigError, match=r"target\.detach"),
-    ):
+    pipe = penstock.Pipeline(stack(), 2, loss=nn.MSELoss(), **options(way))
+    with pipe, pytest.raises(penstock.errors.ConfigError, match=r"target\.detach"):
         pipe.train_step(x, y.requires_grad_())
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_replaced_between_forward_and_backward_are_right_or_refused(
-    way: dict[str, Any],
-) -> None:
+def test_weights_replaced_between_forward_and_backward_are_right_or_refused(way: Any) -> None:
     layers = stack()
     x, y = batch()
     with penstock.Pipeline(layers, 2, **options(way)) as pipe:
@@ -244,9 +234,7 @@ class Look(nn.Module):
 
 @pytest.mark.parametrize("partition", ((2, 1), (1, 2), (1, 1, 1), (3,)), ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(
-    partition: tuple[int, ...], way: dict[str, Any]
-) -> None:
+def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(partition, way) -> None:
     def layers() -> list[Any]:
         return [
             nn.Linear(6, 6),
@@ -279,10 +267,8 @@ def test_a_first_micro_batch_without_weight_hides_no_second_owner(way: dict[str,
 
     x, y = batch(6)
     y[:2] = -100.0  # all of the first micro-batch is padding
-    with (
-        penstock.Pipeline(ours, 2, loss=penalised(ours), reduction=real, **options(way)) as pipe,
-        pytest.raises(penstock.errors.PartitionError, match="both compute"),
-    ):
+    pipe = penstock.Pipeline(ours, 2, loss=penalised(ours), reduction=real, **options(way))
+    with pipe, pytest.raises(penstock.errors.PartitionError, match="both compute"):
         pipe.train_step(x, y)
 
 
@@ -338,9 +324,7 @@ def test_a_buffer_that_begins_to_move_is_refused_once(way: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("way", WITH_RECOMPUTE)
-def test_a_buffer_that_moves_in_another_mode_moves_once_per_micro_batch(
-    way: dict[str, Any],
-) -> None:
+def test_a_buffer_that_moves_in_another_mode_moves_once_per_micro_batch(way: Any) -> None:
     later = MovesLater()
     layers = [nn.Linear(6, 6), later, nn.Linear(6, 3)]
     x, y = batch()
@@ -371,15 +355,11 @@ class ReadsBack(nn.Module):
 
 @pytest.mark.parametrize("hot", (0, 2, 4))
 @pytest.mark.parametrize("way", WAYS)
-def test_a_second_owner_in_a_later_micro_batch_only_is_refused(
-    hot: int, way: dict[str, Any]
-) -> None:
+def test_a_second_owner_in_a_later_micro_batch_only_is_refused(hot: int, way: Any) -> None:
     torch.manual_seed(0)
     x = torch.zeros(6, 6)
     layers = penstock.capture(ReadsBack(), x.clone())
     x[hot, 0] = 9.0
-    with (
-        penstock.Pipeline(layers, 2, loss=F.mse_loss, **options(way)) as pipe,
-        pytest.raises(penstock.errors.PartitionError, match="both compute"),
-    ):
+    pipe = penstock.Pipeline(layers, 2, loss=F.mse_loss, **options(way))
+    with pipe, pytest.raises(penstock.errors.PartitionError, match="both compute"):
         pipe.train_step(x, torch.zeros(6, 6))

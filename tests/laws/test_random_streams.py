@@ -85,9 +85,7 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(
     ("draw", "way"), one_each([pytest.param(DRAWS[name], id=name) for name in DRAWS], WAYS)
 )
-def test_every_way_to_draw_equals_the_unsplit_model(
-    draw: Callable[[], nn.Module], way: dict[str, Any]
-) -> None:
+def test_every_way_to_draw_equals_the_unsplit_model(draw: Any, way: Any) -> None:
     def layers() -> list[Any]:
         return [nn.Linear(6, 8), draw(), nn.Linear(8, 8), draw(), nn.Linear(8, 3)]
 
@@ -181,9 +179,7 @@ def test_training_and_evaluation_leave_the_default_generator_alone(way: dict[str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_and_evaluation_leave_pythons_and_numpys_generators_alone(
-    way: dict[str, Any],
-) -> None:
+def test_training_and_evaluation_leave_pythons_and_numpys_generators_alone(way: Any) -> None:
     random.seed(5)
     np.random.seed(5)
     np.random.randn()  # leaves a spare number behind, which is state too
@@ -255,11 +251,7 @@ def step_and_warnings(
 @pytest.mark.parametrize("others", (nullcontext, another_thread))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("draw", LATE.values(), ids=LATE.keys())
-def test_a_layer_that_starts_to_draw_later_is_right_or_told_once(
-    draw: Callable[[Tensor], Tensor],
-    way: dict[str, Any],
-    others: Callable[[], AbstractContextManager[None]],
-) -> None:
+def test_a_layer_that_starts_to_draw_later_is_right_or_told_once(draw, way, others) -> None:
     model = Model(
         "late", lambda: [nn.Linear(6, 6), Switched(draw), nn.Linear(6, 3)], vectors, F.mse_loss
     )
@@ -338,9 +330,7 @@ def test_a_users_own_checkpoint_around_dropout(reentrant: bool, way: dict[str, A
 
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("way", WAYS)
-def test_draws_outside_torch_in_a_users_own_checkpoint_are_refused(
-    reentrant: bool, way: dict[str, Any]
-) -> None:
+def test_draws_outside_torch_in_a_users_own_checkpoint_are_refused(reentrant, way) -> None:
     """Torch's checkpoint draws others in the backward, and gives another gradient."""
 
     def noisy_outside(x: Tensor) -> Tensor:
@@ -431,9 +421,7 @@ def low_level(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("operator", (noisy, low_level))
 @pytest.mark.parametrize("way", WAYS)
-def test_an_operator_of_the_users_own_that_draws_equals_the_unsplit_model(
-    operator: Callable[[Tensor], Tensor], way: dict[str, Any]
-) -> None:
+def test_an_operator_of_the_users_own_that_draws_equals_the_unsplit_model(operator, way) -> None:
     def layers() -> list[Any]:
         both = nn.Sequential(nn.Dropout(0.2), Draw(operator), nn.Linear(6, 6))
         return [nn.Linear(6, 6), Draw(operator), both, nn.Linear(6, 3)]
@@ -455,9 +443,7 @@ def test_an_operator_that_draws_in_its_backward_is_refused(way: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_draws_of_dropout_modules_and_of_functions_go_on_from_one_generator(
-    way: dict[str, Any],
-) -> None:
+def test_draws_of_dropout_modules_and_of_functions_go_on_from_one_generator(way: Any) -> None:
     """A dropout module that two stages share, in-place ones, and draws in and beside modules."""
     shared = nn.Dropout(0.4)
 

@@ -26,9 +26,7 @@ STASHED = [
 
 
 @pytest.mark.parametrize("changes", [TWO, STASHED], ids=["pipedream_2bw", "pipedream"])
-def test_a_run_goes_on_bit_by_bit_from_where_a_window_ended(
-    changes: list[str], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_bit_by_bit_from_where_a_window_ended(changes, tmp_path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     summary = start_run(Request(DIGITS, changes, whole), quiet(), Interrupt())
     assert summary.finished and summary.steps == NUM_STEPS

@@ -25,9 +25,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_what_was_learnt_of_digits_helps_with_another_question(
-    digits: Path, tmp_path: Path
-) -> None:
+def test_what_was_learnt_of_digits_helps_with_another_question(digits, tmp_path) -> None:
     """Which digits are odd, from four images of each: as many steps from both beginnings."""
     given = ["model.num_filters=16", "data.size=8", "data.max_shift=1"]
     starts = {

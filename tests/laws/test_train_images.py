@@ -100,9 +100,7 @@ def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ],
     ids=" ".join,
 )
-def test_a_run_on_images_goes_on_bit_by_bit(
-    recipe: Path, uninterrupted: Path, tmp_path: Path, changes: list[str]
-) -> None:
+def test_a_run_on_images_goes_on_bit_by_bit(recipe, uninterrupted, tmp_path, changes) -> None:
     folder, interrupt = create(tmp_path / "run", recipe_to_toml(read_recipe(recipe))), Interrupt()
 
     class Stop(Display):
@@ -139,9 +137,7 @@ def test_what_cannot_be_decoded_is_counted(recipe: Path, uninterrupted: Path) ->
     assert lines[-1]["num_skipped"] == 2
 
 
-def test_a_run_goes_on_with_the_images_that_it_began_with(
-    recipe: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_the_images_that_it_began_with(recipe, uninterrupted, tmp_path) -> None:
     """Wherever they are now."""
     moved, folder = tmp_path / "moved", tmp_path / "run"
     for part in ("train", "val"):
@@ -205,9 +201,7 @@ def test_what_cannot_be_decoded_ends_a_strict_run(recipe: Path, tmp_path: Path) 
         ("data.policy=cutmix", 'must be "none" or "randaugment" or "autoaugment"'),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_runs(
-    recipe: Path, change: str, message: str
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_runs(recipe, change, message) -> None:
     with pytest.raises(ConfigError) as caught:
         Trainer(read_recipe(recipe, [change]))
     assert message in str(caught.value)

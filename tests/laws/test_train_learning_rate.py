@@ -30,9 +30,7 @@ def rates(warmup_steps: int, final_share: float = 0.0) -> list[float]:
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 10, 99])
-def test_it_reaches_the_peak_at_the_end_of_the_warm_up_and_only_falls_then(
-    warmup_steps: int,
-) -> None:
+def test_it_reaches_the_peak_at_the_end_of_the_warm_up_and_only_falls_then(warmup_steps) -> None:
     rising, falling = rates(warmup_steps)[:warmup_steps], rates(warmup_steps)[warmup_steps:]
     assert falling[0] == PEAK and all(a > b for a, b in pairwise(falling))
     assert rising == pytest.approx([PEAK * (n + 1) / warmup_steps for n in range(warmup_steps)])
@@ -45,9 +43,7 @@ def test_it_ends_at_its_final_share(final_share: float) -> None:
 
 @pytest.mark.parametrize("section", [Cosine, partial(Exponential, name="exponential")])
 @pytest.mark.parametrize("warmup_epochs", [2, 2.5, 7])
-def test_a_warm_up_longer_than_the_run_is_shortened_to_it(
-    section: Callable[..., LearningRate], warmup_epochs: float
-) -> None:
+def test_a_warm_up_longer_than_the_run_is_shortened_to_it(section, warmup_epochs) -> None:
     found = [
         learning_rate(
             section(warmup_epochs=warmup_epochs), step, peak=PEAK, steps_per_epoch=5, epochs=2

@@ -32,9 +32,7 @@ def divides(family: Family) -> bool:
 @pytest.mark.parametrize("schedule", [f for f in EVERY_SCHEDULE if not divides(f)], ids=str)
 @pytest.mark.parametrize("recompute", list(penstock.Recompute))
 @pytest.mark.parametrize("partition", [[8], [3, 5], [2, 1, 5]])
-def test_a_pipeline_keeps_what_the_formula_says(
-    partition: list[int], recompute: penstock.Recompute, schedule: Family
-) -> None:
+def test_a_pipeline_keeps_what_the_formula_says(partition, recompute, schedule) -> None:
     torch.manual_seed(0)
     model = residual_network(1, 4)
     inputs, targets = torch.rand(24, 1, 8, 8), torch.randint(10, (24,))

@@ -117,9 +117,7 @@ def test_a_resumed_run_remembers_its_loss_scale(tmp_path: Path) -> None:
         assert later.scaler.get_scale() == 512.0
 
 
-def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(uninterrupted, tmp_path) -> None:
     recipe = read_recipe(DIGITS, SMALL)
     folder = create(tmp_path / "run", recipe_to_toml(recipe))
     with Trainer(recipe) as trainer:
@@ -137,9 +135,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
     )
 
 
-def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(uninterrupted, tmp_path) -> None:
     recipe = read_recipe(DIGITS, SMALL)
     folder = create(tmp_path / "run", recipe_to_toml(recipe))
     with Trainer(recipe) as trainer:
@@ -286,9 +282,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before, number", [(print, signal.SIGHUP), (signal.SIG_IGN, 0)])
-def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(
-    before: Any, number: int
-) -> None:
+def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(before, number) -> None:
     kept = signal.signal(signal.SIGHUP, before)
     try:
         with Interrupt() as interrupt:
@@ -300,9 +294,7 @@ def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(uninterrupted, tmp_path) -> None:
     """As in `penstock train ... 2>&1 | head -2`."""
     sets = [word for change in SMALL for word in ("--set", change)]
     process = subprocess.Popen(
@@ -321,9 +313,7 @@ def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(
     assert weights(tmp_path / "run", NUM_STEPS).keys() == weights(uninterrupted, NUM_STEPS).keys()
 
 
-def test_the_command_prints_a_summary_as_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_summary_as_json(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     sets = [word for change in SMALL for word in ("--set", change)]
     assert run(["train", str(DIGITS), "--json", *sets]) == 0

@@ -146,9 +146,7 @@ def test_a_fine_tuned_run_begins_again_with_the_checkpoint_it_began_with_or_not_
     assert list(folder.read_metrics())  # nothing was lost
 
 
-def test_a_resumed_run_has_the_same_averages_in_any_other_layout(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_same_averages_in_any_other_layout(finished, tmp_path) -> None:
     folder = tmp_path / "run"
     stopped(read_recipe(DIGITS, [*ONE_EPOCH, "pipeline.num_stages=3"]), folder)
     changes = ["pipeline.num_stages=2"]

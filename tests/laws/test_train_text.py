@@ -72,14 +72,7 @@ THREE = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]
         pytest.param("text", 6, ONE, marks=pytest.mark.slow),
     ],
 )
-def test_it_goes_on_bit_by_bit(
-    recipes: dict[str, Path],
-    uninterrupted: dict[str, Path],
-    tmp_path: Path,
-    name: str,
-    stop: int,
-    changes: list[str],
-) -> None:
+def test_it_goes_on_bit_by_bit(recipes, uninterrupted, tmp_path, name, stop, changes) -> None:
     recipe, interrupt = read_recipe(recipes[name]), Interrupt()
     folder = create(tmp_path / "run", recipe_to_toml(recipe))
 
@@ -147,9 +140,7 @@ def test_what_was_not_made_of_a_finished_run_is_made_when_it_is_resumed(
         resume_run(Request(None, [], folder), quiet(), Interrupt())
 
 
-def test_a_run_goes_on_with_the_text_that_it_began_with(
-    uninterrupted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_the_text_that_it_began_with(uninterrupted: Any, tmp_path: Any) -> None:
     folder = shutil.copytree(uninterrupted["text"], tmp_path / "run")
     recipe = (folder / "recipe.toml").read_text()
     path = Path(read_recipe(folder / "recipe.toml").data.path)  # type: ignore[union-attr]
@@ -160,9 +151,7 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(
         resume_run(Request(None, [], folder), quiet(), Interrupt())
 
 
-def test_weights_without_their_vocabulary_are_refused(
-    recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_weights_without_their_vocabulary_are_refused(recipes, uninterrupted, tmp_path) -> None:
     for name in recipes:
         folder = shutil.copytree(uninterrupted[name], tmp_path / name)
         (folder / "vocabulary.json").unlink()
@@ -249,17 +238,13 @@ def test_a_step_weighs_its_parts_by_their_words(recipes: dict[str, Path]) -> Non
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_weights_of_another_vocabulary_are_refused(
-    recipes: dict[str, Path], uninterrupted: dict[str, Path]
-) -> None:
+def test_weights_of_another_vocabulary_are_refused(recipes: Any, uninterrupted: Any) -> None:
     given = [f"start.checkpoint={uninterrupted['names']}", "data.vocabulary_size=280"]
     with pytest.raises(CheckpointError, match="was trained with a vocabulary of 300 tokens"):
         Trainer(read_recipe(recipes["names"], given))
 
 
-def test_a_run_that_goes_on_needs_the_same_vocabulary(
-    recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_needs_the_same_vocabulary(recipes, uninterrupted, tmp_path) -> None:
     with Trainer(read_recipe(recipes["names"], ["data.vocabulary_size=280"])) as trainer:
         with pytest.raises(ConfigError, match="is not this vocabulary; it is never overwritten"):
             trainer.task.begin(uninterrupted["names"])
@@ -283,9 +268,7 @@ def test_a_run_that_goes_on_needs_the_same_vocabulary(
         ("names", ["data.tokens_per_part=8192"], "a step at least one part"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_runs(
-    recipes: dict[str, Path], name: str, changes: list[str], message: str
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_runs(recipes, name, changes, message) -> None:
     with pytest.raises((RecipeError, ConfigError)) as caught:
         Trainer(read_recipe(recipes[name], changes))
     assert message in " ".join(str(caught.value).split())

@@ -77,9 +77,7 @@ def test_dropout_inside_is_drawn_again_as_it_was(reentrant: bool, way: dict[str,
 
 @REENTRANT
 @pytest.mark.parametrize("way", WAYS)
-def test_a_checkpoint_that_is_switched_on_is_refused_once(
-    reentrant: bool, way: dict[str, Any]
-) -> None:
+def test_a_checkpoint_that_is_switched_on_is_refused_once(reentrant: bool, way: Any) -> None:
     torch.manual_seed(0)
     inner = Checkpointed(
         nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), reentrant=reentrant, on=False
@@ -146,10 +144,8 @@ class ByHand(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_written_by_hand_around_dropout_is_refused(way: dict[str, Any]) -> None:
     made = model(lambda: [nn.Linear(6, 6), ByHand(), nn.Linear(6, 3)])
-    with (
-        pipeline(made, made.build(), num_stages=3, num_microbatches=3, **way) as pipe,
-        pytest.raises(penstock.errors.RandomnessError),
-    ):
+    pipe = pipeline(made, made.build(), num_stages=3, num_microbatches=3, **way)
+    with pipe, pytest.raises(penstock.errors.RandomnessError):
         for x, y in made.batches(9, count=2):
             pipe.train_step(x, y)
 

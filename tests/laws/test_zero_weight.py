@@ -27,9 +27,7 @@ def real_tokens(batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("labels", ([1, 2, -100, -100], [-100, -100, 1, 2]), ids=str)
 @pytest.mark.parametrize("recompute", penstock.Recompute)
-def test_the_loss_of_a_models_own_is_that_of_the_real_tokens(
-    labels: list[int], recompute: penstock.Recompute
-) -> None:
+def test_the_loss_of_a_models_own_is_that_of_the_real_tokens(labels, recompute) -> None:
     torch.manual_seed(0)
     model = Labelled()
     batch = {"x": torch.randn(4, 6), "labels": torch.tensor(labels)}

@@ -295,9 +295,7 @@ def outputs_of(beside: Any, num_samples: int, num_microbatches: int, call: str) 
         pytest.param(lambda x: numpy.zeros(len(x)), "array", id="an array"),
     ],
 )
-def test_outputs_that_differ_in_what_is_no_tensor_are_refused(
-    beside: Any, message: str, call: str
-) -> None:
+def test_outputs_that_differ_in_what_is_no_tensor_are_refused(beside, message, call) -> None:
     with pytest.raises(BoundaryError, match=message) as caught:
         outputs_of(beside, 5, 2, call)
     assert "one row per sample" in str(caught.value)

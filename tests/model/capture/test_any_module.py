@@ -155,10 +155,8 @@ def test_inputs_that_every_stage_is_given_do_not_travel() -> None:
         assert_equal(gradients(model), gradients(whole))
     chain = stack(nn.Linear(4, 4), nn.Linear(4, 4))
     layers = penstock.capture(chain, torch.randn(2, 4), inputs="everywhere")
-    with (
-        Pipeline(layers, num_stages=2, loss=lambda y, _: y.sum(), threads_per_stage=1) as pipe,
-        pytest.raises(CutError, match="requires grad, and is given to every stage"),
-    ):
+    pipe = Pipeline(layers, num_stages=2, loss=lambda y, _: y.sum(), threads_per_stage=1)
+    with pipe, pytest.raises(CutError, match="requires grad, and is given to every stage"):
         pipe.train_step(torch.randn(2, 4, requires_grad=True))
 
 
@@ -173,10 +171,8 @@ def test_what_does_not_fit_is_said_before_anything_runs() -> None:
     with pytest.raises(CutError, match=r"inputs='all'; choose 'first' or 'everywhere'"):
         penstock.capture(model, batch, inputs="all")
     batch.pop("labels")
-    with (
-        Pipeline(model, num_stages=2, example_inputs=batch, threads_per_stage=1) as pipe,
-        pytest.raises(ConfigError, match=r"MaskedLMOutput of logits, has no loss\. Give"),
-    ):
+    pipe = Pipeline(model, num_stages=2, example_inputs=batch, threads_per_stage=1)
+    with pipe, pytest.raises(ConfigError, match=r"MaskedLMOutput of logits, has no loss\. Give"):
         pipe.train_step(batch)
 
 

@@ -70,9 +70,7 @@ class OneByOne(Recording):
         (OneByOne, 3),
     ],
 )
-def test_the_proof_takes_as_many_samples_as_show_gradients(
-    kind: type[Recording], size: int
-) -> None:
+def test_the_proof_takes_as_many_samples_as_show_gradients(kind: Any, size: int) -> None:
     SIZES.clear()
     layers = penstock.capture(kind(), inputs(batch=3))
     assert "checked: outputs and gradients over 3 stages are the model's, to the bit" in str(

@@ -229,12 +229,10 @@ def test_another_number_of_calls_than_with_the_example_is_refused() -> None:
         (5, GlueError, "was not called so often"),
         (1, RouteError, "for the model's output, but the plan does not send it there"),
     ):
-        with (
-            penstock.Pipeline(
-                layers, partition=[1, 1, 1, 1], loss=nn.functional.mse_loss, threads_per_stage=1
-            ) as pipe,
-            pytest.raises(error, match=message),
-        ):
+        pipe = penstock.Pipeline(
+            layers, partition=[1, 1, 1, 1], loss=nn.functional.mse_loss, threads_per_stage=1
+        )
+        with pipe, pytest.raises(error, match=message):
             pipe.train_step(inputs(batch), inputs(batch))
 
 
@@ -465,9 +463,7 @@ CANNOT: list[tuple[Callable[[], Chain], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "words", "options"), CANNOT)
-def test_what_cannot_be_run_in_stages_is_said_with_its_remedy(
-    make: Callable[[], Chain], words: str, options: dict[str, Any]
-) -> None:
+def test_what_cannot_be_run_in_stages_is_said_with_its_remedy(make, words, options) -> None:
     before = torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__
     with pytest.raises((CutError, GlueError), match=words):
         record_model(make(), inputs(), **options)

@@ -36,9 +36,7 @@ class Asserting(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Force, Asserting])
-def test_a_model_that_needs_gradients_in_evaluation_is_told_what_to_do(
-    kind: type[nn.Linear],
-) -> None:
+def test_a_model_that_needs_gradients_in_evaluation_is_told_what_to_do(kind: Any) -> None:
     message = r"Made runs with gradients and not without.*torch\.enable_grad\(\)"
     with pytest.raises(CutError, match=message):
         penstock.capture(of_blocks(kind), inputs())
@@ -66,10 +64,8 @@ def test_inputs_without_values_are_refused(make: Any, where: str) -> None:
     with pytest.raises(BatchError, match=message):
         penstock.capture(Chain(), make())
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    with (
-        Pipeline(layers, num_stages=2, threads_per_stage=1) as pipe,
-        pytest.raises(BatchError, match=message),
-    ):
+    pipe = Pipeline(layers, num_stages=2, threads_per_stage=1)
+    with pipe, pytest.raises(BatchError, match=message):
         pipe.eval_step(make())
 
 
@@ -90,14 +86,12 @@ def test_a_read_only_view_of_a_dict_is_a_mapping_like_any_other(is_argument: boo
 def test_an_embedding_that_changes_its_weight_is_named_where_it_is_computed_again() -> None:
     layers = nn.Sequential(nn.Embedding(5, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH))
     message = r"nn\.Embedding\(max_norm=\.\.\.\), leave out max_norm"
-    with (
-        Pipeline(
-            layers,
-            num_stages=2,
-            num_microbatches=2,
-            loss=lambda y, _: y.square().mean(),
-            threads_per_stage=1,
-        ) as pipe,
-        pytest.raises(RecomputeError, match=message),
-    ):
+    pipe = Pipeline(
+        layers,
+        num_stages=2,
+        num_microbatches=2,
+        loss=lambda y, _: y.square().mean(),
+        threads_per_stage=1,
+    )
+    with pipe, pytest.raises(RecomputeError, match=message):
         pipe.train_step(torch.arange(4))

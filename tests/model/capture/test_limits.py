@@ -40,10 +40,8 @@ class CatchingTheLast(Chain):
 
 def test_code_that_catches_everything_cannot_change_what_is_computed() -> None:
     assert_trains_as_whole(CatchingAll(), inputs(), check=False)
-    with (
-        pipeline(CatchingTheLast()) as pipe,
-        pytest.raises(CutError, match=r"caught the exception by which a stage leaves"),
-    ):
+    pipe = pipeline(CatchingTheLast())
+    with pipe, pytest.raises(CutError, match=r"caught the exception by which a stage leaves"):
         pipe.train_step(inputs(), inputs())
 
 

@@ -269,9 +269,7 @@ def routing() -> tuple[nn.Module, dict[str, Any]]:
         ),
     ],
 )
-def test_outputs_of_all_kinds_are_those_of_the_model(
-    make: Any, scalars: Any, joined: Any, unjoined: dict[str, Callable[[Any], Any]]
-) -> None:
+def test_outputs_of_all_kinds_are_those_of_the_model(make, scalars, joined, unjoined) -> None:
     torch.manual_seed(0)
     model, batch = make()
     whole = copy.deepcopy(model.eval())
