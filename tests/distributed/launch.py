@@ -18,9 +18,7 @@ _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How one process ended; `code` is None if it had to be killed for taking too long."""
-
+class Ended:  # how one process ended; `code` is None if it had to be killed for taking too long
     rank: int
     code: int | None
     output: str

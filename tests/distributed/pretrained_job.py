@@ -60,9 +60,7 @@ def noting_reads() -> Iterator[list[str]]:
     read: list[str] = []
     plain = vars(folder)["safe_open"]
 
-    class Noting:
-        """An open file."""
-
+    class Noting:  # an open file
         def __init__(self, *args: Any, **options: Any) -> None:
             self.file = plain(*args, **options)
 

@@ -34,9 +34,7 @@ class Widen(nn.Module):
         return x.unsqueeze(1) * torch.linspace(0.1, 1.0, 40_000).unsqueeze(1)
 
 
-class Narrow(nn.Module):
-    """Give the mean over the rows."""
-
+class Narrow(nn.Module):  # give the mean over the rows
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 
@@ -77,9 +75,7 @@ BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE, OUTSIDE)}
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One training run; the seven samples and the micro-batches are of one replica."""
-
+class Case:  # one training run; the seven samples and the micro-batches are of one replica
     model: Model
     schedule: Any
     recompute: Any = Recompute.NEVER

@@ -40,9 +40,7 @@ def piped(mesh: penstock.Mesh, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(layers(), mesh=mesh, **usual, **options)
 
 
-class Run:
-    """A pipeline and its optimizer."""
-
+class Run:  # a pipeline and its optimizer
     def __init__(self, mesh: penstock.Mesh, kind: str) -> None:
         self.pipe = piped(mesh)
         self.optimizer = KINDS[kind](self.pipe.parameters(), lr=0.05)

@@ -42,9 +42,7 @@ class Places(nn.Module):
         return x.mean(1) * self.scale + self.shared
 
 
-class Part(nn.Module):
-    """Runs a layer, and code of its own around it."""
-
+class Part(nn.Module):  # runs a layer, and code of its own around it
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -67,9 +65,7 @@ class Block(nn.Module):
         return x + torch.tanh(self.layer(x)) * self.gate
 
 
-class Loss(nn.Module):
-    """A loss with a learned temperature, and a margin in a buffer."""
-
+class Loss(nn.Module):  # a loss with a learned temperature, and a margin in a buffer
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(0.7))

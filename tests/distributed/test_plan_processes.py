@@ -17,9 +17,7 @@ from tests.distributed.call import call
 from tests.side_by_side import same_bits
 
 
-class Powers(nn.Module):
-    """Has a weight whose gradient cannot wait."""
-
+class Powers(nn.Module):  # has a weight whose gradient cannot wait
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(6, 3))

@@ -107,9 +107,7 @@ def of_shards(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-class Other:
-    """Makes a layer of one class whose function is another's on some rank."""
-
+class Other:  # makes a layer of one class whose function is another's on some rank
     def __init__(self, function: type[nn.Module]) -> None:
         self._function = function
 

@@ -30,9 +30,7 @@ def example():
 """
 
 
-class Installed:
-    """A fresh environment, and an empty folder in which its commands run."""
-
+class Installed:  # a fresh environment, and an empty folder in which its commands run
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin = folder / "empty", folder / "venv" / "bin"
         self.folder.mkdir()

@@ -26,9 +26,7 @@ _POLL_S = 0.01
 _MOST_BYTES = 1 << 20
 
 
-class Forked:
-    """A process that an origin has forked; it has what is needed of `subprocess.Popen`."""
-
+class Forked:  # a process that an origin has forked; it has what is needed of `subprocess.Popen`
     def __init__(self, pid: int, output: int, control: socket.socket) -> None:
         self.pid, self._output, self._control, self._said = pid, output, control, b""
         self.returncode: int | None = None
@@ -77,9 +75,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class Origin:
-    """A process that has imported torch, and forks."""
-
+class Origin:  # a process that has imported torch, and forks
     def __init__(self) -> None:
         environment = {name: v for name, v in os.environ.items() if name != "PENSTOCK_TEST_CASE"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -137,10 +137,6 @@ def test_windows_equal_training_with_delays_in_every_way(family: Family, way: An
         )
 
 
-def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
 def test_a_scheduler_gives_each_update_the_options_of_its_batch(family: Family) -> None:
     assert_keeps_the_law(
@@ -149,7 +145,9 @@ def test_a_scheduler_gives_each_update_the_options_of_its_batch(family: Family) 
         partition=(2, 2, 1),
         num_microbatches=2,
         windows=(4, 2),
-        rates=one_cycle,
+        rates=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=9
+        ),
     )
 
 
@@ -186,9 +184,7 @@ def test_many_windows_equal_training_with_delays(data: st.DataObject) -> None:
     draw_case(data)
 
 
-class Tied(nn.Module):
-    """Uses the first layer's weight again at the end."""
-
+class Tied(nn.Module):  # uses the first layer's weight again at the end
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle = nn.Linear(4, 8, bias=False), nn.Linear(8, 4)
@@ -199,9 +195,7 @@ class Tied(nn.Module):
         return found
 
 
-class TiedModules(Tied):
-    """The same by a module of its own, which has the weight too."""
-
+class TiedModules(Tied):  # the same by a module of its own, which has the weight too
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(4, 8, bias=False)
@@ -538,17 +532,11 @@ def test_a_frozen_weight_has_one_version() -> None:
     assert kept[2, False] - kept[2, True] >= of_frozen
 
 
-class Repeated(nn.Embedding):
-    """Writes to its weight in its forward."""
-
+class Repeated(nn.Embedding):  # writes to its weight in its forward
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.weight.mul_(1.0)
         return x
-
-
-def lbfgs(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(pipe.parameters())
 
 
 def with_hook(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
@@ -561,9 +549,7 @@ def with_stranger(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
     return torch.optim.SGD([*pipe.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
 
 
-class Counting(torch.optim.SGD):
-    """Keeps what it counts in its groups."""
-
+class Counting(torch.optim.SGD):  # keeps what it counts in its groups
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["lr"] = group["lr"] * 0.5
@@ -573,7 +559,7 @@ class Counting(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lbfgs, "looks at all weights at once"),
+        (lambda pipe: torch.optim.LBFGS(pipe.parameters()), "looks at all weights at once"),
         (with_hook, "has step hooks"),
         (with_stranger, "1 of the optimizer's 7 parameters are on no stage here"),
         (lambda pipe: Counting(pipe.parameters(), lr=0.1), r"changes \['lr'\] of its parameter"),

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
-from penstock.schedules import Family, gpipe
+from penstock.schedules import gpipe
 from tests.every_schedule import IN_TWO_PARTS
 from tests.ways import IN_ONE_PROCESS
 
 
-class Twice(nn.Module):
-    """Use one weight twice; other stages come to their end in between."""
-
+class Twice(nn.Module):  # use one weight twice; other stages come to their end in between
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)

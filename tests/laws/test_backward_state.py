@@ -129,9 +129,7 @@ def test_the_check_refuses_it_too() -> None:
     assert checked(1).equal
 
 
-class Shifting(nn.Module):
-    """Parameters of which autograd saves nothing: a table and a shift."""
-
+class Shifting(nn.Module):  # parameters of which autograd saves nothing: a table and a shift
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 6)
@@ -179,9 +177,7 @@ def test_a_hook_that_comes_after_the_first_step_is_seen_too() -> None:
             pipe.train_step(*batch())
 
 
-class Seen(nn.Module):
-    """Keep what it saw for whoever asks, in a checkpoint as well."""
-
+class Seen(nn.Module):  # keep what it saw for whoever asks, in a checkpoint as well
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)

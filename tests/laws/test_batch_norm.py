@@ -161,9 +161,7 @@ def test_synchronised_batch_norm_is_refused_with_the_alternative() -> None:
         train([nn.SyncBatchNorm(2), *norm_first()[1:]], some_batches(4), num_microbatches=2)
 
 
-class _Both(nn.Module):
-    """Apply one norm twice."""
-
+class _Both(nn.Module):  # apply one norm twice
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
@@ -173,9 +171,7 @@ class _Both(nn.Module):
         return y
 
 
-class _Frozen(nn.Module):
-    """Normalise by the running statistics, in training too."""
-
+class _Frozen(nn.Module):  # normalise by the running statistics, in training too
     def __init__(self, how: str) -> None:
         super().__init__()
         self.norm, self.how = nn.BatchNorm2d(4), how
@@ -253,9 +249,7 @@ class _OwnMomentum(nn.BatchNorm2d):
         return F.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.3)
 
 
-class _FixedMomentum(nn.BatchNorm2d):
-    """Torch's forward, with a momentum that nobody can set."""
-
+class _FixedMomentum(nn.BatchNorm2d):  # torch's forward, with a momentum that nobody can set
     momentum = property(lambda self: 0.2, lambda self, value: None)
 
 

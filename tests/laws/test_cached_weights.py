@@ -18,16 +18,12 @@ from tests.ways import IN_ONE_PROCESS
 PARTS = 4
 
 
-class Growing(nn.Module):
-    """A weight whose graph can be run back once only."""
-
+class Growing(nn.Module):  # a weight whose graph can be run back once only
     def forward(self, weight: Tensor) -> Tensor:
         return weight.exp()
 
 
-class Cached(nn.Module):
-    """Reads a weight several times, and computes it once."""
-
+class Cached(nn.Module):  # reads a weight several times, and computes it once
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -66,9 +62,7 @@ class Quick(Cached):
         return x
 
 
-class Shared(Chain):
-    """Calls a block with a cached weight at both ends."""
-
+class Shared(Chain):  # calls a block with a cached weight at both ends
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Cached() for _ in range(2))

@@ -40,9 +40,7 @@ def pipeline(of: list[nn.Module], **options: Any) -> penstock.Pipeline:
     )
 
 
-class Functions(torch.overrides.TorchFunctionMode):
-    """Counts calls of linear."""
-
+class Functions(torch.overrides.TorchFunctionMode):  # counts calls of linear
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,9 +190,7 @@ def test_loop_back_is_under_save_on_cpu_without_a_word(recompute: penstock.Recom
     assert count()
 
 
-class Hooked(nn.Module):
-    """Save what autograd saves through hooks."""
-
+class Hooked(nn.Module):  # save what autograd saves through hooks
     def forward(self, x: Tensor) -> Tensor:
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return x.tanh()
@@ -220,9 +216,7 @@ def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(transport: 
         pipe.train_step(*batch())
 
 
-class Notes(nn.Module):
-    """Notes what a new tensor is like, and what becomes of a denormal number."""
-
+class Notes(nn.Module):  # notes what a new tensor is like, and what becomes of a denormal number
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, bool]] = []

@@ -49,9 +49,7 @@ def pipeline(
     )
 
 
-class Calls(nn.Module):
-    """Call something in the forward."""
-
+class Calls(nn.Module):  # call something in the forward
     def __init__(self) -> None:
         super().__init__()
         self.what: Any = lambda: None

@@ -13,9 +13,7 @@ from penstock import Pipeline, schedules
 from penstock.errors import PenstockError
 
 
-class Viewed(nn.Module):
-    """Gives another view of what it is given."""
-
+class Viewed(nn.Module):  # gives another view of what it is given
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -25,9 +23,7 @@ class Viewed(nn.Module):
         return views[self.kind]
 
 
-class Added(nn.Module):
-    """Adds in place to what it is given, or to a copy of it."""
-
+class Added(nn.Module):  # adds in place to what it is given, or to a copy of it
     def __init__(self, *, copies: bool) -> None:
         super().__init__()
         self.copies = copies

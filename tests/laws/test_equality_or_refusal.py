@@ -26,9 +26,7 @@ def model(
     return Model("made here", layers, vectors, F.mse_loss, forward, **options)
 
 
-class Detached(nn.Module):
-    """Stop the gradient."""
-
+class Detached(nn.Module):  # stop the gradient
     def forward(self, x: Tensor) -> Tensor:
         return x.detach()
 
@@ -64,9 +62,7 @@ def test_a_value_changed_in_place_while_a_skip_still_reads_it(way: dict[str, Any
             assert any(word in str(error) for word in ("in place", "inplace", "two names"))
 
 
-class Slope(nn.Module):
-    """Add the gradient of an inner loss."""
-
+class Slope(nn.Module):  # add the gradient of an inner loss
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
@@ -116,9 +112,7 @@ class _Sum(nn.Module):
         return a + b
 
 
-class _Alias(nn.Module):
-    """Give one tensor under two names, and a number."""
-
+class _Alias(nn.Module):  # give one tensor under two names, and a number
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
         return x, x, 3
 
@@ -161,9 +155,7 @@ def test_one_tensor_under_two_names_and_a_number_by_name(partition: Any, way: An
         assert len(partition) > 3  # the two names go to different stages
 
 
-class Parcel:
-    """A class of the user's own, which hides its tensor."""
-
+class Parcel:  # a class of the user's own, which hides its tensor
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
@@ -219,10 +211,6 @@ def test_sparse_gradients(way: dict[str, Any]) -> None:
     assert torch.equal(ours_grad.to_dense(), theirs_grad.to_dense())
 
 
-def _double(module: nn.Module, into: Any, out: Any) -> tuple[Tensor]:
-    return (into[0] * 2,)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_hooks_on_parameters_fire_as_unsplit(way: dict[str, Any]) -> None:
     calls: list[str] = []
@@ -232,7 +220,7 @@ def test_hooks_on_parameters_fire_as_unsplit(way: dict[str, Any]) -> None:
         weight = stack[0].get_parameter("weight")
         weight.register_hook(lambda gradient: gradient * 0.3)
         weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("called"))
-        stack[2].register_full_backward_hook(_double)
+        stack[2].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
         return stack
 
     assert_trains_like_unsplit(
@@ -369,9 +357,7 @@ def test_a_second_backward_through_one_forward(way: dict[str, Any]) -> None:
     pipe.close()
 
 
-class Checkpointed(nn.Module):
-    """The user's own activation checkpoint, around nothing random."""
-
+class Checkpointed(nn.Module):  # the user's own activation checkpoint, around nothing random
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         self.reentrant, self.linear = reentrant, nn.Linear(6, 6)
@@ -395,13 +381,10 @@ def test_other_types_of_number(dtype: torch.dtype, way: dict[str, Any]) -> None:
         x, y = vectors(n, g)
         return x.to(dtype), y.to(dtype)
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).abs().mean()
-
     typed = Model(
         "typed",
         lambda: [nn.Linear(6, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 3, dtype=dtype)],
         batch,
-        loss,
+        lambda output, target: (output - target).abs().mean(),
     )
     assert_trains_like_unsplit(typed, 7, num_stages=3, num_microbatches=3, **way)

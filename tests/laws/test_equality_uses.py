@@ -91,9 +91,7 @@ def test_the_output_may_be_changed_in_place(num_microbatches: int, way: dict[str
     pipe.close()
 
 
-class _WithWeight(nn.Module):
-    """Embed tokens, and give the table itself as a value beside."""
-
+class _WithWeight(nn.Module):  # embed tokens, and give the table itself as a value beside
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 8)
@@ -102,9 +100,7 @@ class _WithWeight(nn.Module):
         return self.table(ids), self.table.weight
 
 
-class _TiedHead(nn.Module):
-    """Score by a table that came as a value."""
-
+class _TiedHead(nn.Module):  # score by a table that came as a value
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return F.linear(x, table)
 
@@ -193,9 +189,7 @@ def test_a_loss_that_draws_does_not_depend_on_the_number_of_stages() -> None:
     assert not differences(copies[0], copies[1])
 
 
-class _Sometimes(nn.Module):
-    """Move a buffer, which scales the output, only while `moving`."""
-
+class _Sometimes(nn.Module):  # move a buffer, which scales the output, only while `moving`
     scale: Tensor
 
     def __init__(self) -> None:
@@ -232,9 +226,7 @@ def test_a_buffer_that_moves_in_some_steps_is_right_or_refused(way: dict[str, An
     pipe.close()
 
 
-class _Late(nn.Module):
-    """Make its buffer when it is first called."""
-
+class _Late(nn.Module):  # make its buffer when it is first called
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)

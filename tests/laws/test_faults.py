@@ -85,9 +85,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(9, 6, generator=generator), torch.randn(9, 6, generator=generator)
 
 
-class Loss:
-    """The mean squared error, which raises on a chosen call."""
-
+class Loss:  # the mean squared error, which raises on a chosen call
     def __init__(self) -> None:
         self.fail_at = 0
 
@@ -248,9 +246,7 @@ def test_a_fault_in_the_very_first_step_of_a_balanced_pipeline(where: Any, trans
         assert_works(pipe, layers)
 
 
-class Raising(nn.Module):
-    """Raise what it is given."""
-
+class Raising(nn.Module):  # raise what it is given
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
@@ -270,9 +266,7 @@ def test_what_is_raised_arrives_as_the_very_same_object(error: BaseException, wa
         assert caught.value is error
 
 
-class Interrupted(nn.Module):
-    """Raise what is no Exception."""
-
+class Interrupted(nn.Module):  # raise what is no Exception
     armed = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -327,9 +321,7 @@ def test_an_interrupt_at_any_line_of_the_worker_threads_hangs_nothing(what: str)
         assert line > (5 if what == "close" else 20)
 
 
-class Held(nn.Module):
-    """The identity, once the gate is open."""
-
+class Held(nn.Module):  # the identity, once the gate is open
     gate = threading.Event()
 
     def forward(self, x: Tensor) -> Tensor:

@@ -48,9 +48,7 @@ def workers_since(before: set[threading.Thread]) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread not in before]
 
 
-class Faulty(nn.Module):
-    """Raise while `armed`."""
-
+class Faulty(nn.Module):  # raise while `armed`
     armed = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,9 +109,7 @@ def test_many_faults_leave_no_threads_behind() -> None:
     assert not workers_since(before)
 
 
-class Waiting(nn.Module):
-    """Wait until it is let go."""
-
+class Waiting(nn.Module):  # wait until it is let go
     def __init__(self) -> None:
         super().__init__()
         self.go = threading.Event()

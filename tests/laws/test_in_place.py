@@ -1,8 +1,5 @@
 """A value that a stage receives and changes in place: right, or refused, also in evaluation."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,9 +49,7 @@ def test_each_stage_that_reads_the_batch_changes_its_own_in_evaluation(num_stage
     assert torch.equal(found, expected)
 
 
-class DoublesData(nn.Module):
-    """Double a value past autograd, before each block; add it at the end."""
-
+class DoublesData(nn.Module):  # double a value past autograd, before each block; add it at the end
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))

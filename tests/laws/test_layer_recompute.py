@@ -13,9 +13,7 @@ from penstock.types import Recompute, Transport
 from tests.kept import most_kept_bytes
 
 
-class Model3(nn.Module):
-    """Blocks whose calls are found in the model's own forward; one runs twice."""
-
+class Model3(nn.Module):  # blocks whose calls are found in the model's own forward; one runs twice
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
@@ -95,9 +93,7 @@ def test_what_is_kept_lies_between_all_and_the_inputs() -> None:
     assert kept_bytes(Recompute.STAGE) == 8 * inputs + inputs + 2 * wide
 
 
-class Odd(nn.Module):
-    """Do something that cannot be repeated, as `what` says."""
-
+class Odd(nn.Module):  # do something that cannot be repeated, as `what` says
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.calls = what, 0
@@ -163,9 +159,7 @@ def test_a_layer_that_cannot_be_repeated_is_named(what: str, error: Any, words: 
     assert all(map(torch.equal, again, trained(layers, Recompute.NEVER)))
 
 
-class Penalty(nn.Module):
-    """Add the gradient of what it is given with respect to what made it."""
-
+class Penalty(nn.Module):  # add the gradient of what it is given with respect to what made it
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weights = [weight]

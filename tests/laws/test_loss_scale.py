@@ -1,7 +1,6 @@
 """Loss scaling: gradients come back to the unscaled bits, and an inf anywhere skips everywhere."""
 
 import copy
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -62,10 +61,7 @@ def test_a_scaler_scales_a_loss_over_the_modules_outputs_too() -> None:
 def scaled(scale: float) -> Weigh:
     """Weigh micro-batches as ever, times the scale."""
 
-    def weigh(targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-        return [weight * scale for weight in mean(targets, sizes)]
-
-    return weigh
+    return lambda targets, sizes: [weight * scale for weight in mean(targets, sizes)]
 
 
 @pytest.mark.parametrize(

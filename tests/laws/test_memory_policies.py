@@ -1,7 +1,6 @@
 """What forwards keep is moved away, or dropped and made again layer by layer: the same bits."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -76,9 +76,7 @@ def test_training_with_sparse_gradients_goes_on_from_a_checkpoint(tmp_path: Path
         assert same_bits(a, b)
 
 
-class Counting(nn.Module):
-    """Change a buffer in the forward."""
-
+class Counting(nn.Module):  # change a buffer in the forward
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
@@ -164,9 +162,7 @@ def test_lazy_layers_are_refused_until_they_have_run(lazy: Any) -> None:
         assert pipe.train_step(x, y).isfinite()
 
 
-class Spread(nn.Module):
-    """Spread the features over a graph, whose sparse matrix goes on with them."""
-
+class Spread(nn.Module):  # spread the features over a graph, whose sparse matrix goes on with them
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)

@@ -80,9 +80,7 @@ class Counted(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None
 
 
-class Counting(nn.Module):
-    """Note how many of its saved arrays are in memory."""
-
+class Counting(nn.Module):  # note how many of its saved arrays are in memory
     def __init__(self) -> None:
         super().__init__()
         self.live = [0]
@@ -102,9 +100,7 @@ def test_the_memory_itself_is_given_back(offload: bool) -> None:
     assert max(seen) == (1 if offload else 8)
 
 
-class Failing(nn.Module):
-    """Raise at the fourth call."""
-
+class Failing(nn.Module):  # raise at the fourth call
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,9 +227,7 @@ def small(**options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(layers, num_stages=2, num_microbatches=4, loss=loss, **options)
 
 
-class Spoils(nn.Module):
-    """Change in place what its exponential has saved."""
-
+class Spoils(nn.Module):  # change in place what its exponential has saved
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
         y.add_(1)
@@ -251,9 +245,7 @@ def test_a_saved_value_that_changes_in_place_is_an_error_as_in_plain_torch() -> 
         pipe.train_step(x, y)
 
 
-class Remembers(nn.Module):
-    """Keep what it is given and what it gives, as hooks of users do."""
-
+class Remembers(nn.Module):  # keep what it is given and what it gives, as hooks of users do
     def forward(self, x: Tensor) -> Tensor:
         self.seen = [*getattr(self, "seen", []), x.detach().clone()]
         self.kept = [*getattr(self, "kept", []), x]

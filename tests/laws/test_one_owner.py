@@ -161,9 +161,7 @@ def test_weights_replaced_between_forward_and_backward_are_right_or_refused(way:
             assert way["recompute"] is penstock.Recompute.NEVER
 
 
-class Twice(nn.Module):
-    """Give a value and a view of it."""
-
+class Twice(nn.Module):  # give a value and a view of it
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = x * 2
         return y, y.view_as(y)
@@ -193,14 +191,12 @@ def changed_in_place() -> list[penstock.Layer]:
 def test_a_change_in_place_that_another_value_would_show_is_right_or_refused(
     partition: tuple[int, ...], way: dict[str, Any]
 ) -> None:
-    def layers() -> list[Any]:
-        return [nn.Linear(6, 6), *changed_in_place()]
 
     def forward(call: Any, x: Any) -> Any:
         a, b = call(1, call(0, x))
         return call(3, call(2, a), b)
 
-    made = model(layers, forward)
+    made = model(lambda: [nn.Linear(6, 6), *changed_in_place()], forward)
     built, twin = made.build(), made.build()
     ((x, y),) = made.batches(7, count=1)
     try:
@@ -293,9 +289,7 @@ def test_columns_of_one_tensor_count_as_one_memory(way: dict[str, Any]) -> None:
     assert same_bits(*found)
 
 
-class MovesLater(nn.Module):
-    """A buffer that moves in training mode, as soon as it is let."""
-
+class MovesLater(nn.Module):  # a buffer that moves in training mode, as soon as it is let
     def __init__(self) -> None:
         super().__init__()
         self.moves = True

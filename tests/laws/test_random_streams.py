@@ -4,7 +4,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,7 @@ from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline
 from tests.ways import WAYS, one_each
 
 
-class Draw(nn.Module):
-    """Apply a function that draws; with no generator of its own."""
-
+class Draw(nn.Module):  # apply a function that draws; with no generator of its own
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
@@ -104,10 +102,7 @@ def test_recurrent_dropout_equals_the_unsplit_model(way: dict[str, Any]) -> None
     def batch(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.randn(n, 5, 4, generator=g), torch.randn(n, 5, 3, generator=g)
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target)
-
-    model = Model("recurrent", layers, batch, loss)
+    model = Model("recurrent", layers, batch, lambda output, target: F.mse_loss(output, target))
     assert_trains_like_unsplit(model, 5, partition=(2, 1, 2), num_microbatches=2, **way)
 
 
@@ -209,9 +204,7 @@ def test_drawing_before_a_step_changes_nothing() -> None:
     assert not differences(built[0].modules, built[1].modules)
 
 
-class Switched(nn.Module):
-    """Draw only while switched on."""
-
+class Switched(nn.Module):  # draw only while switched on
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.on, self.draw = False, draw
@@ -302,9 +295,7 @@ def test_a_draw_outside_torch_by_a_thread_of_the_users_own_is_a_warning() -> Non
     thread.join()
 
 
-class UserCheckpoint(nn.Module):
-    """The user's own activation checkpoint around a draw."""
-
+class UserCheckpoint(nn.Module):  # the user's own activation checkpoint around a draw
     def __init__(self, *, reentrant: bool, draw: Callable[[Tensor], Tensor] = F.dropout) -> None:
         super().__init__()
         self.reentrant, self.draw = reentrant, draw
@@ -367,9 +358,7 @@ def _assert_same_in_evaluation(draw: Callable[[Tensor], Tensor]) -> None:
     assert not torch.equal(found[0], torch.ones(7, 20))
 
 
-class OwnGenerator(nn.Module):
-    """Draw from a generator of the user's own, which knows of no keys."""
-
+class OwnGenerator(nn.Module):  # draw from a generator of the user's own, which knows of no keys
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(3)

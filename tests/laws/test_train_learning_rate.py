@@ -2,7 +2,6 @@
 
 import io
 import math
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock_recipes.recipe.optimizer_sections import Cosine, Exponential, LearningRate
+from penstock_recipes.recipe.optimizer_sections import Cosine, Exponential
 from penstock_recipes.train.command import Request, start_run
 from penstock_recipes.train.interrupt import Interrupt
 from penstock_recipes.train.learning_rate import learning_rate, warmup_cosine

@@ -18,9 +18,7 @@ from tests.ways import WAYS
 REENTRANT = pytest.mark.parametrize("reentrant", (True, False))
 
 
-class Checkpointed(nn.Module):
-    """A module under torch's activation checkpoint, while `on`."""
-
+class Checkpointed(nn.Module):  # a module under torch's activation checkpoint, while `on`
     def __init__(self, module: nn.Module, *, reentrant: bool, on: bool = True) -> None:
         super().__init__()
         self.module, self.reentrant, self.on = module, reentrant, on
@@ -150,9 +148,7 @@ def test_a_checkpoint_written_by_hand_around_dropout_is_refused(way: dict[str, A
             pipe.train_step(x, y)
 
 
-class Meeting(torch.autograd.Function):
-    """Calls a function in its backward."""
-
+class Meeting(torch.autograd.Function):  # calls a function in its backward
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[], Any]) -> Tensor:
         ctx.function = function
@@ -173,9 +169,7 @@ class Calling(nn.Module):
         return Meeting.apply(x, self.function)
 
 
-class Again(nn.Module):
-    """Calls a function when it is run again in a backward."""
-
+class Again(nn.Module):  # calls a function when it is run again in a backward
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(6, 6), function

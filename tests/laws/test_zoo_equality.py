@@ -37,9 +37,7 @@ BlockCall = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One way to train a member."""
-
+class Run:  # one way to train a member
     num_stages: int
     num_microbatches: int
     schedule: Any
@@ -142,9 +140,7 @@ def rolled(step: int, leaf: Any) -> Any:
     return leaf.roll(step, 0) if isinstance(leaf, Tensor) else leaf
 
 
-class AsCalled(nn.Module):
-    """A model as one of its inputs, which may be several arguments."""
-
+class AsCalled(nn.Module):  # a model as one of its inputs, which may be several arguments
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

@@ -152,9 +152,7 @@ def test_what_cannot_be_cut_is_refused_with_the_remedy(value: Any, message: str)
         batch_size(value, "inputs")
 
 
-class _Named(Sequence[str]):
-    """A sequence of the user's own."""
-
+class _Named(Sequence[str]):  # a sequence of the user's own
     def __len__(self) -> int:
         return len(NAMES)
 
@@ -162,9 +160,7 @@ class _Named(Sequence[str]):
         return NAMES[place]
 
 
-class _Counted:
-    """Likewise, and says so to nobody."""
-
+class _Counted:  # likewise, and says so to nobody
     __len__, __getitem__ = _Named.__len__, _Named.__getitem__
 
 
@@ -226,9 +222,7 @@ def test_a_tuple_of_collections_holds_them_and_is_cut_where_they_are() -> None:
         batch_size((X, (UserList(NAMES), UserList(NAMES))), "inputs")
 
 
-class _Scaled(nn.Module):
-    """Read a list with one entry per sample, beside the tensor."""
-
+class _Scaled(nn.Module):  # read a list with one entry per sample, beside the tensor
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -260,9 +254,7 @@ def test_a_model_that_reads_lists_trains_as_on_the_whole_batch(num_microbatches:
         torch.testing.assert_close(pipe(inputs), whole)
 
 
-class _Gives(nn.Module):
-    """Give a tensor, and beside it what a function makes of it."""
-
+class _Gives(nn.Module):  # give a tensor, and beside it what a function makes of it
     def __init__(self, beside: Any) -> None:
         super().__init__()
         self.beside = beside

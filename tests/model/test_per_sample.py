@@ -57,9 +57,7 @@ def test_targets_of_other_sizes_are_read_by_the_number_of_inputs() -> None:
     assert batch_size(tuple(lists), "targets", 3) == 3
 
 
-class _Detects(nn.Module):
-    """Find as many boxes as each sample has; with labels, the loss as well."""
-
+class _Detects(nn.Module):  # find as many boxes as each sample has; with labels, the loss as well
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 4)])

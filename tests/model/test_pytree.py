@@ -76,9 +76,7 @@ def test_only_objects_of_unknown_kind_are_opaque() -> None:
     assert list(opaque_values(structure)) == [cache]
 
 
-class Store(MutableMapping[str, Any]):
-    """Keeps its entries in a dict, which a copy of it shares."""
-
+class Store(MutableMapping[str, Any]):  # keeps its entries in a dict, which a copy of it shares
     def __init__(self, **entries: Any) -> None:
         self._entries = entries
 
@@ -98,9 +96,7 @@ class Store(MutableMapping[str, Any]):
         return len(self._entries)
 
 
-class Copied(Store):
-    """Says how it is copied."""
-
+class Copied(Store):  # says how it is copied
     def __copy__(self) -> "Copied":
         return Copied(**self._entries)
 

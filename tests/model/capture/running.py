@@ -34,9 +34,7 @@ Given = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a model is cut and run; at most as many stages as it has block calls."""
-
+class Way:  # how a model is cut and run; at most as many stages as it has block calls
     num_stages: int
     schedule: Callable[..., Any]
     recompute: Recompute
@@ -58,9 +56,7 @@ WAYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a model gave; without outputs that cannot be put together to a batch's."""
-
+class Found:  # what a model gave; without outputs that cannot be put together to a batch's
     outputs: Tensors
     in_evaluation: Tensors
     """Losses and gradients, of parameters and inputs."""

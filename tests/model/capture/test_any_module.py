@@ -82,9 +82,7 @@ def test_a_pipeline_of_a_captured_model_is_checked_against_the_whole_one() -> No
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-class Noisy(nn.Linear):
-    """Adds to what it computes a number that is another one each time."""
-
+class Noisy(nn.Linear):  # adds to what it computes a number that is another one each time
     numbers = itertools.count()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -193,9 +191,7 @@ def test_a_captured_model_prints_as_a_table() -> None:
     assert lines[-1].startswith("checked: outputs and gradients over 8 stages are the model's")
 
 
-class OwnForward(nn.Sequential):
-    """A Sequential by kind, which does something else."""
-
+class OwnForward(nn.Sequential):  # a Sequential by kind, which does something else
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
 
@@ -212,9 +208,7 @@ def test_a_sequential_with_a_forward_of_its_own_is_run_by_it() -> None:
             assert torch.equal(pipe.eval_step(x), chain.eval()(x))
 
 
-class GradientsOff(nn.Module):
-    """Switches gradients off around its second block, and on again."""
-
+class GradientsOff(nn.Module):  # switches gradients off around its second block, and on again
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))

@@ -109,9 +109,7 @@ class DroppingAll(Chain):
     kinds = (Dropping,) * 3
 
 
-class Gaining(Chain):
-    """Fills all its tensors at once."""
-
+class Gaining(Chain):  # fills all its tensors at once
     def __init__(self) -> None:
         super().__init__()
         self.gain, self.shift = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
@@ -139,9 +137,7 @@ def test_what_had_values_keeps_them_where_the_rest_is_made() -> None:
     assert own[1].tolist() == [6.0] * WIDTH
 
 
-class Fixed(nn.Linear):
-    """Its forward needs nothing of the module."""
-
+class Fixed(nn.Linear):  # its forward needs nothing of the module
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.tanh()

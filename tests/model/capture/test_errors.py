@@ -25,9 +25,7 @@ from tests.model.capture.any_models.refused import Refused
 from tests.model.capture.running import assert_trains_as_whole
 
 
-class ByThread(Chain):
-    """Goes another way on every thread, and so on every stage."""
-
+class ByThread(Chain):  # goes another way on every thread, and so on every stage
     def between(self, x: Tensor, number: int) -> Tensor:
         other = number == 0 and threading.current_thread().name.endswith("-1")
         return x * 2 if other else x + 1
@@ -38,9 +36,7 @@ class DrawingInside(nn.Linear):
         return super().forward(x) * random.random()
 
 
-class Cache:
-    """An object in which a tensor could hide."""
-
+class Cache:  # an object in which a tensor could hide
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
@@ -106,9 +102,7 @@ def test_an_object_that_a_later_stage_uses_is_refused_there() -> None:
         pipe.train_step(inputs(), inputs())
 
 
-class LateHook(Chain):
-    """Hooks on to the gradient of a value after another block has used it."""
-
+class LateHook(Chain):  # hooks on to the gradient of a value after another block has used it
     def forward(self, x: Tensor) -> Tensor:
         first = self.blocks[0](x)
         second = self.blocks[1](first)
@@ -136,9 +130,7 @@ class NothingToDifferentiate(Chain):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-class Shaking(torch.autograd.Function):
-    """Draws where nobody can know."""
-
+class Shaking(torch.autograd.Function):  # draws where nobody can know
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
         return x + torch.rand(len(x), 1)
@@ -176,9 +168,7 @@ def test_a_flag_may_be_set_once_and_for_all() -> None:
         assert torch.equal(pipe.eval_step(inputs()), whole(inputs()))
 
 
-class Tied(Chain):
-    """Its last block has the weight of the first one, and uses it in a checkpoint."""
-
+class Tied(Chain):  # its last block has the weight of the first one, and uses it in a checkpoint
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2] = Checkpointed(WIDTH, WIDTH)
@@ -196,9 +186,7 @@ def test_a_tied_weight_in_a_reentrant_checkpoint_is_refused() -> None:
         pipe.train_step(inputs(), inputs())
 
 
-class Clamping(nn.Linear):
-    """Keeps its weight small."""
-
+class Clamping(nn.Linear):  # keeps its weight small
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.weight.clamp_(-0.1, 0.1)
@@ -213,9 +201,7 @@ def test_a_tied_weight_that_a_block_has_changed_in_place_is_refused_at_capture()
         penstock.capture(model, inputs())
 
 
-class OftenOrSeldom(Chain):
-    """Calls its last block as often as there are samples."""
-
+class OftenOrSeldom(Chain):  # calls its last block as often as there are samples
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[1](self.blocks[0](x))
         for _ in range(len(x) - 1):
@@ -297,9 +283,7 @@ class Unseen(Chain):
         return x
 
 
-class Sizing(Chain):
-    """Keeps the size of what it is given: the same one with the example as before."""
-
+class Sizing(Chain):  # keeps the size of what it is given: the same one with the example as before
     size: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -309,27 +293,21 @@ class Sizing(Chain):
         return x
 
 
-class Forgetting(Sizing):
-    """Leaves nothing that could be compared."""
-
+class Forgetting(Sizing):  # leaves nothing that could be compared
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         self.size = None
         return x
 
 
-class Telling(Chain):
-    """Writes to its blocks before it calls them."""
-
+class Telling(Chain):  # writes to its blocks before it calls them
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             block.size = len(x)  # type: ignore[assignment]  # no module, no tensor
         return super().forward(x)
 
 
-class Gated(nn.Linear):
-    """Keeps a tensor on itself while it runs."""
-
+class Gated(nn.Linear):  # keeps a tensor on itself while it runs
     gate: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -348,9 +326,7 @@ class Counted(nn.Linear):
 KEEPING: dict[type[nn.Linear], str] = {Gated: "gate", Counted: "size"}
 
 
-class Again(Chain):
-    """Calls one block three times."""
-
+class Again(Chain):  # calls one block three times
     def __init__(self, kind: type[nn.Linear]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([kind(WIDTH, WIDTH)] * 3)

@@ -14,9 +14,7 @@ from penstock.torch_private import fake_tensors
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs, of_blocks
 
 
-class Force(nn.Linear):
-    """Returns a gradient of what it computes."""
-
+class Force(nn.Linear):  # returns a gradient of what it computes
     def forward(self, x: Tensor) -> Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
         energy = super().forward(x).tanh().sum()

@@ -16,9 +16,7 @@ from tests.model.capture.running import assert_trains_as_whole
 from tests.model.capture.test_errors import pipeline
 
 
-class CatchingAll(Chain):
-    """Catches whatever a block raises, and goes on."""
-
+class CatchingAll(Chain):  # catches whatever a block raises, and goes on
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             try:
@@ -28,9 +26,7 @@ class CatchingAll(Chain):
         return x
 
 
-class CatchingTheLast(Chain):
-    """Gives something else where a block raises."""
-
+class CatchingTheLast(Chain):  # gives something else where a block raises
     def forward(self, x: Tensor) -> Tensor:
         try:
             return self.blocks[2](self.blocks[1](self.blocks[0](x)))

@@ -109,9 +109,7 @@ def test_tied_parameters_stay_one() -> None:
     assert model.get_parameter("lm_head.weight") is model.get_parameter("shared.weight")
 
 
-class Blocks(nn.Module):
-    """Two blocks, and a buffer between them."""
-
+class Blocks(nn.Module):  # two blocks, and a buffer between them
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
@@ -123,18 +121,14 @@ class Blocks(nn.Module):
         return self.layers[1](self.layers[0](x) + self.shift)
 
 
-class Initialised(Blocks):
-    """Fills what torch does not."""
-
+class Initialised(Blocks):  # fills what torch does not
     def _init_weights(self, module: nn.Module) -> None:
         if module is self:
             nn.init.ones_(self.unused)
             self.shift.copy_(torch.arange(4.0))
 
 
-class Reset(Blocks):
-    """Likewise, with a buffer made anew."""
-
+class Reset(Blocks):  # likewise, with a buffer made anew
     def reset_parameters(self) -> None:
         nn.init.ones_(self.unused)
         self.shift = torch.arange(4.0)
@@ -158,9 +152,7 @@ def test_a_buffer_outside_blocks_is_on_every_stage(kind: type[Blocks]) -> None:
         assert own == {f"layers.{stage}.weight", f"layers.{stage}.bias"} | unused
 
 
-class Outer(Initialised):
-    """Draws for its blocks itself, one after the other."""
-
+class Outer(Initialised):  # draws for its blocks itself, one after the other
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self:

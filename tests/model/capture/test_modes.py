@@ -14,9 +14,7 @@ from tests.model.capture.any_models.chain import Chain, inputs
 from tests.model.capture.running import assert_trains_as_whole
 
 
-class OnlyInEvaluation(Chain):
-    """Leaves out all blocks in training."""
-
+class OnlyInEvaluation(Chain):  # leaves out all blocks in training
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if self.training else super().forward(x)
 

@@ -40,9 +40,7 @@ def test_what_blocks_give_is_kept_beside_the_output(num_stages: int) -> None:
     assert torch.equal(output, in_parts(model, 2, x))
 
 
-class InOrder(Chain):
-    """Uses its keyword arguments in the order in which they are given."""
-
+class InOrder(Chain):  # uses its keyword arguments in the order in which they are given
     def forward(self, **given: Tensor) -> Tensor:  # type: ignore[override]  # on purpose
         x = torch.zeros(())
         for block, value in zip(self.blocks, given.values(), strict=False):
@@ -57,9 +55,7 @@ def test_keyword_arguments_keep_their_order() -> None:
     assert "are the model's, to the bit" in str(found)
 
 
-class Masked(Chain):
-    """Takes arguments by position, by name, and by both."""
-
+class Masked(Chain):  # takes arguments by position, by name, and by both
     def forward(self, ids: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         for block in self.blocks:
             ids = block(ids).tanh() * (1.0 if mask is None else mask)

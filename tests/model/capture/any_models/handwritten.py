@@ -32,9 +32,7 @@ class Residual(nn.Module):
         return self.relu(y)
 
 
-class ResNet(nn.Module):
-    """Residual blocks in two groups."""
-
+class ResNet(nn.Module):  # residual blocks in two groups
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
@@ -50,18 +48,14 @@ class ResNet(nn.Module):
         return self.head(torch.flatten(self.pool(x), 1))
 
 
-class Convolved(nn.Sequential):
-    """Convolution, BatchNorm, activation in place."""
-
+class Convolved(nn.Sequential):  # convolution, BatchNorm, activation in place
     def __init__(self, before: int, after: int) -> None:
         super().__init__(
             nn.Conv2d(before, after, 3, 1, 1), nn.BatchNorm2d(after), nn.ReLU(inplace=True)
         )
 
 
-class UNet(nn.Module):
-    """Long skips, from the first layers to the last ones; a branch on shapes."""
-
+class UNet(nn.Module):  # long skips, from the first layers to the last ones; a branch on shapes
     def __init__(self) -> None:
         super().__init__()
         self.stem = Convolved(3, 8)
@@ -103,9 +97,7 @@ class Branching(nn.Module):
         return self.head(h * self.scale)
 
 
-class Attention(nn.Module):
-    """Looks back; with dropout."""
-
+class Attention(nn.Module):  # looks back; with dropout
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -122,9 +114,7 @@ class Attention(nn.Module):
         return self.dropout(self.out(found.transpose(1, 2).flatten(2)))
 
 
-class TransformerBlock(nn.Module):
-    """Attention and two linear layers, each with a way around."""
-
+class TransformerBlock(nn.Module):  # attention and two linear layers, each with a way around
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
@@ -158,9 +148,7 @@ class NanoGPT(nn.Module):
         return self.head(self.transformer["norm"](x))
 
 
-class DenseNet(nn.Module):
-    """Every layer reads what all before it gave."""
-
+class DenseNet(nn.Module):  # every layer reads what all before it gave
     def __init__(self, growth: int = 4) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, 1, 1)
@@ -199,9 +187,7 @@ class Recurrent(nn.Module):
         return self.head(x)
 
 
-class InPlaceGlue(nn.Module):
-    """Changes what goes from block to block in place, also through views."""
-
+class InPlaceGlue(nn.Module):  # changes what goes from block to block in place, also through views
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_WORDS, width)
@@ -218,9 +204,7 @@ class InPlaceGlue(nn.Module):
         return self.head(h)
 
 
-class TorchTransformer(nn.Module):
-    """torch's own nn.Transformer, with masks."""
-
+class TorchTransformer(nn.Module):  # torch's own nn.Transformer, with masks
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_WORDS, width)
@@ -281,9 +265,7 @@ def expert_layers(*, by_shape: bool) -> Made:
     return InRow([nn.Linear(WIDTH, WIDTH), *layers]), inputs
 
 
-class InRow(nn.Module):
-    """Calls the entries of a list one after the other."""
-
+class InRow(nn.Module):  # calls the entries of a list one after the other
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -294,9 +276,7 @@ class InRow(nn.Module):
         return x
 
 
-class ExpertsOnce(nn.Module):
-    """Has experts that are in no layer of a list."""
-
+class ExpertsOnce(nn.Module):  # has experts that are in no layer of a list
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

@@ -20,9 +20,7 @@ from .made import TEXT, AnyModel, Made, decoder, encoder, hugging_face, masked, 
 
 
 @dataclass
-class Pair:
-    """What goes from block to block."""
-
+class Pair:  # what goes from block to block
     value: Tensor
     scale: float
 
@@ -77,18 +75,14 @@ class Shifting(Chain):
         return x + self.blocks[-1](shifted)
 
 
-class Twice(Chain):
-    """Calls one block again and again."""
-
+class Twice(Chain):  # calls one block again and again
     def forward(self, x: Tensor) -> Tensor:
         for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
             x = x + block(x).tanh()
         return x
 
 
-class Double(torch.autograd.Function):
-    """Gives twice its input, and three times the gradient."""
-
+class Double(torch.autograd.Function):  # gives twice its input, and three times the gradient
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
         return x * 2
@@ -98,9 +92,7 @@ class Double(torch.autograd.Function):
         return gradient * 3
 
 
-class Picking(Chain):
-    """Takes as many rows as the values say."""
-
+class Picking(Chain):  # takes as many rows as the values say
     def between(self, x: Tensor, number: int) -> Tensor:
         if number == 1:
             chosen = x[x[:, 0] > x[:, 0].min()]
@@ -125,9 +117,7 @@ class WithToken(Chain):
         return x * self.scale.exp() + self.offset
 
 
-class Checkpoints(Chain):
-    """Has each block, or two of them, in an activation checkpoint of its own."""
-
+class Checkpoints(Chain):  # has each block, or two of them, in an activation checkpoint of its own
     def __init__(self, *, reentrant: bool, together: bool) -> None:
         super().__init__()
         self.reentrant, self.together = reentrant, together
@@ -144,9 +134,7 @@ class Checkpoints(Chain):
         return x
 
 
-class TiedCheckpoints(Checkpoints):
-    """Its last block has the weight of the first one."""
-
+class TiedCheckpoints(Checkpoints):  # its last block has the weight of the first one
     def __init__(self) -> None:
         super().__init__(reentrant=False, together=False)
         self.blocks[2].weight = self.blocks[0].weight
@@ -161,9 +149,7 @@ class DroppingCheckpoints(Checkpoints):
         self.blocks[2] = nn.Sequential(nn.Dropout(0.4), nn.Linear(WIDTH, WIDTH))
 
 
-class WhileLoop(Chain):
-    """Doubles as long as the values say so."""
-
+class WhileLoop(Chain):  # doubles as long as the values say so
     def between(self, x: Tensor, _number: int) -> Tensor:
         while x.abs().sum() < 5:
             x = x * 2
@@ -246,9 +232,7 @@ def frozen() -> Chain:
     return made
 
 
-class TensorHook(Chain):
-    """Changes gradients between blocks."""
-
+class TensorHook(Chain):  # changes gradients between blocks
     def between(self, x: Tensor, _number: int) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
@@ -309,9 +293,7 @@ class Biased(nn.Module):
         return self.parts(x + self.bias(x.device))
 
 
-class Scale(nn.Module):
-    """Has no parameters, and computes what it scales by once."""
-
+class Scale(nn.Module):  # has no parameters, and computes what it scales by once
     found: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -333,9 +315,7 @@ class Caching(Chain):
         return x
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer, and a small one beside it that is trained."""
-
+class Adapted(nn.Module):  # a frozen linear layer, and a small one beside it that is trained
     def __init__(self, frozen: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.frozen = frozen.requires_grad_(False)
@@ -346,9 +326,7 @@ class Adapted(nn.Module):
         return self.frozen(x) + self.up(self.down(x)) * 0.5
 
 
-class Drawing(Chain):
-    """Draws between blocks, in many ways; where it does not train, in none."""
-
+class Drawing(Chain):  # draws between blocks, in many ways; where it does not train, in none
     def between(self, x: Tensor, number: int) -> Tensor:
         x = functional.alpha_dropout(x, 0.2, self.training)
         if number == 0:
@@ -361,9 +339,7 @@ class Drawing(Chain):
         return functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=drop)[0, 0]
 
 
-class Shaken(nn.Linear):
-    """Draws Python's, NumPy's and torch's random numbers in training."""
-
+class Shaken(nn.Linear):  # draws Python's, NumPy's and torch's random numbers in training
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if not self.training:
@@ -491,9 +467,7 @@ class OnceWithout(Chain):
         return self.blocks[2](x) + before + after
 
 
-class ByNorm(nn.Linear):
-    """Looks at its weight without gradients."""
-
+class ByNorm(nn.Linear):  # looks at its weight without gradients
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             norm = self.weight.norm()
@@ -507,9 +481,7 @@ class SharedNorm(Chain):
         self.blocks[2].weight = self.blocks[0].weight
 
 
-class Reaching(nn.Module):
-    """Multiplies by a weight that it is no owner of."""
-
+class Reaching(nn.Module):  # multiplies by a weight that it is no owner of
     def __init__(self, weight: Callable[[], Tensor]) -> None:
         super().__init__()
         self.bias, self.weight = nn.Parameter(torch.zeros(WIDTH)), weight
@@ -518,9 +490,7 @@ class Reaching(nn.Module):
         return functional.linear(x, self.weight(), self.bias)
 
 
-class Reached(Chain):
-    """Its last block comes by the weight of the first one through a function."""
-
+class Reached(Chain):  # its last block comes by the weight of the first one through a function
     def __init__(self) -> None:
         super().__init__()
         first: Any = self.blocks[0]
@@ -536,9 +506,7 @@ class Given(nn.Module):
         return functional.linear(x, weight, self.bias)
 
 
-class Handed(Chain):
-    """Its last block is handed the weight of the first one."""
-
+class Handed(Chain):  # its last block is handed the weight of the first one
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2] = Given()

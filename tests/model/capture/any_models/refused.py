@@ -16,18 +16,14 @@ from .chain import WIDTH, Chain, between
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A model by name, and the error that it gets; `message` is a regular expression."""
-
+class Refused:  # a model by name, and the error that it gets; `message` is a regular expression
     name: str
     build: Callable[[], Chain]
     error: type[CaptureError]
     message: str
 
 
-class Remembering(nn.Linear):
-    """A block that leaves a tensor behind for another one."""
-
+class Remembering(nn.Linear):  # a block that leaves a tensor behind for another one
     memory: list[Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,9 +45,7 @@ class Sideways(Chain):
         return super().forward(x)
 
 
-class Rescaling(Chain):
-    """Halves the weights of its blocks where it does not train, as RWKV does."""
-
+class Rescaling(Chain):  # halves the weights of its blocks where it does not train, as RWKV does
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             with torch.no_grad():
@@ -72,9 +66,7 @@ class Settings:
     kind: str | None = None
 
 
-class SettingAgain(Chain):
-    """Sets in each forward what depends on its inputs."""
-
+class SettingAgain(Chain):  # sets in each forward what depends on its inputs
     def __init__(self) -> None:
         super().__init__()
         self.settings = Settings()
@@ -89,9 +81,7 @@ class Slotted:
     calls: int = 0
 
 
-class CountingElsewhere(Chain):
-    """Counts its calls in an object that is no module."""
-
+class CountingElsewhere(Chain):  # counts its calls in an object that is no module
     def __init__(self, made: Callable[[], Any] = Slotted) -> None:
         super().__init__()
         self.state = [made()]
@@ -127,9 +117,7 @@ class Keeping(Chain):
         return x + self.kept
 
 
-class Moving(Chain):
-    """Moves a buffer of its own, as BatchNorm does."""
-
+class Moving(Chain):  # moves a buffer of its own, as BatchNorm does
     mean: Tensor
 
     def __init__(self) -> None:
@@ -141,9 +129,7 @@ class Moving(Chain):
         return x - self.mean
 
 
-class Normalised(Chain):
-    """Has a module with buffers and no parameters between blocks."""
-
+class Normalised(Chain):  # has a module with buffers and no parameters between blocks
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH, affine=False)
@@ -191,9 +177,7 @@ class ThroughAView(Chain):
         return self.blocks[2](x) + found.sum(1)
 
 
-class Differentiating(Chain):
-    """Goes on with the gradient of a block, as models of forces do."""
-
+class Differentiating(Chain):  # goes on with the gradient of a block, as models of forces do
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
         with torch.enable_grad():
@@ -216,9 +200,7 @@ SCRIPTED = between(lambda _, x, number: SINE(x))
 _GLOBAL: list[Tensor] = []
 
 
-class ThroughAGlobal(nn.Linear):
-    """Leaves a tensor behind in a global variable."""
-
+class ThroughAGlobal(nn.Linear):  # leaves a tensor behind in a global variable
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x) + (_GLOBAL.pop() if _GLOBAL else 0)
         _GLOBAL.append(x.tanh())
