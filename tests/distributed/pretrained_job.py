@@ -148,14 +148,8 @@ def refuse(mesh: penstock.Mesh, name: str, source: str) -> list[str]:
 
 def train(mesh: penstock.Mesh, name: str, source: str) -> list[float]:
     """Load, take steps, save."""
-    pipe = spread(
-        mesh,
-        name,
-        weights=Path(source) / name,
-        loss=loss,
-        num_microbatches=2,
-        schedule=penstock.schedules.one_f_one_b,
-    )
+    options: dict[str, Any] = {"num_microbatches": 2, "schedule": penstock.schedules.one_f_one_b}
+    pipe = spread(mesh, name, weights=Path(source) / name, loss=loss, **options)
     inputs_of = build(name)[1]
     losses = take_steps(pipe, inputs_of(BATCH) if mesh.stage == 0 else None)
     penstock.save_pretrained(Path(source) / "trained", pipe)

@@ -112,8 +112,7 @@ def test_an_inf_on_one_rank_skips_the_step_of_all(layout: tuple[int, int], tmp_p
         for found, of_first in zip(overflows, by_rank[0], strict=True):
             assert found["scales"] == [1024.0, 512.0, 512.0]
             moved: list[Any] = [{True}, {False}, {True}] if has_parameters else [{False}] * 3
-            assert found["moved"] == moved
-            assert found["state"] == of_first["state"]
+            assert found["moved"] == moved and found["state"] == of_first["state"]
 
 
 @pytest.mark.slow
@@ -121,8 +120,7 @@ def test_scales_that_differ_and_what_torchs_scaler_refuses_on_one_rank_are_error
     tmp_path: Path,
 ) -> None:
     (differ, first), (twin, second) = call(refused, (2, 1), tmp_path, ends_well=False)
-    assert differ == twin
-    assert "MeshError: rank 0 scales its loss by 1, rank 1 by 2" in differ
+    assert differ == twin and "MeshError: rank 0 scales its loss by 1, rank 1 by 2" in differ
     assert "ValueError: Attempting to unscale FP16 gradients" in first
     assert "PeerError: rank 0 (stage 0) failed: ValueError: Attempting to unscale" in second
     assert "waited for the others to begin the same call" in second

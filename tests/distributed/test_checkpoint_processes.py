@@ -210,10 +210,8 @@ def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> No
     assert first[0] == second[0]
     assert first[0].startswith("CheckpointError: rank 1 saves without an optimizer")
     said = first.pop(1)
-    assert said == second.pop(1)
-    assert "CheckpointError: cannot write the checkpoint" in said
-    assert "rank 0: embedded null byte" in said
-    assert "embedded null" in said
+    assert said == second.pop(1) and "CheckpointError: cannot write the checkpoint" in said
+    assert "rank 0: embedded null byte" in said and "embedded null" in said
     assert first[1] == second[1] == "dict of numbers came back"
     other = str(tmp_path / "save-other")
     assert first[2] == second[2]

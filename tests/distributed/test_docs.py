@@ -85,8 +85,7 @@ def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_pat
     script.write_text(code_of("processes.md"))
     outputs = [run(world_size, [str(script)])[0].output for world_size in (1, 2)]
     lines = [[line for line in text.splitlines() if ": loss " in line] for text in outputs]
-    assert len(lines[0]) == 10
-    assert lines[0] == lines[1]
+    assert len(lines[0]) == 10 and lines[0] == lines[1]
     assert all("utilisation" in text for text in outputs), "no breakdown was printed"
 
 

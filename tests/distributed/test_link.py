@@ -58,8 +58,7 @@ def exchange(mesh: penstock.Mesh) -> None:
 def check(found: Activation | Gradient, expected: Activation | Gradient) -> None:
     assert type(found) is type(expected)
     if isinstance(found, Activation) and isinstance(expected, Activation):
-        assert found.wants_grad == expected.wants_grad
-        assert found.structure == expected.structure
+        assert found.wants_grad == expected.wants_grad and found.structure == expected.structure
     for a, b in zip(found.leaves, expected.leaves, strict=True):
         assert (a is None) == (b is None)
         assert a is None or b is None or (torch.equal(a, b) and a.stride() == b.stride())

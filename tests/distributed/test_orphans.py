@@ -89,8 +89,7 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     mark = uuid.uuid4().hex
     launcher = launched(late + before + MEET, mark, port, BY_TORCHRUN)
     with launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdin is not None
+        assert launcher.stdout is not None and launcher.stdin is not None
         try:
             assert launcher.stdout.readline() in ("meets\n", "waits\n")
         finally:  # whoever never says it is not waited for
@@ -110,8 +109,7 @@ def test_a_process_stays_that_its_parent_need_not_outlive(told, launcher, port) 
     """By hand: when its shell goes; below a wrapper of torchrun: whatever that is."""
     mark = uuid.uuid4().hex
     with launched(MEET, mark, port, told, launcher) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "meets\n"
+        assert parent.stdout is not None and parent.stdout.readline() == "meets\n"
         if not told:
             parent.kill()
             parent.wait()
@@ -135,8 +133,7 @@ def test_what_a_test_has_started_ends_when_the_run_of_the_tests_is_killed() -> N
         cwd=ROOT,
         start_new_session=True,
     ) as tests:
-        assert tests.stdout is not None
-        assert tests.stdout.readline() == "started\n"
+        assert tests.stdout is not None and tests.stdout.readline() == "started\n"
         os.killpg(tests.pid, signal.SIGTERM)
         tests.wait()
         left = left_behind(mark)

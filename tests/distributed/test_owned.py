@@ -29,8 +29,7 @@ class Places(nn.Module):
         self.shared = nn.Parameter(torch.randn(4))
         self.offset: Tensor
         self.register_buffer("offset", torch.randn(4))
-        self.stem = Part()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.stem, self.blocks = Part(), nn.ModuleList(Block() for _ in range(4))
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,8 +44,7 @@ class Places(nn.Module):
 class Part(nn.Module):  # runs a layer, and code of its own around it
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.bias = nn.Parameter(torch.randn(4))
+        self.layer, self.bias = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
         self.factor: Tensor
         self.register_buffer("factor", torch.randn(4))
 

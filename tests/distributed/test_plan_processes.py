@@ -76,8 +76,7 @@ def test_processes_run_the_plan_of_rank_0(tmp_path: Path) -> None:
     assert first["plan"] == second["plan"]
     plan = Plan.from_json(first["plan"])
     assert (plan.placement.num_ranks, plan.threads_per_stage) == (2, 1)
-    assert plan.predicted_s is not None
-    assert first["divided"] == second["divided"]
+    assert plan.predicted_s is not None and first["divided"] == second["divided"]
     assert "layer '1' (Powers), 100% of its weights: Exp cannot be cut" in first["divided"]
     for found in (first, second):
         assert found["gradients"]
@@ -117,8 +116,7 @@ def test_a_limit_of_memory_is_met_by_the_same_choice_in_processes_as_in_one(tmp_
     by_rank = call(limited, (2, 1), tmp_path, ends_well=False)  # the last is refused
     together: dict[str, Tensor | None] = {}
     for found in by_rank:
-        assert found[0] == chosen
-        assert refused in found[2]
+        assert found[0] == chosen and refused in found[2]
         together |= found[1]
     assert together.keys() == gradients.keys()
     assert all(same_bits(together[name], gradients[name]) for name in gradients)

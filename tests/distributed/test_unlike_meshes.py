@@ -127,8 +127,7 @@ def exchange(mesh: Mesh, num_runs: int) -> None:
 
 
 def check(found: Activation | Gradient, expected: Activation | Gradient) -> None:
-    assert type(found) is type(expected)
-    assert found.layouts == expected.layouts
+    assert type(found) is type(expected) and found.layouts == expected.layouts
     if isinstance(found, Activation) and isinstance(expected, Activation):
         assert found.structure == expected.structure
     layouts = expected.layouts or (None,) * len(expected.leaves)
@@ -193,14 +192,8 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
 
     PointToPoint.send = counted  # type: ignore[method-assign]
     crossing.IncomingShares._gathered = noted  # type: ignore[method-assign]
-    pipe = penstock.Pipeline(
-        layers(),
-        mesh=mesh,
-        num_microbatches=2,
-        loss=nn.MSELoss(),
-        sharding=plan,
-        example_inputs=batches()[0],
-    )
+    options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 2, "sharding": plan}
+    pipe = penstock.Pipeline(layers(), loss=nn.MSELoss(), example_inputs=batches()[0], **options)
     losses = []
     for batch in batches():
         sent.clear()

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,13 +47,9 @@ class Installed:  # a fresh environment, and an empty folder in which its comman
 
     def run(self, program: str, *words: str, code: int = 0) -> str:
         """Run a program of the environment; return what it wrote."""
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
         done = subprocess.run(
-            [self.bin / program, *words],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            [self.bin / program, *words], cwd=self.folder, env=self.environment, **options
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr

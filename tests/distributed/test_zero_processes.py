@@ -24,8 +24,7 @@ class Mixed(nn.Module):
         self.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
         self.turned = nn.Parameter(torch.randn(6, 8).t())
         self.frozen = nn.Parameter(torch.randn(100), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(3))
-        self.empty = nn.Parameter(torch.randn(0))
+        self.unused, self.empty = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(0))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.turned) * self.scale
@@ -58,14 +57,8 @@ def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
 
 def pipeline(mesh: penstock.Mesh, model: str, sharding: str | None) -> penstock.Pipeline:
     torch.manual_seed(mesh.replica)  # the pipeline makes the replicas equal
-    return penstock.Pipeline(
-        LAYERS[model](),
-        mesh=mesh,
-        num_microbatches=2,
-        loss=nn.MSELoss(),
-        threads_per_stage=1,
-        sharding=sharding,
-    )
+    options: dict[str, Any] = {"num_microbatches": 2, "threads_per_stage": 1, "sharding": sharding}
+    return penstock.Pipeline(LAYERS[model](), mesh=mesh, loss=nn.MSELoss(), **options)
 
 
 def optimizer_of(pipe: penstock.Pipeline, name: str) -> Optimizer:

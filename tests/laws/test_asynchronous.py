@@ -69,15 +69,8 @@ def assert_keeps_the_law(  # noqa: PLR0913 - what a window may vary in
     per_microbatch = family is not pipedream_2bw
     reference = delayed.Delayed(unsplit, model.loss, theirs, stages, version, per_microbatch)
     batches = iter(model.batches(model.min_samples * num_microbatches + 1, sum(windows)))
-    with pipeline(
-        model,
-        built,
-        partition=partition,
-        num_microbatches=num_microbatches,
-        schedule=family,
-        mesh=mesh,
-        **options,
-    ) as pipe:
+    told: dict[str, Any] = {"num_microbatches": num_microbatches, "schedule": family, "mesh": mesh}
+    with pipeline(model, built, partition=partition, **options, **told) as pipe:
         ours = OPTIMIZERS[optimizer](list(pipe.parameters()))
         our_rates = rates(ours) if rates else None
         for length in windows:
@@ -111,14 +104,8 @@ def assert_same_state(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
 def test_windows_equal_training_with_delays(family: Family, optimizer: str) -> None:
-    assert_keeps_the_law(
-        BY_NAME["convolutions"],
-        family,
-        optimizer,
-        partition=(2, 3, 4),
-        num_microbatches=3,
-        windows=(4, 1, 3),
-    )
+    options: dict[str, Any] = {"partition": (2, 3, 4), "num_microbatches": 3, "windows": (4, 1, 3)}
+    assert_keeps_the_law(BY_NAME["convolutions"], family, optimizer, **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,15 +113,8 @@ def test_windows_equal_training_with_delays(family: Family, optimizer: str) -> N
 def test_windows_equal_training_with_delays_in_every_way(family: Family, way: Any) -> None:
     options = {name: value for name, value in way.items() if name != "schedule"}
     for name, partition in (("transformer", (1, 1, 1, 2)), ("convolutions", (3, 6))):
-        assert_keeps_the_law(
-            BY_NAME[name],
-            family,
-            "adamw",
-            partition=partition,
-            num_microbatches=2,
-            windows=(5, 2),
-            **options,
-        )
+        told: dict[str, Any] = {"partition": partition, "num_microbatches": 2, "windows": (5, 2)}
+        assert_keeps_the_law(BY_NAME[name], family, "adamw", **options, **told)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
@@ -198,8 +178,7 @@ class Tied(nn.Module):  # uses the first layer's weight again at the end
 class TiedModules(Tied):  # the same by a module of its own, which has the weight too
     def __init__(self) -> None:
         super().__init__()
-        self.last = nn.Linear(4, 8, bias=False)
-        self.last.weight = self.first.weight
+        self.last, self.last.weight = nn.Linear(4, 8, bias=False), self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.last(self.middle(self.first(x).tanh()).tanh())
@@ -487,8 +466,7 @@ def test_after_a_window_weights_are_the_newest_and_lie_where_they_lay() -> None:
         assert [p.data_ptr() for p in pipe.parameters()] == places
         assert all(p._version > v for p, v in zip(pipe.parameters(), versions, strict=True))
         steps = {int(state["step"]) for state in optimizer.state.values()}
-        assert steps == {6}
-        assert all(p.grad is None for p in pipe.parameters())
+        assert steps == {6} and all(p.grad is None for p in pipe.parameters())
         with pipe_of(gpipe, 3) as other:
             other.load_state_dict(pipe.state_dict())
             x, _ = batches_of(1)[0]
@@ -509,8 +487,7 @@ def test_memory_of_versions_is_counted() -> None:
     with pipe_of(pipedream_2bw, 2, 1, layers=layers, trace=trace) as pipe:
         pipe.train_steps(batches_of(6, size=1), torch.optim.SGD(pipe.parameters(), lr=0.1))
         kept = [s.kept_bytes for s in pipe.last_timeline.memory if s.stage == 0]
-        assert kept[-1] == 0
-        assert max(kept) >= 4 * 4 * 4
+        assert kept[-1] == 0 and max(kept) >= 4 * 4 * 4
 
 
 def test_a_frozen_weight_has_one_version() -> None:

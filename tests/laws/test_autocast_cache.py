@@ -40,8 +40,7 @@ def run_whole(whole: nn.Module, x: Tensor, y: Tensor) -> None:
 def compare_and_move(ours: list[nn.Parameter], whole: list[nn.Parameter]) -> None:
     """Compare gradients, and move the weights, so that the casts of this step are stale."""
     for parameter, expected in zip(ours, whole, strict=True):
-        assert parameter.grad is not None
-        assert expected.grad is not None
+        assert parameter.grad is not None and expected.grad is not None
         assert torch.equal(parameter.grad, expected.grad)
         parameter.data -= 0.1 * expected.grad
         expected.data -= 0.1 * expected.grad

@@ -39,8 +39,7 @@ class Scaling(nn.Module):
         super().__init__()
         self.register_buffer("amax", torch.ones(()))
         self.amax: Tensor
-        self.attribute = torch.ones(())
-        self.write = write
+        self.attribute, self.write = torch.ones(()), write
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Noting.apply(x / (1 + self.amax * self.attribute), self, self.write)
@@ -116,13 +115,8 @@ def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(recompute: Any) -> 
 
 def test_the_check_refuses_it_too() -> None:
     def checked(num_microbatches: int) -> penstock.CheckReport:
-        return penstock.check(
-            nn.Sequential(*layers()),
-            *batch(),
-            loss=F.mse_loss,
-            num_stages=2,
-            num_microbatches=num_microbatches,
-        )
+        options: dict[str, Any] = {"num_stages": 2, "num_microbatches": num_microbatches}
+        return penstock.check(nn.Sequential(*layers()), *batch(), loss=F.mse_loss, **options)
 
     with pytest.raises(StateError, match="buffer 'amax'"):
         checked(4)
@@ -132,8 +126,7 @@ def test_the_check_refuses_it_too() -> None:
 class Shifting(nn.Module):  # parameters of which autograd saves nothing: a table and a shift
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(3, 6)
-        self.shift = nn.Parameter(torch.zeros(6))
+        self.table, self.shift = nn.Embedding(3, 6), nn.Parameter(torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.shift + self.table.weight[0]
@@ -180,8 +173,7 @@ def test_a_hook_that_comes_after_the_first_step_is_seen_too() -> None:
 class Seen(nn.Module):  # keep what it saw for whoever asks, in a checkpoint as well
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
         self.features: Tensor | None = None
         self.gradient: Tensor | None = None
         self.register_full_backward_hook(self._keep)

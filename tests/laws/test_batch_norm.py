@@ -114,13 +114,8 @@ def test_evaluation_neither_moves_the_statistics_nor_forgets_the_mode(num_stages
     layers = norm_first()
     layers[2].eval()
     [(x, y)] = some_batches(6)
-    with penstock.Pipeline(
-        layers,
-        num_stages=num_stages,
-        num_microbatches=2,
-        loss=F.cross_entropy,
-        threads_per_stage=1,
-    ) as pipe:
+    options: dict[str, Any] = {"loss": F.cross_entropy, "threads_per_stage": 1}
+    with penstock.Pipeline(layers, num_stages=num_stages, num_microbatches=2, **options) as pipe:
         pipe.train_step(x, y)
         before = [b.clone() for b in running(layers[0])]
         whole = nn.Sequential(*layers).eval()
@@ -152,8 +147,7 @@ def test_a_failed_step_leaves_no_stand_ins_behind() -> None:
     whole(x)
     moved_by = abs(running(layers[0])[0] - before[0]).max()
     assert moved_by == 0 or torch.allclose(running(layers[0])[0], running(whole)[0])
-    assert isinstance(layers[0], nn.BatchNorm2d)
-    assert layers[0].momentum == 0.1
+    assert isinstance(layers[0], nn.BatchNorm2d) and layers[0].momentum == 0.1
 
 
 def test_synchronised_batch_norm_is_refused_with_the_alternative() -> None:

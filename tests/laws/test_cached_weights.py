@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -94,13 +95,9 @@ def test_a_stage_inside_cached_leaves_the_weights_of_others_alone() -> None:
     quick, slow, x = Quick(done), Slow(done), inputs(2 * PARTS)
     plain = nn.Sequential(Cached(), Cached())
     plain.load_state_dict(nn.Sequential(quick, slow).state_dict())
+    options: dict[str, Any] = {"recompute": penstock.Recompute.NEVER, "threads_per_stage": 1}
     with penstock.Pipeline(
-        [quick, slow],
-        partition=[1, 1],
-        num_microbatches=PARTS,
-        loss=square,
-        recompute=penstock.Recompute.NEVER,
-        threads_per_stage=1,
+        [quick, slow], partition=[1, 1], num_microbatches=PARTS, loss=square, **options
     ) as pipe:
         pipe.train_step(x, x)
         found = gradients(pipe)
@@ -113,15 +110,8 @@ def test_a_captured_block_of_two_stages_caches_in_both(recompute: penstock.Recom
     torch.manual_seed(0)
     model, x = Shared(), inputs(2 * PARTS)
     whole = expected(model, x)
-    with penstock.Pipeline(
-        model,
-        3,
-        num_microbatches=PARTS,
-        loss=square,
-        recompute=recompute,
-        example_inputs=x,
-        threads_per_stage=1,
-    ) as pipe:
+    options: dict[str, Any] = {"recompute": recompute, "example_inputs": x, "threads_per_stage": 1}
+    with penstock.Pipeline(model, 3, num_microbatches=PARTS, loss=square, **options) as pipe:
         for _ in range(2):
             model.zero_grad()
             pipe.train_step(x, x)

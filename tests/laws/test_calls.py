@@ -178,8 +178,7 @@ def test_a_copy_of_a_used_pipeline_trains_on_alone(transport: penstock.Transport
         with twin:
             assert same_bits(twin.train_step(x, y), pipe.train_step(x, y))
         for p, q in zip(pipe.parameters(), twin.parameters(), strict=True):
-            assert p is not q
-            assert same_bits(p.grad, q.grad)
+            assert p is not q and same_bits(p.grad, q.grad)
         assert pipe.state_dict().keys() == twin.state_dict().keys()
 
 
@@ -201,8 +200,7 @@ def test_the_batch_is_free_after_the_backward_though_the_loss_lives(transport: A
         loss.backward()
         gone = weakref.ref(x.untyped_storage())
         del x
-        assert gone() is None
-        assert loss.isfinite()
+        assert gone() is None and loss.isfinite()
 
 
 class Fails(nn.Module):
@@ -225,8 +223,7 @@ def test_a_failed_step_holds_nothing_once_its_error_is_dropped(transport: Any) -
             pipe.train_step(*batch())
         except ValueError as error:
             assert "stage 1" in error.__notes__[0]
-        assert seen
-        assert all(reference() is None for reference in seen)
+        assert seen and all(reference() is None for reference in seen)
 
 
 def test_a_gradient_of_a_gradient_in_a_forward_needs_the_kept_graph() -> None:

@@ -26,8 +26,7 @@ class Viewed(nn.Module):  # gives another view of what it is given
 class Added(nn.Module):  # adds in place to what it is given, or to a copy of it
     def __init__(self, *, copies: bool) -> None:
         super().__init__()
-        self.copies = copies
-        self.weight = nn.Parameter(torch.ones(8))
+        self.copies, self.weight = copies, nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone() if self.copies else x

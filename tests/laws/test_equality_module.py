@@ -81,8 +81,7 @@ def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[s
             outstanding = unsplit.module_forward(theirs)
             model.loss(outstanding.output, y).backward()
             outstanding.backward()
-            assert same_bits(ours.grad, theirs.grad)
-            assert not differ()
+            assert same_bits(ours.grad, theirs.grad) and not differ()
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -100,8 +99,7 @@ def test_two_forwards_may_await_their_backward(name: str, last_first: bool, opti
             expected = model.loss(waiting[n].output, batches[n][1])
             expected.backward()
             waiting[n].backward()
-            assert same_bits(losses[n], expected)
-            assert not differ()
+            assert same_bits(losses[n], expected) and not differ()
 
 
 class Several(nn.Module):
@@ -139,8 +137,7 @@ def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(use: str, optio
         assert (output["none"], output["n"]) == (None, 7)
         assert same_bits(output["rank"], expected["rank"])
         assert same_bits(output["pair"][0], expected["pair"][0])
-        assert same_bits(output["pair"][1], expected["pair"][1])
-        assert not differ()
+        assert same_bits(output["pair"][1], expected["pair"][1]) and not differ()
 
 
 def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
@@ -170,10 +167,8 @@ def test_evaluation_equals_the_unsplit_model(model: Model, num_samples: int, opt
     with pipe:
         for (x, _), (same_x, _) in zip(ours, theirs, strict=True):
             output = pipe.eval_step(x)
-            assert not output.requires_grad
-            assert same_bits(output, unsplit.evaluate(same_x))
-    assert [module.training for module in pipe.modules()] == modes
-    assert not differ()
+            assert not output.requires_grad and same_bits(output, unsplit.evaluate(same_x))
+    assert [module.training for module in pipe.modules()] == modes and not differ()
 
 
 @pytest.mark.parametrize("options", OPTIONS)

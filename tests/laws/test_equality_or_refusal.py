@@ -93,8 +93,7 @@ def test_a_hook_on_a_value_whose_gradient_the_next_layer_computes_is_right_or_re
     except penstock.errors.RecomputeError:
         assert is_recomputed
     except penstock.errors.BoundaryError as error:
-        assert "a hook is" in str(error)
-        assert partition[0] == 1
+        assert "a hook is" in str(error) and partition[0] == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -205,10 +204,8 @@ def test_sparse_gradients(way: dict[str, Any]) -> None:
         unsplit.train_step(x, y, loss)
     ours_grad = ours[0].get_parameter("weight").grad
     theirs_grad = theirs[0].get_parameter("weight").grad
-    assert ours_grad is not None
-    assert theirs_grad is not None
-    assert ours_grad.is_sparse
-    assert torch.equal(ours_grad.to_dense(), theirs_grad.to_dense())
+    assert ours_grad is not None and theirs_grad is not None
+    assert ours_grad.is_sparse and torch.equal(ours_grad.to_dense(), theirs_grad.to_dense())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -220,7 +217,7 @@ def test_hooks_on_parameters_fire_as_unsplit(way: dict[str, Any]) -> None:
         weight = stack[0].get_parameter("weight")
         weight.register_hook(lambda gradient: gradient * 0.3)
         weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("called"))
-        stack[2].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
+        stack[2].register_full_backward_hook(lambda _, into, out: (into[0] * 2,))  # type: ignore[index]
         return stack
 
     assert_trains_like_unsplit(

@@ -98,13 +98,9 @@ class Loss:  # the mean squared error, which raises on a chosen call
 
 def make(layers: list[nn.Module], loss: Any, **way: Any) -> penstock.Pipeline:
     """Make a pipeline with two layers on each of three stages."""
+    options: dict[str, Any] = {"loss": loss, "threads_per_stage": 1}
     return penstock.Pipeline(
-        layers,
-        partition=(2, 2, 2),
-        num_microbatches=NUM_MICROBATCHES,
-        loss=loss,
-        threads_per_stage=1,
-        **way,
+        layers, partition=(2, 2, 2), num_microbatches=NUM_MICROBATCHES, **way, **options
     )
 
 
@@ -119,8 +115,7 @@ def assert_works(pipe: penstock.Pipeline, layers: list[nn.Module]) -> None:
     for a, b in zip(
         nn.ModuleList(layers).parameters(), nn.ModuleList(twin).parameters(), strict=True
     ):
-        assert a.grad is not None
-        assert b.grad is not None
+        assert a.grad is not None and b.grad is not None
         assert torch.equal(a.grad, b.grad)
     for (name, c), (_, d) in zip(
         nn.ModuleList(layers).named_buffers(), nn.ModuleList(twin).named_buffers(), strict=True
@@ -150,11 +145,9 @@ def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[s
         faulty.arm(where, call)
         with pytest.raises(Fault, match=where) as caught:
             pipe.train_step(*batch())
-        assert type(caught.value) is Fault
-        assert f"stage {stage}" in told(caught.value)
+        assert type(caught.value) is Fault and f"stage {stage}" in told(caught.value)
         assert f"micro-batch {call - 1}" in told(caught.value)
-        assert f"'{number}'" in told(caught.value)
-        assert "Faulty" in told(caught.value)
+        assert f"'{number}'" in told(caught.value) and "Faulty" in told(caught.value)
         faulty.arm("", 0)
         assert_works(pipe, layers)
 
@@ -166,8 +159,7 @@ def test_a_fault_in_the_loss(call: int, way: dict[str, Any]) -> None:
         loss.fail_at = call
         with pytest.raises(Fault, match="loss") as caught:
             pipe.train_step(*batch())
-        assert f"stage {NUM_STAGES - 1}" in told(caught.value)
-        assert "loss" in told(caught.value)
+        assert f"stage {NUM_STAGES - 1}" in told(caught.value) and "loss" in told(caught.value)
         assert_works(pipe, layers)
 
 
@@ -188,8 +180,7 @@ def test_a_fault_in_a_recompute(stage: int, transport: penstock.Transport) -> No
                     *batch()
                 )  # where a stage recomputes one less, the next step raises
             assert f"stage {stage}" in told(caught.value)
-            assert f"'{number}'" in told(caught.value)
-            assert "micro-batch" in told(caught.value)
+            assert f"'{number}'" in told(caught.value) and "micro-batch" in told(caught.value)
         faulty.arm("", 0)
         assert_works(pipe, layers)
 
@@ -213,8 +204,7 @@ def test_faults_in_the_module_form_and_in_evaluation(way: dict[str, Any]) -> Non
         loss = F.mse_loss(pipe(x), y)
         with pytest.raises(Fault) as caught:
             loss.backward()
-        assert "stage 1" in told(caught.value)
-        assert "micro-batch 1" in told(caught.value)
+        assert "stage 1" in told(caught.value) and "micro-batch 1" in told(caught.value)
         faulty.arm("", 0)
         assert_works(pipe, layers)
 
@@ -226,13 +216,9 @@ def test_a_fault_in_the_very_first_step_of_a_balanced_pipeline(where: Any, trans
     before = [b.clone() for b in nn.ModuleList(layers).buffers()]
     faulty = faulty_in(layers, 5)
     faulty.arm(where, 1)
+    options: dict[str, Any] = {"loss": F.mse_loss, "threads_per_stage": 1, "transport": transport}
     with penstock.Pipeline(
-        layers,
-        num_stages=3,
-        num_microbatches=NUM_MICROBATCHES,
-        loss=F.mse_loss,
-        threads_per_stage=1,
-        transport=transport,
+        layers, num_stages=3, num_microbatches=NUM_MICROBATCHES, **options
     ) as pipe:
         with pytest.raises(Fault, match=where) as caught:
             pipe.train_step(*batch())

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -33,14 +34,8 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def make(modules: list[nn.Module], timeout_s: float = 60.0) -> penstock.Pipeline:
     """Make a pipeline with two layers on each of three stages."""
-    return penstock.Pipeline(
-        modules,
-        partition=(2, 2, 2),
-        num_microbatches=4,
-        loss=F.mse_loss,
-        threads_per_stage=1,
-        timeout_s=timeout_s,
-    )
+    options: dict[str, Any] = {"loss": F.mse_loss, "threads_per_stage": 1, "timeout_s": timeout_s}
+    return penstock.Pipeline(modules, partition=(2, 2, 2), num_microbatches=4, **options)
 
 
 def workers_since(before: set[threading.Thread]) -> list[threading.Thread]:
@@ -148,8 +143,7 @@ def test_a_process_with_a_stuck_stage_ends_with_the_error_that_said_so() -> None
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
-    assert "WaitTimeout: stage" in ended.stderr
-    assert "terminate" not in ended.stderr
+    assert "WaitTimeout: stage" in ended.stderr and "terminate" not in ended.stderr
     assert ended.returncode == 1
 
 

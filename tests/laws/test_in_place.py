@@ -1,5 +1,7 @@
 """A value that a stage receives and changes in place: right, or refused, also in evaluation."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,13 +71,9 @@ def test_changes_that_autograd_does_not_see_are_made_once(partition, recompute) 
     model = DoublesData()
     parameters = list(model.parameters())
     x, y = torch.randn(6, 6), torch.randn(6, 6)
+    options: dict[str, Any] = {"loss": F.mse_loss, "recompute": recompute, "threads_per_stage": 1}
     with penstock.Pipeline(
-        penstock.capture(model, x),
-        partition=partition,
-        num_microbatches=3,
-        loss=F.mse_loss,
-        recompute=recompute,
-        threads_per_stage=1,
+        penstock.capture(model, x), partition=partition, num_microbatches=3, **options
     ) as pipe:
         for _ in range(2):
             model.zero_grad()
@@ -86,6 +84,5 @@ def test_changes_that_autograd_does_not_see_are_made_once(partition, recompute) 
                 loss = F.mse_loss(model(part), target)
                 loss.backward(torch.full_like(loss, 1 / 3))
             for parameter, gradient in zip(parameters, found, strict=True):
-                assert parameter.grad is not None
-                assert gradient is not None
+                assert parameter.grad is not None and gradient is not None
                 assert torch.equal(parameter.grad, gradient)

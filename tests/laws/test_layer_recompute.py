@@ -33,14 +33,9 @@ def gradients(model: nn.Module, **options: Any) -> list[Tensor]:
     """Return the gradients of two steps of a captured model."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
+    told: dict[str, Any] = {"loss": nn.functional.mse_loss, "threads_per_stage": 1}
     pipe = penstock.Pipeline(
-        model,
-        num_stages=2,
-        num_microbatches=4,
-        loss=nn.functional.mse_loss,
-        example_inputs=x[:3],
-        threads_per_stage=1,
-        **options,
+        model, num_stages=2, num_microbatches=4, example_inputs=x[:3], **options, **told
     )
     for _ in range(2):
         pipe.train_step(x, y)
@@ -53,8 +48,7 @@ def test_a_captured_model_gives_the_same_bits() -> None:
     kept = gradients(copy.deepcopy(model), recompute=Recompute.NEVER)
     again = gradients(copy.deepcopy(model), recompute=Recompute.layers(*range(10)))
     moved = gradients(model, recompute=Recompute.layers("blocks.1.0", 7), offload=True)
-    assert len(kept) == len(again) == len(moved) == 16
-    assert all(map(torch.equal, kept, again))
+    assert len(kept) == len(again) == len(moved) == 16 and all(map(torch.equal, kept, again))
     assert all(map(torch.equal, kept, moved))
 
 
@@ -96,8 +90,7 @@ def test_what_is_kept_lies_between_all_and_the_inputs() -> None:
 class Odd(nn.Module):  # do something that cannot be repeated, as `what` says
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.what, self.calls = what, 0
-        self.own = torch.Generator()
+        self.what, self.calls, self.own = what, 0, torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -200,8 +193,7 @@ def test_layers_are_known_by_name_and_number_and_the_plan_says_which() -> None:
     )
     plan = pipe.plan
     assert [plan.recomputed(stage) for stage in range(2)] == [(0, 2), (3,)]
-    assert "layers 0, 2, 3" in str(plan)
-    assert "recompute=layers(0, 2, 3)" in repr(pipe)
+    assert "layers 0, 2, 3" in str(plan) and "recompute=layers(0, 2, 3)" in repr(pipe)
     assert penstock.Plan.from_json(plan.to_json()) == plan
     assert [str(x) for x in pipe.schedule_for().programs[1]][1] == "1f0"
     free = penstock.Pipeline(layers, partition=[3, 1], recompute=Recompute.layers(0)).plan

@@ -57,8 +57,7 @@ def test_less_is_kept_under_a_lower_limit_as_predicted_and_with_the_same_bits() 
         pipe, found = trained(memory_limit_bytes=limit)
         assert all(map(same_bits, found, expected))
         predicted = pipe.plan.predicted_peak_bytes
-        assert predicted is not None
-        assert peaks(pipe)[0] == predicted[0] <= limit
+        assert predicted is not None and peaks(pipe)[0] == predicted[0] <= limit
         assert peaks(pipe)[1] <= predicted[1] + of_targets
         assert (pipe.plan.recompute[0] is Recompute.NEVER) == (limit == everything)
         assert f"at most {limit:,}" in str(pipe.plan)
@@ -92,8 +91,7 @@ def test_versions_of_weights_are_in_what_is_predicted_and_kept() -> None:
         pipe, found = trained_without_flush(memory_limit_bytes=limit, offload=True)
         assert all(map(same_bits, found, expected))
         predicted = pipe.plan.predicted_peak_bytes
-        assert predicted is not None
-        assert peaks(pipe)[0] <= predicted[0] <= limit
+        assert predicted is not None and peaks(pipe)[0] <= predicted[0] <= limit
         assert (pipe.plan.recompute[0] is Recompute.NEVER) == (limit == everything)
     missing = "1 bytes too few for weights alone; .* keeps 2 versions of .* bytes on stage 0"
     with pytest.raises(ConfigError, match=missing):
@@ -112,8 +110,7 @@ def test_versions_of_weights_are_in_what_is_predicted_and_kept() -> None:
 def test_less_is_kept_without_a_flush_and_with_the_same_bits(saving: dict[str, Any]) -> None:
     plain, expected = trained_without_flush((2, 2, 2, 2), recompute=Recompute.NEVER)
     pipe, found = trained_without_flush((2, 2, 2, 2), **saving)
-    assert all(map(same_bits, found, expected))
-    assert peaks(pipe)[0] < peaks(plain)[0]
+    assert all(map(same_bits, found, expected)) and peaks(pipe)[0] < peaks(plain)[0]
 
 
 def of_ranks(schedule: Family, **options: Any) -> tuple[list[int], tuple[int, ...] | None]:
@@ -148,8 +145,7 @@ def test_what_half_a_backward_leaves_is_under_the_limit(schedule: Family) -> Non
     most, _ = of_ranks(schedule)
     limit = max(most) * 5 // 4
     kept, predicted = of_ranks(schedule, memory_limit_bytes=limit)
-    assert predicted is not None
-    assert max(kept) <= limit
+    assert predicted is not None and max(kept) <= limit
     assert max(predicted) <= limit
     of_copies = 8 * 32 * 4 + 64  # of the batch, and to the place in a cache line
     assert all(a <= b + of_copies for a, b in zip(kept, predicted, strict=True))

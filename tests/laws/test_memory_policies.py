@@ -56,13 +56,9 @@ def layers_again(model: Model, number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("way", (0, pytest.param(1, marks=pytest.mark.slow)))
 def test_training_equals_the_unsplit_model_in_every_bit(model: Any, way: Any, policy: Any) -> None:
     number = 2 * ALL_MODELS.index(model) + way
+    options: dict[str, Any] = {"bf16": number % 3 == 0, "num_stages": 3, "num_microbatches": 4}
     assert_trains_like_unsplit(
-        model,
-        8 * model.min_samples + number % 2,
-        bf16=number % 3 == 0,
-        num_stages=3,
-        num_microbatches=4,
-        **policy(model, number),
+        model, 8 * model.min_samples + number % 2, **policy(model, number), **options
     )
 
 

@@ -96,8 +96,7 @@ def test_the_memory_itself_is_given_back(offload: bool) -> None:
     pipe = offloading(layers, num_microbatches=8, offload=offload)
     pipe.train_step(torch.ones(8, 4), torch.ones(8, 1))
     now, *seen = counting.live
-    assert now == 0
-    assert max(seen) == (1 if offload else 8)
+    assert now == 0 and max(seen) == (1 if offload else 8)
 
 
 class Failing(nn.Module):  # raise at the fourth call
@@ -118,8 +117,7 @@ def test_a_failed_step_leaves_no_file_behind_and_the_next_one_is_right(tmp_path:
     before = open_files()
     with pytest.raises(ValueError, match="injected"):
         pipe.train_step(x, y)
-    assert open_files() == before
-    assert list(tmp_path.iterdir()) == []
+    assert open_files() == before and list(tmp_path.iterdir()) == []
     pipe.zero_grad()
     failing.calls = 10
     pipe.train_step(x, y)
@@ -259,8 +257,7 @@ def test_what_a_layer_has_kept_for_itself_stays_as_it_was() -> None:
     pipe.train_step(torch.randn(6, 4), torch.randn(6, 1))
     module: Any = layers[1]
     for seen, kept, given in zip(module.seen, module.kept, module.given, strict=True):
-        assert torch.equal(seen, kept)
-        assert torch.equal(seen.tanh(), given)
+        assert torch.equal(seen, kept) and torch.equal(seen.tanh(), given)
 
 
 def test_weights_of_a_divided_backward_are_still_left_to_later() -> None:

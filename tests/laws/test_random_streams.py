@@ -140,11 +140,9 @@ def test_masks_do_not_depend_on_the_number_of_stages() -> None:
 
 def test_masks_differ_by_seed_step_layer_and_micro_batch() -> None:
     first = masks()
-    assert not torch.equal(first, masks(seed=1))
-    assert not torch.equal(first, masks(step=1))
+    assert not torch.equal(first, masks(seed=1)) and not torch.equal(first, masks(step=1))
     parts = first.split(2)
-    assert not torch.equal(parts[0], parts[1])
-    assert not torch.equal(parts[1], parts[2])
+    assert not torch.equal(parts[0], parts[1]) and not torch.equal(parts[1], parts[2])
 
 
 def test_setting_the_step_continues_an_earlier_run() -> None:
@@ -298,8 +296,7 @@ def test_a_draw_outside_torch_by_a_thread_of_the_users_own_is_a_warning() -> Non
 class UserCheckpoint(nn.Module):  # the user's own activation checkpoint around a draw
     def __init__(self, *, reentrant: bool, draw: Callable[[Tensor], Tensor] = F.dropout) -> None:
         super().__init__()
-        self.reentrant, self.draw = reentrant, draw
-        self.layer = nn.Linear(6, 6)
+        self.reentrant, self.draw, self.layer = reentrant, draw, nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         def body(value: Tensor) -> Tensor:

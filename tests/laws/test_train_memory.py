@@ -1,6 +1,7 @@
 """What a stage keeps at most is what the paper's formula says."""
 
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,7 @@ def test_gpipe_keeps_m_micro_batches_and_1f1b_those_on_their_way(stage: int) -> 
     def most_live(schedule: Schedule) -> float:
         return most_kept(schedule, stage, [1] * 8, kept=1, passing=0)
 
-    assert most_live(gpipe(4, 8)) == 8
-    assert most_live(one_f_one_b(4, 8)) == 4 - stage
+    assert most_live(gpipe(4, 8)) == 8 and most_live(one_f_one_b(4, 8)) == 4 - stage
 
 
 def divides(family: Family) -> bool:
@@ -36,14 +36,8 @@ def test_a_pipeline_keeps_what_the_formula_says(partition, recompute, schedule) 
     torch.manual_seed(0)
     model = residual_network(1, 4)
     inputs, targets = torch.rand(24, 1, 8, 8), torch.randint(10, (24,))
-    with penstock.Pipeline(
-        model,
-        partition=partition,
-        num_microbatches=4,
-        loss=cross_entropy,
-        schedule=schedule,
-        recompute=recompute,
-    ) as pipe:
+    options: dict[str, Any] = {"loss": cross_entropy, "schedule": schedule, "recompute": recompute}
+    with penstock.Pipeline(model, partition=partition, num_microbatches=4, **options) as pipe:
         pipe.train_step(inputs, targets)  # the first step looks for layers that change their input
         pipe.trace = penstock.Trace.MEMORY
         pipe.train_step(inputs, targets)

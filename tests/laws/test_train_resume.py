@@ -144,8 +144,7 @@ def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(uninterrupted, tmp
     folder.metrics_path.write_bytes(first + b"\n\xff{]\n" + rest)
     console = quiet()
     assert resume_run(Request(None, [], folder.path), console, Interrupt()).finished
-    assert curve(folder.path) == curve(uninterrupted)
-    assert isinstance(console.file, io.StringIO)
+    assert curve(folder.path) == curve(uninterrupted) and isinstance(console.file, io.StringIO)
     assert "1 damaged lines of" in console.file.getvalue()
 
 
@@ -253,8 +252,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path
     differs = "step-000005 is of another run: optimizer.lr is 0.5 there and 0.005 here; train.see"
     with pytest.raises(RunFolderError, match=differs):
         resume_run(Request(None, ["pipeline.num_stages=1"], ours), quiet(), Interrupt())
-    assert curve(ours) == before
-    assert len(RunFolder(ours).checkpoints()) == 3
+    assert curve(ours) == before and len(RunFolder(ours).checkpoints()) == 3
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -72,8 +72,7 @@ def step(loss: Loss, modules: list[nn.Module], batch: Any, **options: Any) -> Te
     """Run one step of a pipeline over `modules`."""
     with penstock.Pipeline(modules, loss=loss, threads_per_stage=1, **options) as pipe:
         result = pipe.train_step(*batch)
-    assert isinstance(result, Tensor)
-    assert result.dim() == 0
+    assert isinstance(result, Tensor) and result.dim() == 0
     assert not result.requires_grad
     return result
 
@@ -97,8 +96,7 @@ def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(
     for a, b in zip(
         nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
     ):
-        assert a.grad is not None
-        assert b.grad is not None
+        assert a.grad is not None and b.grad is not None
         assert torch.equal(a.grad, b.grad)
 
 
@@ -143,14 +141,8 @@ def test_a_micro_batch_without_a_single_token_adds_nothing(num_microbatches: int
 def test_weights_that_cannot_be_shares_are_refused_before_any_gradient(value: float) -> None:
     modules = layers()
     with pytest.raises(penstock.errors.BatchError, match=r"non-negative|the weight 0"):
-        step(
-            token_mean,
-            modules,
-            padded(4),
-            num_stages=2,
-            num_microbatches=2,
-            reduction=lambda t: value,
-        )
+        options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
+        step(token_mean, modules, padded(4), reduction=lambda t: value, **options)
     assert all(p.grad is None for p in nn.ModuleList(modules).parameters())
 
 
@@ -166,8 +158,7 @@ def test_gradients_are_never_rescaled_so_steps_with_other_sizes_add_up() -> None
     for a, b in zip(
         nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
     ):
-        assert a.grad is not None
-        assert b.grad is not None
+        assert a.grad is not None and b.grad is not None
         assert torch.equal(a.grad, b.grad)
 
 
@@ -187,6 +178,5 @@ def _scaled(scale: float) -> Callable[[Tensor], float]:
 
 def assert_close(a: Tensor | None, b: Tensor | None, tolerance: float) -> None:
     """Compare relative to the largest value, so that a small gradient is not held to be right."""
-    assert a is not None
-    assert b is not None
+    assert a is not None and b is not None
     assert (a - b).abs().max() <= tolerance * max(1.0, b.abs().max().item())

@@ -43,5 +43,4 @@ def test_the_loss_of_a_models_own_is_that_of_the_real_tokens(labels, recompute) 
         assert torch.equal(loss, expected)
         loss.backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert parameter.grad is not None
-        assert torch.equal(parameter.grad, gradient)
+        assert parameter.grad is not None and torch.equal(parameter.grad, gradient)

@@ -97,12 +97,9 @@ def captured_layers(model: nn.Module, inputs: Any) -> Any:
 def piped(name: str, num_microbatches: int, **options: Any) -> Tensors:
     """Train a member as a pipeline."""
     model, inputs = make(name)
+    told: dict[str, Any] = {"loss": loss, "threads_per_stage": 1}
     with penstock.Pipeline(
-        captured_layers(model, inputs),
-        num_microbatches=num_microbatches,
-        loss=loss,
-        threads_per_stage=1,
-        **options,
+        captured_layers(model, inputs), num_microbatches=num_microbatches, **options, **told
     ) as pipe:
         return trained(model, inputs, pipe.train_step, pipe.eval_step)
 
@@ -188,13 +185,9 @@ FEW = [
 
 
 def check(name: str, run: Run) -> None:
+    options: dict[str, Any] = {"recompute": run.recompute, "transport": run.transport}
     found = piped(
-        name,
-        run.num_microbatches,
-        num_stages=run.num_stages,
-        schedule=run.schedule,
-        recompute=run.recompute,
-        transport=run.transport,
+        name, run.num_microbatches, num_stages=run.num_stages, schedule=run.schedule, **options
     )
     assert_equal(found, whole(name, run.num_microbatches))
 

@@ -75,8 +75,7 @@ def test_one_entry_per_sample_is_cut_with_the_tensors(around: Any, value: Any, p
     for part, x, expected in zip(found, X.split([3, 2]), parts, strict=True):
         assert type(part) is type(batch)
         left, right = part.values() if isinstance(part, dict) else part
-        assert torch.equal(left, x)
-        assert right == expected
+        assert torch.equal(left, x) and right == expected
 
 
 @pytest.mark.parametrize(
@@ -298,8 +297,7 @@ def test_constants_that_are_equal_in_all_micro_batches_pass(call: str) -> None:
     constants = {"n": 7, "nan": float("nan"), "name": "x", "list": [1, None], "a": numpy.ones(2)}
     found = outputs_of(lambda x: (dict(constants), Pair(x, "x"), Sample(x, x)), 4, 2, call)
     numbers, pair, sample = found["beside"]
-    assert numbers.keys() == constants.keys()
-    assert torch.equal(pair.x, found["y"])
+    assert numbers.keys() == constants.keys() and torch.equal(pair.x, found["y"])
     assert torch.equal(sample.names, found["y"])
 
 
@@ -323,8 +321,7 @@ class Scored(nn.Module):
 
     def __init__(self, *, with_loss: bool) -> None:
         super().__init__()
-        self.with_loss = with_loss
-        self.linear = nn.Linear(2, 4)
+        self.with_loss, self.linear = with_loss, nn.Linear(2, 4)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         y = self.linear(x)

@@ -39,8 +39,7 @@ def test_a_list_whose_entries_have_other_sizes_has_one_entry_per_sample(
     batch = around(kind(rows))
     assert batch_size(batch, "inputs") == 3
     for part, wanted in zip(split(batch, [2, 1]), (rows[:2], rows[2:]), strict=True):
-        assert type(part[place]) is kind
-        assert len(part[place]) == len(wanted)
+        assert type(part[place]) is kind and len(part[place]) == len(wanted)
         assert all(map(operator.is_, part[place], wanted))
     assert undeclared(batch)[place] == kind(rows)
 

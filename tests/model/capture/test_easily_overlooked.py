@@ -34,8 +34,7 @@ def test_a_captured_model_is_pickled_as_what_it_was() -> None:
     torch.save(model, file)
     file.seek(0)
     again = torch.load(file, weights_only=False)
-    assert b"penstock" not in file.getvalue()
-    assert type(again.blocks[0]) is nn.Linear
+    assert b"penstock" not in file.getvalue() and type(again.blocks[0]) is nn.Linear
     assert torch.equal(again(inputs()), model(inputs()))
 
 
@@ -96,8 +95,7 @@ def test_a_star_in_a_pattern_stands_for_one_part_of_a_name() -> None:
     assert (captured.calls, captured.together) == (layers, ((0, 1),))
     finer = [f"{prefix}.0.attention", f"{prefix}.[1-4]"]
     named = record_model(model, batch(2), blocks=finer, together=[f"{prefix}.*"])
-    assert named.calls == ((finer[0], 0), *layers[1:])
-    assert named.together == ((0, 4),)
+    assert named.calls == ((finer[0], 0), *layers[1:]) and named.together == ((0, 4),)
 
 
 class Dropping(nn.Linear):
@@ -133,8 +131,7 @@ def test_what_had_values_keeps_them_where_the_rest_is_made() -> None:
         pipe.eval_step(inputs())
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert (model.gain is own[0], model.shift is own[1]) == (True, True)
-    assert own[0].tolist() == [5.0] * WIDTH
-    assert own[1].tolist() == [6.0] * WIDTH
+    assert own[0].tolist() == [5.0] * WIDTH and own[1].tolist() == [6.0] * WIDTH
 
 
 class Fixed(nn.Linear):  # its forward needs nothing of the module

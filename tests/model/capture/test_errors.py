@@ -57,12 +57,9 @@ class UsesCache(Chain):
 
 
 def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
+    told: dict[str, Any] = {"loss": nn.functional.mse_loss, "threads_per_stage": 1}
     return penstock.Pipeline(
-        captured_layers(record_model(model, inputs())),
-        partition=[1, 1, 1],
-        loss=nn.functional.mse_loss,
-        threads_per_stage=1,
-        **options,
+        captured_layers(record_model(model, inputs())), partition=[1, 1, 1], **options, **told
     )
 
 
@@ -91,8 +88,7 @@ def test_what_would_be_wrong_is_refused_and_left_as_it_was(refused: Refused) -> 
 def test_random_numbers_inside_a_block_may_be_pythons() -> None:
     inside = of_blocks(nn.Linear, DrawingInside, nn.Linear)
     state = random.getstate()
-    assert len(record_model(inside, inputs()).calls) == 3
-    assert random.getstate() == state
+    assert len(record_model(inside, inputs()).calls) == 3 and random.getstate() == state
 
 
 def test_an_object_that_a_later_stage_uses_is_refused_there() -> None:
@@ -229,8 +225,7 @@ def test_the_models_own_mode_and_buffers_are_the_pipelines() -> None:
         found = pipe.eval_step(inputs())
         assert model.training
         pipe.eval()
-        assert not model.training
-        assert torch.equal(found, model(inputs()))
+        assert not model.training and torch.equal(found, model(inputs()))
         pipe.double()
         assert model.offset.dtype == torch.float64
 

@@ -84,12 +84,7 @@ def test_a_read_only_view_of_a_dict_is_a_mapping_like_any_other(is_argument: boo
 def test_an_embedding_that_changes_its_weight_is_named_where_it_is_computed_again() -> None:
     layers = nn.Sequential(nn.Embedding(5, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH))
     message = r"nn\.Embedding\(max_norm=\.\.\.\), leave out max_norm"
-    pipe = Pipeline(
-        layers,
-        num_stages=2,
-        num_microbatches=2,
-        loss=lambda y, _: y.square().mean(),
-        threads_per_stage=1,
-    )
+    options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2, "threads_per_stage": 1}
+    pipe = Pipeline(layers, loss=lambda y, _: y.square().mean(), **options)
     with pipe, pytest.raises(RecomputeError, match=message):
         pipe.train_step(torch.arange(4))

@@ -250,8 +250,7 @@ def test_other_stages_are_told_of_a_filled_list_in_the_same_words_each_time() ->
     model = Filling()
     cut = CutModel(record_model(model, inputs()), (2, 2))
     one, other = (cut.run_stage(0, ((inputs(),), {}), {}).told for _ in range(2))
-    assert one is other
-    assert one is not None
+    assert one is other and one is not None
     told = pickle.loads(pickle.dumps(one)).header
     assert [event.name for event in told.values()] == [event.name for event in one.header.values()]
 

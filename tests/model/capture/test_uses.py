@@ -112,13 +112,9 @@ def compare_calls(pipe: Pipeline, model: nn.Module, call: Callable[..., Tensor])
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 def test_a_captured_model_is_called_as_the_model_is(example: Callable[..., Any]) -> None:
     model = Masked()
+    options: dict[str, Any] = {"num_microbatches": 2, "loss": loss, "threads_per_stage": 1}
     with Pipeline(
-        model,
-        num_stages=3,
-        num_microbatches=2,
-        example_inputs=example(inputs(6), inputs(6).cos()),
-        loss=loss,
-        threads_per_stage=1,
+        model, num_stages=3, example_inputs=example(inputs(6), inputs(6).cos()), **options
     ) as pipe:
         for call in CALLS.values():
             compare_calls(pipe, model, call)
@@ -283,8 +279,7 @@ def test_outputs_of_all_kinds_are_those_of_the_model(make, scalars, joined, unjo
         called.loss.backward()
     assert_equal(gradients(model), gradients(whole))
     for found in (evaluated, called):
-        assert type(found) is type(halves[0])
-        assert str(type(found).__name__) in repr(found)
+        assert type(found) is type(halves[0]) and str(type(found).__name__) in repr(found)
         one, other = map(scalars, halves)
         for name, value in scalars(found).items():
             torch.testing.assert_close(value, one[name] / 2 + other[name] / 2)

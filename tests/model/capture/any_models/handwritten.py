@@ -17,8 +17,7 @@ class Residual(nn.Module):
     def __init__(self, before: int, after: int, stride: int = 1) -> None:
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.norm = nn.BatchNorm2d(after)
-        self.relu = nn.ReLU(inplace=True)
+        self.norm, self.relu = nn.BatchNorm2d(after), nn.ReLU(inplace=True)
         self.second = nn.Conv2d(after, after, 3, 1, 1, bias=False)
         self.last_norm = nn.BatchNorm2d(after)
         self.around: nn.Module | None = None
@@ -35,13 +34,11 @@ class Residual(nn.Module):
 class ResNet(nn.Module):  # residual blocks in two groups
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
         self.relu = nn.ReLU(inplace=True)
         self.group1 = nn.Sequential(Residual(8, 8), Residual(8, 8))
         self.group2 = nn.Sequential(Residual(8, 16, 2), Residual(16, 16))
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(16, 3)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.group2(self.group1(self.relu(self.norm(self.stem(x)))))
@@ -100,10 +97,8 @@ class Branching(nn.Module):
 class Attention(nn.Module):  # looks back; with dropout
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.all_three = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.dropout = nn.Dropout(0.1)
+        self.heads, self.all_three = heads, nn.Linear(width, 3 * width)
+        self.out, self.dropout = nn.Linear(width, width), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = (part.unflatten(2, (self.heads, -1)) for part in self.all_three(x).chunk(3, 2))
@@ -135,8 +130,7 @@ class NanoGPT(nn.Module):
         blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(4))
         parts = {"words": nn.Embedding(NUM_WORDS, width), "places": nn.Embedding(LENGTH, width)}
         self.transformer = nn.ModuleDict({**parts, "blocks": blocks, "norm": nn.LayerNorm(width)})
-        self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(width, NUM_WORDS, bias=False)
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(width, NUM_WORDS, bias=False)
         self.transformer["words"].weight = self.head.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,8 +170,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(NUM_WORDS, width)
         self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(4))
-        self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(width, NUM_WORDS)
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(width, NUM_WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
         x, states = self.embed(x), None
@@ -253,8 +246,7 @@ class Experts(nn.Module):
 class ExpertLayer(nn.Module):
     def __init__(self, *, by_shape: bool) -> None:
         super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts(by_shape=by_shape)
+        self.mix, self.experts = nn.Linear(WIDTH, WIDTH), Experts(by_shape=by_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.experts(self.mix(x))

@@ -105,12 +105,8 @@ def llava() -> Made:
     vision = transformers.CLIPVisionConfig(
         **{**SIZES, "num_hidden_layers": 3}, image_size=IMAGE_SIZE, patch_size=8
     )
-    config = transformers.LlavaConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_index=image_word,
-        image_seq_length=num_patches,
-    )
+    options: dict[str, Any] = {"image_token_index": image_word, "image_seq_length": num_patches}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, **options)
 
     def inputs(batch: int) -> dict[str, Any]:
         shown = torch.full((batch, num_patches), image_word)
