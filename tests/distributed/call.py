@@ -66,13 +66,9 @@ def main() -> None:
     every, shapes, places, idle = json.loads(ranks)
     meshes = tuple(tuple(map(tuple, of_stage)) for of_stage in every)
     shard_shapes = None if shapes is None else tuple(map(tuple, shapes))
-    placement = Placement(
-        meshes,
-        ("cpu",) * len(meshes),
-        shard_shapes=shard_shapes,
-        stage_places=None if places is None else tuple(places),
-        idle=tuple(idle),
-    )
+    options: dict[str, Any] = {"shard_shapes": shard_shapes}
+    options |= {"stage_places": None if places is None else tuple(places), "idle": tuple(idle)}
+    placement = Placement(meshes, ("cpu",) * len(meshes), **options)
     with penstock.init_mesh(placement=placement, timeout_s=60.0, device="cpu") as mesh:
         random.seed(mesh.rank)  # torch's begins with a seed of its own
         numpy.random.seed(mesh.rank)

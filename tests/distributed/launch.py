@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.warm import ROOT as ROOT
 from tests.distributed.warm import Forked, origin
@@ -87,14 +88,10 @@ def start(
 
 
 def _started(arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
+    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE}
+    options |= {"stderr": subprocess.STDOUT, "text": True, "cwd": ROOT, "start_new_session": True}
     return subprocess.Popen(
-        [sys.executable, "-W", "error::UserWarning:penstock", *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,
+        [sys.executable, "-W", "error::UserWarning:penstock", *arguments], **options
     )
 
 

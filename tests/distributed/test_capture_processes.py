@@ -112,15 +112,10 @@ def check_summed(mesh: penstock.Mesh, inputs: Any) -> None:
     partition: tuple[int, ...] | None = None
     for where in (mesh, None):
         model = next(m for m in REQUIRED if m.name == "t5").make()[0].eval()
-        pipe = penstock.Pipeline(
-            penstock.capture(model, inputs, check=False),
-            partition=partition,
-            mesh=where,
-            loss=loss,
-            num_microbatches=2,
-            threads_per_stage=1,
-            tied_gradients=penstock.TiedGradients.SUMMED,
-        )
+        options: dict[str, Any] = {"partition": partition, "mesh": where, "loss": loss}
+        options |= {"num_microbatches": 2, "threads_per_stage": 1}
+        options |= {"tied_gradients": penstock.TiedGradients.SUMMED}
+        pipe = penstock.Pipeline(penstock.capture(model, inputs, check=False), **options)
         pipe.train_step(inputs, torch.zeros(BATCH))
         partition = pipe.partition
         gradients.append({n: p.grad for n, p in pipe.named_parameters()})

@@ -174,15 +174,9 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for line in commands_of(page):
         if "--resume runs/digits-1" in line:  # as if it had ended after the checkpoint before
             shutil.rmtree(tmp_path / "runs/digits-1/checkpoints/step-000012")
-        ended = subprocess.run(
-            words_of(page.name, line),
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE}
+        options |= {"stderr": subprocess.STDOUT, "text": True, "check": False}
+        ended = subprocess.run(words_of(page.name, line), **options)
         assert ended.returncode == 0, f"{line}\n{ended.stdout}"
 
 

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,14 +65,9 @@ def launched(
     script: str, mark: str, port: str, told: Sequence[str], launcher: str = LAUNCHER
 ) -> "subprocess.Popen[str]":
     """Start a launcher of one process, of two; the script says a word when it is there."""
-    return subprocess.Popen(
-        [sys.executable, "-c", launcher, script, *told],
-        env=_place(0, mark, port),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    options: dict[str, Any] = {"env": _place(0, mark, port), "stdin": subprocess.PIPE}
+    options |= {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    return subprocess.Popen([sys.executable, "-c", launcher, script, *told], **options)
 
 
 def _place(rank: int, mark: str, port: str) -> dict[str, str]:

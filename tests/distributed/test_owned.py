@@ -89,19 +89,11 @@ def by_hand() -> tuple[nn.Module, Any]:
 def wav2vec2() -> tuple[nn.Module, Any]:
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-    config = Wav2Vec2Config(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        conv_dim=(8, 8),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        mask_time_prob=0.0,
-        layerdrop=0.0,
-    )
+    options: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    options |= {"intermediate_size": 16, "conv_dim": (8, 8), "conv_stride": (5, 2)}
+    options |= {"conv_kernel": (10, 3), "num_conv_pos_embeddings": 4}
+    options |= {"num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "layerdrop": 0.0}
+    config = Wav2Vec2Config(**options)
     return Wav2Vec2Model(config), {"input_values": torch.randn(NUM_SAMPLES, 400)}
 
 

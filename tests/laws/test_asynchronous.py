@@ -309,17 +309,11 @@ def in_shards(
     if not is_first:
         for parameter in nn.ModuleList(built.modules).parameters():
             parameter.data += 1.0
-    pipe = pipeline(
-        case.model,
-        built,
-        partition=parted(case, mesh.num_stages),
-        mesh=mesh,
-        num_microbatches=case.num_microbatches,
-        schedule=case.schedule,
-        recompute=case.recompute,
-        sharding=case.sharding,
-        example_inputs=windows_of(case)[0][0][0],
-    )
+    options: dict[str, Any] = {"partition": parted(case, mesh.num_stages), "mesh": mesh}
+    options |= {"num_microbatches": case.num_microbatches, "schedule": case.schedule}
+    options |= {"recompute": case.recompute, "sharding": case.sharding}
+    options |= {"example_inputs": windows_of(case)[0][0][0]}
+    pipe = pipeline(case.model, built, **options)
     return built.modules, pipe
 
 
@@ -411,14 +405,10 @@ def pipe_of(
     schedule: Any, num_stages: int | None = 2, num_microbatches: int = 2, **options: Any
 ) -> Any:
     layers = options.pop("layers", None) or layers_of()
+    told: dict[str, Any] = {"num_microbatches": num_microbatches, "loss": nn.MSELoss()}
+    told |= {"schedule": schedule, "threads_per_stage": 1}
     return penstock.Pipeline(
-        layers,
-        None if "partition" in options else num_stages,
-        num_microbatches=num_microbatches,
-        loss=nn.MSELoss(),
-        schedule=schedule,
-        threads_per_stage=1,
-        **options,
+        layers, None if "partition" in options else num_stages, **options, **told
     )
 
 

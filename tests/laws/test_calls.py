@@ -38,15 +38,10 @@ def pipeline(
     transport: penstock.Transport,
     recompute: penstock.Recompute = penstock.Recompute.STAGE,
 ) -> penstock.Pipeline:
-    return penstock.Pipeline(
-        of,
-        recompute=recompute,
-        partition=(2, len(of) - 2),
-        num_microbatches=4,
-        loss=nn.MSELoss(),
-        transport=transport,
-        threads_per_stage=1,
-    )
+    options: dict[str, Any] = {"recompute": recompute, "partition": (2, len(of) - 2)}
+    options |= {"num_microbatches": 4, "loss": nn.MSELoss(), "transport": transport}
+    options |= {"threads_per_stage": 1}
+    return penstock.Pipeline(of, **options)
 
 
 class Calls(nn.Module):  # call something in the forward

@@ -1,6 +1,7 @@
 """The promise: a pipeline's losses, gradients and buffers are the unsplit model's, bit by bit."""
 
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -31,15 +32,11 @@ COVERING = [
 
 
 def check(model: Model, run: Run) -> None:
+    options: dict[str, Any] = {"bf16": run.autocast, "num_stages": run.num_stages}
+    options |= {"num_microbatches": run.num_microbatches, "schedule": run.schedule}
+    options |= {"recompute": run.recompute, "transport": run.transport}
     assert_trains_like_unsplit(
-        model,
-        max(run.num_samples, model.min_samples * run.num_microbatches),
-        bf16=run.autocast,
-        num_stages=run.num_stages,
-        num_microbatches=run.num_microbatches,
-        schedule=run.schedule,
-        recompute=run.recompute,
-        transport=run.transport,
+        model, max(run.num_samples, model.min_samples * run.num_microbatches), **options
     )
 
 
@@ -132,16 +129,11 @@ def test_training_equals_the_unsplit_model_for_any_valid_schedule(
 ) -> None:
     chain = chain_transfers(schedule.num_stages)
     verify(add_communication(schedule, chain), chain)
-    assert_trains_like_unsplit(
-        BY_NAME[name],
-        2 * schedule.num_microbatches + 1,
-        steps=2,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        schedule=lambda num_stages, num_microbatches: schedule,
-        recompute=recompute,
-        transport=transport,
-    )
+    options: dict[str, Any] = {"steps": 2, "num_stages": schedule.num_stages}
+    options |= {"num_microbatches": schedule.num_microbatches}
+    options |= {"schedule": lambda num_stages, num_microbatches: schedule, "recompute": recompute}
+    options |= {"transport": transport}
+    assert_trains_like_unsplit(BY_NAME[name], 2 * schedule.num_microbatches + 1, **options)
 
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)

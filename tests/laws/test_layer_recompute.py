@@ -113,14 +113,10 @@ class Odd(nn.Module):  # do something that cannot be repeated, as `what` says
 
 def trained(layers: list[nn.Module], recompute: Any, steps: int = 1) -> list[Any]:
     """Train a few layers; return the gradients."""
-    pipe = penstock.Pipeline(
-        layers,
-        partition=[len(layers) - 1, 1],
-        num_microbatches=4,
-        loss=nn.functional.mse_loss,
-        recompute=recompute,
-        transport=Transport.LOOPBACK,
-    )
+    options: dict[str, Any] = {"partition": [len(layers) - 1, 1], "num_microbatches": 4}
+    options |= {"loss": nn.functional.mse_loss, "recompute": recompute}
+    options |= {"transport": Transport.LOOPBACK}
+    pipe = penstock.Pipeline(layers, **options)
     for _ in range(steps):
         pipe.train_step(torch.ones(8, 4), torch.ones(8, 4))
     return [p.grad for p in pipe.parameters()]

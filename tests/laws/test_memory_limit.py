@@ -25,17 +25,10 @@ def layers() -> list[nn.Module]:
 
 def trained(**options: Any) -> tuple[penstock.Pipeline, list[Tensor | None]]:
     """Train two steps; return the pipeline and its gradients."""
-    pipe = penstock.Pipeline(
-        layers(),
-        partition=[4, 4],
-        num_microbatches=8,
-        loss=nn.functional.mse_loss,
-        schedule=gpipe,
-        transport=Transport.LOOPBACK,
-        trace=Trace.MEMORY,
-        threads_per_stage=1,
-        **options,
-    )
+    told: dict[str, Any] = {"partition": [4, 4], "num_microbatches": 8}
+    told |= {"loss": nn.functional.mse_loss, "schedule": gpipe, "transport": Transport.LOOPBACK}
+    told |= {"trace": Trace.MEMORY, "threads_per_stage": 1}
+    pipe = penstock.Pipeline(layers(), **options, **told)
     x = torch.linspace(0, 1, 16 * 5 * 32).view(16, 5, 32)
     for _ in range(2):
         pipe.train_step(x, x)
@@ -67,17 +60,10 @@ def trained_without_flush(
     partition: tuple[int, ...] = (4, 4), **options: Any
 ) -> tuple[penstock.Pipeline, list[Tensor]]:
     """Train five mini-batches without a flush; return the pipeline, losses and weights."""
-    pipe = penstock.Pipeline(
-        layers(),
-        partition=partition,
-        num_microbatches=2,
-        loss=nn.functional.mse_loss,
-        schedule=pipedream(),
-        transport=Transport.LOOPBACK,
-        trace=Trace.MEMORY,
-        threads_per_stage=1,
-        **options,
-    )
+    told: dict[str, Any] = {"partition": partition, "num_microbatches": 2}
+    told |= {"loss": nn.functional.mse_loss, "schedule": pipedream()}
+    told |= {"transport": Transport.LOOPBACK, "trace": Trace.MEMORY, "threads_per_stage": 1}
+    pipe = penstock.Pipeline(layers(), **options, **told)
     x = torch.linspace(0, 1, 4 * 5 * 32).view(4, 5, 32)
     losses = pipe.train_steps([(x, x)] * 5, torch.optim.AdamW(pipe.parameters(), lr=0.01))
     return pipe, [losses, *(p.detach() for p in pipe.parameters())]
@@ -117,17 +103,11 @@ def of_ranks(schedule: Family, **options: Any) -> tuple[list[int], tuple[int, ..
     """Return the most that each rank of an MLP has kept, and what was predicted."""
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32))
-    pipe = penstock.Pipeline(
-        [copy.deepcopy(wide) for _ in range(4)],
-        partition=[2, 2] if schedule.stages_per_rank == 1 else [1, 1, 1, 1],
-        num_microbatches=8,
-        loss=lambda output, _: output.square().mean(),
-        schedule=schedule,
-        transport=Transport.LOOPBACK,
-        trace=Trace.MEMORY,
-        threads_per_stage=1,
-        **options,
-    )
+    told: dict[str, Any] = {"partition": [2, 2] if schedule.stages_per_rank == 1 else [1, 1, 1, 1]}
+    told |= {"num_microbatches": 8, "loss": lambda output, _: output.square().mean()}
+    told |= {"schedule": schedule, "transport": Transport.LOOPBACK, "trace": Trace.MEMORY}
+    told |= {"threads_per_stage": 1}
+    pipe = penstock.Pipeline([copy.deepcopy(wide) for _ in range(4)], **options, **told)
     x = torch.randn(64, 32)
     pipe.train_step(x, x[:, :1])
     assert pipe.last_timeline is not None

@@ -110,17 +110,11 @@ def test_whatever_else_is_chosen_the_bits_stay_and_less_is_kept(
     def trained(**options: Any) -> tuple[int, list[Tensor]]:
         torch.manual_seed(0)
         kinds = [nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2))]
+        told: dict[str, Any] = {"partition": (2, 2, 2, 2), "num_microbatches": 6, "loss": loss}
+        told |= {"schedule": schedule, "recompute": recompute, "transport": Transport.LOOPBACK}
+        told |= {"trace": Trace.MEMORY, "threads_per_stage": 1}
         pipe = penstock.Pipeline(
-            [copy.deepcopy(kind) for _ in range(4) for kind in kinds],
-            partition=(2, 2, 2, 2),
-            num_microbatches=6,
-            loss=loss,
-            schedule=schedule,
-            recompute=recompute,
-            transport=Transport.LOOPBACK,
-            trace=Trace.MEMORY,
-            threads_per_stage=1,
-            **options,
+            [copy.deepcopy(kind) for _ in range(4) for kind in kinds], **options, **told
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         x = torch.randn(24, 16)

@@ -32,15 +32,9 @@ class Square(nn.Module):
 def kept_bytes(offload: bool, recompute: Recompute, *, num_microbatches: int = 8) -> int:
     """Return the most that a middle stage keeps."""
     layers = [nn.Linear(32, 32), Square(), nn.Linear(32, 32), Square(), nn.Linear(32, 32)]
-    return most_kept_bytes(
-        layers,
-        64 * num_microbatches,
-        32,
-        partition=[1, 3, 1],
-        num_microbatches=num_microbatches,
-        recompute=recompute,
-        offload=offload,
-    )
+    options: dict[str, Any] = {"partition": [1, 3, 1], "num_microbatches": num_microbatches}
+    options |= {"recompute": recompute, "offload": offload}
+    return most_kept_bytes(layers, 64 * num_microbatches, 32, **options)
 
 
 @pytest.mark.parametrize("recompute", Recompute)
@@ -54,13 +48,9 @@ def test_two_microbatches_are_counted_instead_of_all(recompute: Recompute) -> No
 
 def offloading(layers: list[Any], **options: Any) -> penstock.Pipeline:
     """Make a pipeline with a stage for each layer that moves away what they keep."""
-    return penstock.Pipeline(
-        layers,
-        num_stages=len(layers),
-        loss=nn.functional.mse_loss,
-        recompute=Recompute.NEVER,
-        **{"num_microbatches": 6, "offload": True, **options},
-    )
+    told: dict[str, Any] = {"num_stages": len(layers), "loss": nn.functional.mse_loss}
+    told |= {"recompute": Recompute.NEVER}
+    return penstock.Pipeline(layers, **{"num_microbatches": 6, "offload": True, **options}, **told)
 
 
 class Counted(torch.autograd.Function):

@@ -57,15 +57,11 @@ def profiled(name: str) -> Profile:
 def check(name: str, num_stages: int, family: Family, recompute: Any) -> None:
     layers, loss, x, y = subject(name)
     least, more = divmod(len(profiled(name).layers), num_stages)
+    options: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "loss": loss}
+    options |= {"schedule": family, "recompute": recompute, "transport": Transport.LOOPBACK}
+    options |= {"trace": Trace.MEMORY}
     with Pipeline(
-        layers,
-        partition=[least + (stage < more) for stage in range(num_stages)],
-        num_microbatches=NUM_MICROBATCHES,
-        loss=loss,
-        schedule=family,
-        recompute=recompute,
-        transport=Transport.LOOPBACK,
-        trace=Trace.MEMORY,
+        layers, partition=[least + (stage < more) for stage in range(num_stages)], **options
     ) as pipe:
         for _ in range(2):  # the first step copies each input, to see who changes it in place
             pipe.train_step(x, y)

@@ -258,14 +258,10 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     sets = [word for change in [*SMALL, "train.epochs=2000"] for word in ("--set", change)]
     train = [sys.executable, "-m", "penstock", "train", str(DIGITS)]
-    process = subprocess.Popen(
-        [*train, "--run-folder", "run", *sets],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    options: dict[str, Any] = {"cwd": tmp_path}
+    options |= {"env": {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"}}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*train, "--run-folder", "run", *sets], **options)
     assert process.stderr is not None
     said_so_far = list(takewhile(lambda line: not line.startswith("epoch"), process.stderr))
     process.send_signal(signal.SIGINT)

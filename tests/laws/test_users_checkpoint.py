@@ -197,12 +197,8 @@ def test_two_checkpoints_that_run_again_at_once_leave_the_generators_alone() -> 
     second = Checkpointed(Again(lambda: next(runs)()), reentrant=False)
     layers = [nn.Linear(6, 6), Calling(ended.set), first, second, Calling(lambda: next(turns)())]
     model = nn.Sequential(*layers)
-    with penstock.Pipeline(
-        model,
-        partition=[3, 2],
-        num_microbatches=2,
-        loss=nn.functional.mse_loss,
-        schedule=penstock.schedules.one_f_one_b,
-        recompute=penstock.Recompute.NEVER,
-    ) as pipe:
+    options: dict[str, Any] = {"partition": [3, 2], "num_microbatches": 2}
+    options |= {"loss": nn.functional.mse_loss, "schedule": penstock.schedules.one_f_one_b}
+    options |= {"recompute": penstock.Recompute.NEVER}
+    with penstock.Pipeline(model, **options) as pipe:
         pipe.train_step(torch.randn(4, 6), torch.randn(4, 6))

@@ -1,5 +1,7 @@
 """A micro-batch without a real token: its loss is the mean over nothing, and has no part."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,15 +31,10 @@ def test_the_loss_of_a_models_own_is_that_of_the_real_tokens(labels, recompute) 
     expected = model(**real)["loss"]
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     example = {"x": batch["x"], "labels": torch.zeros(4, dtype=torch.int64)}
-    with penstock.Pipeline(
-        model,
-        2,
-        example_inputs=example,
-        num_microbatches=2,
-        reduction=lambda batch: (batch["labels"] != -100).sum(),
-        recompute=recompute,
-        threads_per_stage=1,
-    ) as pipe:
+    options: dict[str, Any] = {"example_inputs": example, "num_microbatches": 2}
+    options |= {"reduction": lambda batch: (batch["labels"] != -100).sum(), "recompute": recompute}
+    options |= {"threads_per_stage": 1}
+    with penstock.Pipeline(model, 2, **options) as pipe:
         assert torch.equal(pipe.eval_step(batch)["loss"], expected)
         loss = pipe(batch)["loss"]
         assert torch.equal(loss, expected)

@@ -92,14 +92,10 @@ def test_boxes_of_each_sample_train_as_in_a_plain_loop(
         term.backward()
         expected = expected + term.detach()
     given = {"hints": hints, "x": x, **({"labels": BOXES} if labels_are_inputs else {})}
-    with penstock.Pipeline(
-        model,
-        num_stages=2,
-        example_inputs=given,
-        num_microbatches=num_microbatches,
-        loss=None if labels_are_inputs else _misses,
-        threads_per_stage=1,
-    ) as pipe:
+    options: dict[str, Any] = {"num_stages": 2, "example_inputs": given}
+    options |= {"num_microbatches": num_microbatches}
+    options |= {"loss": None if labels_are_inputs else _misses, "threads_per_stage": 1}
+    with penstock.Pipeline(model, **options) as pipe:
         if call == "train_step":
             loss = pipe.train_step(given, *([] if labels_are_inputs else [BOXES]))
         else:

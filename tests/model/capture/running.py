@@ -86,17 +86,10 @@ def captured_of(layers: Layers) -> Captured:
 
 
 def make_pipeline(layers: Layers, way: Way, mesh: penstock.Mesh | None = None) -> Pipeline:
-    return Pipeline(
-        layers,
-        mesh=mesh,
-        partition=random_cut(len(layers), way.num_stages),
-        num_microbatches=MICROBATCHES,
-        loss=loss,
-        schedule=way.schedule,
-        recompute=way.recompute,
-        threads_per_stage=1,
-        transport=way.transport,
-    )
+    options: dict[str, Any] = {"mesh": mesh, "num_microbatches": MICROBATCHES, "loss": loss}
+    options |= {"schedule": way.schedule, "recompute": way.recompute, "threads_per_stage": 1}
+    options |= {"transport": way.transport}
+    return Pipeline(layers, partition=random_cut(len(layers), way.num_stages), **options)
 
 
 def evaluated(pipe: Pipeline, inputs: Any) -> list[Tensor]:
@@ -238,13 +231,9 @@ def assert_trains_as_whole(
         options.setdefault("num_stages", 3)
     for part in x.tensor_split(num_microbatches):
         (loss(whole(part), None) / num_microbatches).backward()
-    with Pipeline(
-        penstock.capture(model, x, check=check),
-        num_microbatches=num_microbatches,
-        loss=loss,
-        threads_per_stage=1,
-        **options,
-    ) as pipe:
+    told: dict[str, Any] = {"num_microbatches": num_microbatches, "loss": loss}
+    told |= {"threads_per_stage": 1}
+    with Pipeline(penstock.capture(model, x, check=check), **options, **told) as pipe:
         pipe.train_step(x)
     expected = gradients(whole)
     assert any(gradient is not None and gradient.any() for gradient in expected.values())

@@ -202,17 +202,14 @@ def detector() -> tuple[nn.Module, dict[str, Any]]:
     )
     backbone.out_features = ["stage2"]
     sides = ("encoder", "decoder")
+    options: dict[str, Any] = {"use_timm_backbone": False, "use_pretrained_backbone": False}
+    options |= {"backbone_config": backbone, "d_model": 32, "num_queries": 6, "num_labels": 5}
+    options |= {"auxiliary_loss": True}
     given: dict[str, Any] = dict(
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone_config=backbone,
-        d_model=32,
-        num_queries=6,
-        num_labels=5,
-        auxiliary_loss=True,
         **{f"{side}_layers": 2 for side in sides},
         **{f"{side}_ffn_dim": 48 for side in sides},
         **{f"{side}_attention_heads": 4 for side in sides},
+        **options,
     )
     config = transformers.DetrConfig(**given)
     labels = [
@@ -225,13 +222,9 @@ def detector() -> tuple[nn.Module, dict[str, Any]]:
 
 def routing() -> tuple[nn.Module, dict[str, Any]]:
     """Make a mixture of experts that gives what its routers say of each word of the batch."""
-    config = transformers.MixtralConfig(
-        **{**DECODER, "num_hidden_layers": 3},
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        output_hidden_states=True,
-    )
+    options: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    options |= {"output_router_logits": True, "output_hidden_states": True}
+    config = transformers.MixtralConfig(**{**DECODER, "num_hidden_layers": 3}, **options)
     batch = {"input_ids": words(4), "labels": words(4), "use_cache": True}
     return transformers.MixtralForCausalLM(config), batch
 
