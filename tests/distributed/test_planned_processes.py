@@ -16,8 +16,8 @@ from penstock_recipes.train.run_folder import RunFolder
 from penstock_recipes.train.tasks import build_task
 from tests.distributed.launch import Ended, start
 from tests.distributed.parallel_job import cluster_of
-from tests.distributed.test_train_processes import curve
 from tests.recipes.text_recipes import TEXT
+from tests.runs import curve
 
 LINES = "".join(
     f"the {n} cats sat on {n * 7 % 13} mats and {n * n % 97} dogs\n" for n in range(99)

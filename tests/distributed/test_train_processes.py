@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from penstock import Plan
 from penstock.cli.main import run as command
@@ -25,7 +23,7 @@ from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.distributed.launch import ROOT, Ended, start
 from tests.profiles import cluster
 from tests.quiet import quiet
-from tests.side_by_side import saved_tensors
+from tests.runs import assert_same_run, curve
 
 SMALL = (*TWO_EPOCHS, "train.average_decay=0.5")
 TRAIN = ("-m", "penstock")
@@ -77,28 +75,8 @@ def elastic(job: Sequence[str], *, processes: int, restarts: int = 1) -> list[st
     return [*TORCHRUN, "--standalone", *counts, *job]
 
 
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics but for those that a clock decides."""
-    lines = RunFolder(folder).read_metrics()
-    return [{k: v for k, v in line.items() if k != "samples_per_s"} for line in lines]
-
-
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in curve(folder) if line["kind"] == "step"]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the model and optimizer tensors of the newest checkpoint."""
-    newest = RunFolder(folder).checkpoints()[-1]
-    assert newest.name == f"step-{NUM_STEPS:06d}"
-    return saved_tensors(newest)
-
-
-def assert_same_run(folder: Path, expected: Path) -> None:
-    assert curve(folder) == curve(expected)
-    ours, theirs = weights(folder), weights(expected)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def assert_resumed(said: str, how: str = "") -> None:

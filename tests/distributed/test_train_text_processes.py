@@ -4,14 +4,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from penstock_recipes.train.run_folder import RunFolder
+from tests import runs
 from tests.distributed.launch import ROOT, start
 from tests.distributed.test_train_processes import (
     TRAIN,
     begin,
-    curve,
     elastic,
     faulty,
     losses,
@@ -19,7 +17,6 @@ from tests.distributed.test_train_processes import (
     run,
 )
 from tests.recipes.text_recipes import NAMES, TEXT
-from tests.side_by_side import saved_tensors
 
 MADE = "translations.tsv"
 
@@ -39,10 +36,7 @@ def uninterrupted(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
-    assert curve(folder) == curve(expected)
-    ours, theirs = (saved_tensors(RunFolder(f).checkpoints()[-1]) for f in (folder, expected))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    runs.assert_same_run(folder, expected)
     assert (folder / MADE).read_text() == (expected / MADE).read_text()
 
 
@@ -95,7 +89,7 @@ def test_what_two_shards_began_goes_on_in_one_process(sharding, with_all, tmp_pa
     said = run([*TRAIN, "train", "--resume", str(begun)], tmp_path)
     assert "after step 4, as 1 stage x 1 replica x 1 shard (before: 1 x 1 x 2)" in said
     ours, theirs = (
-        [line for line in curve(folder) if line["kind"] == "epoch"][-1]["valid_loss"]
+        [line for line in runs.curve(folder) if line["kind"] == "epoch"][-1]["valid_loss"]
         for folder in (begun, tmp_path / "one")
     )
     assert [*losses(begun), ours] == pytest.approx([*losses(tmp_path / "one"), theirs], rel=1e-4)

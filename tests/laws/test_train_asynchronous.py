@@ -3,17 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from penstock_recipes.errors import RecipeError
-from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
-from penstock_recipes.train.command import Request, resume_run, start_run
-from penstock_recipes.train.interrupt import Interrupt
-from penstock_recipes.train.loop import Trainer
-from penstock_recipes.train.run_folder import RunFolder, create
+from penstock_recipes.recipe.read import read_recipe
+from penstock_recipes.train.run_folder import RunFolder
 from tests.digits import DIGITS, NUM_STEPS
-from tests.laws.test_train_resume import SMALL, curve, train_until, weights
-from tests.quiet import quiet
+from tests.laws.test_train_resume import SMALL
+from tests.runs import assert_same_run, curve, resume, start, stopped
 
 TWO = [*SMALL, "pipeline.schedule=pipedream_2bw", "train.window=2"]
 STASHED = [
@@ -28,25 +24,22 @@ STASHED = [
 @pytest.mark.parametrize("changes", [TWO, STASHED], ids=["pipedream_2bw", "pipedream"])
 def test_a_run_goes_on_bit_by_bit_from_where_a_window_ended(changes, tmp_path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    summary = start_run(Request(DIGITS, changes, whole), quiet(), Interrupt())
+    summary = start(DIGITS, changes, whole)
     assert summary.finished and summary.steps == NUM_STEPS
-    recipe = read_recipe(DIGITS, changes)
-    folder = create(broken, recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 2)  # of windows of 2, 1, 2 and 1 batches
+    folder = stopped(
+        read_recipe(DIGITS, changes), broken, 2
+    )  # of windows of 2, 1, 2 and 1 batches
     layout = ["pipeline.recompute=never"]
     if changes is TWO:  # lags the same for every number of stages
         layout.append("pipeline.num_stages=3")
-    assert resume_run(Request(None, layout, broken), quiet(), Interrupt()).finished
-    assert curve(broken) == curve(whole)
-    expected, found = weights(whole, NUM_STEPS), weights(broken, NUM_STEPS)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert resume(broken, layout).finished
+    assert_same_run(broken, whole)
 
 
 def test_checkpoints_are_saved_where_windows_end(tmp_path: Path) -> None:
     changes = [*TWO, "train.checkpoint_every=1"]
     folder = tmp_path / "run"
-    assert start_run(Request(DIGITS, changes, folder), quiet(), Interrupt()).finished
+    assert start(DIGITS, changes, folder).finished
     steps = [int(path.name.split("-")[-1]) for path in RunFolder(folder).checkpoints()]
     assert steps == [2, 3, 5, 6]
 
@@ -54,8 +47,8 @@ def test_checkpoints_are_saved_where_windows_end(tmp_path: Path) -> None:
 def test_windows_of_one_batch_are_synchronous_training(tmp_path: Path) -> None:
     plain, window = tmp_path / "plain", tmp_path / "window"
     changes = [*SMALL, "pipeline.schedule=pipedream_2bw"]
-    assert start_run(Request(DIGITS, SMALL, plain), quiet(), Interrupt()).finished
-    assert start_run(Request(DIGITS, changes, window), quiet(), Interrupt()).finished
+    assert start(DIGITS, SMALL, plain).finished
+    assert start(DIGITS, changes, window).finished
     assert curve(plain) == curve(window)
 
 
@@ -76,12 +69,9 @@ def test_what_cannot_be_as_asked_is_refused_with_the_reason(change: str, said: s
 
 
 def test_a_run_whose_weights_lag_cannot_go_on_with_another_lag(tmp_path: Path) -> None:
-    recipe = read_recipe(DIGITS, TWO)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 2)
+    folder = stopped(read_recipe(DIGITS, TWO), tmp_path / "run", 2)
     with pytest.raises(RecipeError, match=r"train\.window was 2 and cannot become 3"):
-        resume_run(Request(None, ["train.window=3"], folder.path), quiet(), Interrupt())
+        resume(folder.path, ["train.window=3"])
     other = ["pipeline.schedule=pipedream", "pipeline.partition=[4, 4]"]
     with pytest.raises(RecipeError, match=r"pipeline\.schedule was"):
-        resume_run(Request(None, other, folder.path), quiet(), Interrupt())
+        resume(folder.path, other)

@@ -1,26 +1,23 @@
 """Runs on images in files: they go on bit by bit, and what cannot be read is named."""
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from penstock.errors import ConfigError
 from penstock_recipes.errors import RunFolderError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
-from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.display import Display
 from penstock_recipes.train.interrupt import Interrupt
 from penstock_recipes.train.loop import Trainer
 from penstock_recipes.train.run_folder import RunFolder, create
 from penstock_recipes.zoo import DropPath
 from tests.quiet import quiet
+from tests.runs import assert_same_weights, resume, start, stopped
 
 RECIPE = """
 [model]
@@ -85,7 +82,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    assert start_run(Request(recipe, [], folder), quiet(), Interrupt()).finished
+    assert start(recipe, [], folder).finished
     return folder
 
 
@@ -101,23 +98,9 @@ def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ids=" ".join,
 )
 def test_a_run_on_images_goes_on_bit_by_bit(recipe, uninterrupted, tmp_path, changes) -> None:
-    folder, interrupt = create(tmp_path / "run", recipe_to_toml(read_recipe(recipe))), Interrupt()
-
-    class Stop(Display):
-        def show_step(self, position: Any, meter: Any) -> None:
-            interrupt.number = signal.SIGINT if position.step >= 4 else 0
-
-    with Trainer(read_recipe(recipe)) as trainer:
-        trainer.run(folder, Stop(quiet(), 2, 3, trainer.task), interrupt)
-        assert trainer.position.step == 4
-    assert resume_run(Request(None, changes, folder.path), quiet(), Interrupt()).finished
-    for name in ("model", "optimizer"):
-        found, expected = (
-            load_file(RunFolder(f).checkpoints()[-1] / f"{name}.safetensors")
-            for f in (folder.path, uninterrupted)
-        )
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    folder = stopped(read_recipe(recipe), tmp_path / "run", 4)
+    assert resume(folder.path, changes).finished
+    assert_same_weights(folder.path, uninterrupted)
     scores = [list(RunFolder(f).read_metrics())[-1] for f in (folder.path, uninterrupted)]
     assert scores[0]["test_accuracy"] == scores[1]["test_accuracy"]
 
@@ -143,17 +126,16 @@ def test_a_run_goes_on_with_the_images_that_it_began_with(recipe, uninterrupted,
     for part in ("train", "val"):
         shutil.copytree(recipe.parent / part, moved / part)
     shutil.copytree(uninterrupted, folder)
-    request = Request(None, [f"data.path={moved}"], folder)
     with pytest.raises(RunFolderError, match="there is nothing to resume"):
-        resume_run(request, quiet(), Interrupt())
+        resume(folder, [f"data.path={moved}"])
     for part in ("train", "val"):
         (moved / part / "dark").rename(moved / part / "pale")  # which is another class's number
     with pytest.raises(ConfigError, match=r"the data are not those that .* began with"):
-        resume_run(request, quiet(), Interrupt())
+        resume(folder, [f"data.path={moved}"])
     assert str(recipe.parent) in (folder / "recipe.toml").read_text()
     (folder / "data.digest").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"began with, as .*data\.digest says"):
-        resume_run(request, quiet(), Interrupt())
+        resume(folder, [f"data.path={moved}"])
 
 
 def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_path: Path) -> None:
@@ -161,9 +143,8 @@ def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_pa
         shutil.copytree(recipe.parent / part, tmp_path / part)
     for file in (tmp_path / "val").rglob("*.png"):
         file.write_bytes(file.read_bytes()[:150])
-    request = Request(recipe, [f"data.path={tmp_path}"], tmp_path / "run")
     with pytest.raises(ConfigError, match="none of the 9 images to be judged by can be decoded"):
-        start_run(request, quiet(), Interrupt())
+        start(recipe, [f"data.path={tmp_path}"], tmp_path / "run")
 
 
 def test_one_sample_is_enough_where_batch_norm_sees_many_values_of_it(recipe: Path) -> None:
@@ -186,9 +167,8 @@ def test_drop_path_rises_from_nothing_over_the_run(recipe: Path, tmp_path: Path)
 
 
 def test_what_cannot_be_decoded_ends_a_strict_run(recipe: Path, tmp_path: Path) -> None:
-    request = Request(recipe, ["data.strict=true"], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"3\.png cannot be decoded; remove or replace it"):
-        start_run(request, quiet(), Interrupt())
+        start(recipe, ["data.strict=true"], tmp_path / "run")
 
 
 @pytest.mark.parametrize(

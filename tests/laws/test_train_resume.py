@@ -11,55 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from penstock.checkpoint import save_checkpoint
 from penstock.cli.main import run
 from penstock.errors import CheckpointError
 from penstock_recipes.errors import RecipeError, RunFolderError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
-from penstock_recipes.train.command import Request, resume_run, start_run
-from penstock_recipes.train.display import Display
+from penstock_recipes.train.command import Request, resume_run
 from penstock_recipes.train.interrupt import Interrupt
 from penstock_recipes.train.loop import Trainer
 from penstock_recipes.train.run_folder import RunFolder, create
-from penstock_recipes.train.start import Position
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.quiet import quiet
+from tests.runs import assert_same_run, curve, resume, start, stopped, train_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = (*TWO_EPOCHS, "train.trace_every=1")
 
 
-def train_until(trainer: Trainer, folder: RunFolder, step: int) -> None:
-    """Train up to `step` steps, as if Ctrl-C were pressed during the last of them."""
-    interrupt = Interrupt()
-
-    class Stop(Display):
-        def show_step(self, position: Position, meter: Any) -> None:
-            interrupt.number = signal.SIGINT if position.step >= step else 0
-
-    trainer.run(folder, Stop(quiet(), 2, 3, trainer.task), interrupt)
-    assert trainer.position.step == step
-
-
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Read the model and optimizer tensors of a checkpoint."""
-    path = RunFolder(folder).checkpoint_path(step)
-    return load_file(path / "model.safetensors") | load_file(path / "optimizer.safetensors")
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics but for those that a clock decides."""
-    lines = RunFolder(folder).read_metrics()
-    return [{k: v for k, v in line.items() if k != "samples_per_s"} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    assert start_run(Request(DIGITS, SMALL, folder), quiet(), Interrupt()).finished
+    assert start(DIGITS, SMALL, folder).finished
     return folder
 
 
@@ -74,17 +47,10 @@ LAYOUTS = (
 def test_a_resumed_run_is_the_uninterrupted_one_for_any_other_layout(
     uninterrupted: Path, tmp_path: Path, stop: int
 ) -> None:
-    changes = LAYOUTS[stop % len(LAYOUTS)]
-    recipe = read_recipe(DIGITS, SMALL)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, stop)
-    summary = resume_run(Request(None, changes, folder.path), quiet(), Interrupt())
+    folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", stop)
+    summary = resume(folder.path, LAYOUTS[stop % len(LAYOUTS)])
     assert summary.finished and summary.steps == NUM_STEPS
-    assert curve(folder.path) == curve(uninterrupted)
-    expected, found = weights(uninterrupted, NUM_STEPS), weights(folder.path, NUM_STEPS)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_run(folder.path, uninterrupted)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -93,16 +59,11 @@ def test_a_run_of_lower_precision_goes_on_bit_by_bit_with_its_loss_scale(
 ) -> None:
     changes = [*SMALL, f"train.precision={precision}", "train.max_grad_norm=0.5"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert start_run(Request(DIGITS, changes, whole), quiet(), Interrupt()).finished
-    recipe = read_recipe(DIGITS, changes)
-    folder = create(broken, recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 4)
+    assert start(DIGITS, changes, whole).finished
+    stopped(read_recipe(DIGITS, changes), broken, 4)
     layout = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]
-    assert resume_run(Request(None, layout, broken), quiet(), Interrupt()).finished
-    assert curve(broken) == curve(whole)
-    expected, found = weights(whole, NUM_STEPS), weights(broken, NUM_STEPS)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert resume(broken, layout).finished
+    assert_same_run(broken, whole)
 
 
 def test_a_resumed_run_remembers_its_loss_scale(tmp_path: Path) -> None:
@@ -118,28 +79,18 @@ def test_a_resumed_run_remembers_its_loss_scale(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(uninterrupted, tmp_path) -> None:
-    recipe = read_recipe(DIGITS, SMALL)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 5)
+    folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", 5)
     for path in folder.checkpoints():
         if path.name > "step-000002":
             path.rename(path.with_name(f".{path.name}.xyz.unfinished"))  # killed while saving
     with folder.metrics_path.open("a") as file:
         file.write('{"kind": "step", "st')
-    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).finished
-    assert curve(folder.path) == curve(uninterrupted)
-    assert all(
-        torch.equal(tensor, weights(folder.path, NUM_STEPS)[name])
-        for name, tensor in weights(uninterrupted, NUM_STEPS).items()
-    )
+    assert resume(folder.path).finished
+    assert_same_run(folder.path, uninterrupted)
 
 
 def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(uninterrupted, tmp_path) -> None:
-    recipe = read_recipe(DIGITS, SMALL)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 4)
+    folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", 4)
     first, rest = folder.metrics_path.read_bytes().split(b"\n", 1)
     folder.metrics_path.write_bytes(first + b"\n\xff{]\n" + rest)
     console = quiet()
@@ -151,7 +102,7 @@ def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(uninterrupted, tmp
 def test_a_run_without_any_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     folder = create(tmp_path / "run", recipe_to_toml(read_recipe(DIGITS, SMALL)))
     folder.append_metrics({"kind": "step", "step": 1, "loss": 0.0})
-    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).steps == NUM_STEPS
+    assert resume(folder.path).steps == NUM_STEPS
     assert curve(folder.path) == curve(uninterrupted)
 
 
@@ -193,42 +144,37 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
 
 def test_another_number_of_micro_batches_is_refused(uninterrupted: Path) -> None:
     with pytest.raises(RecipeError, match="num_microbatches was 8 and cannot become 4 on resume"):
-        resume_run(
-            Request(None, ["pipeline.num_microbatches=4"], uninterrupted), quiet(), Interrupt()
-        )
+        resume(uninterrupted, ["pipeline.num_microbatches=4"])
 
 
 def test_a_run_that_trains_cannot_be_resumed_by_another_job(uninterrupted: Path) -> None:
     lock = RunFolder(uninterrupted).lock()
     assert lock is not None
     with pytest.raises(RunFolderError, match="another job trains in"):
-        resume_run(Request(None, [], uninterrupted), quiet(), Interrupt())
+        resume(uninterrupted)
     lock.release()
 
 
 def test_a_finished_run_cannot_be_resumed(uninterrupted: Path) -> None:
     with pytest.raises(RunFolderError, match="has trained all its 2 epochs"):
-        resume_run(Request(None, [], uninterrupted), quiet(), Interrupt())
+        resume(uninterrupted)
 
 
 def test_another_recipe_cannot_take_over_a_run_folder(uninterrupted: Path) -> None:
     with pytest.raises(RecipeError, match=r"model\.width was 4 and cannot become 32 on resume"):
-        resume_run(Request(DIGITS, [], uninterrupted), quiet(), Interrupt())
+        resume(uninterrupted, recipe=DIGITS)
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
-    recipe = read_recipe(DIGITS, SMALL)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 4)
+    folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", 4)
     (folder.checkpoint_path(4) / "model.safetensors").write_bytes(b"")
     way_out = r"damaged.*\nTo resume from .*step-000002, delete .*step-000004$"
     with pytest.raises(CheckpointError, match=way_out):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
     (folder.checkpoint_path(2) / "optimizer.safetensors").write_bytes(b"")
     way_out = r"damaged.*\nNo other checkpoint in .* is sound.* begin again at step 0"
     with pytest.raises(CheckpointError, match=way_out):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
 
 
 def test_a_checkpoint_that_no_run_saved_is_refused(tmp_path: Path) -> None:
@@ -237,7 +183,7 @@ def test_a_checkpoint_that_no_run_saved_is_refused(tmp_path: Path) -> None:
     with Trainer(recipe) as trainer:
         save_checkpoint(folder.checkpoint_path(1), trainer.pipe, trainer.optimizer, position={})
     with pytest.raises(CheckpointError, match="not saved by `penstock train`: it has no recipe"):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
@@ -251,7 +197,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path
     RunFolder(theirs).checkpoint_path(3).rename(RunFolder(ours).checkpoint_path(5))
     differs = "step-000005 is of another run: optimizer.lr is 0.5 there and 0.005 here; train.see"
     with pytest.raises(RunFolderError, match=differs):
-        resume_run(Request(None, ["pipeline.num_stages=1"], ours), quiet(), Interrupt())
+        resume(ours, ["pipeline.num_stages=1"])
     assert curve(ours) == before and len(RunFolder(ours).checkpoints()) == 3
 
 
@@ -303,8 +249,7 @@ def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(uninterrupted, tmp_pat
     said = [process.stdout.readline() for _ in range(2)]
     process.stdout.close()
     assert process.wait(timeout=60) == 0, said
-    assert curve(tmp_path / "run") == curve(uninterrupted)
-    assert weights(tmp_path / "run", NUM_STEPS).keys() == weights(uninterrupted, NUM_STEPS).keys()
+    assert_same_run(tmp_path / "run", uninterrupted)
 
 
 def test_the_command_prints_a_summary_as_json(tmp_path, monkeypatch, capsys) -> None:
@@ -320,5 +265,5 @@ def test_a_run_ends_without_threads_left(tmp_path: Path) -> None:
     import threading
 
     before = threading.active_count()
-    start_run(Request(DIGITS, SMALL, tmp_path / "run"), quiet(), Interrupt())
+    start(DIGITS, SMALL, tmp_path / "run")
     assert threading.active_count() == before

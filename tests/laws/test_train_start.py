@@ -10,15 +10,11 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock_recipes.errors import RecipeError
-from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
-from penstock_recipes.recipe.recipe import Recipe
-from penstock_recipes.train.command import Request, resume_run, start_run
-from penstock_recipes.train.display import Display
-from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.recipe.read import read_recipe
 from penstock_recipes.train.loop import Trainer
-from penstock_recipes.train.run_folder import RunFolder, create
+from penstock_recipes.train.run_folder import RunFolder
 from tests.digits import DIGITS, SMALL
-from tests.quiet import quiet
+from tests.runs import assert_same_weights, resume, start, stopped
 
 ONE_EPOCH = (
     *SMALL,
@@ -33,7 +29,7 @@ ONE_EPOCH = (
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    assert start_run(Request(DIGITS, ONE_EPOCH, folder), quiet(), Interrupt()).finished
+    assert start(DIGITS, ONE_EPOCH, folder).finished
     return folder
 
 
@@ -85,26 +81,11 @@ def test_new_layers_need_a_checkpoint() -> None:
 FINE_TUNED = ('start.new_layers=["head"]', "data.labels=parity")
 
 
-def stopped(recipe: Recipe, path: Path) -> RunFolder:
-    """Train one step of a run."""
-    interrupt = Interrupt()
-    folder = create(path, recipe_to_toml(recipe))
-
-    class Stop(Display):
-        def show_step(self, *_: object) -> None:
-            interrupt.number = 2
-
-    with Trainer(recipe) as trainer:
-        trainer.run(folder, Stop(quiet(), 1, 3, trainer.task), interrupt)
-        assert trainer.position.step == 1
-    return folder
-
-
 def test_a_fine_tuned_run_without_a_sound_checkpoint_begins_with_the_same_weights(
     finished: Path, tmp_path: Path
 ) -> None:
     recipe = read_recipe(DIGITS, [*ONE_EPOCH, f"start.checkpoint={finished}", *FINE_TUNED])
-    folder = stopped(recipe, tmp_path / "run")
+    folder = stopped(recipe, tmp_path / "run", 1)
     (folder.checkpoints()[-1] / "model.safetensors").write_bytes(b"")
     with Trainer(recipe) as trainer:
         expected = {name: t.clone() for name, t in trainer.pipe.state_dict().items()}
@@ -124,12 +105,12 @@ def test_a_fine_tuned_run_begins_again_with_the_checkpoint_it_began_with_or_not_
     shutil.copytree(finished, source)
     changes = [*ONE_EPOCH, f"start.checkpoint={source}", *FINE_TUNED]
     whole = tmp_path / "whole"
-    assert start_run(Request(DIGITS, changes, whole), quiet(), Interrupt()).finished
-    folder = stopped(read_recipe(DIGITS, changes), tmp_path / "run")
+    assert start(DIGITS, changes, whole).finished
+    folder = stopped(read_recipe(DIGITS, changes), tmp_path / "run", 1)
     shutil.rmtree(folder.checkpoints()[-1])
     begun_from = RunFolder(source).checkpoints()[-1]
     shutil.copytree(begun_from.with_name("step-000001"), begun_from.with_name("step-000009"))
-    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).finished
+    assert resume(folder.path).finished
     ours, theirs = (
         load_file(RunFolder(f).checkpoints()[-1] / "model.safetensors")
         for f in (folder.path, whole)
@@ -139,25 +120,18 @@ def test_a_fine_tuned_run_begins_again_with_the_checkpoint_it_began_with_or_not_
     shutil.rmtree(folder.path / "checkpoints")
     shutil.rmtree(begun_from)
     with pytest.raises(CheckpointError, match=r"step-000003, are gone or not the same any more"):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
     shutil.copytree(begun_from.with_name("step-000001"), begun_from)
     with pytest.raises(CheckpointError, match=r"step-000003, are gone or not the same any more"):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
     assert list(folder.read_metrics())  # nothing was lost
 
 
 def test_a_resumed_run_has_the_same_averages_in_any_other_layout(finished, tmp_path) -> None:
     folder = tmp_path / "run"
-    stopped(read_recipe(DIGITS, [*ONE_EPOCH, "pipeline.num_stages=3"]), folder)
-    changes = ["pipeline.num_stages=2"]
-    assert resume_run(Request(None, changes, folder), quiet(), Interrupt()).finished
-    for name in ("model", "optimizer"):
-        found, expected = (
-            load_file(RunFolder(f).checkpoints()[-1] / f"{name}.safetensors")
-            for f in (folder, finished)
-        )
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    stopped(read_recipe(DIGITS, [*ONE_EPOCH, "pipeline.num_stages=3"]), folder, 1)
+    assert resume(folder, ["pipeline.num_stages=2"]).finished
+    assert_same_weights(folder, finished)
     scores = [list(RunFolder(f).read_metrics())[-1]["test_accuracy"] for f in (folder, finished)]
     assert scores[0] == scores[1]
 
