@@ -26,9 +26,7 @@ def test_a_run_goes_on_bit_by_bit_from_where_a_window_ended(changes, tmp_path) -
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     summary = start(DIGITS, changes, whole)
     assert summary.finished and summary.steps == NUM_STEPS
-    folder = stopped(
-        read_recipe(DIGITS, changes), broken, 2
-    )  # of windows of 2, 1, 2 and 1 batches
+    stopped(read_recipe(DIGITS, changes), broken, 2)  # of windows of 2, 1, 2 and 1 batches
     layout = ["pipeline.recompute=never"]
     if changes is TWO:  # lags the same for every number of stages
         layout.append("pipeline.num_stages=3")
