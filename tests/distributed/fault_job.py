@@ -113,12 +113,10 @@ def train(
         threads_per_stage=1,
         **(shared if os.environ.get("SHARDS") else {}),
     )
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
-    begun_at = newest(folder)
+    optimizer, begun_at = torch.optim.AdamW(pipe.parameters(), lr=0.05), newest(folder)
     if begun_at is not None:
         penstock.load_checkpoint(begun_at, pipe, optimizer)
-    first = pipe.step
-    saving = None
+    first, saving = pipe.step, None
     for step in range(first, STEPS):
         generator = torch.Generator().manual_seed(10 * step + mesh.replica)
         x, y = (torch.randn(12, 4, generator=generator) for _ in range(2))
@@ -151,8 +149,7 @@ def mesh_of(num_replicas: int, shards: list[int]) -> penstock.Mesh:
 def main() -> None:
     """Train until something goes wrong, or to the end."""
     rank, kind, action, replicas, folder = sys.argv[1:6]
-    world = int(os.environ["WORLD_SIZE"])
-    num_layers = int(os.environ["NUM_LAYERS"])
+    world, num_layers = int(os.environ["WORLD_SIZE"]), int(os.environ["NUM_LAYERS"])
     torch.set_num_threads(1)
     mesh = mesh_of(int(replicas), list(map(int, os.environ.get("SHARDS", "1").split())))
     assert mesh.world_size == world

@@ -41,8 +41,7 @@ def descent(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
 def overflow(mesh: penstock.Mesh, rank: int, *, clips: bool) -> dict[str, Any]:
     """Train three steps; in the second, one rank alone finds an inf in a gradient."""
     pipe = pipeline(mesh)
-    scaler = penstock.GradScaler(pipe, init_scale=1024.0)
-    optimizer = descent(pipe)
+    scaler, optimizer = penstock.GradScaler(pipe, init_scale=1024.0), descent(pipe)
     found: dict[str, Any] = {"scales": [], "moved": []}
     for step in range(3):
         pipe.train_step(*batch(step, mesh.replica), loss_scale=scaler.get_scale())

@@ -50,8 +50,7 @@ def train_all(mesh: penstock.Mesh, names: dict[str, list[str]]) -> None:
 def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
     """Compare losses, outputs, and the gradients of the own stage."""
     spread, whole = make(model, way, mesh), make(model, WHOLE, None)
-    inputs_of = model.make()[1]
-    what = f"{model.name}, {way}"
+    inputs_of, what = model.make()[1], f"{model.name}, {way}"
     last = mesh.stage == mesh.num_stages - 1
     for batch in SIZES:
         target = torch.zeros(batch)

@@ -129,9 +129,7 @@ def batches_of(case: Case, replica: int) -> list[Any]:
 
 def train(mesh: penstock.Mesh, case: Case) -> dict[str, Any]:
     """Accumulate the gradients of several mini-batches."""
-    model = case.model
-    built = case.built()
-    shares = batches_of(case, mesh.replica)
+    model, built, shares = case.model, case.built(), batches_of(case, mesh.replica)
     if mesh.replica + mesh.shard > 0:  # the pipeline must start all replicas and shards equal
         for parameter in nn.ModuleList(built.modules).parameters():
             parameter.data += 1.0
@@ -174,8 +172,7 @@ def whole_state(pipe: penstock.Pipeline, modules: list[nn.Module]) -> dict[str, 
 
 def unsplit(case: Case) -> dict[str, Any]:
     """Train the same with plain torch, all replicas' micro-batches one after the other."""
-    model, whole = case.model, case.batches()
-    built = case.built()
+    model, whole, built = case.model, case.batches(), case.built()
     weigh = {Reduction.MEAN: mean, Reduction.SUM: total}[case.reduction]
     num_microbatches = case.num_microbatches * case.num_replicas
     reference = Unsplit(built.modules, built.forward, num_microbatches, weigh)

@@ -97,8 +97,7 @@ def end_with(
     if of_shards is not None:
         world, environment = 2 * of_shards, in_shards(of_shards)
     arguments = ["-m", MODULE, str(rank), kind, action, str(replicas), str(folder)]
-    job = start(world, arguments, environment)
-    began = time.monotonic()
+    job, began = start(world, arguments, environment), time.monotonic()
     for process in (p for r, p in enumerate(job.processes) if r != rank):
         process.wait(60)
     assert time.monotonic() - began < 60

@@ -156,8 +156,7 @@ def refused(mesh: penstock.Mesh, layout: str) -> list[str]:
 def layout_and_results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, list[Any]]:
-    layout = request.param
-    folder = tmp_path_factory.mktemp("hooks")
+    layout, folder = request.param, tmp_path_factory.mktemp("hooks")
     return layout, call(several, LAYOUTS[layout], folder, name=layout)
 
 

@@ -47,8 +47,7 @@ class Run:  # a pipeline and its optimizer
 
     def step(self) -> dict[str, Tensor]:
         """Train one step; return what was there before it, and its gradients."""
-        found = dict(self._tensors())
-        mesh = self.pipe.mesh
+        found, mesh = dict(self._tensors()), self.pipe.mesh
         loss = self.pipe.train_step(*batch(self.pipe.step, mesh.replica, mesh.num_replicas))
         for name, parameter in self.pipe.named_parameters():
             assert parameter.grad is not None

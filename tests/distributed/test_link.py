@@ -25,8 +25,7 @@ def payload(run: int, microbatch: int) -> Activation | Gradient:
     """Give a message: mostly what its micro-batch always is, at times another, or a large one."""
     draw = random.Random(run * MICROBATCHES + microbatch)
     kind = microbatch if draw.random() < 0.8 else draw.randrange(NUM_KINDS)
-    generator = torch.Generator().manual_seed(run)
-    size = draw.random()
+    generator, size = torch.Generator().manual_seed(run), draw.random()
     shape = LARGE if size < 0.05 else (kind % 20 + 1, kind // 20 + 1)
     shape = HUGE if size < 0.002 else shape
     first = torch.randn(shape, generator=generator)

@@ -87,8 +87,7 @@ def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(plan, her
     newest = RunFolder(folder).checkpoints()[-1]
     assert newest.name == "step-000002"
     run = read_recipe(here / "keys.toml")
-    model = build_model(run, build_task(run)).double()
-    reader = CheckpointReader(newest)
+    model, reader = build_model(run, build_task(run)).double(), CheckpointReader(newest)
     saved = reader.read_model(reader.model_names)
     model.load_state_dict(saved)
     assert all(torch.equal(saved[name], t) for name, t in model.state_dict().items())

@@ -67,8 +67,7 @@ class Named(Tensor):
 
 def leaves_of(turn: int, shard: int) -> list[Tensor | None]:
     """Return values of all kinds; the strides of some are not the same on all shards."""
-    generator = torch.Generator().manual_seed(turn)
-    draw = random.Random(turn)
+    generator, draw = torch.Generator().manual_seed(turn), random.Random(turn)
     rows = draw.choice([1, 7, 100, 600])
     images = torch.randn(2, 3, rows, 5, generator=generator)
     wide = torch.randn(rows, 2 * 33, generator=generator)

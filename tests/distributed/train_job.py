@@ -63,8 +63,7 @@ def inject(action: str, step: int) -> None:
 
 def inject_late(agreement: int) -> None:
     """Let this process get the signal during the agreement of that number."""
-    highest = Control.highest
-    left = iter([*[False] * agreement, True])
+    highest, left = Control.highest, iter([*[False] * agreement, True])
 
     def late(self: Control, value: int, what: str) -> int:
         found = highest(self, value, what)

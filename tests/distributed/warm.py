@@ -126,8 +126,7 @@ def _serve(orders: socket.socket) -> list[str]:
         message, descriptors, _, _ = socket.recv_fds(orders, _MOST_BYTES, 2)
         if not message:  # whoever asked has ended
             _end(running)
-        order = json.loads(message)
-        pid = os.fork()
+        order, pid = json.loads(message), os.fork()
         if pid == 0:
             break
         os.close(descriptors[1])

@@ -203,8 +203,7 @@ def check_tied(
     """Compare bits, or with shards what differs by more than rounding."""
     torch.manual_seed(0)
     model = kind().double()
-    twin = copy.deepcopy(model)
-    g = torch.Generator().manual_seed(1)
+    twin, g = copy.deepcopy(model), torch.Generator().manual_seed(1)
     drawn = [torch.randn(6, 12, dtype=torch.float64, generator=g) for _ in range(6)]
     batches = [(both[:, :4], both[:, 4:]) for both in drawn]
     captured = penstock.capture(model, batches[0][0])
@@ -571,8 +570,7 @@ def test_parameters_that_share_memory_are_refused() -> None:
 
 def test_a_failed_window_leaves_whole_versions_behind() -> None:
     with pipe_of(pipedream_2bw) as pipe:
-        optimizer = adamw(pipe)
-        bad = (torch.full((6, 4), 1.0), torch.ones(6, 3))
+        optimizer, bad = adamw(pipe), (torch.full((6, 4), 1.0), torch.ones(6, 3))
         with pytest.raises(UserWarning, match="in the loss, micro-batch 6"):
             pipe.train_steps([*batches_of(3), bad], optimizer)
         assert all(torch.isfinite(p).all() for p in pipe.parameters())

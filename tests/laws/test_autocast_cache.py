@@ -82,8 +82,7 @@ def test_one_autocast_around_all_steps_trains_as_one_around_each(transport, mode
     torch.manual_seed(0)
     ours = [Twice() for _ in range(2)]
     whole = nn.Sequential(*copy.deepcopy(ours))
-    theirs = list(whole.parameters())
-    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    theirs, x, y = list(whole.parameters()), torch.randn(8, 6), torch.randn(8, 6)
     with penstock.Pipeline(
         ours, 2, num_microbatches=4, loss=F.mse_loss, transport=transport, threads_per_stage=1
     ) as pipe:

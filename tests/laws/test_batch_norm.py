@@ -68,8 +68,7 @@ def test_running_statistics_are_those_of_the_whole_mini_batches(momentum, sizes,
 
 @pytest.mark.parametrize("way", in_turns())
 def test_no_momentum_averages_all_mini_batches_alike(way: dict[str, Any]) -> None:
-    layers = norm_first(momentum=None)
-    batches = some_batches(6, 6, 6)
+    layers, batches = norm_first(momentum=None), some_batches(6, 6, 6)
     train(layers, batches, num_microbatches=4, **way)
     expected = torch.stack([x.double().mean((0, 2, 3)) for x, _ in batches]).mean(0)
     torch.testing.assert_close(running(layers[0])[0].double(), expected, rtol=0, atol=1e-6)
@@ -280,8 +279,7 @@ def around(norm: nn.Module) -> nn.Sequential:
 
 
 def assert_trains_like_plain_torch(norm: Callable[[], nn.Module], **way: Any) -> None:
-    ours, plain = around(norm()), around(norm())
-    batches = some_batches(6, 6)
+    ours, plain, batches = around(norm()), around(norm()), some_batches(6, 6)
     train(list(ours), batches, num_microbatches=3, **way)
     for x, y in batches:
         for part, target in zip(x.split(2), y.split(2), strict=True):

@@ -82,8 +82,7 @@ def on_cpu() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
 
 
 def profiled() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
-    recorder = profile(acc_events=True)
-    name = "aten::addmm"
+    recorder, name = profile(acc_events=True), "aten::addmm"
     return recorder, lambda: sum(e.count for e in recorder.key_averages() if e.key == name)
 
 

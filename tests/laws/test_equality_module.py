@@ -58,8 +58,7 @@ def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: A
         for step, ((x, y), (same_x, _)) in enumerate(zip(ours, theirs, strict=True)):
             with autocast(step == 1):  # around the forward only, as torch advises
                 output = pipe(x)
-                loss = model.loss(output, y)
-                outstanding = unsplit.module_forward(same_x)
+                loss, outstanding = model.loss(output, y), unsplit.module_forward(same_x)
                 expected = model.loss(outstanding.output, y)
             assert same_bits(loss, expected)
             loss.backward()
@@ -202,8 +201,7 @@ def test_evaluation_between_a_forward_and_its_backward_changes_nothing() -> None
 
 def test_without_gradients_the_module_gives_the_unsplit_outputs() -> None:
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
-    built = Built(layers, layers, chain(3))
-    x = torch.randn(5, 6)
+    built, x = Built(layers, layers, chain(3)), torch.randn(5, 6)
     pipe = pipeline(BY_NAME["mlp"], built, num_stages=3, num_microbatches=2)
     with pipe, torch.no_grad():
         output = pipe(x)

@@ -270,8 +270,7 @@ def waiting(way: dict[str, Any]) -> tuple[penstock.Pipeline, Built, Built, Tenso
     unsplit = Unsplit(twin.modules, twin.forward, 3)
     [(x, y)] = chosen.batches(7, count=1)
     pipe = pipeline(chosen, built, num_stages=3, num_microbatches=3, **way)
-    loss = chosen.loss(pipe(x), y)
-    outstanding = unsplit.module_forward(x.clone())
+    loss, outstanding = chosen.loss(pipe(x), y), unsplit.module_forward(x.clone())
     chosen.loss(outstanding.output, y).backward()
     outstanding.backward()
     return pipe, built, twin, loss, unsplit, x

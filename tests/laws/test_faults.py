@@ -115,8 +115,7 @@ def assert_works(pipe: penstock.Pipeline, layers: list[nn.Module]) -> None:
     for a, b in zip(
         nn.ModuleList(layers).parameters(), nn.ModuleList(twin).parameters(), strict=True
     ):
-        assert a.grad is not None and b.grad is not None
-        assert torch.equal(a.grad, b.grad)
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
     for (name, c), (_, d) in zip(
         nn.ModuleList(layers).named_buffers(), nn.ModuleList(twin).named_buffers(), strict=True
     ):
@@ -133,8 +132,7 @@ def told(error: BaseException) -> str:
     in_turns(("forward", "backward"), range(NUM_STAGES), (0, 2, 3)),
 )
 def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[str, Any]) -> None:
-    layers = build()
-    number = (0, 2, 5)[stage]
+    layers, number = build(), (0, 2, 5)[stage]
     faulty = faulty_in(layers, number)
     recomputed = way["recompute"] is penstock.Recompute.STAGE
     with make(layers, F.mse_loss, **way) as pipe:
@@ -166,8 +164,7 @@ def test_a_fault_in_the_loss(call: int, way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_a_fault_in_a_recompute(stage: int, transport: penstock.Transport) -> None:
-    layers = build()
-    number = (0, 2, 5)[stage]
+    layers, number = build(), (0, 2, 5)[stage]
     faulty = faulty_in(layers, number)
     with make(layers, F.mse_loss, transport=transport) as pipe:
         for _ in range(2):

@@ -54,8 +54,7 @@ class Faulty(nn.Module):  # raise while `armed`
 
 @pytest.mark.parametrize("fail", (False, True))
 def test_closing_leaves_no_threads(fail: bool) -> None:
-    before = set(threading.enumerate())
-    faulty = Faulty()
+    before, faulty = set(threading.enumerate()), Faulty()
     faulty.armed = False
     pipe = make([*layers()[:5], faulty])
     pipe.train_step(*batch())
@@ -70,8 +69,7 @@ def test_closing_leaves_no_threads(fail: bool) -> None:
 
 
 def test_a_closed_pipeline_starts_again_when_used() -> None:
-    before = set(threading.enumerate())
-    pipe = make(layers())
+    before, pipe = set(threading.enumerate()), make(layers())
     for _ in range(3):
         assert torch.isfinite(pipe.train_step(*batch()))
         pipe.close()
@@ -80,8 +78,7 @@ def test_a_closed_pipeline_starts_again_when_used() -> None:
 
 @pytest.mark.parametrize("outstanding", (False, True))
 def test_a_collected_pipeline_leaves_no_threads(outstanding: bool) -> None:
-    before = set(threading.enumerate())
-    pipe = make(layers())
+    before, pipe = set(threading.enumerate()), make(layers())
     pipe.train_step(*batch())
     output = pipe(batch()[0]) if outstanding else None
     del pipe, output
@@ -92,8 +89,7 @@ def test_a_collected_pipeline_leaves_no_threads(outstanding: bool) -> None:
 
 
 def test_many_faults_leave_no_threads_behind() -> None:
-    before = set(threading.enumerate())
-    faulty = Faulty()
+    before, faulty = set(threading.enumerate()), Faulty()
     with make([*layers()[:5], faulty]) as pipe:
         for _ in range(10):
             with pytest.raises(ValueError, match="faulty"):
@@ -115,8 +111,7 @@ class Waiting(nn.Module):  # wait until it is let go
 
 
 def test_a_wait_beyond_the_deadline_says_who_waits_for_whom() -> None:
-    waiting = Waiting()
-    before = set(threading.enumerate())
+    waiting, before = Waiting(), set(threading.enumerate())
     pipe = make([*layers()[:3], waiting, *layers()[4:]], timeout_s=0.2)
     with pytest.raises(penstock.errors.WaitTimeout, match=r"stage \d.*stage \d"):
         pipe.train_step(*batch())

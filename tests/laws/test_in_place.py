@@ -39,8 +39,7 @@ class ChangesBatch(nn.Module):
 @pytest.mark.parametrize("num_stages", (1, 2, 4))
 def test_each_stage_that_reads_the_batch_changes_its_own_in_evaluation(num_stages: int) -> None:
     torch.manual_seed(0)
-    model = ChangesBatch()
-    x = torch.randn(4, 6)
+    model, x = ChangesBatch(), torch.randn(4, 6)
     layers = penstock.capture(model, x.clone(), inputs="everywhere")
     with penstock.Pipeline(
         layers, num_stages, num_microbatches=2, loss=F.mse_loss, threads_per_stage=1
@@ -69,8 +68,7 @@ class DoublesData(nn.Module):  # double a value past autograd, before each block
 def test_changes_that_autograd_does_not_see_are_made_once(partition, recompute) -> None:
     torch.manual_seed(0)
     model = DoublesData()
-    parameters = list(model.parameters())
-    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    parameters, x, y = list(model.parameters()), torch.randn(6, 6), torch.randn(6, 6)
     options: dict[str, Any] = {"loss": F.mse_loss, "recompute": recompute, "threads_per_stage": 1}
     with penstock.Pipeline(
         penstock.capture(model, x), partition=partition, num_microbatches=3, **options

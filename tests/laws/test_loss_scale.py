@@ -157,8 +157,7 @@ def test_a_scalers_state_is_plain_numbers_and_goes_into_another() -> None:
 def test_a_scaler_that_is_switched_off_changes_nothing() -> None:
     model = BY_NAME["mlp"]
     with pipeline(model, model.build(), **options()) as pipe:
-        scaler = penstock.GradScaler(pipe, enabled=False)
-        optimizer = descent(pipe)
+        scaler, optimizer = penstock.GradScaler(pipe, enabled=False), descent(pipe)
         before = copy.deepcopy(pipe.state_dict())
         for batch in model.batches(7, 1):
             pipe.train_step(*batch, loss_scale=scaler.get_scale())

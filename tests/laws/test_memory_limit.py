@@ -125,8 +125,7 @@ def test_what_half_a_backward_leaves_is_under_the_limit(schedule: Family) -> Non
     most, _ = of_ranks(schedule)
     limit = max(most) * 5 // 4
     kept, predicted = of_ranks(schedule, memory_limit_bytes=limit)
-    assert predicted is not None and max(kept) <= limit
-    assert max(predicted) <= limit
+    assert predicted is not None and max(kept) <= limit and max(predicted) <= limit
     of_copies = 8 * 32 * 4 + 64  # of the batch, and to the place in a cache line
     assert all(a <= b + of_copies for a, b in zip(kept, predicted, strict=True))
     with pytest.raises(ConfigError, match="bytes too few"):

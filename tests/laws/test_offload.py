@@ -103,8 +103,7 @@ def test_a_failed_step_leaves_no_file_behind_and_the_next_one_is_right(tmp_path:
     failing = Failing()
     layers = [nn.Linear(4, 4), failing, nn.Linear(4, 1)]
     pipe = offloading(layers, offload_folder=tmp_path)
-    x, y = torch.randn(6, 4), torch.randn(6, 1)
-    before = open_files()
+    x, y, before = torch.randn(6, 4), torch.randn(6, 1), open_files()
     with pytest.raises(ValueError, match="injected"):
         pipe.train_step(x, y)
     assert open_files() == before and list(tmp_path.iterdir()) == []
@@ -210,8 +209,7 @@ def test_what_is_no_policy_is_refused(wrong: dict[str, Any], words: str) -> None
 
 def small(**options: Any) -> penstock.Pipeline:
     """Make a pipeline of two stages."""
-    layers = [nn.Linear(4, 4), nn.Linear(4, 1)]
-    loss = nn.functional.mse_loss
+    layers, loss = [nn.Linear(4, 4), nn.Linear(4, 1)], nn.functional.mse_loss
     return penstock.Pipeline(layers, num_stages=2, num_microbatches=4, loss=loss, **options)
 
 
@@ -224,8 +222,7 @@ class Spoils(nn.Module):  # change in place what its exponential has saved
 
 def test_a_saved_value_that_changes_in_place_is_an_error_as_in_plain_torch() -> None:
     layers = [nn.Linear(4, 4), Spoils(), nn.Linear(4, 1)]
-    x, y = torch.ones(6, 4), torch.ones(6, 1)
-    words = "modified by an inplace operation"
+    x, y, words = torch.ones(6, 4), torch.ones(6, 1), "modified by an inplace operation"
     with pytest.raises(RuntimeError, match=words):
         nn.functional.mse_loss(nn.Sequential(*layers)(x), y).backward()
     pipe = offloading(layers)

@@ -83,8 +83,7 @@ def test_the_first_batch_makes_another_plan() -> None:
     pipe = pipeline(num_stages=2, num_microbatches=4)
     first = pipe.plan
     assert (first.balanced_by, first.predicted_s) == (BalancedBy.PARAMETERS, None)
-    outputs = pipe(batch()[0])
-    second = pipe.plan
+    outputs, second = pipe(batch()[0]), pipe.plan
     assert (second.balanced_by, len(second.predicted_s or ())) == (BalancedBy.TIME, 2)
     assert replace(second, partition=first.partition, balanced_by=first.balanced_by) == replace(
         first, predicted_s=second.predicted_s, unsplit=()
@@ -128,8 +127,7 @@ def test_another_seed_is_another_plan_of_the_same_stages() -> None:
 
 
 def test_a_plan_of_another_model_names_the_first_layer_that_differs() -> None:
-    plan = pipeline(num_stages=2).plan
-    other = layers()
+    plan, other = pipeline(num_stages=2).plan, layers()
     other[4] = nn.Linear(6, 4)
     kept = copy.deepcopy(other.state_dict())
     with pytest.raises(PlanError, match=r"another model: the parameters of layer 4, '4' \(Lin"):

@@ -147,8 +147,7 @@ def test_masks_differ_by_seed_step_layer_and_micro_batch() -> None:
 
 def test_setting_the_step_continues_an_earlier_run() -> None:
     model = next(m for m in ALL_MODELS if m.name == "randomness")
-    batches = model.batches(6, count=4)
-    whole, resumed = model.build(), model.build()
+    batches, whole, resumed = model.batches(6, count=4), model.build(), model.build()
     with pipeline(model, whole, num_stages=3, num_microbatches=2) as pipe:
         losses = [pipe.train_step(*batch) for batch in batches]
         assert pipe.step == 4

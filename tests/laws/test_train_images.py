@@ -63,8 +63,7 @@ DAMAGED = "train/light/3.png"
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make some images, of which one in each part is damaged behind its header."""
-    folder = tmp_path_factory.mktemp("images")
-    random = np.random.default_rng(0)
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for part, count in (("train", 6), ("val", 3)):
         for number, name in enumerate(CLASSES):
             (folder / part / name).mkdir(parents=True)

@@ -59,8 +59,7 @@ def test_a_step_more_than_was_reckoned_with_has_a_learning_rate_too() -> None:
 
 
 def test_a_run_says_that_its_warm_up_is_shortened(tmp_path: Path) -> None:
-    said = io.StringIO()
-    changes = [*SMALL, "train.epochs=1"]
+    said, changes = io.StringIO(), [*SMALL, "train.epochs=1"]
     console = Console(file=said)
     assert start_run(Request(DIGITS, changes, tmp_path / "run"), console, Interrupt()).finished
     assert "warmup_epochs = 2 is not less than train.epochs = 1" in said.getvalue()

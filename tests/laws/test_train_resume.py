@@ -102,8 +102,7 @@ def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(uninterrupted, tmp
 def test_a_run_without_any_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     folder = create(tmp_path / "run", recipe_to_toml(read_recipe(DIGITS, SMALL)))
     folder.append_metrics({"kind": "step", "step": 1, "loss": 0.0})
-    assert resume(folder.path).steps == NUM_STEPS
-    assert curve(folder.path) == curve(uninterrupted)
+    assert resume(folder.path).steps == NUM_STEPS and curve(folder.path) == curve(uninterrupted)
 
 
 def test_the_whole_curve_is_there_once(uninterrupted: Path) -> None:
@@ -113,8 +112,7 @@ def test_the_whole_curve_is_there_once(uninterrupted: Path) -> None:
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(uninterrupted: Path) -> None:
-    lines = curve(uninterrupted)
-    sizes = [500, 500, 438]
+    lines, sizes = curve(uninterrupted), [500, 500, 438]
     for epoch in (1, 2):
         losses = [line["loss"] for line in lines if line["kind"] == "step"][3 * epoch - 3 :]
         mean = sum(loss * size for loss, size in zip(losses, sizes, strict=False)) / sum(sizes)

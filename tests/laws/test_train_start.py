@@ -90,8 +90,7 @@ def test_a_fine_tuned_run_without_a_sound_checkpoint_begins_with_the_same_weight
     with Trainer(recipe) as trainer:
         expected = {name: t.clone() for name, t in trainer.pipe.state_dict().items()}
     with Trainer(recipe, resumes=True) as trainer:
-        said = trainer.resume(folder, falls_back=True)
-        found = trainer.pipe.state_dict()
+        said, found = trainer.resume(folder, falls_back=True), trainer.pipe.state_dict()
     assert trainer.position.step == 0
     assert "is set aside" in said[0] and said[1].endswith("the run begins again at step 0")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -105,8 +105,7 @@ def test_what_was_not_made_of_a_finished_run_is_made_when_it_is_resumed(
     folder = shutil.copytree(uninterrupted[name], tmp_path / "run")
     expected = (folder / made).read_text()
     (folder / made).unlink()
-    assert resume(folder).finished
-    assert (folder / made).read_text() == expected
+    assert resume(folder).finished and (folder / made).read_text() == expected
     with pytest.raises(RunFolderError, match="there is nothing to resume"):
         resume(folder)
 

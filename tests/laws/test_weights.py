@@ -72,8 +72,7 @@ def step(loss: Loss, modules: list[nn.Module], batch: Any, **options: Any) -> Te
     """Run one step of a pipeline over `modules`."""
     with penstock.Pipeline(modules, loss=loss, threads_per_stage=1, **options) as pipe:
         result = pipe.train_step(*batch)
-    assert isinstance(result, Tensor) and result.dim() == 0
-    assert not result.requires_grad
+    assert isinstance(result, Tensor) and result.dim() == 0 and not result.requires_grad
     return result
 
 
@@ -96,8 +95,7 @@ def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(
     for a, b in zip(
         nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
     ):
-        assert a.grad is not None and b.grad is not None
-        assert torch.equal(a.grad, b.grad)
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
@@ -158,8 +156,7 @@ def test_gradients_are_never_rescaled_so_steps_with_other_sizes_add_up() -> None
     for a, b in zip(
         nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
     ):
-        assert a.grad is not None and b.grad is not None
-        assert torch.equal(a.grad, b.grad)
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
 
 
 @pytest.mark.parametrize("scale", (0.1, 1000.0))

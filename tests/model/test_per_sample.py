@@ -84,8 +84,7 @@ def test_boxes_of_each_sample_train_as_in_a_plain_loop(
     model, hints = _Detects(), [torch.ones(n + 1) / 8 for n in range(3)]
     x, own = X[:3].clone().requires_grad_(), X[:3].clone().requires_grad_()
     sizes = {1: [3], 2: [2, 1], 3: [1, 1, 1]}[num_microbatches]
-    expected = torch.zeros(())
-    whole = copy.deepcopy(model)
+    expected, whole = torch.zeros(()), copy.deepcopy(model)
     for start, size in zip((0, sizes[0], 2), sizes, strict=False):
         part = slice(start, start + size)
         term = _misses(whole(hints[part], own[part]), BOXES[part]) * (size / 3)

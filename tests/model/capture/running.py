@@ -246,6 +246,5 @@ def assert_close(found: Tensors, expected: Tensors) -> None:
     for name in differing(found, expected):
         one, other = found[name], expected[name]
         assert one is not None and other is not None
-        largest = float(other.abs().max())
-        rounding = torch.finfo(torch.bfloat16).eps
+        largest, rounding = float(other.abs().max()), torch.finfo(torch.bfloat16).eps
         torch.testing.assert_close(one, other, rtol=0, atol=rounding * largest)

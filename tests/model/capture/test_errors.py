@@ -86,8 +86,7 @@ def test_what_would_be_wrong_is_refused_and_left_as_it_was(refused: Refused) -> 
 
 
 def test_random_numbers_inside_a_block_may_be_pythons() -> None:
-    inside = of_blocks(nn.Linear, DrawingInside, nn.Linear)
-    state = random.getstate()
+    inside, state = of_blocks(nn.Linear, DrawingInside, nn.Linear), random.getstate()
     assert len(record_model(inside, inputs()).calls) == 3 and random.getstate() == state
 
 
@@ -235,8 +234,7 @@ def test_a_capture_leaves_the_model_as_it_was() -> None:
     whole = nn.ModuleDict({"inner": model})
     whole.forward = model.forward
     model[1].eval()
-    before = copy.deepcopy(model.state_dict())
-    state = torch.get_rng_state()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     record_model(whole, inputs())
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model] == [True, False, True]

@@ -183,8 +183,7 @@ class Scaled(Chain):  # is given a list with an attribute
 def test_a_list_of_the_users_class_keeps_its_attributes() -> None:
     model, given = Scaled(), Named([inputs(4)])
     given.name = "longer"
-    expected = copy.deepcopy(model)(given)
-    layers = penstock.capture(model, given)
+    expected, layers = copy.deepcopy(model)(given), penstock.capture(model, given)
     with Pipeline(layers, num_stages=2, loss=squares, threads_per_stage=1) as pipe:
         assert_equal({"output": pipe.eval_step(given)}, {"output": expected})
 

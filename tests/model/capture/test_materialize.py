@@ -66,8 +66,7 @@ def test_values_do_not_depend_on_the_cut_nor_on_what_is_elsewhere(name: str) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_buffers_and_fixed_values_are_those_of_a_model_built_for_real(name: str) -> None:
-    real = build(name)[0]
-    made = pipeline(build(name, device="meta")).original
+    real, made = build(name)[0], pipeline(build(name, device="meta")).original
     assert_equal(dict(made.named_buffers()), dict(real.named_buffers()))
     for parameter, (path, expected) in zip(
         made.parameters(), real.named_parameters(), strict=True
@@ -103,8 +102,7 @@ def test_random_states_are_left_alone() -> None:
 
 
 def test_tied_parameters_stay_one() -> None:
-    model = pipeline(build("t5", device="meta")).original
-    real = build("t5")[0]
+    model, real = pipeline(build("t5", device="meta")).original, build("t5")[0]
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in real.named_parameters()]
     assert model.get_parameter("lm_head.weight") is model.get_parameter("shared.weight")
 

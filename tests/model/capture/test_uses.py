@@ -267,8 +267,7 @@ def test_outputs_of_all_kinds_are_those_of_the_model(make, scalars, joined, unjo
     with Pipeline(
         model, num_stages=2, num_microbatches=2, example_inputs=batch, threads_per_stage=1
     ) as pipe:
-        evaluated = pipe.eval_step(batch)
-        called = pipe(**batch)
+        evaluated, called = pipe.eval_step(batch), pipe(**batch)
         called.loss.backward()
     assert_equal(gradients(model), gradients(whole))
     for found in (evaluated, called):

@@ -171,8 +171,7 @@ class ThroughAView(Chain):
 
     def forward(self, x: Tensor) -> Tensor:
         found = x.new_zeros(len(x), 3, WIDTH)
-        second = found[:, 1]
-        x = self.blocks[1](self.blocks[0](x))
+        second, x = found[:, 1], self.blocks[1](self.blocks[0](x))
         second.copy_(x)
         return self.blocks[2](x) + found.sum(1)
 
