@@ -1,5 +1,6 @@
 """Layers for the test models: plain modules, each with one thing that is hard for a pipeline."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,6 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+
+
+class Does(nn.Module):
+    """Apply a function; it has no weights."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
 
 
 class Residual(nn.Module):

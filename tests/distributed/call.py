@@ -59,7 +59,6 @@ def _more(placement: Placement) -> list[Any]:
 
 
 def main() -> None:
-    """Do what is asked for."""
     module, name, ranks, arguments, folder = sys.argv[1:6]
     function = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)

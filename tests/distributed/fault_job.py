@@ -85,7 +85,6 @@ def inject_into_batch(action: str) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """Find the newest complete checkpoint."""
     return max(folder.glob("step-*"), default=None)
 
 
@@ -135,7 +134,6 @@ def train(
 
 
 def mesh_of(num_replicas: int, shards: list[int]) -> penstock.Mesh:
-    """Make a mesh of stages of so many shards."""
     if len(shards) == 1:
         return penstock.init_mesh(num_replicas=num_replicas, num_shards=shards[0], timeout_s=60.0)
     crossing._FEW_BYTES = 32  # messages are small here
@@ -147,7 +145,6 @@ def mesh_of(num_replicas: int, shards: list[int]) -> penstock.Mesh:
 
 
 def main() -> None:
-    """Train until something goes wrong, or to the end."""
     rank, kind, action, replicas, folder = sys.argv[1:6]
     world, num_layers = int(os.environ["WORLD_SIZE"]), int(os.environ["NUM_LAYERS"])
     torch.set_num_threads(1)

@@ -101,7 +101,6 @@ def run(
     timeout_s: float = 100.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Run a job that must end well."""
     ended = start(world_size, arguments, environment).wait(timeout_s)
     bad = [f"--- rank {e.rank}: {e.code}\n{e.output}" for e in ended if e.code != 0]
     assert not bad, "\n".join(bad)
@@ -151,5 +150,4 @@ def held_port() -> socket.socket:
 
 
 def number_of(port: socket.socket) -> str:
-    """Give the number of a port that is held, as the environment has it."""
     return str(port.getsockname()[1])

@@ -16,7 +16,6 @@ from tests.side_by_side import same_bits
 
 
 def work(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
-    """Give what came of each."""
     folder = Path(folder_for_saves)
     torch.manual_seed(0)
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]

@@ -21,7 +21,6 @@ MICROBATCHES = 4  # of all replicas
 
 
 def layers() -> list[nn.Module]:
-    """Build the model; the same one in every process."""
     torch.manual_seed(0)
     return [
         nn.Linear(6, 8),
@@ -61,7 +60,6 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.05)
 
     def step(self) -> float:
-        """Train one step; give its loss."""
         loss = self.pipe.train_step(
             *batch(self.pipe.step, self.mesh.replica, self.mesh.num_replicas)
         )
@@ -71,7 +69,6 @@ class Run:
 
 
 def finish(run: Run) -> list[float]:
-    """Train on and give the losses."""
     return [run.step() for _ in range(2)]
 
 

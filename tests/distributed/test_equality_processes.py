@@ -22,6 +22,7 @@ from tests.distributed import odd_types
 from tests.distributed.call import call
 from tests.every_schedule import Dealt, families
 from tests.laws.test_accumulation import MOVED_BY_EVALUATION
+from tests.model_parts import Does
 from tests.models import ALL_MODELS, Built, Model, vectors
 from tests.reference import Unsplit, mean, split, total
 from tests.side_by_side import pipeline, same_bits, state_of
@@ -34,14 +35,9 @@ class Widen(nn.Module):
         return x.unsqueeze(1) * torch.linspace(0.1, 1.0, 40_000).unsqueeze(1)
 
 
-class Narrow(nn.Module):  # give the mean over the rows
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
 def large_messages() -> list[Any]:
     """Make layers between which a micro-batch is larger than what waits in the kernel."""
-    first, last = (nn.Linear(6, 8), Widen()), (Narrow(), nn.Linear(8, 3))
+    first, last = (nn.Linear(6, 8), Widen()), (Does(lambda x: x.mean(1)), nn.Linear(8, 3))
     return [*first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), *last]
 
 
@@ -91,12 +87,10 @@ class Case:  # one training run; the seven samples and the micro-batches are of 
     num_samples: int = 7
 
     def batches(self) -> list[Any]:
-        """Return three mini-batches of all replicas."""
         count = self.num_samples * self.num_replicas
         return [self.exact(b) for b in self.model.batches(count, 3)]
 
     def built(self) -> Built:
-        """Build the model."""
         built = self.model.build()
         if self.sharding is not None:
             nn.ModuleList(built.modules).to(self.dtype)
@@ -128,7 +122,6 @@ def batches_of(case: Case, replica: int) -> list[Any]:
 
 
 def train(mesh: penstock.Mesh, case: Case) -> dict[str, Any]:
-    """Accumulate the gradients of several mini-batches."""
     model, built, shares = case.model, case.built(), batches_of(case, mesh.replica)
     if mesh.replica + mesh.shard > 0:  # the pipeline must start all replicas and shards equal
         for parameter in nn.ModuleList(built.modules).parameters():
@@ -291,7 +284,6 @@ CASES: dict[str, Callable[[int], list[Case]]] = {
 
 
 def work(mesh: penstock.Mesh, which: str) -> list[dict[str, Any]]:
-    """Train every case that is asked for."""
     found = []
     for case in CASES[which](mesh.num_stages):
         with case.precision():
@@ -326,7 +318,6 @@ def test_processes_give_the_unsplit_models_bits(which: Any, num_ranks: Any, tmp_
 
 
 def unlike(ours: dict[str, Any], theirs: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Name what differs in a bit."""
     pairs = {name: (tree_leaves(ours[name]), tree_leaves(theirs[name])) for name in names}
     return [
         name for name, (a, b) in pairs.items() if len(a) != len(b) or not all(map(same_bits, a, b))

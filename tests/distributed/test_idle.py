@@ -46,7 +46,6 @@ class Run:  # a pipeline and its optimizer
         self.optimizer = KINDS[kind](self.pipe.parameters(), lr=0.05)
 
     def step(self) -> dict[str, Tensor]:
-        """Train one step; return what was there before it, and its gradients."""
         found, mesh = dict(self._tensors()), self.pipe.mesh
         loss = self.pipe.train_step(*batch(self.pipe.step, mesh.replica, mesh.num_replicas))
         for name, parameter in self.pipe.named_parameters():
@@ -155,7 +154,6 @@ def test_an_ordinary_script_trains_with_idle_ranks_as_without(tmp_path: Path) ->
 
 
 def asynchronous(mesh: penstock.Mesh) -> tuple[list[float], dict[str, Tensor]]:
-    """Train where the schedule moves the weights."""
     pipe = piped(mesh, partition=[2, 2], schedule=schedules.pipedream_2bw)
     optimizer = SGD(pipe.parameters(), lr=0.05)
     losses = pipe.train_steps([batch(step, 0, 1) for step in range(3)], optimizer)

@@ -42,7 +42,6 @@ def end_of(mesh: penstock.Mesh) -> Any:
 
 
 def exchange(mesh: penstock.Mesh) -> None:
-    """Send on stage 0, all of a run ahead; receive on stage 1."""
     end = end_of(mesh)
     for run in range(NUM_RUNS):
         for i in range(MICROBATCHES):

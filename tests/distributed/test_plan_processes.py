@@ -27,14 +27,12 @@ class Powers(nn.Module):  # has a weight whose gradient cannot wait
 
 
 def pipeline(mesh: penstock.Mesh, **options: Any) -> penstock.Pipeline:
-    """Make a pipeline of a small model."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)]
     return penstock.Pipeline(layers, mesh=mesh, loss=nn.MSELoss(), **options)
 
 
 def gradients(pipe: penstock.Pipeline) -> dict[str, Tensor | None]:
-    """Train one step."""
     generator = torch.Generator().manual_seed(1)
     pipe.train_step(torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator))
     return {name: p.grad for name, p in pipe.named_parameters()}
@@ -63,7 +61,6 @@ def in_two_parts(mesh: penstock.Mesh) -> str:
 
 
 def refusal(mesh: penstock.Mesh, plan: Plan) -> str:
-    """Return what a plan is refused with."""
     try:
         pipeline(mesh, plan=plan)
     except ConfigError as error:

@@ -34,7 +34,6 @@ def stopped(ended: list[Ended]) -> None:
 
 
 def numbers(folder: Path) -> list[float]:
-    """Read the losses of all steps, and those of validation."""
     return [line["loss" if line["kind"] == "step" else "valid_loss"] for line in curve(folder)]
 
 
@@ -66,14 +65,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(here: Path) -> Path:
-    """Train in one process, without a stop."""
     start(1, job(0, str(here / "keys.toml"), "--run-folder", str(here / "alone"))).wait(100)
     return here / "alone"
 
 
 @pytest.fixture(scope="module")
 def plan(here: Path) -> str:
-    """Plan the recipe for 1 + 2 devices."""
     wanted = ("plan", str(here / "keys.toml"), "--cluster", str(here / "1+2.toml"))
     many = ("--sharding", "data", "--num-microbatches", "2", "--save", str(here / "plan.json"))
     assert command((*wanted, *many)) == 0

@@ -140,7 +140,6 @@ def test_the_guides_code_trains_alike_in_one_process_and_in_two(tmp_path, monkey
 
 
 def load_all(folder: Path) -> dict[str, Tensor]:
-    """Read all files of a folder."""
     return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 

@@ -31,7 +31,6 @@ TORCHRUN = ("-m", "torch.distributed.run")
 
 
 def faulty(action: str, ranks: str, step: int) -> tuple[str, ...]:
-    """Give the command that goes wrong at a step."""
     return ("-m", "tests.distributed.train_job", action, ranks, str(step))
 
 
@@ -40,7 +39,6 @@ def words(*changes: str, recipe: str = str(DIGITS)) -> list[str]:
 
 
 def begin(arguments: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
-    """Start a command in `folder`; its output is one stream."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
@@ -70,7 +68,6 @@ def run(arguments: Sequence[str], folder: Path, code: int = 0) -> str:
 
 
 def elastic(job: Sequence[str], *, processes: int, restarts: int = 1) -> list[str]:
-    """Give a torchrun command for one host."""
     counts = ("--nproc-per-node", str(processes), "--max-restarts", str(restarts))
     return [*TORCHRUN, "--standalone", *counts, *job]
 

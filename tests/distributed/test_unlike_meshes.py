@@ -36,7 +36,6 @@ OTHERS = ("2 + 1", "2 + 3", "2 + 2")
 
 
 def placed(senders: int, receivers: int) -> Placement:
-    """Place two stages on so many shards."""
     ranks = tuple(range(senders + receivers))
     return Placement(((ranks[:senders],), (ranks[senders:],)), ("cpu", "cpu"))
 

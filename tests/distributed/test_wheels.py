@@ -41,12 +41,10 @@ class Installed:  # a fresh environment, and an empty folder in which its comman
         self.environment = kept | {"OMP_NUM_THREADS": "1"}
 
     def install(self, *what: str) -> None:
-        """Install packages, with what they need at the pinned versions."""
         constraints = ("--constraint", str(ROOT / "constraints.txt"))
         self.run("python", "-m", "pip", "install", "--quiet", *constraints, *what)
 
     def run(self, program: str, *words: str, code: int = 0) -> str:
-        """Run a program of the environment; return what it wrote."""
         options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
         done = subprocess.run(
             [self.bin / program, *words], cwd=self.folder, env=self.environment, **options

@@ -50,7 +50,6 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
-    """Give a replica's share of a step's mini-batch."""
     generator = torch.Generator().manual_seed(2 * step + replica)
     return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
@@ -98,7 +97,6 @@ def train(
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Count the bytes of the state that grows with the parameters."""
     values = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
     return sum(v.numel() * v.element_size() for v in values)
 
@@ -140,7 +138,6 @@ def resumed(mesh: penstock.Mesh, where: str) -> list[list[float]]:
 
 
 def work(mesh: penstock.Mesh, where: str) -> dict[str, Any]:
-    """Do all of it."""
     cases = [("mixed", name, scaled) for name in OPTIMIZERS for scaled in (False, True)]
     if mesh.num_stages <= 2:
         cases.append(("bare", "AdamW", True))

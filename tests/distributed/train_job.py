@@ -27,7 +27,6 @@ PARENT = os.getppid()
 
 
 def go_wrong(action: str) -> None:
-    """Do what ACTION says."""
     match action:
         case "raise":
             raise ValueError("injected")

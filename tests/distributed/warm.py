@@ -71,7 +71,6 @@ class Forked:  # a process that an origin has forked; it has what is needed of `
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -151,7 +150,6 @@ def _tell_of_ended(running: dict[int, socket.socket]) -> None:
 
 
 def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> list[str]:
-    """Be the process that was asked for."""
     os.close(control)
     os.setsid()
     os.dup2(output, 1)
@@ -163,8 +161,6 @@ def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> l
 
 
 def main() -> None:
-    """Import what jobs need, and fork; then run what is asked for, as `python -m` would."""
-
     import pytest  # noqa: F401 - all are imported for those that are forked
 
     import penstock_recipes.train.command  # noqa: F401 - as above

@@ -229,7 +229,6 @@ def check_tied(
 
 
 def keep_the_law(mesh: penstock.Mesh) -> None:
-    """See that a process and its peers train with delays."""
     for family in FAMILIES:
         for name, partition in (("transformer", (2, 3)), ("convolutions", (3, 6))):
             told: dict[str, Any] = {"partition": partition, "num_microbatches": 2, "mesh": mesh}
@@ -266,7 +265,6 @@ def parted(case: equality.Case, num_stages: int) -> tuple[int, ...]:
 
 
 def windows_of(case: equality.Case) -> list[list[Any]]:
-    """Return the mini-batches of each call."""
     batches = [case.exact(batch) for batch in case.model.batches(7, sum(WINDOWS))]
     ends = accumulate(WINDOWS, initial=0)
     return [batches[a:b] for a, b in pairwise(ends)]
@@ -317,7 +315,6 @@ def in_shards(
 
 
 def train_with_delays(case: equality.Case, num_stages: int) -> dict[str, Any]:
-    """Train the same unsplit."""
     built, partition = case.built(), parted(case, num_stages)
     ends = list(accumulate(partition, initial=0))
     reference = delayed.Delayed(

@@ -33,7 +33,6 @@ def norm_first(**options: Any) -> list[nn.Module]:
 def train(
     layers: list[nn.Module], batches: list[Any], num_stages: int = 2, **options: Any
 ) -> None:
-    """Train a pipeline on some batches."""
     with penstock.Pipeline(
         layers, num_stages=num_stages, loss=F.cross_entropy, threads_per_stage=1, **options
     ) as pipe:
@@ -47,7 +46,6 @@ def some_batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the running mean, the running variance and the number of batches."""
     buffers = dict(module.named_buffers())
     return buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
 

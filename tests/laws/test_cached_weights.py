@@ -14,21 +14,19 @@ from torch.nn.utils import parametrize
 import penstock
 from penstock.errors import ConfigError
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
+from tests.model_parts import Does
 from tests.ways import IN_ONE_PROCESS
 
 PARTS = 4
-
-
-class Growing(nn.Module):  # a weight whose graph can be run back once only
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.exp()
 
 
 class Cached(nn.Module):  # reads a weight several times, and computes it once
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        parametrize.register_parametrization(self.linear, "weight", Growing())
+        parametrize.register_parametrization(
+            self.linear, "weight", Does(lambda weight: weight.exp())
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         with parametrize.cached():

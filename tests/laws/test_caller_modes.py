@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
 from penstock.errors import ConfigError, ExecutionWarning
+from tests.model_parts import Does
 from tests.side_by_side import same_bits
 from tests.ways import IN_ONE_PROCESS
 
@@ -140,16 +141,6 @@ class ReadsThreadLocal(nn.Module):
         return x * _in_thread.factor
 
 
-class ReadsContext(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * _in_context.get()
-
-
-class Missing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * SimpleNamespace().factor
-
-
 def notes_of(layer: nn.Module, transport: penstock.Transport) -> str:
     pipe = pipeline([nn.Linear(6, 3), layer], transport=transport)
     with pipe, pytest.raises(AttributeError) as caught:
@@ -163,7 +154,10 @@ def test_a_thread_local_that_a_worker_lacks_is_explained() -> None:
     assert "what the caller set is not there. Use a contextvars.ContextVar" in notes
     token = _in_context.set(2.0)
     losses = []
-    for layer, transport in ((ReadsThreadLocal(), LOOPBACK), (ReadsContext(), THREADS)):
+    for layer, transport in (
+        (ReadsThreadLocal(), LOOPBACK),
+        (Does(lambda x: x * _in_context.get()), THREADS),
+    ):
         with pipeline([*layers(), layer], transport=transport) as pipe:
             losses.append(pipe.train_step(*batch()))
     assert same_bits(*losses)
@@ -173,7 +167,7 @@ def test_a_thread_local_that_a_worker_lacks_is_explained() -> None:
 
 
 def test_other_missing_attributes_are_not_about_threads() -> None:
-    assert "ContextVar" not in notes_of(Missing(), THREADS)
+    assert "ContextVar" not in notes_of(Does(lambda x: x * SimpleNamespace().factor), THREADS)
 
 
 @RECOMPUTE

@@ -54,7 +54,6 @@ def drawn(seed: int) -> nn.Sequential:
 
 
 def trained(seed: int) -> str:
-    """Train a drawn case for a step; say what came of it."""
     draw, layers, unsplit = random.Random(f"how {seed}"), drawn(seed), drawn(seed)
     num_stages, parts = draw.randint(1, min(3, len(layers))), draw.randint(1, 3)
     limit = draw.choice([200, 2_000, 20_000, 10**6])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.model_parts import InPlaceAffine
+from tests.model_parts import Does, InPlaceAffine
 from tests.models import ALL_MODELS, Built, Model, tokens, vectors
 from tests.reference import Forward, Unsplit, chain
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
@@ -22,18 +22,14 @@ BY_NAME = {model.name: model for model in ALL_MODELS}
 def model(
     layers: Callable[[], list[Any]], forward: Forward | None = None, **options: Any
 ) -> Model:
-    """Make a test model on vectors."""
     return Model("made here", layers, vectors, F.mse_loss, forward, **options)
-
-
-class Detached(nn.Module):  # stop the gradient
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gradient_that_is_stopped_leaves_none_before_it(way: dict[str, Any]) -> None:
-    stopped = model(lambda: [nn.Linear(6, 6), nn.Tanh(), Detached(), nn.Linear(6, 3)])
+    stopped = model(
+        lambda: [nn.Linear(6, 6), nn.Tanh(), Does(lambda x: x.detach()), nn.Linear(6, 3)]
+    )
     for partition in ((1, 1, 1, 1), (2, 2), (3, 1)):
         assert_trains_like_unsplit(stopped, 7, partition=partition, num_microbatches=3, **way)
 
@@ -45,7 +41,7 @@ def test_a_value_changed_in_place_while_a_skip_still_reads_it(way: dict[str, Any
             penstock.Layer(nn.Linear(6, 6), outputs="a"),
             penstock.Layer(InPlaceAffine(), outputs="b"),
             penstock.Layer(nn.Linear(6, 6), outputs="c"),
-            penstock.Layer(_Sum(), inputs=("c", "a")),
+            penstock.Layer(Does(lambda a, b: a + b), inputs=("c", "a")),
             nn.Linear(6, 3),
         ]
 
@@ -106,16 +102,6 @@ def test_a_hook_on_a_value_that_leaves_its_stage_is_right(way: dict[str, Any]) -
     assert_trains_like_unsplit(model(layers), 7, partition=(1, 1, 1), num_microbatches=3, **way)
 
 
-class _Sum(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
-
-
-class _Alias(nn.Module):  # give one tensor under two names, and a number
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        return x, x, 3
-
-
 class _Use(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +119,7 @@ def test_one_tensor_under_two_names_and_a_number_by_name(partition: Any, way: An
     def layers() -> list[Any]:
         return [
             nn.Linear(6, 6),
-            penstock.Layer(_Alias(), outputs=("a", "b", "n")),
+            penstock.Layer(Does(lambda x: (x, x, 3)), outputs=("a", "b", "n")),
             penstock.Layer(_Use(), inputs=("a", "b", "n"), outputs="y"),
             penstock.Layer(_Use(), inputs=("b", "y", "n"), outputs="z"),
             penstock.Layer(_Use(), inputs=("z", "a", "n")),
@@ -168,14 +154,11 @@ class _Pack(nn.Module):
         return Parcel(self.linear(x))
 
 
-class _Unpack(nn.Module):
-    def forward(self, parcel: Parcel) -> Tensor:
-        return parcel.x.tanh()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_hidden_in_a_users_own_object(way: dict[str, Any]) -> None:
-    hidden = model(lambda: [nn.Linear(6, 6), _Pack(), _Unpack(), nn.Linear(6, 3)])
+    hidden = model(
+        lambda: [nn.Linear(6, 6), _Pack(), Does(lambda parcel: parcel.x.tanh()), nn.Linear(6, 3)]
+    )
     try:
         assert_trains_like_unsplit(hidden, 7, partition=(2, 2), num_microbatches=3, **way)
     except (penstock.PenstockError, RuntimeError) as error:
@@ -289,19 +272,16 @@ def backward_is_right_or_refused(loss: Tensor, built: Built, twin: Built) -> Non
 
 
 def move_weights(pipe: penstock.Pipeline, _: Tensor) -> None:
-    """Change all weights, as an optimizer does."""
     with torch.no_grad():
         for parameter in pipe.parameters():
             parameter.add_(0.5)
 
 
 def change_inputs(_: penstock.Pipeline, x: Tensor) -> None:
-    """Change the mini-batch in place."""
     x.zero_()
 
 
 def evaluate(pipe: penstock.Pipeline, _: Tensor) -> None:
-    """Go over to evaluation mode."""
     pipe.eval()
 
 

@@ -10,7 +10,6 @@ from tests.reference import Unsplit, chain, split, whole_batch_step
 
 
 def gradients(modules: list[nn.Module]) -> list[Tensor | None]:
-    """Give the gradient of every parameter, layer by layer."""
     return [p.grad for module in modules for p in module.parameters()]
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from tests.model_parts import Does
 from tests.models import ALL_MODELS, Model, tokens, vectors
 from tests.reference import Unsplit, chain
 from tests.side_by_side import (
@@ -100,11 +101,6 @@ class _WithWeight(nn.Module):  # embed tokens, and give the table itself as a va
         return self.table(ids), self.table.weight
 
 
-class _TiedHead(nn.Module):  # score by a table that came as a value
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return F.linear(x, table)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("partition", ((4,), (1, 3), (2, 2), (1, 1, 1, 1)), ids=str)
 def test_a_weight_may_travel_to_another_stage_as_a_value(partition: Any, way: Any) -> None:
@@ -113,7 +109,7 @@ def test_a_weight_may_travel_to_another_stage_as_a_value(partition: Any, way: An
             penstock.Layer(_WithWeight(), outputs=("x", "table")),
             penstock.Layer(nn.Linear(8, 8), inputs="x"),
             penstock.Layer(nn.Tanh(), outputs="y"),
-            penstock.Layer(_TiedHead(), inputs=("y", "table")),
+            penstock.Layer(Does(lambda x, table: F.linear(x, table)), inputs=("y", "table")),
         ]
 
     def forward(call: Callable[..., Any], ids: Any) -> Any:

@@ -74,7 +74,6 @@ def build() -> list[nn.Module]:
 
 
 def faulty_in(layers: list[nn.Module], number: int) -> Faulty:
-    """Give a layer that can be armed."""
     layer = layers[number]
     assert isinstance(layer, Faulty)
     return layer
@@ -97,7 +96,6 @@ class Loss:  # the mean squared error, which raises on a chosen call
 
 
 def make(layers: list[nn.Module], loss: Any, **way: Any) -> penstock.Pipeline:
-    """Make a pipeline with two layers on each of three stages."""
     options: dict[str, Any] = {"loss": loss, "threads_per_stage": 1}
     return penstock.Pipeline(
         layers, partition=(2, 2, 2), num_microbatches=NUM_MICROBATCHES, **way, **options
@@ -123,7 +121,6 @@ def assert_works(pipe: penstock.Pipeline, layers: list[nn.Module]) -> None:
 
 
 def told(error: BaseException) -> str:
-    """Give the error's notes, which say where it happened."""
     return " ".join(getattr(error, "__notes__", []))
 
 

@@ -17,7 +17,6 @@ NUM_STAGES = 3
 
 
 def layers() -> list[nn.Module]:
-    """Give six layers."""
     return [
         nn.Linear(6, 6),
         nn.Tanh(),
@@ -33,13 +32,11 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def make(modules: list[nn.Module], timeout_s: float = 60.0) -> penstock.Pipeline:
-    """Make a pipeline with two layers on each of three stages."""
     options: dict[str, Any] = {"loss": F.mse_loss, "threads_per_stage": 1, "timeout_s": timeout_s}
     return penstock.Pipeline(modules, partition=(2, 2, 2), num_microbatches=4, **options)
 
 
 def workers_since(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Give the threads that are alive now and were not then."""
     return [thread for thread in threading.enumerate() if thread not in before]
 
 

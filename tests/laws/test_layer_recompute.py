@@ -30,7 +30,6 @@ class Model3(nn.Module):  # blocks whose calls are found in the model's own forw
 
 
 def gradients(model: nn.Module, **options: Any) -> list[Tensor]:
-    """Return the gradients of two steps of a captured model."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
     told: dict[str, Any] = {"loss": nn.functional.mse_loss, "threads_per_stage": 1}
@@ -112,7 +111,6 @@ class Odd(nn.Module):  # do something that cannot be repeated, as `what` says
 
 
 def trained(layers: list[nn.Module], recompute: Any, steps: int = 1) -> list[Any]:
-    """Train a few layers; return the gradients."""
     options: dict[str, Any] = {"partition": [len(layers) - 1, 1], "num_microbatches": 4}
     options |= {"loss": nn.functional.mse_loss, "recompute": recompute}
     options |= {"transport": Transport.LOOPBACK}

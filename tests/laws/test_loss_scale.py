@@ -59,8 +59,6 @@ def test_a_scaler_scales_a_loss_over_the_modules_outputs_too() -> None:
 
 
 def scaled(scale: float) -> Weigh:
-    """Weigh micro-batches as ever, times the scale."""
-
     return lambda targets, sizes: [weight * scale for weight in mean(targets, sizes)]
 
 

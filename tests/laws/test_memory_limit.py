@@ -16,7 +16,6 @@ from tests.side_by_side import same_bits
 
 
 def layers() -> list[nn.Module]:
-    """Make eight layers of two kinds, with dropout."""
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 32))
     attending = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)

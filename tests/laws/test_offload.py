@@ -30,7 +30,6 @@ class Square(nn.Module):
 
 
 def kept_bytes(offload: bool, recompute: Recompute, *, num_microbatches: int = 8) -> int:
-    """Return the most that a middle stage keeps."""
     layers = [nn.Linear(32, 32), Square(), nn.Linear(32, 32), Square(), nn.Linear(32, 32)]
     options: dict[str, Any] = {"partition": [1, 3, 1], "num_microbatches": num_microbatches}
     options |= {"recompute": recompute, "offload": offload}
@@ -208,7 +207,6 @@ def test_what_is_no_policy_is_refused(wrong: dict[str, Any], words: str) -> None
 
 
 def small(**options: Any) -> penstock.Pipeline:
-    """Make a pipeline of two stages."""
     layers, loss = [nn.Linear(4, 4), nn.Linear(4, 1)], nn.functional.mse_loss
     return penstock.Pipeline(layers, num_stages=2, num_microbatches=4, loss=loss, **options)
 

@@ -13,6 +13,7 @@ import penstock
 from penstock.errors import BoundaryError
 from penstock.schedules import gpipe
 from tests.laws.test_equality_or_refusal import model
+from tests.model_parts import Does
 from tests.models import vectors
 from tests.reference import Unsplit, chain
 from tests.side_by_side import differences, pipeline, same_bits
@@ -167,22 +168,12 @@ class Twice(nn.Module):  # give a value and a view of it
         return y, y.view_as(y)
 
 
-class AddInPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(1.0)
-
-
-class Join(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a * b)[:, :3]
-
-
 def changed_in_place() -> list[penstock.Layer]:
     """Make layers of which one changes a value in place that the next sees under another name."""
     return [
         penstock.Layer(Twice(), outputs=("a", "b")),
-        penstock.Layer(AddInPlace(), inputs="a", outputs="c"),
-        penstock.Layer(Join(), inputs=("c", "b")),
+        penstock.Layer(Does(lambda x: x.add_(1.0)), inputs="a", outputs="c"),
+        penstock.Layer(Does(lambda a, b: (a * b)[:, :3]), inputs=("c", "b")),
     ]
 
 
@@ -223,11 +214,6 @@ class Queue(nn.Module):
         return x, self.rows
 
 
-class Look(nn.Module):
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        return (x @ rows.T)[:, :3]
-
-
 @pytest.mark.parametrize("partition", ((2, 1), (1, 2), (1, 1, 1), (3,)), ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(partition, way) -> None:
@@ -235,7 +221,7 @@ def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(partition,
         return [
             nn.Linear(6, 6),
             penstock.Layer(Queue(), outputs=("x", "rows")),
-            penstock.Layer(Look(), inputs=("x", "rows")),
+            penstock.Layer(Does(lambda x, rows: (x @ rows.T)[:, :3]), inputs=("x", "rows")),
         ]
 
     def forward(call: Any, x: Any) -> Any:

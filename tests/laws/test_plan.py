@@ -24,7 +24,6 @@ WAYS: list[dict[str, Any]] = [
 
 
 def layers() -> nn.Sequential:
-    """Make layers that draw, and that keep statistics."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3)
@@ -32,18 +31,15 @@ def layers() -> nn.Sequential:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Give a batch of eight samples."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
 
 def pipeline(model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
-    """Make a pipeline with a loss."""
     return penstock.Pipeline(layers() if model is None else model, loss=nn.MSELoss(), **options)
 
 
 def results(pipe: penstock.Pipeline) -> dict[str, Tensor]:
-    """Train two steps; gather the losses and what is left in the layers."""
     with pipe:
         found = {f"loss {step}": pipe.train_step(*batch()) for step in range(2)}
     found |= {f"gradient {n}": p.grad for n, p in pipe.named_parameters() if p.grad is not None}
@@ -51,7 +47,6 @@ def results(pipe: penstock.Pipeline) -> dict[str, Tensor]:
 
 
 def assert_same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Compare bit by bit."""
     assert expected.keys() == found.keys()
     assert [name for name in expected if not same_bits(expected[name], found[name])] == []
 

@@ -386,7 +386,6 @@ noisy.register_autograd(lambda ctx, gradient: gradient)
 
 @torch.library.custom_op("penstock_tests::noisy_backward", mutates_args=())
 def noisy_backward(x: Tensor) -> Tensor:
-    """Draw in the backward."""
     return x * torch.rand(x.shape)
 
 

@@ -73,7 +73,6 @@ def test_summed_gradients_of_a_tied_weight_are_the_sum_of_the_stages_sums(
 
 
 def taken(parameter: Tensor) -> Tensor:
-    """Take away a gradient."""
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     return gradient

@@ -58,23 +58,13 @@ def test_all_but_the_new_layers_are_the_averages_of_the_other_run(finished: Path
         (["model.width=5"], "name what begins anew in start.new_layers"),
         (['start.new_layers=["tail"]'], 'new_layers has "tail", and the model has no such'),
         (["data.seed=1"], "data.seed = 1 holds out other samples than the 0 of"),
+        (["start.checkpoint=none"], "does not exist; give the folder of a finished run"),
+        (["start.checkpoint=", 'start.new_layers=["head"]'], r"there is no start\.checkpoint"),
     ],
 )
 def test_what_does_not_fit_is_named(finished: Path, changes: list[str], message: str) -> None:
     recipe = read_recipe(DIGITS, [*ONE_EPOCH, f"start.checkpoint={finished}", *changes])
     with pytest.raises((CheckpointError, RecipeError), match=message):
-        Trainer(recipe)
-
-
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    recipe = read_recipe(DIGITS, [*ONE_EPOCH, f"start.checkpoint={tmp_path / 'none'}"])
-    with pytest.raises(RecipeError, match="does not exist; give the folder of a finished run"):
-        Trainer(recipe)
-
-
-def test_new_layers_need_a_checkpoint() -> None:
-    recipe = read_recipe(DIGITS, [*ONE_EPOCH, 'start.new_layers=["head"]'])
-    with pytest.raises(RecipeError, match=r"there is no start\.checkpoint"):
         Trainer(recipe)
 
 

@@ -32,17 +32,14 @@ def padded(num_samples: int) -> tuple[Tensor, Tensor]:
 
 
 def token_mean(scores: Tensor, targets: Tensor) -> Tensor:
-    """Give the mean over real tokens."""
     return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=PADDING)
 
 
 def token_sum(scores: Tensor, targets: Tensor) -> Tensor:
-    """Give the sum over real tokens."""
     return F.cross_entropy(scores.transpose(1, 2), targets, ignore_index=PADDING, reduction="sum")
 
 
 def sample_mean(scores: Tensor, targets: Tensor) -> Tensor:
-    """Give the mean over samples of each sample's sum over its tokens."""
     return token_sum(scores, targets) / len(targets)
 
 
@@ -69,11 +66,25 @@ SIZES = [(6, 3), (7, 3), (11, 4), (3, 8), (1, 2), (9, 1)]
 
 
 def step(loss: Loss, modules: list[nn.Module], batch: Any, **options: Any) -> Tensor:
-    """Run one step of a pipeline over `modules`."""
     with penstock.Pipeline(modules, loss=loss, threads_per_stage=1, **options) as pipe:
         result = pipe.train_step(*batch)
     assert isinstance(result, Tensor) and result.dim() == 0 and not result.requires_grad
     return result
+
+
+def gradients(modules: list[nn.Module]) -> list[Tensor]:
+    found = [p.grad for p in nn.ModuleList(modules).parameters() if p.grad is not None]
+    assert len(found) == len([*nn.ModuleList(modules).parameters()])
+    return found
+
+
+def assert_equal_gradients(ours: list[nn.Module], theirs: list[nn.Module]) -> None:
+    assert all(map(torch.equal, gradients(ours), gradients(theirs)))
+
+
+def assert_close_gradients(ours: list[nn.Module], theirs: list[nn.Module], within: float) -> None:
+    for a, b in zip(gradients(ours), gradients(theirs), strict=True):
+        assert_close(a, b, within)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +103,7 @@ def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(
     expected = Unsplit(theirs, chain(5), num_microbatches, weigh).train_step(*batch, loss)
     options = {"num_microbatches": num_microbatches, "reduction": reduction, "schedule": schedule}
     assert torch.equal(step(loss, ours, batch, num_stages=3, **options), expected)
-    for a, b in zip(
-        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
-    ):
-        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+    assert_equal_gradients(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
@@ -112,27 +120,19 @@ def test_weighted_losses_sum_to_the_whole_batch(  # noqa: PLR0913 - one law, all
         loss, ours, batch, num_stages=2, num_microbatches=num_microbatches, reduction=reduction
     )
     assert_close(found, expected, tolerance)
-    for a, b in zip(
-        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
-    ):
-        assert_close(a.grad, b.grad, tolerance)
+    assert_close_gradients(ours, theirs, tolerance)
 
 
 @pytest.mark.parametrize("num_microbatches", (2, 3, 6))
 def test_a_micro_batch_without_a_single_token_adds_nothing(num_microbatches: int) -> None:
     ids, targets = padded(6)
-    targets[:3] = (
-        PADDING  # its mean over no tokens is 0 / 0, the whole batch's mean is well defined
-    )
+    targets[:3] = PADDING  # a mean over no tokens is 0 / 0, the whole batch's is well defined
     ours, theirs = layers(), layers()
     expected = whole_batch_step(theirs, chain(5), (ids, targets), token_mean)
     options = {"num_stages": 2, "num_microbatches": num_microbatches, "reduction": as_tensor}
     found = step(token_mean, ours, (ids, targets), **options)
     assert_close(found, expected, 1e-6)
-    for a, b in zip(
-        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
-    ):
-        assert_close(a.grad, b.grad, 1e-6)
+    assert_close_gradients(ours, theirs, 1e-6)
 
 
 @pytest.mark.parametrize("value", (0, -1, float("nan"), float("inf")))
@@ -153,10 +153,7 @@ def test_gradients_are_never_rescaled_so_steps_with_other_sizes_add_up() -> None
         for num_samples in (3, 8, 5):
             batch = padded(num_samples)
             assert torch.equal(pipe.train_step(*batch), unsplit.train_step(*batch, sample_mean))
-    for a, b in zip(
-        nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
-    ):
-        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+    assert_equal_gradients(ours, theirs)
 
 
 @pytest.mark.parametrize("scale", (0.1, 1000.0))

@@ -56,7 +56,6 @@ class Run:  # one way to train a member
 
 
 def few_runs(rotation: int) -> Iterator[Run]:
-    """Give one run for each K; one member after the other, schedules take their turns."""
     for turn, num_stages in enumerate(STAGES, rotation):
         yield Run(
             num_stages,
@@ -81,21 +80,18 @@ def many_runs(rotation: int) -> Iterator[Run]:
 
 
 def make(name: str, device: str = "cpu") -> Member:
-    """Make a member, with the same weights each time."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         return ZOO_MEMBERS[name]()
 
 
 def captured_layers(model: nn.Module, inputs: Any) -> Any:
-    """Give what a pipeline takes: a Sequential as it is, anything else captured."""
     if type(model) is nn.Sequential:
         return model
     return penstock.capture(model, inputs, check=False)  # compared here, more closely
 
 
 def piped(name: str, num_microbatches: int, **options: Any) -> Tensors:
-    """Train a member as a pipeline."""
     model, inputs = make(name)
     told: dict[str, Any] = {"loss": loss, "threads_per_stage": 1}
     with penstock.Pipeline(
@@ -106,7 +102,6 @@ def piped(name: str, num_microbatches: int, **options: Any) -> Tensors:
 
 @cache
 def whole(name: str, num_microbatches: int) -> Tensors:
-    """Train a member as it is."""
     model, inputs = make(name)
     layers = captured_layers(*make(name))
     calls = None if isinstance(layers, nn.Sequential) else captured_of(layers).calls

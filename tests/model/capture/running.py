@@ -65,7 +65,6 @@ class Found:  # what a model gave; without outputs that cannot be put together t
 
 
 def run(model: AnyModel, way: Way) -> Found:
-    """Run a model as a pipeline."""
     made, inputs_of = model.make()
     with model.within():
         captured = record_model(made, inputs_of(BATCH), inputs=way.inputs)
@@ -80,7 +79,6 @@ def run(model: AnyModel, way: Way) -> Found:
 
 
 def captured_of(layers: Layers) -> Captured:
-    """Return the model as data that captured layers are made of."""
     assert isinstance(layers.source, CapturedForward)
     return layers.source.captured
 
@@ -199,7 +197,6 @@ def _numbered(what: str, groups: Iterable[list[Tensor]]) -> Tensors:
 
 
 def differing(found: Given, expected: Given) -> list[str]:
-    """Name what is not the same to the bit."""
     assert found.keys() == expected.keys()
     return [name for name, value in expected.items() if not _same(found[name], value)]
 

@@ -14,11 +14,7 @@ from penstock.model.capture.captured import record_model
 from penstock.model.capture.source import captured_layers
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 from tests.model.capture.any_models.lists import REQUIRED
-
-
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).T
+from tests.model_parts import Does
 
 
 def pipeline(model: nn.Module) -> penstock.Pipeline:
@@ -55,7 +51,9 @@ def test_a_copy_of_a_pipeline_runs_as_the_pipeline(is_pickled: bool) -> None:
 
 def test_a_parametrization_of_a_block_may_be_removed_after_capture() -> None:
     model = Chain()
-    parametrize.register_parametrization(model.blocks[1], "weight", Symmetric())
+    parametrize.register_parametrization(
+        model.blocks[1], "weight", Does(lambda weight: weight.triu() + weight.triu(1).T)
+    )
     with pipeline(model) as pipe:
         expected = pipe.eval_step(inputs())
         parametrize.remove_parametrizations(model.blocks[1], "weight")

@@ -34,7 +34,6 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_of(layers: Layers) -> nn.Module:
-    """Return the model that was captured."""
     return captured_of(layers).model
 
 

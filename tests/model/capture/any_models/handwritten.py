@@ -212,7 +212,6 @@ class TorchTransformer(nn.Module):  # torch's own nn.Transformer, with masks
 
 
 def sequential() -> nn.Sequential:
-    """Make an nn.Sequential, of lists in a list."""
     pairs = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
     return nn.Sequential(
         nn.Embedding(NUM_WORDS, 16), *pairs, nn.LayerNorm(16), nn.Linear(16, NUM_WORDS)

@@ -194,7 +194,6 @@ def by_library(_: Chain, x: Tensor, number: int) -> Tensor:
 
 
 def reshaped(_: Chain, x: Tensor, number: int) -> Tensor:
-    """Split, turn and join axes, as einops does."""
     pairs = x.reshape(len(x), 2, WIDTH // 2).permute(0, 2, 1)
     repeated = pairs[:, :, None].expand(-1, -1, 3, -1).mean(2)
     return torch.einsum("bij->bji", repeated).reshape(len(x), WIDTH)
@@ -213,7 +212,6 @@ def typed(_: Chain, x: Tensor, number: int) -> Tensor:
 
 
 def hooked(kind: type[Chain] = Chain) -> Chain:
-    """Give a chain with a hook that changes what a block gives."""
     made = kind()
     made.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2)
     return made
@@ -533,6 +531,12 @@ ADDED_IN_BFLOAT16 = (
 GPT2 = partial(hugging_face, "GPT2", "LMHeadModel", TEXT)
 MIXTRAL = partial(decoder, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
 
+CLASSES = hugging_face("Bert", "ForSequenceClassification", TEXT, with_classes, num_labels=3)
+HIDDEN, EAGER = asking("output_hidden_states"), {"attn_implementation": "eager"}
+ATTENTIONS = decoder("Llama", inputs=asking("output_attentions"), **EAGER)
+ALBERT = encoder("Albert", embedding_size=16)
+DROPPED = "layers dropped by Python's and NumPy's random numbers"
+LAYERS_DROPPED = AnyModel(DROPPED, chain(DroppingOutside), "other layers at every step")
 CHAINS = (
     AnyModel("a checkpoint per block", checkpoints(reentrant=False, together=False)),
     AnyModel("a reentrant one per block", checkpoints(reentrant=True, together=False)),
@@ -572,11 +576,7 @@ CHAINS = (
     AnyModel("types asked and changed", chain(between(typed))),
     AnyModel("random numbers between blocks", chain(Drawing)),
     AnyModel("Python's and NumPy's random numbers between blocks", chain(DrawingOutside)),
-    AnyModel(
-        "layers dropped by Python's and NumPy's random numbers",
-        chain(DroppingOutside),
-        "other layers at every step",
-    ),
+    LAYERS_DROPPED,
     *FILLING,
     AnyModel("autocast, a value used twice", chain(UsedTwice), within=autocast),
 )
@@ -584,28 +584,14 @@ CHAINS = (
 ODD = (
     *CHAINS,
     AnyModel("labels in, loss out", GPT2(with_labels)),
-    AnyModel(
-        "labels of classes",
-        hugging_face("Bert", "ForSequenceClassification", TEXT, with_classes, num_labels=3),
-        "sets its problem_type in its first forward",
-    ),
-    AnyModel(
-        "hidden states in the output", decoder("Llama", inputs=asking("output_hidden_states"))
-    ),
+    AnyModel("labels of classes", CLASSES, "sets its problem_type in its first forward"),
+    AnyModel("hidden states in the output", decoder("Llama", inputs=HIDDEN)),
     AnyModel("a cache in the output", decoder("Llama", inputs=asking("use_cache"))),
-    AnyModel(
-        "attentions in the output",
-        decoder("Llama", inputs=asking("output_attentions"), attn_implementation="eager"),
-    ),
+    AnyModel("attentions in the output", ATTENTIONS),
     AnyModel("router's logits in the output", MIXTRAL(inputs=asking("output_router_logits"))),
     AnyModel("autocast to bfloat16", decoder("Llama"), within=autocast),
     AnyModel("autocast, tied", decoder("Llama", tie_word_embeddings=True), within=autocast),
-    AnyModel(
-        "autocast, layer called again",
-        encoder("Albert", embedding_size=16),
-        rounding=ADDED_IN_BFLOAT16,
-        within=autocast,
-    ),
+    AnyModel("autocast, layer called again", ALBERT, "", ADDED_IN_BFLOAT16, autocast),
     AnyModel("frozen start", frozen_start),
     AnyModel("adapters beside frozen layers", adapted),
     AnyModel("compiled blocks", chain(compiled)),

@@ -212,56 +212,23 @@ class Globally(Chain):
 
 _WRITES = r"writes a routed value into a tensor .*new_zeros"
 _CHANGES = "and it is no block"
+_REACHES = r"made inside 'blocks\.0' reaches 'blocks\.1' through an"
+_VMAP = r"inside jit\.script, vmap or C\+\+, after 'blocks\.0'"
+_WEIGHT = r"changes the parameter 'blocks\.1\.weight' in place .*rescale_every=0"
+_VIEW = r"'sum', operation 1 after 'blocks\.2', reads the output .*refused\.py:\d+.*Make the view"
+_FORCE = r"'grad', .* computes gradients in the model's forward \(refused\.py:\d+\).*blocks="
+MAPPED = between(lambda _, x, number: torch.vmap(torch.sin)(x))
+ELSEWHERE = partial(CountingElsewhere, lambda: SimpleNamespace(calls=0))
 REFUSED = (
-    Refused(
-        "a tensor in a list of blocks",
-        Sideways,
-        CutError,
-        r"made inside 'blocks\.0' reaches 'blocks\.1' through an",
-    ),
-    Refused(
-        "a tensor in a global variable",
-        Globally,
-        CutError,
-        r"made inside 'blocks\.0' reaches 'blocks\.1' through an",
-    ),
-    Refused(
-        "vmap between blocks",
-        between(lambda _, x, number: torch.vmap(torch.sin)(x)),
-        GlueError,
-        r"inside jit\.script, vmap or C\+\+, after 'blocks\.0'",
-    ),
-    Refused(
-        "jit.script between blocks",
-        between(lambda _, x, number: SINE(x)),
-        GlueError,
-        r"jit\.script",
-    ),
-    Refused(
-        "weights of blocks changed between blocks",
-        Rescaling,
-        CutError,
-        r"changes the parameter 'blocks\.1\.weight' in place .*rescale_every=0",
-    ),
-    Refused(
-        "a view written into after a block",
-        ThroughAView,
-        CutError,
-        r"'sum', operation 1 after 'blocks\.2', reads the output .*refused\.py:\d+.*Make the view",
-    ),
-    Refused(
-        "gradients of a block in the forward",
-        Differentiating,
-        CutError,
-        r"'grad', .* computes gradients in the model's forward \(refused\.py:\d+\).*blocks=",
-    ),
+    Refused("a tensor in a list of blocks", Sideways, CutError, _REACHES),
+    Refused("a tensor in a global variable", Globally, CutError, _REACHES),
+    Refused("vmap between blocks", MAPPED, GlueError, _VMAP),
+    Refused("jit.script between blocks", SCRIPTED, GlueError, r"jit\.script"),
+    Refused("weights of blocks changed between blocks", Rescaling, CutError, _WEIGHT),
+    Refused("a view written into after a block", ThroughAView, CutError, _VIEW),
+    Refused("gradients of a block in the forward", Differentiating, CutError, _FORCE),
     Refused("a counter of the model's own", Counting, CutError, _CHANGES),
-    Refused(
-        "a counter in an object of the model's",
-        partial(CountingElsewhere, lambda: SimpleNamespace(calls=0)),
-        CutError,
-        _CHANGES,
-    ),
+    Refused("a counter in an object of the model's", ELSEWHERE, CutError, _CHANGES),
     Refused("a setting made in every forward", SettingAgain, CutError, _CHANGES),
     Refused("a counter in slots of an object", CountingElsewhere, CutError, _CHANGES),
     Refused("a counter in a global variable", CountingGlobally, CutError, _CHANGES),

@@ -97,7 +97,6 @@ def table(only: Sequence[str], before: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Do what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--update", type=Path)
     parser.add_argument("names", nargs="*", choices=[[], *(model.name for model in EVERY)])
