@@ -99,16 +99,14 @@ def test_a_step_that_reads_it_in_another_order_is_refused(way: dict[str, Any], w
 
 @pytest.mark.parametrize("way", WAYS)
 def test_with_one_micro_batch_it_is_the_unsplit_models(way: dict[str, Any]) -> None:
-    pairs = zip(trained(layers(), 1, **way), unsplit(layers(), 1), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
+    assert all(map(same_bits, trained(layers(), 1, **way), unsplit(layers(), 1)))
 
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)
 def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(recompute: Any) -> None:
     how: dict[str, Any] = {"partition": (1, 2), "recompute": recompute}
     ours = trained(layers(), 4, schedule=one_f_one_b, **how)
-    pairs = zip(ours, unsplit(layers(), 4), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
+    assert all(map(same_bits, ours, unsplit(layers(), 4)))
     with pytest.raises(StateError):
         trained(layers(), 4, schedule=gpipe, **how)
 

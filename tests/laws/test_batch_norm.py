@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 import penstock
 from penstock.errors import ConfigError, StatisticsWarning
 from tests.models import Model, images
+from tests.reference import plain_step
 from tests.side_by_side import assert_trains_like_unsplit, differences
 from tests.ways import WAYS, in_turns
 
@@ -191,9 +192,7 @@ def test_what_reads_the_statistics_in_training_sees_them(how: str, way: dict[str
     ours, whole = frozen(how), frozen(how)
     [(x, y)] = some_batches(6)
     train(list(ours), [(x, y)], num_microbatches=3, **way)
-    for part, target in zip(x.split(2), y.split(2), strict=True):
-        loss = F.cross_entropy(whole(part), target)
-        loss.backward(torch.full_like(loss, 1 / 3))
+    plain_step(whole, (x, y), F.cross_entropy)
     for parameter, expected in zip(ours.parameters(), whole.parameters(), strict=True):
         assert (parameter.grad is None) == (expected.grad is None)
         if parameter.grad is not None and expected.grad is not None:
@@ -279,10 +278,8 @@ def around(norm: nn.Module) -> nn.Sequential:
 def assert_trains_like_plain_torch(norm: Callable[[], nn.Module], **way: Any) -> None:
     ours, plain, batches = around(norm()), around(norm()), some_batches(6, 6)
     train(list(ours), batches, num_microbatches=3, **way)
-    for x, y in batches:
-        for part, target in zip(x.split(2), y.split(2), strict=True):
-            loss = F.cross_entropy(plain(part), target)
-            loss.backward(torch.full_like(loss, 1 / 3))
+    for batch in batches:
+        plain_step(plain, batch, F.cross_entropy)
     assert not differences([ours], [plain])
 
 
@@ -312,9 +309,7 @@ def test_buffers_that_a_kernel_begins_to_move_later_are_seen() -> None:
             ours[1].train(training)
             plain[1].train(training)
             pipe.train_step(x, y)
-            for part, target in zip(x.split(2), y.split(2), strict=True):
-                loss = F.cross_entropy(plain(part), target)
-                loss.backward(torch.full_like(loss, 1 / 3))
+            plain_step(plain, (x, y), F.cross_entropy)
     assert not differences([ours], [plain])
 
 

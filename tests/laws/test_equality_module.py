@@ -77,9 +77,7 @@ def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[s
     with pipe:
         for _ in range(2):
             model.loss(pipe(ours), y).backward()
-            outstanding = unsplit.module_forward(theirs)
-            model.loss(outstanding.output, y).backward()
-            outstanding.backward()
+            unsplit.module_step(theirs, y, model.loss)
             assert same_bits(ours.grad, theirs.grad) and not differ()
 
 
@@ -129,9 +127,7 @@ def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(use: str, optio
     with pipe:
         output = pipe(x)
         loss(output, y).backward()
-        outstanding = unsplit.module_forward(x)
-        loss(outstanding.output, y).backward()
-        outstanding.backward()
+        outstanding = unsplit.module_step(x, y, loss)
         expected = outstanding.output
         assert (output["none"], output["n"]) == (None, 7)
         assert same_bits(output["rank"], expected["rank"])
@@ -147,9 +143,7 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
         for n, (x, y) in enumerate(batches):
             if n % 2:
                 model.loss(pipe(x), y).backward()
-                outstanding = unsplit.module_forward(x)
-                model.loss(outstanding.output, y).backward()
-                outstanding.backward()
+                unsplit.module_step(x, y, model.loss)
             else:
                 assert same_bits(pipe.train_step(x, y), unsplit.train_step(x, y, model.loss))
             assert not differ()
@@ -193,9 +187,7 @@ def test_evaluation_between_a_forward_and_its_backward_changes_nothing() -> None
         loss = model.loss(pipe(x), y)
         pipe.eval_step(other)
         loss.backward()
-        outstanding = unsplit.module_forward(x)
-        model.loss(outstanding.output, y).backward()
-        outstanding.backward()
+        unsplit.module_step(x, y, model.loss)
         assert not differ()
 
 

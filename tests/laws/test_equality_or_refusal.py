@@ -307,9 +307,7 @@ def test_steps_between_forward_and_backward(way: dict[str, Any]) -> None:
     chosen = BY_NAME["convolutions"]
     twin_again = chosen.build()
     again = Unsplit(twin_again.modules, twin_again.forward, 3)
-    outstanding = again.module_forward(x)
-    chosen.loss(outstanding.output, chosen.batches(7, count=1)[0][1]).backward()
-    outstanding.backward()
+    again.module_step(x, chosen.batches(7, count=1)[0][1], chosen.loss)
     backward_is_right_or_refused(loss, built, twin_again)
     pipe.close()
 

@@ -68,9 +68,7 @@ def test_the_input_may_come_from_other_layers(way: dict[str, Any]) -> None:
     F.mse_loss(pipe(before(x)), y).backward()
     middle = twin_before(x)
     leaf = middle.detach().requires_grad_()
-    outstanding = Unsplit(theirs, chain(4), 3).module_forward(leaf)
-    F.mse_loss(outstanding.output, y).backward()
-    outstanding.backward()
+    Unsplit(theirs, chain(4), 3).module_step(leaf, y, F.mse_loss)
     middle.backward(leaf.grad)
     assert_same_gradients([before, *ours], [twin_before, *theirs])
     pipe.close()
@@ -147,9 +145,7 @@ def test_gradients_in_evaluation_mode(name: str, way: dict[str, Any]) -> None:
         assert same_bits(pipe.train_step(x, y), unsplit.train_step(x, y, model.loss))
         assert not differences(built.modules, twin.modules)
         model.loss(pipe(x), y).backward()
-        outstanding = unsplit.module_forward(x)
-        model.loss(outstanding.output, y).backward()
-        outstanding.backward()
+        unsplit.module_step(x, y, model.loss)
     assert not differences(built.modules, twin.modules)
 
 

@@ -17,14 +17,8 @@ NUM_STAGES = 3
 
 
 def layers() -> list[nn.Module]:
-    return [
-        nn.Linear(6, 6),
-        nn.Tanh(),
-        nn.Linear(6, 6),
-        nn.Dropout(0.2),
-        nn.Tanh(),
-        nn.Linear(6, 6),
-    ]
+    first = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
+    return [*first, nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 6)]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -97,6 +91,11 @@ def test_many_faults_leave_no_threads_behind() -> None:
     assert not workers_since(before)
 
 
+def ran(program: str) -> "subprocess.CompletedProcess[str]":
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+    return subprocess.run([sys.executable, "-c", program], **options)
+
+
 class Waiting(nn.Module):  # wait until it is let go
     def __init__(self) -> None:
         super().__init__()
@@ -132,22 +131,16 @@ def test_a_process_with_a_stuck_stage_ends_with_the_error_that_said_so() -> None
         "    partition=[1, 1, 1], loss=nn.MSELoss(), timeout_s=0.1)\n"
         "pipe.train_step(torch.ones(4, 2), torch.ones(4, 2))\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = ran(program)
     assert "WaitTimeout: stage" in ended.stderr and "terminate" not in ended.stderr
     assert ended.returncode == 1
 
 
+ENDINGS = {"pass": 0, "raise SystemExit(3)": 3, "raise ValueError('late')": 1, "out = pipe(x)": 0}
+
+
 @pytest.mark.parametrize(
-    "ending",
-    (
-        "pass",
-        *(
-            pytest.param(ending, marks=pytest.mark.slow)
-            for ending in ("raise SystemExit(3)", "raise ValueError('late')", "out = pipe(x)")
-        ),
-    ),
+    "ending", ("pass", *(pytest.param(e, marks=pytest.mark.slow) for e in [*ENDINGS][1:]))
 )
 def test_the_interpreter_ends_without_close(ending: str) -> None:
     program = (
@@ -156,11 +149,7 @@ def test_the_interpreter_ends_without_close(ending: str) -> None:
         "    num_microbatches=2, loss=nn.functional.mse_loss)\n"
         "x = torch.ones(4, 4)\nprint(pipe.train_step(x, x).shape)\n" + ending
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = ran(program)
     assert "torch.Size([])" in ended.stdout
-    assert ended.returncode == {"raise SystemExit(3)": 3, "raise ValueError('late')": 1}.get(
-        ending, 0
-    )
+    assert ended.returncode == ENDINGS[ending]
     assert ended.returncode == 1 or not ended.stderr

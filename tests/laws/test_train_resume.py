@@ -135,7 +135,7 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
             ["pipeline.num_microbatches=4"],
             None,
             RecipeError,
-            "was 8 and cannot become 4 on resume",
+            "was 8 and cannot become 4 on res",
         ),
         ([], None, RunFolderError, "has trained all its 2 epochs"),
         ([], DIGITS, RecipeError, r"model\.width was 4 and cannot become 32 on resume"),

@@ -169,8 +169,6 @@ OTHERS = (
     AnyModel("mamba2", hugging_face("Mamba2", "ForCausalLM", TOKENS | MAMBA2, uncached)),
     AnyModel("wav2vec2", recognizer(layerdrop=0.3), OTHER_LAYERS),
     AnyModel("wav2vec2, SpecAugment", recognizer(**MASKED_SOUND), OF_NUMPY),
-    AnyModel(
-        "big bird", hugging_face("BigBird", "ForMaskedLM", TEXT, long_words, **SPARSE), BY_NUMPY
-    ),
+    AnyModel("big bird", big_bird(), "blocks of attention by NumPy's random numbers"),
     AnyModel("llava", llava, "an image among the words"),
 )
