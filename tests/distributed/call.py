@@ -40,11 +40,8 @@ def call(
         layout if isinstance(layout, Placement) else Placement.of(range(layout[0]), layout[1])
     )
     (folder / "arguments.json").write_text(json.dumps(arguments))
-    where = [
-        function.__module__,
-        function.__name__,
-        json.dumps([placement.ranks, *_more(placement)]),
-    ]
+    where = [function.__module__, function.__name__]
+    where += [json.dumps([placement.ranks, *_more(placement)])]
     told = ["-m", "tests.distributed.call", *where, str(folder / "arguments.json"), str(folder)]
     if ends_well:
         run(placement.num_ranks, told, timeout_s)

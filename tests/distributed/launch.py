@@ -90,9 +90,8 @@ def start(
 def _started(arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
     options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE}
     options |= {"stderr": subprocess.STDOUT, "text": True, "cwd": ROOT, "start_new_session": True}
-    return subprocess.Popen(
-        [sys.executable, "-W", "error::UserWarning:penstock", *arguments], **options
-    )
+    command = [sys.executable, "-W", "error::UserWarning:penstock", *arguments]
+    return subprocess.Popen(command, **options)
 
 
 def run(

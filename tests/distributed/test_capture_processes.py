@@ -65,9 +65,8 @@ def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
             assert all(map(torch.equal, flatten(by_name)[0], outputs)), what
     expected, own = gradients(whole), gradients(spread)
     assert_equal(own, {name: expected[name] for name in own})
-    named = [
-        name for part in mesh.world.gather(list(own), "for the others' names") for name in part
-    ]
+    every = mesh.world.gather(list(own), "for the others' names")
+    named = [name for part in every for name in part]
     assert sorted(named) == sorted(expected), model.name  # each on one stage
     whole.close()
 

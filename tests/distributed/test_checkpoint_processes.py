@@ -22,12 +22,8 @@ MICROBATCHES = 4  # of all replicas
 
 def layers() -> list[nn.Module]:
     torch.manual_seed(0)
-    return [
-        nn.Linear(6, 8),
-        nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.2)),
-        nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
-        nn.Linear(8, 3),
-    ]
+    first: list[Any] = [nn.Linear(6, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.2))]
+    return [*first, nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)]
 
 
 def batch(step: int, replica: int, num_replicas: int) -> tuple[Tensor, Tensor]:

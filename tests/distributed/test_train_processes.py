@@ -312,11 +312,7 @@ def test_a_lost_host_leaves_fewer_processes_which_go_on(two_replicas, port, tmp_
 def test_replicas_train_the_same_model_but_for_rounding(
     uninterrupted: Path, two_replicas: Path, tmp_path: Path
 ) -> None:
-    ours, theirs = curve(two_replicas), curve(uninterrupted)
-    losses = [
-        [line["loss"] for line in lines if line["kind"] == "step"] for lines in (ours, theirs)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses(two_replicas) == pytest.approx(losses(uninterrupted), rel=1e-4)
     again = ["train", "--resume", str(two_replicas), "--json"]
     run([*TRAIN, *again], tmp_path, code=2)  # it is finished
 

@@ -23,12 +23,8 @@ from tests.ways import WAYS, in_turns
 def norm_first(**options: Any) -> list[nn.Module]:
     """Give a model whose BatchNorm sees the inputs themselves."""
     torch.manual_seed(0)
-    return [
-        nn.BatchNorm2d(2, **options),
-        nn.Conv2d(2, 3, 3),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    ]
+    first: list[Any] = [nn.BatchNorm2d(2, **options), nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1)]
+    return [*first, nn.Flatten()]
 
 
 def train(
@@ -92,10 +88,8 @@ def test_every_kind_equals_the_unsplit_model(kind: str, way: dict[str, Any]) -> 
         return [nn.Conv2d(2, 4, 3), KINDS[kind](), nn.Flatten(), nn.Linear(144, 3)]
 
     model = Model("one norm", layers, images, F.cross_entropy)
-    for num_samples, num_stages in ((7, 4), (8, 2)):
-        assert_trains_like_unsplit(
-            model, num_samples, num_stages=num_stages, num_microbatches=3, **way
-        )
+    for samples, stages in ((7, 4), (8, 2)):
+        assert_trains_like_unsplit(model, samples, num_stages=stages, num_microbatches=3, **way)
 
 
 def test_layers_that_share_a_norm_on_one_stage_pool_both_calls() -> None:
@@ -317,9 +311,8 @@ def test_buffers_that_a_kernel_begins_to_move_later_are_seen() -> None:
 @pytest.mark.filterwarnings("ignore::penstock.errors.StatisticsWarning")
 def test_the_check_compares_a_forward_of_its_own_with_plain_torch(norm: Any) -> None:
     [(x, y)] = some_batches(6)
-    report = penstock.check(
-        around(norm()), x, y, loss=F.cross_entropy, num_stages=2, num_microbatches=3
-    )
+    cut: dict[str, Any] = {"num_stages": 2, "num_microbatches": 3}
+    report = penstock.check(around(norm()), x, y, loss=F.cross_entropy, **cut)
     assert report.equal, report
 
 

@@ -35,9 +35,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
 
-def pipeline(of: list[nn.Module], **options: Any) -> penstock.Pipeline:
+def pipeline(of: list[nn.Module], **way: Any) -> penstock.Pipeline:
     return penstock.Pipeline(
-        of, 2, num_microbatches=4, loss=F.mse_loss, threads_per_stage=1, **options
+        of, 2, num_microbatches=4, loss=F.mse_loss, threads_per_stage=1, **way
     )
 
 

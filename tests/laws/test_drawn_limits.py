@@ -36,19 +36,12 @@ class Added(nn.Module):  # adds in place to what it is given, or to a copy of it
 def drawn(seed: int) -> nn.Sequential:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    kinds = [
-        lambda: nn.Linear(8, 8),
-        lambda: nn.LayerNorm(8),
-        nn.Identity,
-        lambda: nn.Dropout(0.0, inplace=draw.random() < 0.5),
-        lambda: nn.ReLU(inplace=draw.random() < 0.7),
-        lambda: nn.Hardtanh(inplace=True),
-        lambda: nn.Sequential(nn.Identity(), nn.LeakyReLU(inplace=True)),
-        nn.Flatten,
-        lambda: Viewed(draw.choice(["whole", "turned", "same", "cut"])),
-        lambda: Added(copies=draw.random() < 0.5),
-        lambda: nn.BatchNorm1d(8),
-    ]
+    kinds = [lambda: nn.Linear(8, 8), lambda: nn.LayerNorm(8), nn.Identity]
+    kinds += [lambda: nn.Dropout(0.0, inplace=draw.random() < 0.5)]
+    kinds += [lambda: nn.ReLU(inplace=draw.random() < 0.7), lambda: nn.Hardtanh(inplace=True)]
+    kinds += [lambda: nn.Sequential(nn.Identity(), nn.LeakyReLU(inplace=True)), nn.Flatten]
+    kinds += [lambda: Viewed(draw.choice(["whole", "turned", "same", "cut"]))]
+    kinds += [lambda: Added(copies=draw.random() < 0.5), lambda: nn.BatchNorm1d(8)]
     count = draw.randint(3, 9)
     return nn.Sequential(*(draw.choice(kinds)() for _ in range(count)), nn.Linear(8, 3))
 

@@ -143,10 +143,8 @@ def test_training_equals_the_unsplit_model_for_any_valid_schedule(
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_a_layer_that_works_in_place_may_stand_at_any_cut(cut, recompute) -> None:
     model = BY_NAME["in_place"]
-    for partition in ((cut, 9 - cut), tuple(1 for _ in range(9))):
-        assert_trains_like_unsplit(
-            model, 7, partition=partition, num_microbatches=3, recompute=recompute
-        )
+    for how in ({"partition": (cut, 9 - cut)}, {"partition": (1,) * 9}):
+        assert_trains_like_unsplit(model, 7, num_microbatches=3, recompute=recompute, **how)
 
 
 @pytest.mark.parametrize("num_microbatches", (4, pytest.param(8, marks=pytest.mark.slow)))

@@ -27,9 +27,7 @@ def model(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gradient_that_is_stopped_leaves_none_before_it(way: dict[str, Any]) -> None:
-    stopped = model(
-        lambda: [nn.Linear(6, 6), nn.Tanh(), Does(lambda x: x.detach()), nn.Linear(6, 3)]
-    )
+    stopped = model(lambda: [nn.Linear(6, 6), nn.Tanh(), Does(Tensor.detach), nn.Linear(6, 3)])
     for partition in ((1, 1, 1, 1), (2, 2), (3, 1)):
         assert_trains_like_unsplit(stopped, 7, partition=partition, num_microbatches=3, **way)
 
@@ -203,9 +201,8 @@ def test_hooks_on_parameters_fire_as_unsplit(way: dict[str, Any]) -> None:
         stack[2].register_full_backward_hook(lambda _, into, out: (into[0] * 2,))  # type: ignore[index]
         return stack
 
-    assert_trains_like_unsplit(
-        model(layers), 7, steps=1, partition=(1, 1, 1), num_microbatches=3, **way
-    )
+    options: dict[str, Any] = {"steps": 1, "partition": (1, 1, 1), "num_microbatches": 3}
+    assert_trains_like_unsplit(model(layers), 7, **options, **way)
     assert len(calls) == 2 * 3
 
 

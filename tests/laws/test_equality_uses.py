@@ -258,9 +258,8 @@ def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(wrapped, bf1
 
     frozen = Model("frozen encoder", layers, tokens, loss)
     for partition in ((2, 2), (1, 1, 2)):
-        assert_trains_like_unsplit(
-            frozen, 7, bf16=bf16, partition=partition, num_microbatches=3, **way
-        )
+        told: dict[str, Any] = {"partition": partition, "num_microbatches": 3, **way}
+        assert_trains_like_unsplit(frozen, 7, bf16=bf16, **told)
 
 
 @pytest.mark.slow

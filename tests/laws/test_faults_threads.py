@@ -150,6 +150,5 @@ def test_the_interpreter_ends_without_close(ending: str) -> None:
         "x = torch.ones(4, 4)\nprint(pipe.train_step(x, x).shape)\n" + ending
     )
     ended = ran(program)
-    assert "torch.Size([])" in ended.stdout
-    assert ended.returncode == ENDINGS[ending]
+    assert "torch.Size([])" in ended.stdout and ended.returncode == ENDINGS[ending]
     assert ended.returncode == 1 or not ended.stderr

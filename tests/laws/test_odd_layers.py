@@ -30,10 +30,8 @@ def embedded(*, sparse: bool) -> list[nn.Module]:
     return [nn.Embedding(11, 6, sparse=sparse), nn.Linear(6, 6), nn.Flatten(), nn.Linear(30, 3)]
 
 
-def pipeline(layers: list[nn.Module], loss: Any, **options: Any) -> penstock.Pipeline:
-    return penstock.Pipeline(
-        layers, 2, num_microbatches=3, loss=loss, threads_per_stage=1, **options
-    )
+def pipeline(layers: list[nn.Module], loss: Any, **way: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(layers, 2, num_microbatches=3, loss=loss, threads_per_stage=1, **way)
 
 
 @pytest.mark.parametrize("way", WAYS)

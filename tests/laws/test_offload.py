@@ -154,9 +154,8 @@ def test_each_stage_has_one_file_and_places_in_it_are_used_again(
 
 
 def test_many_microbatches_need_few_open_files(tmp_path: Path) -> None:
-    pipe = offloading(
-        [nn.Linear(8, 8) for _ in range(4)], num_microbatches=300, offload_folder=tmp_path
-    )
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    pipe = offloading(layers, num_microbatches=300, offload_folder=tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_file_links()) + 64, hard))
     try:
@@ -178,9 +177,8 @@ try:
 except penstock.errors.OffloadError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     said = "cannot move away what it keeps of micro-batch 0: File too large. Give offload_folder="
     assert said in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []

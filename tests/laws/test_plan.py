@@ -25,9 +25,8 @@ WAYS: list[dict[str, Any]] = [
 
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3)
-    )
+    drawing = nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(0.3)
+    return nn.Sequential(nn.Linear(6, 6), *drawing, nn.Linear(6, 3))
 
 
 def batch() -> tuple[Tensor, Tensor]:

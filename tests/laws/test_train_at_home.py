@@ -50,18 +50,10 @@ def test_what_was_learnt_of_digits_helps_with_another_question(digits, tmp_path)
 
 @pytest.mark.slow
 def test_one_model_of_several_languages_translates_names_of_one_with_few(tmp_path: Path) -> None:
-    given = [
-        f"data.languages={json.dumps(sorted(set(FEW)))}",
-        'data.low_resource=["gl"]',
-        'data.kinds=["territories", "languages"]',
-        "data.vocabulary_size=700",
-        "data.tokens_per_step=2048",
-        "data.tokens_per_part=2048",
-        "model.width=64",
-        "model.head_width=16",
-        "train.epochs=30",
-        "learning_rate.warmup_steps=100",
-    ]
+    given = [f"data.languages={json.dumps(sorted(set(FEW)))}", 'data.low_resource=["gl"]']
+    given += ['data.kinds=["territories", "languages"]', "data.vocabulary_size=700"]
+    given += ["data.tokens_per_step=2048", "data.tokens_per_part=2048", "model.width=64"]
+    given += ["model.head_width=16", "train.epochs=30", "learning_rate.warmup_steps=100"]
     folder = tmp_path / "names"
     assert start_run(Request(find_recipe("names"), given, folder), quiet(), Interrupt()).finished
     scores = json.loads((folder / "scores.json").read_text())

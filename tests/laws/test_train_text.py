@@ -177,13 +177,8 @@ def test_a_run_learns(uninterrupted: dict[str, Path]) -> None:
 
 def test_a_step_weighs_its_parts_by_their_words(recipes: dict[str, Path]) -> None:
     """The gradient of a step is that of its parts at once, but for rounding."""
-    given = [
-        "model.dropout=0",
-        "pipeline.num_stages=1",
-        "train.average_checkpoints=1",
-        "data.tokens_per_step=4000",
-        "data.tokens_per_part=500",
-    ]
+    given = ["model.dropout=0", "pipeline.num_stages=1", "train.average_checkpoints=1"]
+    given += ["data.tokens_per_step=4000", "data.tokens_per_part=500"]
     with Trainer(read_recipe(recipes["names"], given)) as trainer:
         batch = next(trainer.task.batches(0, 0, slice))
         assert len(batch.parts) == 8 and math.isclose(sum(p.share for p in batch.parts), 1)

@@ -77,9 +77,8 @@ def test_dropout_inside_is_drawn_again_as_it_was(reentrant: bool, way: dict[str,
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_that_is_switched_on_is_refused_once(reentrant: bool, way: Any) -> None:
     torch.manual_seed(0)
-    inner = Checkpointed(
-        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), reentrant=reentrant, on=False
-    )
+    dropping = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+    inner = Checkpointed(dropping, reentrant=reentrant, on=False)
     made = model(lambda: [nn.Linear(6, 6), inner, nn.Linear(6, 3)])
     built = made.build()
     ((x, y),) = made.batches(9, count=1)

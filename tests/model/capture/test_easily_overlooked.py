@@ -54,9 +54,8 @@ def test_a_copy_of_a_pipeline_runs_as_the_pipeline(is_pickled: bool) -> None:
 
 def test_a_parametrization_of_a_block_may_be_removed_after_capture() -> None:
     model = Chain()
-    parametrize.register_parametrization(
-        model.blocks[1], "weight", Does(lambda weight: weight.triu() + weight.triu(1).T)
-    )
+    symmetric = Does(lambda weight: weight.triu() + weight.triu(1).T)
+    parametrize.register_parametrization(model.blocks[1], "weight", symmetric)
     with pipeline(model) as pipe:
         expected = pipe.eval_step(inputs())
         parametrize.remove_parametrizations(model.blocks[1], "weight")

@@ -222,6 +222,21 @@ def detector() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.DetrForObjectDetection(config), {"pixel_values": images, "labels": labels}
 
 
+def boxes(found: Any) -> list[Tensor]:
+    auxiliary = (tensor for each in found.auxiliary_outputs for tensor in each.values())
+    return [found.logits, found.pred_boxes, found.last_hidden_state, *auxiliary]
+
+
+def states(found: Any) -> list[Tensor]:
+    return [found.logits, *found.hidden_states]
+
+
+UNJOINED: dict[str, Callable[[Any], Any]] = {
+    r"output.router_logits\[1\].*\(14, 4\)": lambda f: f.router_logits[1].mean(),
+    r"DynamicCache": lambda f: f.past_key_values[0],
+}
+
+
 def routing() -> tuple[nn.Module, dict[str, Any]]:
     """Make a mixture of experts that gives what its routers say of each word of the batch."""
     options: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -234,27 +249,10 @@ def routing() -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("make", "scalars", "joined", "unjoined"),
     [
-        pytest.param(
-            detector,
-            lambda found: {"loss": found.loss, **found.loss_dict},
-            lambda found: [
-                *(found.logits, found.pred_boxes, found.last_hidden_state),
-                *(tensor for each in found.auxiliary_outputs for tensor in each.values()),
-            ],
-            {},
-            id="detr",
-        ),
-        pytest.param(
-            routing,
-            lambda found: {"loss": found.loss, "aux_loss": found.aux_loss},
-            lambda found: [found.logits, *found.hidden_states],
-            {
-                r"output.router_logits\[1\].*\(14, 4\)": lambda f: f.router_logits[1].mean(),
-                r"DynamicCache": lambda f: f.past_key_values[0],
-            },
-            id="mixtral",
-        ),
+        (detector, lambda found: {"loss": found.loss, **found.loss_dict}, boxes, {}),
+        (routing, lambda f: {"loss": f.loss, "aux_loss": f.aux_loss}, states, UNJOINED),
     ],
+    ids=["detr", "mixtral"],
 )
 def test_outputs_of_all_kinds_are_those_of_the_model(make, scalars, joined, unjoined) -> None:
     torch.manual_seed(0)
