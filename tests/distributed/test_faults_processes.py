@@ -20,43 +20,23 @@ Fault = tuple[int, str, str]
 Weights = dict[str, torch.Tensor]
 ACTIONS = ("raise", "kill", "stop")
 QUICK: list[Fault] = [(0, "Forward", "raise"), (1, "SendGradient", "kill")]
-FAULTS: list[Fault] = [
-    *QUICK,
-    (1, "Recompute", "kill"),
-    (2, "Backward", "stop"),
-    (1, "SendActivation", "raise"),
-    (2, "ReceiveActivation", "kill"),
-    (0, "ReceiveGradient", "stop"),
-    (0, "PostReceive", "kill"),
-    (1, "CommitStatistics", "stop"),
-    (2, "Save", "raise"),
-    (0, "Save", "kill"),
-    (1, "Save", "stop"),
-]
+FAULTS: list[Fault] = [*QUICK, (1, "Recompute", "kill"), (2, "Backward", "stop")]
+FAULTS += [(1, "SendActivation", "raise"), (2, "ReceiveActivation", "kill")]
+FAULTS += [(0, "ReceiveGradient", "stop"), (0, "PostReceive", "kill")]
+FAULTS += [(1, "CommitStatistics", "stop"), (2, "Save", "raise"), (0, "Save", "kill")]
+FAULTS += [(1, "Save", "stop")]
 """Each kind of instruction, which decides what the others wait for; each rank with each action,
 which decide how the others learn of it.
 """
-OF_REPLICAS: list[Fault] = [
-    (0, "ReduceGradients", "raise"),
-    (3, "ReduceGradients", "kill"),
-    (0, "ReduceGradients", "stop"),
-    (3, "SendGradient", "raise"),
-    (0, "Save", "stop"),
-]
+OF_REPLICAS: list[Fault] = [(0, "ReduceGradients", "raise"), (3, "ReduceGradients", "kill")]
+OF_REPLICAS += [(0, "ReduceGradients", "stop"), (3, "SendGradient", "raise"), (0, "Save", "stop")]
 """What only replicas do, in each way; of the rest, which goes wrong above, two."""
 QUICK_OF_SHARDS: list[tuple[int, Fault]] = [(1, (1, "Layer", "kill")), (2, (2, "Layer", "raise"))]
-OF_SHARDS: list[tuple[int, Fault]] = [
-    *QUICK_OF_SHARDS,
-    (1, (0, "Layer", "raise")),
-    (1, (1, "Batch", "none")),
-    (1, (0, "Save", "kill")),
-    (2, (3, "Forward", "kill")),
-    (2, (3, "Backward", "raise")),
-    (2, (0, "Layer", "stop")),
-    (2, (1, "Batch", "fewer")),
-    (2, (1, "Batch", "wider")),
-    (2, (3, "Batch", "precise")),
-]
+OF_SHARDS: list[tuple[int, Fault]] = [*QUICK_OF_SHARDS, (1, (0, "Layer", "raise"))]
+OF_SHARDS += [(1, (1, "Batch", "none")), (1, (0, "Save", "kill")), (2, (3, "Forward", "kill"))]
+OF_SHARDS += [(2, (3, "Backward", "raise")), (2, (0, "Layer", "stop"))]
+OF_SHARDS += [(2, (1, "Batch", "fewer")), (2, (1, "Batch", "wider"))]
+OF_SHARDS += [(2, (3, "Batch", "precise"))]
 """How many stages there are, of two shards each, and what goes wrong: with the other shards inside
 a layer, in which they wait for each other, or with what it was given.
 """

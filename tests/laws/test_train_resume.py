@@ -129,14 +129,9 @@ def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "recipe", "error", "message"),
+    "changes, recipe, error, message",
     [
-        (
-            ["pipeline.num_microbatches=4"],
-            None,
-            RecipeError,
-            "was 8 and cannot become 4 on res",
-        ),
+        (["pipeline.num_microbatches=4"], None, RecipeError, "was 8 and cannot become 4 on res"),
         ([], None, RunFolderError, "has trained all its 2 epochs"),
         ([], DIGITS, RecipeError, r"model\.width was 4 and cannot become 32 on resume"),
     ],
@@ -259,13 +254,8 @@ def test_a_run_ends_without_threads_left(tmp_path: Path) -> None:
 
 
 TWO = [*SMALL, "pipeline.schedule=pipedream_2bw", "train.window=2"]
-STASHED = [
-    *SMALL,
-    "pipeline.schedule=pipedream",
-    "pipeline.partition=[4, 4]",
-    "train.window=2",
-    "optimizer.lr=0.001",
-]
+STASHED = [*SMALL, "pipeline.schedule=pipedream", "pipeline.partition=[4, 4]", "train.window=2"]
+STASHED += ["optimizer.lr=0.001"]
 
 
 @pytest.mark.parametrize("changes", [TWO, STASHED], ids=["pipedream_2bw", "pipedream"])

@@ -322,9 +322,7 @@ def on_meta() -> Tensor:
     return torch.zeros(2, WIDTH, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("make", "where"), [(fake, "under FakeTensorMode"), (on_meta, "on the meta")]
-)
+@pytest.mark.parametrize("make, where", [(fake, "under FakeTensorMode"), (on_meta, "on the meta")])
 def test_inputs_without_values_are_refused(make: Any, where: str) -> None:
     message = rf"inputs hold a tensor of shape \(2, 4\) .*{where}.* Give tensors with values"
     with pytest.raises(BatchError, match=message):
