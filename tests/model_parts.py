@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 
@@ -20,6 +21,17 @@ class Does(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.function(*inputs)
+
+
+class Checkpointed(nn.Module):  # a module under torch's activation checkpoint, while `on`
+    def __init__(self, module: nn.Module, *, reentrant: bool, on: bool = True) -> None:
+        super().__init__()
+        self.module, self.reentrant, self.on = module, reentrant, on
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.on:
+            return self.module(x)
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
 class Residual(nn.Module):

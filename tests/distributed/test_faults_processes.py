@@ -200,24 +200,12 @@ def test_each_rank_goes_wrong_in_each_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)], ids=name_of
+    "fault",
+    [QUICK[0], *(pytest.param(f, marks=pytest.mark.slow) for f in FAULTS[1:])],
+    ids=name_of,
 )
 def test_a_fault_ends_all_is_named_and_costs_nothing(fault, expected, tmp_path) -> None:
     check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS[len(QUICK) :], ids=name_of)
-def test_every_fault_ends_all_is_named_and_costs_nothing(fault, expected, tmp_path) -> None:
-    check(fault, tmp_path, expected, WAYS_ON[next(TURN) % len(WAYS_ON)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", QUICK_OF_SHARDS, ids=name_in_shards)
-def test_a_fault_of_one_shard_ends_all_and_is_named(fault, tmp_path) -> None:
-    num_stages, own = fault
-    ended = end_with(own, tmp_path, of_shards=num_stages)
-    check_ends(ended, own, names(num_stages, 1, 2))
 
 
 @pytest.mark.slow

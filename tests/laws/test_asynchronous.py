@@ -21,12 +21,11 @@ from penstock.schedules import Family, gpipe, one_f_one_b, pipedream, pipedream_
 from tests import delayed
 from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
-from tests.models import ALL_MODELS, Model
+from tests.models import BY_NAME, Model
 from tests.reference import Unsplit
 from tests.side_by_side import autocast, differences, pipeline, same_bits, state_of
 from tests.ways import IN_ONE_PROCESS, WAYS
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
 FAMILIES = (pipedream_2bw, pipedream(), pipedream(vertical_sync=True))
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import StateError
 from penstock.schedules import gpipe, one_f_one_b, zb_h1
+from tests.models import drawn
 from tests.side_by_side import same_bits
 from tests.ways import WAYS
 
@@ -63,18 +64,13 @@ def layers(write: Write = into_buffer) -> list[nn.Module]:
     return [nn.Linear(6, 6), Scaling(write), nn.Linear(6, 3)]
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
-
-
 def gradients(of: list[nn.Module]) -> list[Tensor | None]:
     return [p.grad for layer in of for p in layer.parameters()]
 
 
 def unsplit(of: list[nn.Module], num_microbatches: int) -> list[Tensor | None]:
     for _ in range(2):
-        pairs = zip(*(t.tensor_split(num_microbatches) for t in batch()), strict=True)
+        pairs = zip(*(t.tensor_split(num_microbatches) for t in drawn(8)), strict=True)
         for x, y in pairs:
             (F.mse_loss(nn.Sequential(*of)(x), y) * (len(x) / 8)).backward()
     return gradients(of)
@@ -86,7 +82,7 @@ def trained(of: list[nn.Module], num_microbatches: int, **options: Any) -> list[
         of, num_microbatches=num_microbatches, loss=F.mse_loss, **options
     ) as pipe:
         for _ in range(2):
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
     return gradients(of)
 
 
@@ -114,7 +110,7 @@ def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(recompute: Any) -> 
 def test_the_check_refuses_it_too() -> None:
     def checked(num_microbatches: int) -> penstock.CheckReport:
         options: dict[str, Any] = {"num_stages": 2, "num_microbatches": num_microbatches}
-        return penstock.check(nn.Sequential(*layers()), *batch(), loss=F.mse_loss, **options)
+        return penstock.check(nn.Sequential(*layers()), *drawn(8), loss=F.mse_loss, **options)
 
     with pytest.raises(StateError, match="buffer 'amax'"):
         checked(4)
@@ -162,10 +158,10 @@ def test_a_hook_that_comes_after_the_first_step_is_seen_too() -> None:
     with penstock.Pipeline(
         of, partition=(2, 1), num_microbatches=4, loss=F.mse_loss, recompute=NEVER
     ) as pipe:
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(8))
         step_in_a_hook(of, "1.shift")
         with pytest.raises(StateError, match="changed a parameter"):
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
 
 
 class Seen(nn.Module):  # keep what it saw for whoever asks, in a checkpoint as well

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import penstock
 from penstock.errors import ConfigError, ExecutionWarning
 from tests.model_parts import Does
+from tests.models import drawn
 from tests.side_by_side import same_bits
 from tests.ways import IN_ONE_PROCESS
 
@@ -28,11 +29,6 @@ RECOMPUTE = pytest.mark.parametrize("recompute", penstock.Recompute)
 def layers() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
 
 def pipeline(of: list[nn.Module], **way: Any) -> penstock.Pipeline:
@@ -92,7 +88,7 @@ MODES = pytest.mark.parametrize("made", (flops, functions, saved, on_cpu, profil
 
 @MODES
 def test_modes_count_what_they_count_of_the_unsplit_model(made: Callable[[], Any]) -> None:
-    x, y = batch()
+    x, y = drawn(8)
     mode, unsplit_count = made()
     unsplit = layers()
     with mode:
@@ -114,7 +110,7 @@ def test_modes_count_what_they_count_of_the_unsplit_model(made: Callable[[], Any
 @RECOMPUTE
 @MODES
 def test_modes_change_no_bit_and_leave_no_trace(made: Any, recompute: penstock.Recompute) -> None:
-    x, y = batch()
+    x, y = drawn(8)
     gradients = []
     for mode in (None, made()[0]):
         built = layers()
@@ -144,7 +140,7 @@ class ReadsThreadLocal(nn.Module):
 def notes_of(layer: nn.Module, transport: penstock.Transport) -> str:
     pipe = pipeline([nn.Linear(6, 3), layer], transport=transport)
     with pipe, pytest.raises(AttributeError) as caught:
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(8))
     return " ".join(caught.value.__notes__)
 
 
@@ -159,7 +155,7 @@ def test_a_thread_local_that_a_worker_lacks_is_explained() -> None:
         (Does(lambda x: x * _in_context.get()), THREADS),
     ):
         with pipeline([*layers(), layer], transport=transport) as pipe:
-            losses.append(pipe.train_step(*batch()))
+            losses.append(pipe.train_step(*drawn(8)))
     assert same_bits(*losses)
     _in_context.reset(token)
     del _in_thread.factor
@@ -177,7 +173,7 @@ def test_loop_back_is_under_save_on_cpu_without_a_word(recompute: penstock.Recom
     for around in (nullcontext(), mode):
         built = layers()
         with pipeline(built, recompute=recompute, transport=LOOPBACK) as pipe, around:
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
         gradients.append([p.grad for layer in built for p in layer.parameters()])
     assert all(same_bits(a, b) for a, b in zip(*gradients, strict=True)) and count()
 
@@ -198,14 +194,14 @@ def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(transport: 
     for options in needing:
         with pipeline(layers(), **options) as pipe:
             with disabled(), pytest.raises(ConfigError, match=r"'no hooks here'.*Recompute.NEVER"):
-                pipe.train_step(*batch())
-            pipe.train_step(*batch())
+                pipe.train_step(*drawn(8))
+            pipe.train_step(*drawn(8))
     with pipeline(layers(), **never) as pipe, disabled():
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(8))
     with pipeline([*layers(), Hooked()], **never) as pipe:
         with disabled(), pytest.raises(RuntimeError, match="no hooks here"):
-            pipe.train_step(*batch())
-        pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
+        pipe.train_step(*drawn(8))
 
 
 class Notes(nn.Module):  # notes what a new tensor is like, and what becomes of a denormal number
@@ -221,7 +217,7 @@ class Notes(nn.Module):  # notes what a new tensor is like, and what becomes of 
 
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_the_default_device_and_flushing_reach_every_stage(transport: penstock.Transport) -> None:
-    first, last, (x, y) = Notes(), Notes(), batch()
+    first, last, (x, y) = Notes(), Notes(), drawn(8)
     with pipeline([first, *layers(), last], transport=transport) as pipe:
         pipe.train_step(x, y)
         assert set(first.seen) == set(last.seen) == {("cpu", False)}

@@ -18,12 +18,11 @@ from penstock.schedules.transfers import chain_transfers
 from penstock.schedules.verify import verify
 from tests.covering import FACTORS, Run, covering_runs, many_runs
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
-from tests.models import ALL_MODELS, Model
+from tests.models import ALL_MODELS, BY_NAME, Model
 from tests.reference import Unsplit, chain, split, whole_batch_step
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import IN_ONE_PROCESS
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
 COVERING = [
     pytest.param(
         model, run, id=f"{model.name}-{run}", marks=pytest.mark.slow if number % 2 else []

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 import penstock
 from penstock.schedules import gpipe, one_f_one_b
 from tests.every_schedule import IN_TWO_PARTS
-from tests.models import ALL_MODELS, Built, Model
+from tests.models import ALL_MODELS, BY_NAME, Built, Model
 from tests.reference import Unsplit, chain
 from tests.side_by_side import autocast, differences, pipeline, same_bits
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
 OPTIONS = [
     pytest.param(
         {

@@ -7,16 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.model_parts import Does, InPlaceAffine
-from tests.models import ALL_MODELS, Built, Model, tokens, vectors
+from tests.model_parts import Checkpointed, Does, InPlaceAffine
+from tests.models import BY_NAME, Built, Model, tokens, vectors
 from tests.reference import Forward, Unsplit, chain
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import WAYS
-
-BY_NAME = {model.name: model for model in ALL_MODELS}
 
 
 def model(
@@ -328,21 +325,15 @@ def test_a_second_backward_through_one_forward(way: dict[str, Any]) -> None:
     pipe.close()
 
 
-class Checkpointed(nn.Module):  # the user's own activation checkpoint, around nothing random
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant, self.linear = reentrant, nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.linear, x, use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("cut", ({"partition": (1, 1, 1)}, {"num_stages": 3}), ids=str)
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_users_own_checkpoint(reentrant: bool, cut: dict[str, Any], way: dict[str, Any]) -> None:
-    own = model(lambda: [nn.Linear(6, 6), Checkpointed(reentrant=reentrant), nn.Linear(6, 3)])
-    assert_trains_like_unsplit(own, 7, num_microbatches=3, **cut, **way)
+    def layers() -> list[Any]:
+        inside = Checkpointed(nn.Linear(6, 6), reentrant=reentrant)
+        return [nn.Linear(6, 6), inside, nn.Linear(6, 3)]
+
+    assert_trains_like_unsplit(model(layers), 7, num_microbatches=3, **cut, **way)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.complex64))

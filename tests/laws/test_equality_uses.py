@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from tests.model_parts import Does
-from tests.models import ALL_MODELS, Model, tokens, vectors
+from tests.models import BY_NAME, Model, tokens, vectors
 from tests.reference import Unsplit, chain
 from tests.side_by_side import (
     assert_trains_like_unsplit,
@@ -22,8 +22,6 @@ from tests.side_by_side import (
     same_bits,
 )
 from tests.ways import WAYS
-
-BY_NAME = {model.name: model for model in ALL_MODELS}
 
 
 def stack(*sizes: int) -> list[nn.Module]:

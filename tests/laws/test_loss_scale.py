@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.models import ALL_MODELS, Model
+from tests.models import BY_NAME, Model
 from tests.reference import Unsplit, Weigh, mean
 from tests.side_by_side import differences, pipeline, same_bits
 from tests.ways import WAYS, one_each
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
 SCALED = [BY_NAME[name] for name in ("transformer", "fan_out", "batch_norms", "frozen_middle")]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, StatisticsWarning
+from tests.models import drawn
 from tests.reference import plain_step
 from tests.side_by_side import same_bits
 from tests.ways import WAYS
@@ -90,11 +91,6 @@ class Counting(nn.Module):  # change a buffer in the forward
         return y
 
 
-def vectors() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(6, 6, generator=generator), torch.randn(6, 3, generator=generator)
-
-
 def with_scripted(*, traced: bool) -> list[nn.Module]:
     torch.manual_seed(0)
     first = nn.Linear(6, 6)
@@ -107,7 +103,7 @@ def with_scripted(*, traced: bool) -> list[nn.Module]:
 @pytest.mark.parametrize("way", WAYS)
 def test_scripted_layers_train_as_in_plain_torch(way: dict[str, Any], traced: bool) -> None:
     ours, plain = with_scripted(traced=traced), nn.Sequential(*with_scripted(traced=traced))
-    x, y = vectors()
+    x, y = drawn(6)
     with pipeline(ours, F.mse_loss, **way) as pipe:
         for _ in range(2):
             pipe.train_step(x, y)
@@ -127,7 +123,7 @@ def test_the_statistics_of_a_scripted_norm_move_with_every_micro_batch_and_that_
         return [nn.Linear(6, 6), norm, nn.Linear(6, 3)]
 
     ours, plain = layers(), nn.Sequential(*layers())
-    x, y = vectors()
+    x, y = drawn(6)
     with (
         pytest.warns(StatisticsWarning, match="BatchNorm1d.*scripted.*every micro-batch"),
         pipeline(ours, F.mse_loss) as pipe,
@@ -142,7 +138,7 @@ def test_the_statistics_of_a_scripted_norm_move_with_every_micro_batch_and_that_
 @deprecated
 def test_the_check_refuses_a_model_whose_copies_share_its_parameters() -> None:
     with pytest.raises(ConfigError, match=r"copy.deepcopy.*scripted.*before it is scripted"):
-        penstock.check(with_scripted(traced=False), *vectors(), loss=F.mse_loss, num_stages=2)
+        penstock.check(with_scripted(traced=False), *drawn(6), loss=F.mse_loss, num_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +147,7 @@ def test_the_check_refuses_a_model_whose_copies_share_its_parameters() -> None:
 )
 def test_lazy_layers_are_refused_until_they_have_run(lazy: Any) -> None:
     layers = [nn.Linear(6, 6), lazy(), nn.Linear(6, 3)]
-    x, y = vectors()
+    x, y = drawn(6)
     with pytest.raises(ConfigError, match=r"layer '1'.*lazy module.*run the model once"):
         pipeline(layers, F.mse_loss)
     nn.Sequential(*layers)(x)
@@ -178,7 +174,7 @@ def test_a_sparse_tensor_crosses_stages(way: dict[str, Any]) -> None:
     torch.manual_seed(0)
     ours, plain = (nn.Sequential(Spread(), Spread()) for _ in range(2))
     plain.load_state_dict(ours.state_dict())
-    x, _ = vectors()
+    x, _ = drawn(6)
     graph = torch.eye(6).roll(1, 0).to_sparse()
     with pipeline(list(ours), last_of, **way) as pipe:
         for _ in range(2):

@@ -14,7 +14,7 @@ from penstock.errors import BoundaryError
 from penstock.schedules import gpipe
 from tests.laws.test_equality_or_refusal import model
 from tests.model_parts import Does
-from tests.models import vectors
+from tests.models import drawn, vectors
 from tests.reference import Unsplit, chain
 from tests.side_by_side import differences, pipeline, same_bits
 from tests.ways import WAYS
@@ -25,10 +25,6 @@ WITH_RECOMPUTE = [way for way in WAYS if way.values[0]["recompute"] is penstock.
 def stack() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
-
-
-def batch(num_samples: int = 7) -> tuple[Tensor, Tensor]:
-    return vectors(num_samples, torch.Generator().manual_seed(1))
 
 
 def penalised(modules: list[nn.Module]) -> Any:
@@ -48,14 +44,14 @@ def options(way: dict[str, Any], **more: Any) -> dict[str, Any]:
 def test_a_loss_over_all_weights_is_exact_in_one_stage_and_refused_in_several(way: Any) -> None:
     ours, theirs = stack(), stack()
     with penstock.Pipeline(ours, 1, loss=penalised(ours), **options(way)) as pipe:
-        found = pipe.train_step(*batch())
-    assert same_bits(found, Unsplit(theirs, chain(4), 3).train_step(*batch(), penalised(theirs)))
+        found = pipe.train_step(*drawn(7))
+    assert same_bits(found, Unsplit(theirs, chain(4), 3).train_step(*drawn(7), penalised(theirs)))
     assert not differences(ours, theirs)
     with (
         penstock.Pipeline(ours, 2, loss=penalised(ours), **options(way)) as pipe,
         pytest.raises(penstock.errors.PartitionError, match=r"stages \d and \d both compute"),
     ):
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(7))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -64,7 +60,7 @@ def test_weights_tied_after_the_pipeline_was_made_are_refused(way: dict[str, Any
     with penstock.Pipeline(layers, partition=(2, 2), loss=nn.MSELoss(), **options(way)) as pipe:
         layers[2].weight = layers[0].weight
         with pytest.raises(penstock.errors.PartitionError, match="both compute a gradient"):
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(7))
 
 
 class Counting(nn.Module):
@@ -96,10 +92,10 @@ def test_state_that_a_recompute_cannot_see_again_is_refused(kind, place, way) ->
     with penstock.Pipeline(layers, partition=(2, 3), loss=nn.MSELoss(), **options(way)) as pipe:
         recomputed = way["schedule"] is gpipe or place < 2  # 1F1B's last stage recomputes nothing
         if not recomputed:
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(7))
             return
         with pytest.raises(penstock.errors.RecomputeError, match="did not give what its forward"):
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(7))
 
 
 @pytest.mark.parametrize("way", WITH_RECOMPUTE)
@@ -109,7 +105,7 @@ def test_such_state_in_the_loss_is_refused_too(way: dict[str, Any]) -> None:
 
     pipe = penstock.Pipeline(stack(), 2, loss=loss, **options(way | {"schedule": gpipe}))
     with pipe, pytest.raises(penstock.errors.RecomputeError, match="the loss draws"):
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(7))
 
 
 class MovingLoss(nn.Module):
@@ -132,14 +128,14 @@ def test_a_loss_with_state_equals_the_unsplit_one(way: dict[str, Any]) -> None:
     unsplit = Unsplit([*theirs, their_loss], chain(4), 3)
     with penstock.Pipeline(ours, 2, loss=our_loss, **options(way)) as pipe:
         for _ in range(3):
-            found = pipe.train_step(*batch(9))
-            assert same_bits(found, unsplit.train_step(*batch(9), their_loss))
+            found = pipe.train_step(*drawn(9))
+            assert same_bits(found, unsplit.train_step(*drawn(9), their_loss))
             assert not differences([*ours, our_loss], [*theirs, their_loss])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_targets_that_require_grad_are_refused(way: dict[str, Any]) -> None:
-    x, y = batch()
+    x, y = drawn(7)
     pipe = penstock.Pipeline(stack(), 2, loss=nn.MSELoss(), **options(way))
     with pipe, pytest.raises(penstock.errors.ConfigError, match=r"target\.detach"):
         pipe.train_step(x, y.requires_grad_())
@@ -148,7 +144,7 @@ def test_targets_that_require_grad_are_refused(way: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_replaced_between_forward_and_backward_are_right_or_refused(way: Any) -> None:
     layers = stack()
-    x, y = batch()
+    x, y = drawn(7)
     with penstock.Pipeline(layers, 2, **options(way)) as pipe:
         loss = F.mse_loss(pipe(x), y)
         for layer in (layers[0], layers[2]):
@@ -247,7 +243,7 @@ def test_a_first_micro_batch_without_weight_hides_no_second_owner(way: dict[str,
     def real(target: Tensor) -> Tensor:
         return (target[:, 0] > -50).sum()
 
-    x, y = batch(6)
+    x, y = drawn(6)
     y[:2] = -100.0  # all of the first micro-batch is padding
     pipe = penstock.Pipeline(ours, 2, loss=penalised(ours), reduction=real, **options(way))
     with pipe, pytest.raises(penstock.errors.PartitionError, match="both compute"):
@@ -293,7 +289,7 @@ def test_a_buffer_that_begins_to_move_is_refused_once(way: dict[str, Any]) -> No
     later = MovesLater()
     later.moves = False
     layers = [nn.Linear(6, 6), later, nn.Linear(6, 3)]
-    x, y = batch()
+    x, y = drawn(7)
     with penstock.Pipeline(layers, 1, loss=nn.MSELoss(), **options(way)) as pipe:
         pipe.train_step(x, y)
         later.moves = True
@@ -307,7 +303,7 @@ def test_a_buffer_that_begins_to_move_is_refused_once(way: dict[str, Any]) -> No
 def test_a_buffer_that_moves_in_another_mode_moves_once_per_micro_batch(way: Any) -> None:
     later = MovesLater()
     layers = [nn.Linear(6, 6), later, nn.Linear(6, 3)]
-    x, y = batch()
+    x, y = drawn(7)
     with penstock.Pipeline(layers, 1, loss=nn.MSELoss(), **options(way)) as pipe:
         later.eval()
         pipe.train_step(x, y)

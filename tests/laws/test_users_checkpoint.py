@@ -8,25 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import penstock
 from tests.laws.test_equality_or_refusal import model
+from tests.model_parts import Checkpointed
 from tests.side_by_side import assert_trains_like_unsplit, pipeline
 from tests.ways import WAYS
 
 REENTRANT = pytest.mark.parametrize("reentrant", (True, False))
-
-
-class Checkpointed(nn.Module):  # a module under torch's activation checkpoint, while `on`
-    def __init__(self, module: nn.Module, *, reentrant: bool, on: bool = True) -> None:
-        super().__init__()
-        self.module, self.reentrant, self.on = module, reentrant, on
-
-    def forward(self, x: Tensor) -> Any:
-        if not self.on:
-            return self.module(x)
-        return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
 def block() -> nn.Sequential:
