@@ -218,15 +218,11 @@ def test_a_fault_of_one_shard_costs_nothing(fault, expected_of_shards, tmp_path)
     check_goes_on(tmp_path, expected_of_shards[num_stages], go_on_in_shards(num_stages))
 
 
+OF_1_2 = ["rank 0 (stage 0)", "rank 1 (stage 1, shard 0)", "rank 2 (stage 1, shard 1)"]
+OF_2_1 = ["rank 0 (stage 0, shard 0)", "rank 1 (stage 0, shard 1)", "rank 2 (stage 1)"]
 UNLIKE: dict[str, tuple[Fault, list[str]]] = {
-    "1 2": (
-        (2, "ReceiveActivation", "kill"),
-        ["rank 0 (stage 0)", "rank 1 (stage 1, shard 0)", "rank 2 (stage 1, shard 1)"],
-    ),
-    "2 1": (
-        (1, "SendActivation", "kill"),
-        ["rank 0 (stage 0, shard 0)", "rank 1 (stage 0, shard 1)", "rank 2 (stage 1)"],
-    ),
+    "1 2": ((2, "ReceiveActivation", "kill"), OF_1_2),
+    "2 1": ((1, "SendActivation", "kill"), OF_2_1),
 }
 """While other shards gather what came to it, or wait for its part of a message."""
 

@@ -145,15 +145,10 @@ def work(mesh: penstock.Mesh, where: str) -> dict[str, Any]:
     return {"trained": found, "resumed": resumed(mesh, where)}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        (1, 2),
-        pytest.param((2, 2), marks=pytest.mark.slow),
-        pytest.param((1, 3), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+LAYOUTS = [(1, 2), *(pytest.param(k, marks=pytest.mark.slow) for k in ((2, 2), (1, 3)))]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("zero")
     return call(work, request.param, folder, where=str(folder))

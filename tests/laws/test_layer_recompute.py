@@ -68,14 +68,9 @@ def test_a_loss_over_the_whole_batch_gives_the_same_bits() -> None:
 def kept_bytes(recompute: Any) -> int:
     """Return the most that a middle stage keeps of 8 micro-batches."""
     block = [nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)]
-    return most_kept_bytes(
-        [nn.Linear(32, 32), nn.Sequential(*block), nn.Sequential(*block), nn.Linear(32, 1)],
-        128,
-        1,
-        partition=[1, 2, 1],
-        num_microbatches=8,
-        recompute=recompute,
-    )
+    layers = [nn.Linear(32, 32), nn.Sequential(*block), nn.Sequential(*block), nn.Linear(32, 1)]
+    options: dict[str, Any] = {"partition": [1, 2, 1], "num_microbatches": 8}
+    return most_kept_bytes(layers, 128, 1, recompute=recompute, **options)
 
 
 def test_what_is_kept_lies_between_all_and_the_inputs() -> None:
