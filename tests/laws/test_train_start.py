@@ -25,8 +25,8 @@ from penstock_recipes.train.run_folder import RunFolder
 from tests.digits import DIGITS, SMALL
 from tests.runs import assert_same_weights, resume, start, stopped
 
-ONE_EPOCH = (*SMALL, "train.epochs=1", "train.average_decay=0.5", "learning_rate.warmup_epochs=0")
-ONE_EPOCH += ("train.checkpoint_every=1", "train.keep_checkpoints=9")
+ONE_EPOCH = [*SMALL, "train.epochs=1", "train.average_decay=0.5", "learning_rate.warmup_epochs=0"]
+ONE_EPOCH += ["train.checkpoint_every=1", "train.keep_checkpoints=9"]
 
 
 @pytest.fixture(scope="module")
