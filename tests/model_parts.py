@@ -1,13 +1,37 @@
 """Layers for the test models: plain modules, each with one thing that is hard for a pipeline."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
+
+
+class Does(nn.Module):
+    """Apply a function; it has no weights."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+class Checkpointed(nn.Module):  # a module under torch's activation checkpoint, while `on`
+    def __init__(self, module: nn.Module, *, reentrant: bool, on: bool = True) -> None:
+        super().__init__()
+        self.module, self.reentrant, self.on = module, reentrant, on
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.on:
+            return self.module(x)
+        return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
 class Residual(nn.Module):

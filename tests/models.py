@@ -362,3 +362,8 @@ ALL_MODELS = (
     Model("without_weights", without_weights, vectors, F.mse_loss),
 )
 """Every model the laws of exactness are tested on."""
+BY_NAME = {model.name: model for model in ALL_MODELS}
+
+
+def drawn(n: int, seed: int = 1) -> Batch:
+    return vectors(n, torch.Generator().manual_seed(seed))

@@ -94,6 +94,13 @@ class Unsplit:
         leaves = [tree_map(_leaf, output) for output in outputs]
         return Outstanding(inputs, pieces, outputs, leaves)
 
+    def module_step(self, inputs: Any, targets: Any, loss: Loss) -> "Outstanding":
+        """Run forward, and backward from a loss over the whole batch's output."""
+        outstanding = self.module_forward(inputs)
+        loss(outstanding.output, targets).backward()
+        outstanding.backward()
+        return outstanding
+
     def evaluate(self, inputs: Any) -> Any:
         """Run all micro-batches in eval mode without gradients; give the gathered outputs."""
         modes = [(m, m.training) for module in self.modules for m in module.modules()]
@@ -120,6 +127,13 @@ class Unsplit:
             return self.modules[layer](*values)
 
         return self.forward(call, piece)
+
+
+def plain_step(model: nn.Module, batch: Any, loss: Loss, num_microbatches: int = 3) -> None:
+    """Add up the gradients of equal micro-batches, as plain torch does."""
+    for part, target in zip(*(t.chunk(num_microbatches) for t in batch), strict=True):
+        found = loss(model(part), target)
+        found.backward(torch.full_like(found, 1 / num_microbatches))
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ FAULTS = (
         "recipes/penstock_recipes/recipe/read.py",
         'counting = {"pipeline.schedule"}',
         "pass",
-        "tests/laws/test_train_asynchronous.py",
+        "tests/laws/test_train_resume.py",
         "another_lag",
     ),
     Fault(

@@ -155,7 +155,7 @@ FAULTS = (
         "penstock/torch_private.py",
         "        generator.__code__ = _cached.__code__\n",
         "",
-        "tests/laws/test_cached_weights.py",
+        "tests/laws/test_autocast_cache.py",
         "leaves",
     ),
     Fault(

@@ -40,11 +40,8 @@ def call(
         layout if isinstance(layout, Placement) else Placement.of(range(layout[0]), layout[1])
     )
     (folder / "arguments.json").write_text(json.dumps(arguments))
-    where = [
-        function.__module__,
-        function.__name__,
-        json.dumps([placement.ranks, *_more(placement)]),
-    ]
+    where = [function.__module__, function.__name__]
+    where += [json.dumps([placement.ranks, *_more(placement)])]
     told = ["-m", "tests.distributed.call", *where, str(folder / "arguments.json"), str(folder)]
     if ends_well:
         run(placement.num_ranks, told, timeout_s)
@@ -59,20 +56,15 @@ def _more(placement: Placement) -> list[Any]:
 
 
 def main() -> None:
-    """Do what is asked for."""
     module, name, ranks, arguments, folder = sys.argv[1:6]
     function = getattr(importlib.import_module(module), name)
     torch.set_num_threads(1)
     every, shapes, places, idle = json.loads(ranks)
     meshes = tuple(tuple(map(tuple, of_stage)) for of_stage in every)
     shard_shapes = None if shapes is None else tuple(map(tuple, shapes))
-    placement = Placement(
-        meshes,
-        ("cpu",) * len(meshes),
-        shard_shapes=shard_shapes,
-        stage_places=None if places is None else tuple(places),
-        idle=tuple(idle),
-    )
+    options: dict[str, Any] = {"shard_shapes": shard_shapes}
+    options |= {"stage_places": None if places is None else tuple(places), "idle": tuple(idle)}
+    placement = Placement(meshes, ("cpu",) * len(meshes), **options)
     with penstock.init_mesh(placement=placement, timeout_s=60.0, device="cpu") as mesh:
         random.seed(mesh.rank)  # torch's begins with a seed of its own
         numpy.random.seed(mesh.rank)

@@ -85,7 +85,6 @@ def inject_into_batch(action: str) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """Find the newest complete checkpoint."""
     return max(folder.glob("step-*"), default=None)
 
 
@@ -113,12 +112,10 @@ def train(
         threads_per_stage=1,
         **(shared if os.environ.get("SHARDS") else {}),
     )
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
-    begun_at = newest(folder)
+    optimizer, begun_at = torch.optim.AdamW(pipe.parameters(), lr=0.05), newest(folder)
     if begun_at is not None:
         penstock.load_checkpoint(begun_at, pipe, optimizer)
-    first = pipe.step
-    saving = None
+    first, saving = pipe.step, None
     for step in range(first, STEPS):
         generator = torch.Generator().manual_seed(10 * step + mesh.replica)
         x, y = (torch.randn(12, 4, generator=generator) for _ in range(2))
@@ -137,7 +134,6 @@ def train(
 
 
 def mesh_of(num_replicas: int, shards: list[int]) -> penstock.Mesh:
-    """Make a mesh of stages of so many shards."""
     if len(shards) == 1:
         return penstock.init_mesh(num_replicas=num_replicas, num_shards=shards[0], timeout_s=60.0)
     crossing._FEW_BYTES = 32  # messages are small here
@@ -149,10 +145,8 @@ def mesh_of(num_replicas: int, shards: list[int]) -> penstock.Mesh:
 
 
 def main() -> None:
-    """Train until something goes wrong, or to the end."""
     rank, kind, action, replicas, folder = sys.argv[1:6]
-    world = int(os.environ["WORLD_SIZE"])
-    num_layers = int(os.environ["NUM_LAYERS"])
+    world, num_layers = int(os.environ["WORLD_SIZE"]), int(os.environ["NUM_LAYERS"])
     torch.set_num_threads(1)
     mesh = mesh_of(int(replicas), list(map(int, os.environ.get("SHARDS", "1").split())))
     assert mesh.world_size == world

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.warm import ROOT as ROOT
 from tests.distributed.warm import Forked, origin
@@ -18,9 +19,7 @@ _PATIENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How one process ended; `code` is None if it had to be killed for taking too long."""
-
+class Ended:  # how one process ended; `code` is None if it had to be killed for taking too long
     rank: int
     code: int | None
     output: str
@@ -89,15 +88,10 @@ def start(
 
 
 def _started(arguments: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-W", "error::UserWarning:penstock", *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        start_new_session=True,
-    )
+    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE}
+    options |= {"stderr": subprocess.STDOUT, "text": True, "cwd": ROOT, "start_new_session": True}
+    command = [sys.executable, "-W", "error::UserWarning:penstock", *arguments]
+    return subprocess.Popen(command, **options)
 
 
 def run(
@@ -106,7 +100,6 @@ def run(
     timeout_s: float = 100.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Run a job that must end well."""
     ended = start(world_size, arguments, environment).wait(timeout_s)
     bad = [f"--- rank {e.rank}: {e.code}\n{e.output}" for e in ended if e.code != 0]
     assert not bad, "\n".join(bad)
@@ -156,5 +149,4 @@ def held_port() -> socket.socket:
 
 
 def number_of(port: socket.socket) -> str:
-    """Give the number of a port that is held, as the environment has it."""
     return str(port.getsockname()[1])

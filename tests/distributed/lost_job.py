@@ -34,8 +34,6 @@ def die_but_for_a_child() -> None:
 
 
 def save(mesh: penstock.Mesh, folder: Path) -> None:
-    """Save; process RANK is killed meanwhile."""
-
     def write(unfinished: Path) -> dict[str, str]:
         if str(mesh.rank) == sys.argv[1]:
             die_but_for_a_child()
@@ -47,7 +45,6 @@ def save(mesh: penstock.Mesh, folder: Path) -> None:
 
 
 def main() -> None:
-    """Train; process RANK is killed after the first step, or in a save after it."""
     torch.set_num_threads(1)
     mesh = penstock.init_mesh(timeout_s=TIMEOUT_S)
     layers = [nn.Linear(2, 2) for _ in range(mesh.num_stages)]

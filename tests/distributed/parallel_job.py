@@ -43,7 +43,6 @@ class Attributes(nn.Module):
 
 
 def attributes(seed: int) -> nn.Module:
-    """Make such a model."""
     torch.manual_seed(seed)
     return Attributes().double()
 
@@ -52,13 +51,11 @@ MODELS = {"gpt": made, "attributes": attributes}
 
 
 def cluster_of(*hosts: int) -> penstock.Cluster:
-    """Describe hosts with so many slow cores, far from those of other hosts."""
     peaks = {"float32": 1e9, "float64": 1e9}
     return cluster(*hosts, far=1e7, flops_per_s=peaks, bytes_per_s=1e9, torch_type="cpu")
 
 
 def train(pipe: penstock.Pipeline) -> dict[str, Any]:
-    """Train two steps; return all that there is to compare."""
     optimizer = torch.optim.AdamW([{"params": list(pipe.parameters())}], lr=0.01)
     found: dict[str, Any] = {"losses": []}
     for _ in range(2):
@@ -76,7 +73,6 @@ def only_meshes(*_: Any, **__: Any) -> NoReturn:
 
 
 def main() -> None:
-    """Do what is asked for."""
     folder, hosts, options = Path(sys.argv[1]), map(int, sys.argv[2].split(",")), sys.argv[3]
     torch.set_num_threads(1)
     given = json.loads(options)

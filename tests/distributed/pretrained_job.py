@@ -34,7 +34,6 @@ def held(pipe: penstock.Pipeline) -> int:
 
 
 def own_names(mesh: penstock.Mesh, name: str) -> set[str]:
-    """Name what the stage of this process has, by all names."""
     layers = layers_of(build(name, device="meta"))
     partition = even_cut(layers, mesh.num_stages)
     cut = CutModel(captured_of(layers), tuple(partition))
@@ -60,9 +59,7 @@ def noting_reads() -> Iterator[list[str]]:
     read: list[str] = []
     plain = vars(folder)["safe_open"]
 
-    class Noting:
-        """An open file."""
-
+    class Noting:  # an open file
         def __init__(self, *args: Any, **options: Any) -> None:
             self.file = plain(*args, **options)
 
@@ -118,7 +115,6 @@ def draw(mesh: penstock.Mesh | None, names: list[str]) -> list[dict[str, Tensor]
 
 
 def values(pipe: penstock.Pipeline) -> dict[str, Tensor]:
-    """Give all parameters and buffers that have values here."""
     model = pipe.original
     everything: Iterable[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in everything if not tensor.is_meta}
@@ -149,15 +145,8 @@ def refuse(mesh: penstock.Mesh, name: str, source: str) -> list[str]:
 
 
 def train(mesh: penstock.Mesh, name: str, source: str) -> list[float]:
-    """Load, take steps, save."""
-    pipe = spread(
-        mesh,
-        name,
-        weights=Path(source) / name,
-        loss=loss,
-        num_microbatches=2,
-        schedule=penstock.schedules.one_f_one_b,
-    )
+    options: dict[str, Any] = {"num_microbatches": 2, "schedule": penstock.schedules.one_f_one_b}
+    pipe = spread(mesh, name, weights=Path(source) / name, loss=loss, **options)
     inputs_of = build(name)[1]
     losses = take_steps(pipe, inputs_of(BATCH) if mesh.stage == 0 else None)
     penstock.save_pretrained(Path(source) / "trained", pipe)
@@ -165,7 +154,6 @@ def train(mesh: penstock.Mesh, name: str, source: str) -> list[float]:
 
 
 def take_steps(pipe: penstock.Pipeline, inputs: Any) -> list[float]:
-    """Take steps of an optimizer."""
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     losses = []
     for _ in range(3):

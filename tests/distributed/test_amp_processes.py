@@ -41,8 +41,7 @@ def descent(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
 def overflow(mesh: penstock.Mesh, rank: int, *, clips: bool) -> dict[str, Any]:
     """Train three steps; in the second, one rank alone finds an inf in a gradient."""
     pipe = pipeline(mesh)
-    scaler = penstock.GradScaler(pipe, init_scale=1024.0)
-    optimizer = descent(pipe)
+    scaler, optimizer = penstock.GradScaler(pipe, init_scale=1024.0), descent(pipe)
     found: dict[str, Any] = {"scales": [], "moved": []}
     for step in range(3):
         pipe.train_step(*batch(step, mesh.replica), loss_scale=scaler.get_scale())
@@ -112,8 +111,7 @@ def test_an_inf_on_one_rank_skips_the_step_of_all(layout: tuple[int, int], tmp_p
         for found, of_first in zip(overflows, by_rank[0], strict=True):
             assert found["scales"] == [1024.0, 512.0, 512.0]
             moved: list[Any] = [{True}, {False}, {True}] if has_parameters else [{False}] * 3
-            assert found["moved"] == moved
-            assert found["state"] == of_first["state"]
+            assert found["moved"] == moved and found["state"] == of_first["state"]
 
 
 @pytest.mark.slow
@@ -121,8 +119,7 @@ def test_scales_that_differ_and_what_torchs_scaler_refuses_on_one_rank_are_error
     tmp_path: Path,
 ) -> None:
     (differ, first), (twin, second) = call(refused, (2, 1), tmp_path, ends_well=False)
-    assert differ == twin
-    assert "MeshError: rank 0 scales its loss by 1, rank 1 by 2" in differ
+    assert differ == twin and "MeshError: rank 0 scales its loss by 1, rank 1 by 2" in differ
     assert "ValueError: Attempting to unscale FP16 gradients" in first
     assert "PeerError: rank 0 (stage 0) failed: ValueError: Attempting to unscale" in second
     assert "waited for the others to begin the same call" in second
@@ -141,9 +138,7 @@ def steps_in_one_autocast(mesh: penstock.Mesh) -> Any:
 
 
 @pytest.mark.slow
-def test_one_autocast_around_all_steps_never_trains_on_casts_of_old_weights(
-    tmp_path: Path,
-) -> None:
+def test_one_autocast_around_all_steps_never_trains_on_casts_of_old_weights(tmp_path: Any) -> None:
     apart = call(steps_in_one_autocast, (2, 1), tmp_path)
     together = steps_in_one_autocast(penstock.init_mesh(num_stages=2))
     for found in apart:

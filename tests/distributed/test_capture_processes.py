@@ -50,8 +50,7 @@ def train_all(mesh: penstock.Mesh, names: dict[str, list[str]]) -> None:
 def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
     """Compare losses, outputs, and the gradients of the own stage."""
     spread, whole = make(model, way, mesh), make(model, WHOLE, None)
-    inputs_of = model.make()[1]
-    what = f"{model.name}, {way}"
+    inputs_of, what = model.make()[1], f"{model.name}, {way}"
     last = mesh.stage == mesh.num_stages - 1
     for batch in SIZES:
         target = torch.zeros(batch)
@@ -66,9 +65,8 @@ def train(mesh: penstock.Mesh, model: AnyModel, way: Way) -> None:
             assert all(map(torch.equal, flatten(by_name)[0], outputs)), what
     expected, own = gradients(whole), gradients(spread)
     assert_equal(own, {name: expected[name] for name in own})
-    named = [
-        name for part in mesh.world.gather(list(own), "for the others' names") for name in part
-    ]
+    every = mesh.world.gather(list(own), "for the others' names")
+    named = [name for part in every for name in part]
     assert sorted(named) == sorted(expected), model.name  # each on one stage
     whole.close()
 
@@ -112,15 +110,10 @@ def check_summed(mesh: penstock.Mesh, inputs: Any) -> None:
     partition: tuple[int, ...] | None = None
     for where in (mesh, None):
         model = next(m for m in REQUIRED if m.name == "t5").make()[0].eval()
-        pipe = penstock.Pipeline(
-            penstock.capture(model, inputs, check=False),
-            partition=partition,
-            mesh=where,
-            loss=loss,
-            num_microbatches=2,
-            threads_per_stage=1,
-            tied_gradients=penstock.TiedGradients.SUMMED,
-        )
+        options: dict[str, Any] = {"partition": partition, "mesh": where, "loss": loss}
+        options |= {"num_microbatches": 2, "threads_per_stage": 1}
+        options |= {"tied_gradients": penstock.TiedGradients.SUMMED}
+        pipe = penstock.Pipeline(penstock.capture(model, inputs, check=False), **options)
         pipe.train_step(inputs, torch.zeros(BATCH))
         partition = pipe.partition
         gradients.append({n: p.grad for n, p in pipe.named_parameters()})

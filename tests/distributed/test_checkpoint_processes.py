@@ -1,5 +1,8 @@
 """A checkpoint knows nothing of who saved it: any stages and replicas load any other's."""
 
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,23 +15,20 @@ from torch import Tensor, nn
 import penstock
 from penstock import schedules
 from penstock.checkpoint.files import read_state
+from penstock.checkpoint.together import Saving, write_together
 from penstock.errors import CheckpointError
-from tests.distributed import odd_saves
+from penstock.mesh import background
 from tests.distributed.call import call
-from tests.model_parts import Noted, noted_pipeline
+from tests.model_parts import Masters, Noted, noted_pipeline
+from tests.side_by_side import same_bits
 
 MICROBATCHES = 4  # of all replicas
 
 
 def layers() -> list[nn.Module]:
-    """Build the model; the same one in every process."""
     torch.manual_seed(0)
-    return [
-        nn.Linear(6, 8),
-        nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.2)),
-        nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
-        nn.Linear(8, 3),
-    ]
+    first: list[Any] = [nn.Linear(6, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.2))]
+    return [*first, nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)]
 
 
 def batch(step: int, replica: int, num_replicas: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,6 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.pipe.parameters(), lr=0.05)
 
     def step(self) -> float:
-        """Train one step; give its loss."""
         loss = self.pipe.train_step(
             *batch(self.pipe.step, self.mesh.replica, self.mesh.num_replicas)
         )
@@ -71,7 +70,6 @@ class Run:
 
 
 def finish(run: Run) -> list[float]:
-    """Train on and give the losses."""
     return [run.step() for _ in range(2)]
 
 
@@ -160,12 +158,12 @@ def check_files_are_noted(folder: Path, num_files: int) -> None:
 
 @pytest.mark.slow
 def test_who_has_read_its_part_waits_without_a_deadline_for_who_has_not(tmp_path: Path) -> None:
-    assert call(odd_saves.slow_reader, (2, 1), tmp_path) == [[0, 1], [0, 1]]
+    assert call(slow_reader, (2, 1), tmp_path) == [[0, 1], [0, 1]]
 
 
 @pytest.mark.slow
 def test_saves_may_take_longer_than_the_deadline_of_a_wait(tmp_path: Path) -> None:
-    assert call(odd_saves.slow_writers, (2, 1), tmp_path, folder_for_saves=str(tmp_path)) == [
+    assert call(slow_writers, (2, 1), tmp_path, folder_for_saves=str(tmp_path)) == [
         True,
         True,
     ]
@@ -206,14 +204,12 @@ def test_one_process_saves_and_two_load_it_or_say_what_does_not_fit(tmp_path: Pa
 
 def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> None:
     """Only one rank has an optimizer; two load different checkpoints; only one rank saves."""
-    first, second = call(odd_saves.work, (2, 1), tmp_path, folder_for_saves=str(tmp_path))
+    first, second = call(save_oddly, (2, 1), tmp_path, folder_for_saves=str(tmp_path))
     assert first[0] == second[0]
     assert first[0].startswith("CheckpointError: rank 1 saves without an optimizer")
     said = first.pop(1)
-    assert said == second.pop(1)
-    assert "CheckpointError: cannot write the checkpoint" in said
-    assert "rank 0: embedded null byte" in said
-    assert "embedded null" in said
+    assert said == second.pop(1) and "CheckpointError: cannot write the checkpoint" in said
+    assert "rank 0: embedded null byte" in said and "embedded null" in said
     assert first[1] == second[1] == "dict of numbers came back"
     other = str(tmp_path / "save-other")
     assert first[2] == second[2]
@@ -234,7 +230,7 @@ def test_optimizer_state_of_another_type_than_its_parameter_comes_back_to_the_bi
     tmp_path: Path,
 ) -> None:
     """Of weights that are whole, and of slices; its key holds a dot."""
-    first, second = call(odd_saves.masters, (1, 2), tmp_path, folder_for_saves=str(tmp_path))
+    first, second = call(masters, (1, 2), tmp_path, folder_for_saves=str(tmp_path))
     assert (len(first), len(second)) == (12, 12)  # the 6 parameters, twice
     assert all(first) and all(second)
 
@@ -252,9 +248,7 @@ def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_two_processes_of_two_stages_save_and_one_process_goes_on_bit_by_bit(
-    tmp_path: Path,
-) -> None:
+def test_two_processes_of_two_stages_save_and_one_process_goes_on_bit_by_bit(tmp_path) -> None:
     """Stages 0 and 2 are one process's, 1 and 3 the other's: neither holds neighbours."""
     (expected,) = losses(2, 1, "save", [tmp_path / "four"], stages_per_rank=2)
     here = Run(penstock.init_mesh(3), seed=5)
@@ -298,3 +292,120 @@ def test_every_layout_loads_every_other(tmp_path: Path) -> None:
                 before,
                 after,
             )
+
+
+def save_oddly(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
+    folder = Path(folder_for_saves)
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    pipe = penstock.Pipeline(layers, mesh=mesh, loss=nn.MSELoss())
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    found, save = list[str](), penstock.save_checkpoint
+    found += said_by(save, folder / "save-1", pipe, optimizer if mesh.stage == 0 else None)
+    found += said_by(save, folder / "no\0name", pipe, optimizer)
+    optimizer.param_groups[0]["plan"] = {9: 0.1, 10: 0.2}
+    penstock.save_checkpoint(folder / "save-2", pipe, optimizer)
+    penstock.load_checkpoint(folder / "save-2", pipe, optimizer)
+    assert optimizer.param_groups[0]["plan"] == {"9": 0.1, "10": 0.2}
+    found.append("dict of numbers came back")
+    _save_captured(mesh, folder)
+    pipe.train_step(torch.ones(1, 2), torch.ones(1, 2))
+    penstock.save_checkpoint(folder / "save-other", pipe, optimizer)
+    other = folder / ("save-2" if mesh.stage == 0 else "save-other")
+    found += said_by(penstock.load_checkpoint, other, pipe, optimizer)
+    if mesh.stage == 0:
+        return found + said_by(save, folder / "save-3", pipe, optimizer)
+    return found + said_by(pipe.train_step, torch.ones(1, 2), torch.ones(1, 2))
+
+
+def said_by(call: Callable[..., Any], *arguments: Any) -> list[str]:
+    try:
+        call(*arguments)
+    except penstock.PenstockError as error:
+        return [f"{type(error).__name__}: {error}"]
+    return []
+
+
+def _save_captured(mesh: penstock.Mesh, folder: Path) -> None:
+    """Save and load a captured model with buffers and notes on each of two stages.
+
+    What a process notes in the block of the other one is not to be saved.
+    """
+    model = Noted({"rank": mesh.rank}, torch.tensor([mesh.rank]), "of all")
+    captured = noted_pipeline(model, mesh=mesh, num_stages=None)
+    captured.train_step(torch.randn(4, 2), torch.randn(4, 2))
+    penstock.save_checkpoint(folder / "save-noted", captured)
+    penstock.save_pretrained(folder / "save-pretrained", captured)
+    for path, load in (
+        ("save-noted", penstock.load_checkpoint),
+        ("save-pretrained", lambda path, pipe: penstock.load_pretrained(path, pipe)),
+    ):
+        own = model.second if mesh.rank else model.first
+        saved, own.note, model.note = own.note, "another", "another"
+        load(folder / path, captured)
+        assert (own.note, model.note) == (saved, "of all")
+
+
+def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
+    """Save and load float32 copies of bfloat16 parameters, whole and cut along replicas; tell
+    whether each came back to the bit.
+    """
+    found: list[bool] = []
+    for sharding in (None, "zero1"):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
+        loss = lambda out, y: out.float().sum()  # noqa: E731 - it is of this place alone
+        pipe = penstock.Pipeline(layers, mesh=mesh, loss=loss, sharding=sharding)
+        first, second = Masters(pipe.parameters()), Masters(pipe.parameters())
+        pipe.train_step(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2))
+        first.step()
+        saved = Path(folder_for_saves) / f"masters-{len(found)}"
+        penstock.save_checkpoint(saved, pipe, first)
+        penstock.load_checkpoint(saved, pipe, second)
+        assert first.state.keys() == second.state.keys()
+        found += [
+            same_bits(state["master.50%"], second.state[parameter]["master.50%"])
+            for parameter, state in first.state.items()
+        ]
+    return found
+
+
+def slow_reader(mesh: penstock.Mesh) -> list[int]:
+    """Work for longer than the deadline of a wait in one process; give what each gets."""
+    mesh.background.timeout_s = 2.0
+
+    def work(slow: int) -> int:
+        threading.Event().wait(3.0 if mesh.rank == slow else 0.0)
+        return slow
+
+    return [mesh.world.work(partial(work, slow), "for the work") for slow in (0, 1)]
+
+
+def slow_writers(mesh: penstock.Mesh, folder_for_saves: str) -> bool:
+    """Write for longer than the deadline of a wait: rank 1 its part of a folder, beside which the
+    processes go on; then rank 0 the end of another one, which the mesh waits for as it closes.
+
+    Return whether the first folder is there as soon as it was waited for.
+    """
+    mesh.background.timeout_s = 2.0
+    background._PATIENCE_S = 0.5  # of which closing grants each of its threads one
+    first, second = (Path(folder_for_saves) / f"slow-{n}" for n in (1, 2))
+
+    def write(path: Path, unfinished: Path) -> dict[str, str]:
+        threading.Event().wait(3.5 if (mesh.rank, path) == (1, first) else 0.0)
+        (unfinished / str(mesh.rank)).touch()
+        return {str(mesh.rank): ""}
+
+    def finish(path: Path, unfinished: Path, written: Mapping[str, str]) -> None:
+        threading.Event().wait(4.0 if path == second else 0.0)
+        (unfinished / "written").write_text(" ".join(sorted(written)))
+
+    def save(path: Path) -> Saving:
+        return write_together(
+            mesh, path, lambda _: None, partial(write, path), partial(finish, path)
+        )
+
+    saves = [save(path) for path in (first, second)]
+    assert mesh.world.gather(mesh.rank, "for the others to go on") == [0, 1]
+    saves[0].wait()
+    return first.is_dir()

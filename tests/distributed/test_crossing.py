@@ -134,9 +134,7 @@ def test_a_call_for_another_pipeline_is_refused_everywhere_and_names_both(
             assert is_unchanged or "unscale" in pair  # which divides before it asks the others
 
 
-def test_pipelines_made_in_another_order_and_inputs_without_values_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_pipelines_made_in_another_order_and_inputs_without_values_are_refused(tmp_path) -> None:
     (first_order, first), (second_order, second) = call(refused, (2, 1), tmp_path, ends_well=False)
     for error in (first_order, second_order):
         assert "number of pipelines made before: 1 on rank 0; 0 on rank 1" in error

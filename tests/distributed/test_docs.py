@@ -72,9 +72,7 @@ def test_the_page_about_asynchronous_schedules_runs() -> None:
     assert found["losses"].shape == (6,)
 
 
-def test_the_page_about_searched_schedules_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_about_searched_schedules_runs(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     found: dict[str, Any] = {}
     exec(compile(code_of("searched.md"), "searched.md", "exec"), found)
@@ -87,8 +85,7 @@ def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_pat
     script.write_text(code_of("processes.md"))
     outputs = [run(world_size, [str(script)])[0].output for world_size in (1, 2)]
     lines = [[line for line in text.splitlines() if ": loss " in line] for text in outputs]
-    assert len(lines[0]) == 10
-    assert lines[0] == lines[1]
+    assert len(lines[0]) == 10 and lines[0] == lines[1]
     assert all("utilisation" in text for text in outputs), "no breakdown was printed"
 
 
@@ -113,10 +110,7 @@ SHORTER: dict[str, dict[str, str]] = {
 """Page, part of a command, and words that are added to the command to make it short."""
 
 NOT_RUN: dict[str, dict[str, str]] = {
-    "README.md": {
-        "make ": "make installs all that it needs",
-        "pip ": "a package registry",
-    },
+    "README.md": {"make ": "make installs all that it needs", "pip ": "a package registry"},
     "hosts.md": {"": "two hosts, or a cluster with Slurm"},
 }
 """Page, how lines of it begin, and what they need that a test has not."""
@@ -180,15 +174,9 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for line in commands_of(page):
         if "--resume runs/digits-1" in line:  # as if it had ended after the checkpoint before
             shutil.rmtree(tmp_path / "runs/digits-1/checkpoints/step-000012")
-        ended = subprocess.run(
-            words_of(page.name, line),
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE}
+        options |= {"stderr": subprocess.STDOUT, "text": True, "check": False}
+        ended = subprocess.run(words_of(page.name, line), **options)
         assert ended.returncode == 0, f"{line}\n{ended.stdout}"
 
 

@@ -45,8 +45,7 @@ def test_an_interface_that_is_not_there_stops_each_before_anything_runs() -> Non
 
 def test_processes_of_other_versions_are_named_by_all() -> None:
     for ended in start(2, [*JOB, "version", "1", "30"]).wait(60):
-        assert ended.code == 2
-        assert "do not agree on version of Penstock: " in ended.output
+        assert ended.code == 2 and "do not agree on version of Penstock: " in ended.output
         assert "'0.0.1' on rank 1" in ended.output
 
 
@@ -66,6 +65,5 @@ def test_where_rank_0_dies_the_others_speak_for_themselves() -> None:
     first, *others = start(3, [*JOB, "dies", "0", "40"]).wait(90)
     assert first.code == -signal.SIGKILL
     for ended in others:
-        assert ended.code == 1
-        assert f"penstock: rank {ended.rank}: error: " in ended.output
+        assert ended.code == 1 and f"penstock: rank {ended.rank}: error: " in ended.output
         assert "rank 0 (stage 0)" in ended.output

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import penstock
+from penstock.errors import ConfigError
 from penstock.planner.placement import Placement
 from penstock.schedules import ALL_SCHEDULES, gpipe
 from penstock.sharding.named import READY
 from penstock.types import Recompute, Reduction
-from tests.distributed import odd_types
 from tests.distributed.call import call
 from tests.every_schedule import Dealt, families
 from tests.laws.test_accumulation import MOVED_BY_EVALUATION
+from tests.model_parts import Does
 from tests.models import ALL_MODELS, Built, Model, vectors
 from tests.reference import Unsplit, mean, split, total
 from tests.side_by_side import pipeline, same_bits, state_of
@@ -34,16 +35,9 @@ class Widen(nn.Module):
         return x.unsqueeze(1) * torch.linspace(0.1, 1.0, 40_000).unsqueeze(1)
 
 
-class Narrow(nn.Module):
-    """Give the mean over the rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
 def large_messages() -> list[Any]:
     """Make layers between which a micro-batch is larger than what waits in the kernel."""
-    first, last = (nn.Linear(6, 8), Widen()), (Narrow(), nn.Linear(8, 3))
+    first, last = (nn.Linear(6, 8), Widen()), (Does(lambda x: x.mean(1)), nn.Linear(8, 3))
     return [*first, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), *last]
 
 
@@ -77,9 +71,7 @@ BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE, OUTSIDE)}
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One training run; the seven samples and the micro-batches are of one replica."""
-
+class Case:  # one training run; the seven samples and the micro-batches are of one replica
     model: Model
     schedule: Any
     recompute: Any = Recompute.NEVER
@@ -95,12 +87,10 @@ class Case:
     num_samples: int = 7
 
     def batches(self) -> list[Any]:
-        """Return three mini-batches of all replicas."""
         count = self.num_samples * self.num_replicas
         return [self.exact(b) for b in self.model.batches(count, 3)]
 
     def built(self) -> Built:
-        """Build the model."""
         built = self.model.build()
         if self.sharding is not None:
             nn.ModuleList(built.modules).to(self.dtype)
@@ -132,10 +122,7 @@ def batches_of(case: Case, replica: int) -> list[Any]:
 
 
 def train(mesh: penstock.Mesh, case: Case) -> dict[str, Any]:
-    """Accumulate the gradients of several mini-batches."""
-    model = case.model
-    built = case.built()
-    shares = batches_of(case, mesh.replica)
+    model, built, shares = case.model, case.built(), batches_of(case, mesh.replica)
     if mesh.replica + mesh.shard > 0:  # the pipeline must start all replicas and shards equal
         for parameter in nn.ModuleList(built.modules).parameters():
             parameter.data += 1.0
@@ -178,8 +165,7 @@ def whole_state(pipe: penstock.Pipeline, modules: list[nn.Module]) -> dict[str, 
 
 def unsplit(case: Case) -> dict[str, Any]:
     """Train the same with plain torch, all replicas' micro-batches one after the other."""
-    model, whole = case.model, case.batches()
-    built = case.built()
+    model, whole, built = case.model, case.batches(), case.built()
     weigh = {Reduction.MEAN: mean, Reduction.SUM: total}[case.reduction]
     num_microbatches = case.num_microbatches * case.num_replicas
     reference = Unsplit(built.modules, built.forward, num_microbatches, weigh)
@@ -298,7 +284,6 @@ CASES: dict[str, Callable[[int], list[Case]]] = {
 
 
 def work(mesh: penstock.Mesh, which: str) -> list[dict[str, Any]]:
-    """Train every case that is asked for."""
     found = []
     for case in CASES[which](mesh.num_stages):
         with case.precision():
@@ -321,9 +306,7 @@ def slow(*values: Any) -> Any:
         *(slow(which, 2) for which in ("apart", "neighbours", "offloaded")),
     ),
 )
-def test_processes_give_the_unsplit_models_bits(
-    which: str, num_ranks: int, tmp_path: Path
-) -> None:
+def test_processes_give_the_unsplit_models_bits(which: Any, num_ranks: Any, tmp_path: Any) -> None:
     """Also where the first stage and the last one are of the same process, or neighbours are."""
     results = call(work, (num_ranks, 1), tmp_path, which=which)
     for case, *by_rank in zip(CASES[which](num_ranks), *results, strict=True):
@@ -335,7 +318,6 @@ def test_processes_give_the_unsplit_models_bits(
 
 
 def unlike(ours: dict[str, Any], theirs: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Name what differs in a bit."""
     pairs = {name: (tree_leaves(ours[name]), tree_leaves(theirs[name])) for name in names}
     return [
         name for name, (a, b) in pairs.items() if len(a) != len(b) or not all(map(same_bits, a, b))
@@ -346,8 +328,7 @@ OWN = "buffer 5."  # of an InstanceNorm: each replica's are of its own samples, 
 
 
 @pytest.mark.parametrize(
-    ("which", "num_stages"),
-    ((REPLICAS[0], 1), slow(REPLICAS[0], 2), slow(REPLICAS[1], 2)),
+    ("which", "num_stages"), ((REPLICAS[0], 1), slow(REPLICAS[0], 2), slow(REPLICAS[1], 2))
 )
 def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
     which: str, num_stages: int, tmp_path: Path
@@ -459,10 +440,43 @@ def assert_close_in_float32(
 
 
 def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
-    first, second = call(odd_types.work, (1, 2), tmp_path)
+    first, second = call(train_odd, (1, 2), tmp_path)
     assert first.pop("error") == second.pop("error")
-    assert first.keys() == second.keys() == {*odd_types.TYPES, "frozen", "weight"}
+    assert first.keys() == second.keys() == {*TYPES, "frozen", "weight"}
     assert all(
         same_bits(tensor.to(torch.complex64), second[name].to(torch.complex64))
         for name, tensor in first.items()
     )
+
+
+TYPES = ("int16", "uint16", "float8_e4m3fn", "float8_e5m2", "bool", "complex64")
+
+
+class Odd(nn.Module):
+    """Scales by a weight; everything else differs between the replicas until they start equal."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        values = torch.arange(start, start + 3)
+        for name in TYPES:
+            self.register_buffer(name, values.float().to(getattr(torch, name)))
+        self.frozen = nn.Parameter(values.float().to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.frozen.float()
+
+
+def train_odd(mesh: penstock.Mesh) -> dict[str, Any]:
+    """Train a step; give the state then, and the error about what cannot be trained."""
+    options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 2, "loss": nn.MSELoss()}
+    pipe = penstock.Pipeline([Odd(5 * mesh.replica)], **options)
+    pipe.train_step(torch.ones(4, 3), torch.zeros(4, 3))
+    state = {name.removeprefix("0."): tensor for name, tensor in pipe.state_dict().items()}
+    trained = Odd(0)
+    trained.frozen = nn.Parameter(trained.frozen.detach())
+    try:
+        penstock.Pipeline([trained], **options)
+    except ConfigError as error:
+        return {**state, "error": str(error)}
+    return state

@@ -116,9 +116,7 @@ def several(mesh: penstock.Mesh, name: str) -> Any:
 
 
 REFUSED: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "replicas": [
-        ("added", {"sharding": "zero1"}),
-    ],
+    "replicas": [("added", {"sharding": "zero1"})],
     "shards": [
         ("added", {"sharding": "zero1"}),
         ("found", {"sharding": "zero2"}),
@@ -158,8 +156,7 @@ def refused(mesh: penstock.Mesh, layout: str) -> list[str]:
 def layout_and_results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, list[Any]]:
-    layout = request.param
-    folder = tmp_path_factory.mktemp("hooks")
+    layout, folder = request.param, tmp_path_factory.mktemp("hooks")
     return layout, call(several, LAYOUTS[layout], folder, name=layout)
 
 
@@ -174,9 +171,7 @@ def test_a_hook_sees_once_what_is_summed(layout_and_results: tuple[str, list[Any
                 torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_what_cannot_be_summed_or_seen_whole_is_refused(
-    layout_and_results: tuple[str, list[Any]],
-) -> None:
+def test_what_cannot_be_summed_or_seen_whole_is_refused(layout_and_results: Any) -> None:
     layout, by_rank = layout_and_results
     for _, said in by_rank:
         hooks, sparse = said[: len(REFUSED[layout])], said[len(REFUSED[layout]) :]

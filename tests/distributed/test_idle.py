@@ -40,17 +40,13 @@ def piped(mesh: penstock.Mesh, **options: Any) -> penstock.Pipeline:
     return penstock.Pipeline(layers(), mesh=mesh, **usual, **options)
 
 
-class Run:
-    """A pipeline and its optimizer."""
-
+class Run:  # a pipeline and its optimizer
     def __init__(self, mesh: penstock.Mesh, kind: str) -> None:
         self.pipe = piped(mesh)
         self.optimizer = KINDS[kind](self.pipe.parameters(), lr=0.05)
 
     def step(self) -> dict[str, Tensor]:
-        """Train one step; return what was there before it, and its gradients."""
-        found = dict(self._tensors())
-        mesh = self.pipe.mesh
+        found, mesh = dict(self._tensors()), self.pipe.mesh
         loss = self.pipe.train_step(*batch(self.pipe.step, mesh.replica, mesh.num_replicas))
         for name, parameter in self.pipe.named_parameters():
             assert parameter.grad is not None
@@ -100,9 +96,7 @@ def check_same(found: list[dict[str, Tensor]], wanted: dict[str, Tensor], where:
 
 
 @pytest.mark.slow
-def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(
-    tmp_path: Path,
-) -> None:
+def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(tmp_path) -> None:
     """One process, 2 of 3, 2, the last two of 4 turned round, and one again."""
     wanted = save_first(tmp_path)
     chain = (placed(1, 2, idle=(0,)), placed(0, 1), placed(3, 2, idle=(0, 1)))
@@ -160,7 +154,6 @@ def test_an_ordinary_script_trains_with_idle_ranks_as_without(tmp_path: Path) ->
 
 
 def asynchronous(mesh: penstock.Mesh) -> tuple[list[float], dict[str, Tensor]]:
-    """Train where the schedule moves the weights."""
     pipe = piped(mesh, partition=[2, 2], schedule=schedules.pipedream_2bw)
     optimizer = SGD(pipe.parameters(), lr=0.05)
     losses = pipe.train_steps([batch(step, 0, 1) for step in range(3)], optimizer)
@@ -207,9 +200,7 @@ def in_shards(mesh: penstock.Mesh, folders: list[str]) -> Tensor:
 
 
 @pytest.mark.slow
-def test_shards_beside_an_idle_rank_go_on_from_other_layouts_and_these_from_them(
-    tmp_path: Path,
-) -> None:
+def test_shards_beside_an_idle_rank_go_on_from_other_layouts_and_these_from_them(tmp_path) -> None:
     chain = (
         Placement((((1, 2),),), ("cpu",), idle=(0,)),
         Placement((((0,),), ((1, 2),)), ("cpu",) * 2),

@@ -25,8 +25,7 @@ def payload(run: int, microbatch: int) -> Activation | Gradient:
     """Give a message: mostly what its micro-batch always is, at times another, or a large one."""
     draw = random.Random(run * MICROBATCHES + microbatch)
     kind = microbatch if draw.random() < 0.8 else draw.randrange(NUM_KINDS)
-    generator = torch.Generator().manual_seed(run)
-    size = draw.random()
+    generator, size = torch.Generator().manual_seed(run), draw.random()
     shape = LARGE if size < 0.05 else (kind % 20 + 1, kind // 20 + 1)
     shape = HUGE if size < 0.002 else shape
     first = torch.randn(shape, generator=generator)
@@ -43,7 +42,6 @@ def end_of(mesh: penstock.Mesh) -> Any:
 
 
 def exchange(mesh: penstock.Mesh) -> None:
-    """Send on stage 0, all of a run ahead; receive on stage 1."""
     end = end_of(mesh)
     for run in range(NUM_RUNS):
         for i in range(MICROBATCHES):
@@ -58,8 +56,7 @@ def exchange(mesh: penstock.Mesh) -> None:
 def check(found: Activation | Gradient, expected: Activation | Gradient) -> None:
     assert type(found) is type(expected)
     if isinstance(found, Activation) and isinstance(expected, Activation):
-        assert found.wants_grad == expected.wants_grad
-        assert found.structure == expected.structure
+        assert found.wants_grad == expected.wants_grad and found.structure == expected.structure
     for a, b in zip(found.leaves, expected.leaves, strict=True):
         assert (a is None) == (b is None)
         assert a is None or b is None or (torch.equal(a, b) and a.stride() == b.stride())

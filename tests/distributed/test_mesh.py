@@ -24,7 +24,6 @@ def numbers(rank: int, width: int) -> Tensor:
 
 
 def collected(group: Collectives) -> dict[str, Any]:
-    """Return what each collective gives this process, at once and begun, of unlike sizes."""
     mine, what = group.rank, "for a test"
     total = numbers(mine, 3)
     group.all_reduce(total, what)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,14 +65,9 @@ def launched(
     script: str, mark: str, port: str, told: Sequence[str], launcher: str = LAUNCHER
 ) -> "subprocess.Popen[str]":
     """Start a launcher of one process, of two; the script says a word when it is there."""
-    return subprocess.Popen(
-        [sys.executable, "-c", launcher, script, *told],
-        env=_place(0, mark, port),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+    options: dict[str, Any] = {"env": _place(0, mark, port), "stdin": subprocess.PIPE}
+    options |= {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    return subprocess.Popen([sys.executable, "-c", launcher, script, *told], **options)
 
 
 def _place(rank: int, mark: str, port: str) -> dict[str, str]:
@@ -89,8 +85,7 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     mark = uuid.uuid4().hex
     launcher = launched(late + before + MEET, mark, port, BY_TORCHRUN)
     with launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdin is not None
+        assert launcher.stdout is not None and launcher.stdin is not None
         try:
             assert launcher.stdout.readline() in ("meets\n", "waits\n")
         finally:  # whoever never says it is not waited for
@@ -106,14 +101,11 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     [((), LAUNCHER), pytest.param(BY_TORCHRUN, WRAPPER, marks=pytest.mark.slow)],
     ids=["by-hand", "by-a-wrapper"],
 )
-def test_a_process_stays_that_its_parent_need_not_outlive(
-    told: Sequence[str], launcher: str, port: str
-) -> None:
+def test_a_process_stays_that_its_parent_need_not_outlive(told, launcher, port) -> None:
     """By hand: when its shell goes; below a wrapper of torchrun: whatever that is."""
     mark = uuid.uuid4().hex
     with launched(MEET, mark, port, told, launcher) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == "meets\n"
+        assert parent.stdout is not None and parent.stdout.readline() == "meets\n"
         if not told:
             parent.kill()
             parent.wait()
@@ -137,8 +129,7 @@ def test_what_a_test_has_started_ends_when_the_run_of_the_tests_is_killed() -> N
         cwd=ROOT,
         start_new_session=True,
     ) as tests:
-        assert tests.stdout is not None
-        assert tests.stdout.readline() == "started\n"
+        assert tests.stdout is not None and tests.stdout.readline() == "started\n"
         os.killpg(tests.pid, signal.SIGTERM)
         tests.wait()
         left = left_behind(mark)

@@ -29,8 +29,7 @@ class Places(nn.Module):
         self.shared = nn.Parameter(torch.randn(4))
         self.offset: Tensor
         self.register_buffer("offset", torch.randn(4))
-        self.stem = Part()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.stem, self.blocks = Part(), nn.ModuleList(Block() for _ in range(4))
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,13 +41,10 @@ class Places(nn.Module):
         return x.mean(1) * self.scale + self.shared
 
 
-class Part(nn.Module):
-    """Runs a layer, and code of its own around it."""
-
+class Part(nn.Module):  # runs a layer, and code of its own around it
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.bias = nn.Parameter(torch.randn(4))
+        self.layer, self.bias = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
         self.factor: Tensor
         self.register_buffer("factor", torch.randn(4))
 
@@ -67,9 +63,7 @@ class Block(nn.Module):
         return x + torch.tanh(self.layer(x)) * self.gate
 
 
-class Loss(nn.Module):
-    """A loss with a learned temperature, and a margin in a buffer."""
-
+class Loss(nn.Module):  # a loss with a learned temperature, and a margin in a buffer
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(0.7))
@@ -95,19 +89,11 @@ def by_hand() -> tuple[nn.Module, Any]:
 def wav2vec2() -> tuple[nn.Module, Any]:
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-    config = Wav2Vec2Config(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        conv_dim=(8, 8),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        mask_time_prob=0.0,
-        layerdrop=0.0,
-    )
+    options: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    options |= {"intermediate_size": 16, "conv_dim": (8, 8), "conv_stride": (5, 2)}
+    options |= {"conv_kernel": (10, 3), "num_conv_pos_embeddings": 4}
+    options |= {"num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "layerdrop": 0.0}
+    config = Wav2Vec2Config(**options)
     return Wav2Vec2Model(config), {"input_values": torch.randn(NUM_SAMPLES, 400)}
 
 

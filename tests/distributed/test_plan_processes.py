@@ -17,9 +17,7 @@ from tests.distributed.call import call
 from tests.side_by_side import same_bits
 
 
-class Powers(nn.Module):
-    """Has a weight whose gradient cannot wait."""
-
+class Powers(nn.Module):  # has a weight whose gradient cannot wait
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(6, 3))
@@ -29,14 +27,12 @@ class Powers(nn.Module):
 
 
 def pipeline(mesh: penstock.Mesh, **options: Any) -> penstock.Pipeline:
-    """Make a pipeline of a small model."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3)]
     return penstock.Pipeline(layers, mesh=mesh, loss=nn.MSELoss(), **options)
 
 
 def gradients(pipe: penstock.Pipeline) -> dict[str, Tensor | None]:
-    """Train one step."""
     generator = torch.Generator().manual_seed(1)
     pipe.train_step(torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator))
     return {name: p.grad for name, p in pipe.named_parameters()}
@@ -65,7 +61,6 @@ def in_two_parts(mesh: penstock.Mesh) -> str:
 
 
 def refusal(mesh: penstock.Mesh, plan: Plan) -> str:
-    """Return what a plan is refused with."""
     try:
         pipeline(mesh, plan=plan)
     except ConfigError as error:
@@ -78,8 +73,7 @@ def test_processes_run_the_plan_of_rank_0(tmp_path: Path) -> None:
     assert first["plan"] == second["plan"]
     plan = Plan.from_json(first["plan"])
     assert (plan.placement.num_ranks, plan.threads_per_stage) == (2, 1)
-    assert plan.predicted_s is not None
-    assert first["divided"] == second["divided"]
+    assert plan.predicted_s is not None and first["divided"] == second["divided"]
     assert "layer '1' (Powers), 100% of its weights: Exp cannot be cut" in first["divided"]
     for found in (first, second):
         assert found["gradients"]
@@ -113,16 +107,13 @@ def limited(mesh: penstock.Mesh | None) -> tuple[str, dict[str, Tensor | None], 
 
 
 @pytest.mark.slow
-def test_a_limit_of_memory_is_met_by_the_same_choice_in_processes_as_in_one(
-    tmp_path: Path,
-) -> None:
+def test_a_limit_of_memory_is_met_by_the_same_choice_in_processes_as_in_one(tmp_path: Any) -> None:
     chosen, gradients, refused = limited(None)
     assert "(RecomputeLayers(layers=(1,)), <Recompute.STAGE" in chosen
     by_rank = call(limited, (2, 1), tmp_path, ends_well=False)  # the last is refused
     together: dict[str, Tensor | None] = {}
     for found in by_rank:
-        assert found[0] == chosen
-        assert refused in found[2]
+        assert found[0] == chosen and refused in found[2]
         together |= found[1]
     assert together.keys() == gradients.keys()
     assert all(same_bits(together[name], gradients[name]) for name in gradients)

@@ -16,8 +16,8 @@ from penstock_recipes.train.run_folder import RunFolder
 from penstock_recipes.train.tasks import build_task
 from tests.distributed.launch import Ended, start
 from tests.distributed.parallel_job import cluster_of
-from tests.distributed.test_train_processes import curve
 from tests.recipes.text_recipes import TEXT
+from tests.runs import curve
 
 LINES = "".join(
     f"the {n} cats sat on {n * 7 % 13} mats and {n * n % 97} dogs\n" for n in range(99)
@@ -34,7 +34,6 @@ def stopped(ended: list[Ended]) -> None:
 
 
 def numbers(folder: Path) -> list[float]:
-    """Read the losses of all steps, and those of validation."""
     return [line["loss" if line["kind"] == "step" else "valid_loss"] for line in curve(folder)]
 
 
@@ -66,14 +65,12 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(here: Path) -> Path:
-    """Train in one process, without a stop."""
     start(1, job(0, str(here / "keys.toml"), "--run-folder", str(here / "alone"))).wait(100)
     return here / "alone"
 
 
 @pytest.fixture(scope="module")
 def plan(here: Path) -> str:
-    """Plan the recipe for 1 + 2 devices."""
     wanted = ("plan", str(here / "keys.toml"), "--cluster", str(here / "1+2.toml"))
     many = ("--sharding", "data", "--num-microbatches", "2", "--save", str(here / "plan.json"))
     assert command((*wanted, *many)) == 0
@@ -81,16 +78,13 @@ def plan(here: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
-    plan: str, here: Path, alone: Path
-) -> None:
+def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(plan, here, alone) -> None:
     folder, recipe = here / "run", str(here / "keys.toml")
     stopped(start(3, job(2, recipe, "--plan", plan, "--run-folder", str(folder))).wait(100))
     newest = RunFolder(folder).checkpoints()[-1]
     assert newest.name == "step-000002"
     run = read_recipe(here / "keys.toml")
-    model = build_model(run, build_task(run)).double()
-    reader = CheckpointReader(newest)
+    model, reader = build_model(run, build_task(run)).double(), CheckpointReader(newest)
     saved = reader.read_model(reader.model_names)
     model.load_state_dict(saved)
     assert all(torch.equal(saved[name], t) for name, t in model.state_dict().items())
@@ -102,9 +96,7 @@ def test_a_plan_of_unlike_meshes_trains_goes_on_and_is_the_unsplit_run(
 
 
 @pytest.mark.slow
-def test_a_plan_with_its_first_stage_on_the_last_rank_trains_and_goes_on(
-    here: Path, alone: Path
-) -> None:
+def test_a_plan_with_its_first_stage_on_the_last_rank_trains_and_goes_on(here, alone) -> None:
     """In two processes, and in one, whose threads are as any plan's."""
     recipe, saved = str(here / "keys.toml"), here / "turned.json"
     wanted = ("--cluster", str(here / "1+1.toml"), "--sharding", "data", "--num-microbatches", "2")

@@ -41,13 +41,9 @@ def check_load_and_save(names: list[str], num_stages: int, folder: Path) -> None
         )
         for name in names
     }
+    options: dict[str, Any] = {"timeout_s": 600.0, "names": names}
     told = call(
-        pretrained_job.load_and_save,
-        (num_stages, 1),
-        folder,
-        timeout_s=600.0,
-        names=names,
-        source=str(folder),
+        pretrained_job.load_and_save, (num_stages, 1), folder, source=str(folder), **options
     )
     for name, of_ranks in zip(names, zip(*told, strict=True), strict=True):
         total = sum(p.numel() for p in whole[name].parameters())
@@ -109,11 +105,9 @@ def test_all_processes_refuse_what_one_must(tmp_path: Path) -> None:
     told = call(pretrained_job.refuse, (2, 1), tmp_path, name="gpt2", source=str(tmp_path))
     assert told[0] == told[1]
     nowhere, unfit, filled, at_once = told[0]
-    assert "does not exist" in nowhere
-    assert f"{first} is missing" in unfit
+    assert "does not exist" in nowhere and f"{first} is missing" in unfit
     assert f"{last} has the shape [3], the model's {last} [32]" in unfit
-    assert "never overwritten" in filled
-    assert at_once == unfit
+    assert "never overwritten" in filled and at_once == unfit
 
 
 @pytest.mark.slow
@@ -130,9 +124,7 @@ def test_training_from_a_folder_is_that_of_one_process(name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_guides_code_trains_alike_in_one_process_and_in_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guides_code_trains_alike_in_one_process_and_in_two(tmp_path, monkeypatch) -> None:
     make, train, look = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "pretrained.md").read_text(), re.DOTALL
     )
@@ -141,15 +133,13 @@ def test_the_guides_code_trains_alike_in_one_process_and_in_two(
     (tmp_path / "train.py").write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{train}")
     outputs = [run(size, [str(tmp_path / "train.py")])[0].output for size in (1, 2)]
     lines = [[line for line in text.splitlines() if ": loss " in line] for text in outputs]
-    assert len(lines[0]) == 5
-    assert lines[0] == lines[1]
+    assert len(lines[0]) == 5 and lines[0] == lines[1]
     exec(look, {})
     one, two = (load_all(tmp_path / f"trained-{size}") for size in (1, 2))
     assert_equal(one, two)
 
 
 def load_all(folder: Path) -> dict[str, Tensor]:
-    """Read all files of a folder."""
     return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 

@@ -107,9 +107,7 @@ def of_shards(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-class Other:
-    """Makes a layer of one class whose function is another's on some rank."""
-
+class Other:  # makes a layer of one class whose function is another's on some rank
     def __init__(self, function: type[nn.Module]) -> None:
         self._function = function
 
@@ -122,10 +120,8 @@ class Other:
 @pytest.mark.slow
 def test_shards_compare_values_when_asked_and_what_their_layers_do(tmp_path: Path) -> None:
     first, second = call(of_shards, Placement.of(range(1), num_shards=2), tmp_path)
-    assert first == second
-    assert first["always"] == [5, 20, 100, "train_step"]
-    assert first["first"] == [5, 100, "train_step"]
-    assert first["never"] == []
+    assert first == second and first["always"] == [5, 20, 100, "train_step"]
+    assert first["first"] == [5, 100, "train_step"] and first["never"] == []
     assert "what layer 1 calls: 'gelu' on rank 0; 'relu' on rank 1" in first["operators"]
     assert "the arguments of what layer 1 calls, by their digest: " in first["arguments"]
     assert "do not agree on check_batches" in first["check_batches"]

@@ -17,12 +17,9 @@ from tests.distributed.call import call
 def timelines(mesh: penstock.Mesh, choices: list[list[str]]) -> list[str | None]:
     """Train one step for each row of choices, one for each rank; give the timelines as JSON."""
     torch.manual_seed(0)
+    options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 3, "threads_per_stage": 1}
     pipe = penstock.Pipeline(
-        [nn.Linear(4, 4) for _ in range(mesh.num_stages)],
-        mesh=mesh,
-        num_microbatches=3,
-        loss=nn.MSELoss(),
-        threads_per_stage=1,
+        [nn.Linear(4, 4) for _ in range(mesh.num_stages)], loss=nn.MSELoss(), **options
     )
     found: list[Timeline | None] = []
     for row in choices:
@@ -86,9 +83,7 @@ def test_every_process_has_the_timeline_of_all_stages_of_its_replica(
         assert len(twins) == stages
         assert all(other == found for other in twins), "one clock: one timeline, to the bit"
         timed, quiet, measured, mixed, quiet_again = found["timelines"]
-        assert found["under_callers_hooks"]
-        assert quiet is None
-        assert quiet_again is None
+        assert found["under_callers_hooks"] and quiet is None and quiet_again is None
         check_whole(Timeline.from_json(timed), stages, memory=False)
         check_whole(Timeline.from_json(measured), stages, memory=True)
         check_whole(Timeline.from_json(mixed), stages, memory=True)

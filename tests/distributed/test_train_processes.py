@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from penstock import Plan
 from penstock.cli.main import run as command
@@ -25,7 +23,7 @@ from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.distributed.launch import ROOT, Ended, start
 from tests.profiles import cluster
 from tests.quiet import quiet
-from tests.side_by_side import saved_tensors
+from tests.runs import assert_same_run, curve
 
 SMALL = (*TWO_EPOCHS, "train.average_decay=0.5")
 TRAIN = ("-m", "penstock")
@@ -33,7 +31,6 @@ TORCHRUN = ("-m", "torch.distributed.run")
 
 
 def faulty(action: str, ranks: str, step: int) -> tuple[str, ...]:
-    """Give the command that goes wrong at a step."""
     return ("-m", "tests.distributed.train_job", action, ranks, str(step))
 
 
@@ -42,7 +39,6 @@ def words(*changes: str, recipe: str = str(DIGITS)) -> list[str]:
 
 
 def begin(arguments: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
-    """Start a command in `folder`; its output is one stream."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=folder,
@@ -72,33 +68,12 @@ def run(arguments: Sequence[str], folder: Path, code: int = 0) -> str:
 
 
 def elastic(job: Sequence[str], *, processes: int, restarts: int = 1) -> list[str]:
-    """Give a torchrun command for one host."""
     counts = ("--nproc-per-node", str(processes), "--max-restarts", str(restarts))
     return [*TORCHRUN, "--standalone", *counts, *job]
 
 
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics but for those that a clock decides."""
-    lines = RunFolder(folder).read_metrics()
-    return [{k: v for k, v in line.items() if k != "samples_per_s"} for line in lines]
-
-
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in curve(folder) if line["kind"] == "step"]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the model and optimizer tensors of the newest checkpoint."""
-    newest = RunFolder(folder).checkpoints()[-1]
-    assert newest.name == f"step-{NUM_STEPS:06d}"
-    return saved_tensors(newest)
-
-
-def assert_same_run(folder: Path, expected: Path) -> None:
-    assert curve(folder) == curve(expected)
-    ours, theirs = weights(folder), weights(expected)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def assert_resumed(said: str, how: str = "") -> None:
@@ -149,13 +124,8 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stages", "replicas"),
-    ((1, 2), (2, 2)),
-)
-def test_a_plan_that_was_chosen_for_a_recipe_trains_it(
-    stages: int, replicas: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("stages", "replicas"), ((1, 2), (2, 2)))
+def test_a_plan_that_was_chosen_for_a_recipe_trains_it(stages, replicas, tmp_path) -> None:
     cluster(4).save(tmp_path / "cluster.toml")
     plan, profile = tmp_path / "plan.json", str(tmp_path / "profile.json")
     small = [w for change in SMALL for w in ("--set", change)]
@@ -172,9 +142,7 @@ def test_a_plan_that_was_chosen_for_a_recipe_trains_it(
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run")
     first = [*words("train.epochs=2000"), "--run-folder", "run", "--num-processes", "2"]
     again = ["train", "--resume", "run", "--num-processes", "3"]
@@ -189,14 +157,11 @@ def test_sigterm_to_the_command_reaches_its_processes_and_another_number_goes_on
         assert "Traceback" not in said
         assert said.splitlines()[-1].endswith("Go on with: penstock train --resume run")
         before, done = done, max(line["step"] for line in folder.read_metrics())
-        assert done > before
-        assert folder.checkpoints()[-1] == folder.checkpoint_path(done)
+        assert done > before and folder.checkpoints()[-1] == folder.checkpoint_path(done)
     assert any("as 3 stages x 1 replica (before: 2 x 1)" in line for line in said_so_far)
 
 
-def test_every_process_refuses_a_run_folder_that_is_taken(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_every_process_refuses_a_run_folder_that_is_taken(uninterrupted, tmp_path) -> None:
     before = sorted(uninterrupted.rglob("*"))
     arguments = [*TRAIN, *words(), "--run-folder", str(uninterrupted)]
     ended = start(2, arguments).wait(60)
@@ -230,9 +195,7 @@ def test_processes_that_differ_are_refused_everywhere(what: str, said: str) -> N
 
 
 @pytest.mark.slow
-def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run")
     command = [*faulty("late", "1", 2), *words("train.checkpoint_every=60")]
     ended = start(2, [*command, "--run-folder", str(folder.path)]).wait(60)
@@ -243,9 +206,7 @@ def test_a_signal_that_one_process_gets_after_all_agreed_counts_a_step_later(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_with_a_missing_file_is_refused_everywhere(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_with_a_missing_file_is_refused_everywhere(uninterrupted, tmp_path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(uninterrupted, copy)
     broken = RunFolder(copy).checkpoints()[-1] / "optimizer.safetensors"
@@ -290,9 +251,7 @@ def test_other_faults_too(action: str, rank: int, uninterrupted: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(uninterrupted, tmp_path) -> None:
     """The recipe is being edited meanwhile, too; a restart takes the run as it was begun."""
     recipe = tmp_path / "mine.toml"
     shutil.copy(DIGITS, recipe)
@@ -326,9 +285,7 @@ def test_a_stopped_process_is_noticed_and_replaced(uninterrupted: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_lost_host_leaves_fewer_processes_which_go_on(
-    two_replicas: Path, port: str, tmp_path: Path
-) -> None:
+def test_a_lost_host_leaves_fewer_processes_which_go_on(two_replicas, port, tmp_path) -> None:
     """Two hosts of two processes; one is lost: K shrinks to 1, D stays, and so do all bits.
 
     The times are long enough for a busy machine, where a host comes late or shows no sign of life
@@ -355,11 +312,7 @@ def test_a_lost_host_leaves_fewer_processes_which_go_on(
 def test_replicas_train_the_same_model_but_for_rounding(
     uninterrupted: Path, two_replicas: Path, tmp_path: Path
 ) -> None:
-    ours, theirs = curve(two_replicas), curve(uninterrupted)
-    losses = [
-        [line["loss"] for line in lines if line["kind"] == "step"] for lines in (ours, theirs)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses(two_replicas) == pytest.approx(losses(uninterrupted), rel=1e-4)
     again = ["train", "--resume", str(two_replicas), "--json"]
     run([*TRAIN, *again], tmp_path, code=2)  # it is finished
 

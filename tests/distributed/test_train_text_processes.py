@@ -4,14 +4,12 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from penstock_recipes.train.run_folder import RunFolder
+from tests import runs
 from tests.distributed.launch import ROOT, start
 from tests.distributed.test_train_processes import (
     TRAIN,
     begin,
-    curve,
     elastic,
     faulty,
     losses,
@@ -19,7 +17,6 @@ from tests.distributed.test_train_processes import (
     run,
 )
 from tests.recipes.text_recipes import NAMES, TEXT
-from tests.side_by_side import saved_tensors
 
 MADE = "translations.tsv"
 
@@ -39,10 +36,7 @@ def uninterrupted(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def assert_same_run(folder: Path, expected: Path) -> None:
-    assert curve(folder) == curve(expected)
-    ours, theirs = (saved_tensors(RunFolder(f).checkpoints()[-1]) for f in (folder, expected))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    runs.assert_same_run(folder, expected)
     assert (folder / MADE).read_text() == (expected / MADE).read_text()
 
 
@@ -55,18 +49,14 @@ def test_a_killed_run_goes_on_bit_by_bit(recipe: str, uninterrupted: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_two_processes_train_and_judge_the_same_model(
-    recipe: str, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_two_processes_train_and_judge_the_same_model(recipe, uninterrupted, tmp_path) -> None:
     said = run(elastic([*faulty("kill", "1", 6), "train", recipe], processes=2), tmp_path)
     assert "resuming runs/names-1 after step 3" in said
     assert_same_run(tmp_path / "runs" / "names-1", uninterrupted)
 
 
 @pytest.mark.slow
-def test_replicas_share_parts_that_have_fewer_rows_than_they_are(
-    recipe: str, tmp_path: Path
-) -> None:
+def test_replicas_share_parts_that_have_fewer_rows_than_they_are(recipe, tmp_path) -> None:
     """With 64 tokens a part, some have one row; losses agree with one process but for rounding."""
     few = ("data.tokens_per_step=512", "data.tokens_per_part=64", "train.epochs=1")
     given = [word for change in (*few, "model.dropout=0") for word in ("--set", change)]
@@ -85,9 +75,7 @@ def test_replicas_share_parts_that_have_fewer_rows_than_they_are(
         ('{plan = "zero3+zero1", "blocks.*.narrow.weight" = "S(1)"}', "max_grad_norm = 0.5"),
     ],
 )
-def test_what_two_shards_began_goes_on_in_one_process(
-    sharding: str, with_all: str, tmp_path: Path
-) -> None:
+def test_what_two_shards_began_goes_on_in_one_process(sharding, with_all, tmp_path) -> None:
     """A run that is cut off after four steps has the losses of one process, but for rounding."""
     text = TEXT.replace("PATH", str(ROOT / "README.md")).replace("epochs = 2", "epochs = 1")
     (tmp_path / "text.toml").write_text(text.replace("average_decay = 0.9", with_all))
@@ -101,7 +89,7 @@ def test_what_two_shards_began_goes_on_in_one_process(
     said = run([*TRAIN, "train", "--resume", str(begun)], tmp_path)
     assert "after step 4, as 1 stage x 1 replica x 1 shard (before: 1 x 1 x 2)" in said
     ours, theirs = (
-        [line for line in curve(folder) if line["kind"] == "epoch"][-1]["valid_loss"]
+        [line for line in runs.curve(folder) if line["kind"] == "epoch"][-1]["valid_loss"]
         for folder in (begun, tmp_path / "one")
     )
     assert [*losses(begun), ours] == pytest.approx([*losses(tmp_path / "one"), theirs], rel=1e-4)

@@ -52,8 +52,7 @@ def test_processes_go_on_after_a_batch_of_which_nothing_counts(tmp_path: Path) -
             expected = pipe.train_step(*batch(counts=True))
         gradients = {name: p.grad for name, p in pipe.named_parameters()}
     for refused, loss, mine in found:
-        assert "is there a real token" in refused
-        assert torch.equal(loss, expected)
+        assert "is there a real token" in refused and torch.equal(loss, expected)
         for name, gradient in mine.items():
             torch.testing.assert_close(gradient, gradients.pop(name), rtol=0, atol=0)
     assert not gradients

@@ -36,7 +36,6 @@ OTHERS = ("2 + 1", "2 + 3", "2 + 2")
 
 
 def placed(senders: int, receivers: int) -> Placement:
-    """Place two stages on so many shards."""
     ranks = tuple(range(senders + receivers))
     return Placement(((ranks[:senders],), (ranks[senders:],)), ("cpu", "cpu"))
 
@@ -67,8 +66,7 @@ class Named(Tensor):
 
 def leaves_of(turn: int, shard: int) -> list[Tensor | None]:
     """Return values of all kinds; the strides of some are not the same on all shards."""
-    generator = torch.Generator().manual_seed(turn)
-    draw = random.Random(turn)
+    generator, draw = torch.Generator().manual_seed(turn), random.Random(turn)
     rows = draw.choice([1, 7, 100, 600])
     images = torch.randn(2, 3, rows, 5, generator=generator)
     wide = torch.randn(rows, 2 * 33, generator=generator)
@@ -127,8 +125,7 @@ def exchange(mesh: Mesh, num_runs: int) -> None:
 
 
 def check(found: Activation | Gradient, expected: Activation | Gradient) -> None:
-    assert type(found) is type(expected)
-    assert found.layouts == expected.layouts
+    assert type(found) is type(expected) and found.layouts == expected.layouts
     if isinstance(found, Activation) and isinstance(expected, Activation):
         assert found.structure == expected.structure
     layouts = expected.layouts or (None,) * len(expected.leaves)
@@ -193,14 +190,8 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
 
     PointToPoint.send = counted  # type: ignore[method-assign]
     crossing.IncomingShares._gathered = noted  # type: ignore[method-assign]
-    pipe = penstock.Pipeline(
-        layers(),
-        mesh=mesh,
-        num_microbatches=2,
-        loss=nn.MSELoss(),
-        sharding=plan,
-        example_inputs=batches()[0],
-    )
+    options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 2, "sharding": plan}
+    pipe = penstock.Pipeline(layers(), loss=nn.MSELoss(), example_inputs=batches()[0], **options)
     losses = []
     for batch in batches():
         sent.clear()
@@ -219,9 +210,7 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_each_byte_of_activations_and_gradients_crosses_once(
-    counts: tuple[int, int], plan: str, tmp_path: Path
-) -> None:
+def test_each_byte_of_activations_and_gradients_crosses_once(counts, plan, tmp_path) -> None:
     """In slices nobody gathers anything, and shards of meshes of one size send their slices."""
     found = call(count, placed(*counts), tmp_path, plan=plan)
     gather = [plan == "megatron" and n > 1 for n in counts for _ in range(n)]
@@ -264,9 +253,7 @@ def work_in_small_parts(mesh: Mesh, which: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1 + 2", "3 + 2"])
-def test_every_schedule_trains_on_what_crosses_in_parts(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_schedule_trains_on_what_crosses_in_parts(name, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(equality, "work", work_in_small_parts)
     equality.test_shards_give_the_unsplit_models_gradients_but_for_rounding(
         "unlike", placed(*MESHES[name]), tmp_path

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,7 @@ def example():
 """
 
 
-class Installed:
-    """A fresh environment, and an empty folder in which its commands run."""
-
+class Installed:  # a fresh environment, and an empty folder in which its commands run
     def __init__(self, folder: Path) -> None:
         self.folder, self.bin = folder / "empty", folder / "venv" / "bin"
         self.folder.mkdir()
@@ -42,19 +41,13 @@ class Installed:
         self.environment = kept | {"OMP_NUM_THREADS": "1"}
 
     def install(self, *what: str) -> None:
-        """Install packages, with what they need at the pinned versions."""
         constraints = ("--constraint", str(ROOT / "constraints.txt"))
         self.run("python", "-m", "pip", "install", "--quiet", *constraints, *what)
 
     def run(self, program: str, *words: str, code: int = 0) -> str:
-        """Run a program of the environment; return what it wrote."""
+        options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
         done = subprocess.run(
-            [self.bin / program, *words],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            [self.bin / program, *words], cwd=self.folder, env=self.environment, **options
         )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr

@@ -24,8 +24,7 @@ class Mixed(nn.Module):
         self.scale = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
         self.turned = nn.Parameter(torch.randn(6, 8).t())
         self.frozen = nn.Parameter(torch.randn(100), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(3))
-        self.empty = nn.Parameter(torch.randn(0))
+        self.unused, self.empty = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(0))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.turned) * self.scale
@@ -51,21 +50,14 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
-    """Give a replica's share of a step's mini-batch."""
     generator = torch.Generator().manual_seed(2 * step + replica)
     return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
 
 def pipeline(mesh: penstock.Mesh, model: str, sharding: str | None) -> penstock.Pipeline:
     torch.manual_seed(mesh.replica)  # the pipeline makes the replicas equal
-    return penstock.Pipeline(
-        LAYERS[model](),
-        mesh=mesh,
-        num_microbatches=2,
-        loss=nn.MSELoss(),
-        threads_per_stage=1,
-        sharding=sharding,
-    )
+    options: dict[str, Any] = {"num_microbatches": 2, "threads_per_stage": 1, "sharding": sharding}
+    return penstock.Pipeline(LAYERS[model](), mesh=mesh, loss=nn.MSELoss(), **options)
 
 
 def optimizer_of(pipe: penstock.Pipeline, name: str) -> Optimizer:
@@ -105,7 +97,6 @@ def train(
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Count the bytes of the state that grows with the parameters."""
     values = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
     return sum(v.numel() * v.element_size() for v in values)
 
@@ -147,7 +138,6 @@ def resumed(mesh: penstock.Mesh, where: str) -> list[list[float]]:
 
 
 def work(mesh: penstock.Mesh, where: str) -> dict[str, Any]:
-    """Do all of it."""
     cases = [("mixed", name, scaled) for name in OPTIMIZERS for scaled in (False, True)]
     if mesh.num_stages <= 2:
         cases.append(("bare", "AdamW", True))
@@ -155,15 +145,10 @@ def work(mesh: penstock.Mesh, where: str) -> dict[str, Any]:
     return {"trained": found, "resumed": resumed(mesh, where)}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        (1, 2),
-        pytest.param((2, 2), marks=pytest.mark.slow),
-        pytest.param((1, 3), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+LAYOUTS = [(1, 2), *(pytest.param(k, marks=pytest.mark.slow) for k in ((2, 2), (1, 3)))]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp("zero")
     return call(work, request.param, folder, where=str(folder))

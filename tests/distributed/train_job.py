@@ -27,7 +27,6 @@ PARENT = os.getppid()
 
 
 def go_wrong(action: str) -> None:
-    """Do what ACTION says."""
     match action:
         case "raise":
             raise ValueError("injected")
@@ -63,8 +62,7 @@ def inject(action: str, step: int) -> None:
 
 def inject_late(agreement: int) -> None:
     """Let this process get the signal during the agreement of that number."""
-    highest = Control.highest
-    left = iter([*[False] * agreement, True])
+    highest, left = Control.highest, iter([*[False] * agreement, True])
 
     def late(self: Control, value: int, what: str) -> int:
         found = highest(self, value, what)

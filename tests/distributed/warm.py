@@ -26,9 +26,7 @@ _POLL_S = 0.01
 _MOST_BYTES = 1 << 20
 
 
-class Forked:
-    """A process that an origin has forked; it has what is needed of `subprocess.Popen`."""
-
+class Forked:  # a process that an origin has forked; it has what is needed of `subprocess.Popen`
     def __init__(self, pid: int, output: int, control: socket.socket) -> None:
         self.pid, self._output, self._control, self._said = pid, output, control, b""
         self.returncode: int | None = None
@@ -73,13 +71,10 @@ class Forked:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it."""
         self.send_signal(signal.SIGKILL)
 
 
-class Origin:
-    """A process that has imported torch, and forks."""
-
+class Origin:  # a process that has imported torch, and forks
     def __init__(self) -> None:
         environment = {name: v for name, v in os.environ.items() if name != "PENSTOCK_TEST_CASE"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,8 +125,7 @@ def _serve(orders: socket.socket) -> list[str]:
         message, descriptors, _, _ = socket.recv_fds(orders, _MOST_BYTES, 2)
         if not message:  # whoever asked has ended
             _end(running)
-        order = json.loads(message)
-        pid = os.fork()
+        order, pid = json.loads(message), os.fork()
         if pid == 0:
             break
         os.close(descriptors[1])
@@ -156,7 +150,6 @@ def _tell_of_ended(running: dict[int, socket.socket]) -> None:
 
 
 def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> list[str]:
-    """Be the process that was asked for."""
     os.close(control)
     os.setsid()
     os.dup2(output, 1)
@@ -168,8 +161,6 @@ def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> l
 
 
 def main() -> None:
-    """Import what jobs need, and fork; then run what is asked for, as `python -m` would."""
-
     import pytest  # noqa: F401 - all are imported for those that are forked
 
     import penstock_recipes.train.command  # noqa: F401 - as above

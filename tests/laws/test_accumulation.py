@@ -120,9 +120,7 @@ def test_means_add_up_to_three_times_the_mean_but_for_rounding(model: Model) -> 
 
 
 @pytest.mark.parametrize("model, way, num_stages", [*ways_of(EVALUATED, 1, 3)])
-def test_evaluating_between_the_steps_changes_nothing(
-    model: Model, way: tuple[Any, penstock.Recompute], num_stages: int
-) -> None:
+def test_evaluating_between_the_steps_changes_nothing(model, way, num_stages) -> None:
     schedule, recompute = way
     _, small = parts(model, STEPS)
     options = {

@@ -21,12 +21,11 @@ from penstock.schedules import Family, gpipe, one_f_one_b, pipedream, pipedream_
 from tests import delayed
 from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
-from tests.models import ALL_MODELS, Model
+from tests.models import BY_NAME, Model
 from tests.reference import Unsplit
 from tests.side_by_side import autocast, differences, pipeline, same_bits, state_of
 from tests.ways import IN_ONE_PROCESS, WAYS
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
 FAMILIES = (pipedream_2bw, pipedream(), pipedream(vertical_sync=True))
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
@@ -69,15 +68,8 @@ def assert_keeps_the_law(  # noqa: PLR0913 - what a window may vary in
     per_microbatch = family is not pipedream_2bw
     reference = delayed.Delayed(unsplit, model.loss, theirs, stages, version, per_microbatch)
     batches = iter(model.batches(model.min_samples * num_microbatches + 1, sum(windows)))
-    with pipeline(
-        model,
-        built,
-        partition=partition,
-        num_microbatches=num_microbatches,
-        schedule=family,
-        mesh=mesh,
-        **options,
-    ) as pipe:
+    told: dict[str, Any] = {"num_microbatches": num_microbatches, "schedule": family, "mesh": mesh}
+    with pipeline(model, built, partition=partition, **options, **told) as pipe:
         ours = OPTIMIZERS[optimizer](list(pipe.parameters()))
         our_rates = rates(ours) if rates else None
         for length in windows:
@@ -111,14 +103,8 @@ def assert_same_state(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
 def test_windows_equal_training_with_delays(family: Family, optimizer: str) -> None:
-    assert_keeps_the_law(
-        BY_NAME["convolutions"],
-        family,
-        optimizer,
-        partition=(2, 3, 4),
-        num_microbatches=3,
-        windows=(4, 1, 3),
-    )
+    options: dict[str, Any] = {"partition": (2, 3, 4), "num_microbatches": 3, "windows": (4, 1, 3)}
+    assert_keeps_the_law(BY_NAME["convolutions"], family, optimizer, **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -126,19 +112,8 @@ def test_windows_equal_training_with_delays(family: Family, optimizer: str) -> N
 def test_windows_equal_training_with_delays_in_every_way(family: Family, way: Any) -> None:
     options = {name: value for name, value in way.items() if name != "schedule"}
     for name, partition in (("transformer", (1, 1, 1, 2)), ("convolutions", (3, 6))):
-        assert_keeps_the_law(
-            BY_NAME[name],
-            family,
-            "adamw",
-            partition=partition,
-            num_microbatches=2,
-            windows=(5, 2),
-            **options,
-        )
-
-
-def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
+        told: dict[str, Any] = {"partition": partition, "num_microbatches": 2, "windows": (5, 2)}
+        assert_keeps_the_law(BY_NAME[name], family, "adamw", **options, **told)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
@@ -149,7 +124,9 @@ def test_a_scheduler_gives_each_update_the_options_of_its_batch(family: Family) 
         partition=(2, 2, 1),
         num_microbatches=2,
         windows=(4, 2),
-        rates=one_cycle,
+        rates=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.1, total_steps=9
+        ),
     )
 
 
@@ -186,9 +163,7 @@ def test_many_windows_equal_training_with_delays(data: st.DataObject) -> None:
     draw_case(data)
 
 
-class Tied(nn.Module):
-    """Uses the first layer's weight again at the end."""
-
+class Tied(nn.Module):  # uses the first layer's weight again at the end
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle = nn.Linear(4, 8, bias=False), nn.Linear(8, 4)
@@ -199,13 +174,10 @@ class Tied(nn.Module):
         return found
 
 
-class TiedModules(Tied):
-    """The same by a module of its own, which has the weight too."""
-
+class TiedModules(Tied):  # the same by a module of its own, which has the weight too
     def __init__(self) -> None:
         super().__init__()
-        self.last = nn.Linear(4, 8, bias=False)
-        self.last.weight = self.first.weight
+        self.last, self.last.weight = nn.Linear(4, 8, bias=False), self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.last(self.middle(self.first(x).tanh()).tanh())
@@ -215,9 +187,7 @@ class TiedModules(Tied):
 @pytest.mark.parametrize(("kind", "partition"), [(Tied, [1, 1]), (TiedModules, [1, 2])])
 @pytest.mark.parametrize("tied", penstock.TiedGradients)
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
-def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(
-    family: Family, tied: Any, kind: type[Tied], partition: list[int]
-) -> None:
+def test_a_tied_weight_lags_everywhere_as_on_its_home_stage(family, tied, kind, partition) -> None:
     check_tied(family, tied, kind, partition)
 
 
@@ -232,8 +202,7 @@ def check_tied(
     """Compare bits, or with shards what differs by more than rounding."""
     torch.manual_seed(0)
     model = kind().double()
-    twin = copy.deepcopy(model)
-    g = torch.Generator().manual_seed(1)
+    twin, g = copy.deepcopy(model), torch.Generator().manual_seed(1)
     drawn = [torch.randn(6, 12, dtype=torch.float64, generator=g) for _ in range(6)]
     batches = [(both[:, :4], both[:, 4:]) for both in drawn]
     captured = penstock.capture(model, batches[0][0])
@@ -259,7 +228,6 @@ def check_tied(
 
 
 def keep_the_law(mesh: penstock.Mesh) -> None:
-    """See that a process and its peers train with delays."""
     for family in FAMILIES:
         for name, partition in (("transformer", (2, 3)), ("convolutions", (3, 6))):
             told: dict[str, Any] = {"partition": partition, "num_microbatches": 2, "mesh": mesh}
@@ -296,7 +264,6 @@ def parted(case: equality.Case, num_stages: int) -> tuple[int, ...]:
 
 
 def windows_of(case: equality.Case) -> list[list[Any]]:
-    """Return the mini-batches of each call."""
     batches = [case.exact(batch) for batch in case.model.batches(7, sum(WINDOWS))]
     ends = accumulate(WINDOWS, initial=0)
     return [batches[a:b] for a, b in pairwise(ends)]
@@ -338,22 +305,15 @@ def in_shards(
     if not is_first:
         for parameter in nn.ModuleList(built.modules).parameters():
             parameter.data += 1.0
-    pipe = pipeline(
-        case.model,
-        built,
-        partition=parted(case, mesh.num_stages),
-        mesh=mesh,
-        num_microbatches=case.num_microbatches,
-        schedule=case.schedule,
-        recompute=case.recompute,
-        sharding=case.sharding,
-        example_inputs=windows_of(case)[0][0][0],
-    )
+    options: dict[str, Any] = {"partition": parted(case, mesh.num_stages), "mesh": mesh}
+    options |= {"num_microbatches": case.num_microbatches, "schedule": case.schedule}
+    options |= {"recompute": case.recompute, "sharding": case.sharding}
+    options |= {"example_inputs": windows_of(case)[0][0][0]}
+    pipe = pipeline(case.model, built, **options)
     return built.modules, pipe
 
 
 def train_with_delays(case: equality.Case, num_stages: int) -> dict[str, Any]:
-    """Train the same unsplit."""
     built, partition = case.built(), parted(case, num_stages)
     ends = list(accumulate(partition, initial=0))
     reference = delayed.Delayed(
@@ -381,9 +341,7 @@ def train_with_delays(case: equality.Case, num_stages: int) -> dict[str, Any]:
     ),
     ids=("few-1 + 2", "1 x 2", "2 x 2", "1 + 2", "2 + 1", "2 x 2 + 1"),
 )
-def test_shards_keep_the_law_but_for_rounding(
-    which: str, placement: Placement, tmp_path: Path
-) -> None:
+def test_shards_keep_the_law_but_for_rounding(which: Any, placement: Any, tmp_path: Any) -> None:
     told: dict[str, Any] = {"which": which, "where": str(tmp_path)}
     results = call(train_in_shards, placement, tmp_path, timeout_s=250.0, **told)
     for case, *by_rank in zip(cases_in_shards(which), *results, strict=True):
@@ -442,14 +400,10 @@ def pipe_of(
     schedule: Any, num_stages: int | None = 2, num_microbatches: int = 2, **options: Any
 ) -> Any:
     layers = options.pop("layers", None) or layers_of()
+    told: dict[str, Any] = {"num_microbatches": num_microbatches, "loss": nn.MSELoss()}
+    told |= {"schedule": schedule, "threads_per_stage": 1}
     return penstock.Pipeline(
-        layers,
-        None if "partition" in options else num_stages,
-        num_microbatches=num_microbatches,
-        loss=nn.MSELoss(),
-        schedule=schedule,
-        threads_per_stage=1,
-        **options,
+        layers, None if "partition" in options else num_stages, **options, **told
     )
 
 
@@ -497,8 +451,7 @@ def test_after_a_window_weights_are_the_newest_and_lie_where_they_lay() -> None:
         assert [p.data_ptr() for p in pipe.parameters()] == places
         assert all(p._version > v for p, v in zip(pipe.parameters(), versions, strict=True))
         steps = {int(state["step"]) for state in optimizer.state.values()}
-        assert steps == {6}
-        assert all(p.grad is None for p in pipe.parameters())
+        assert steps == {6} and all(p.grad is None for p in pipe.parameters())
         with pipe_of(gpipe, 3) as other:
             other.load_state_dict(pipe.state_dict())
             x, _ = batches_of(1)[0]
@@ -519,8 +472,7 @@ def test_memory_of_versions_is_counted() -> None:
     with pipe_of(pipedream_2bw, 2, 1, layers=layers, trace=trace) as pipe:
         pipe.train_steps(batches_of(6, size=1), torch.optim.SGD(pipe.parameters(), lr=0.1))
         kept = [s.kept_bytes for s in pipe.last_timeline.memory if s.stage == 0]
-        assert kept[-1] == 0
-        assert max(kept) >= 4 * 4 * 4
+        assert kept[-1] == 0 and max(kept) >= 4 * 4 * 4
 
 
 def test_a_frozen_weight_has_one_version() -> None:
@@ -542,17 +494,11 @@ def test_a_frozen_weight_has_one_version() -> None:
     assert kept[2, False] - kept[2, True] >= of_frozen
 
 
-class Repeated(nn.Embedding):
-    """Writes to its weight in its forward."""
-
+class Repeated(nn.Embedding):  # writes to its weight in its forward
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.weight.mul_(1.0)
         return x
-
-
-def lbfgs(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(pipe.parameters())
 
 
 def with_hook(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
@@ -565,9 +511,7 @@ def with_stranger(pipe: penstock.Pipeline) -> torch.optim.Optimizer:
     return torch.optim.SGD([*pipe.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
 
 
-class Counting(torch.optim.SGD):
-    """Keeps what it counts in its groups."""
-
+class Counting(torch.optim.SGD):  # keeps what it counts in its groups
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["lr"] = group["lr"] * 0.5
@@ -577,7 +521,7 @@ class Counting(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lbfgs, "looks at all weights at once"),
+        (lambda pipe: torch.optim.LBFGS(pipe.parameters()), "looks at all weights at once"),
         (with_hook, "has step hooks"),
         (with_stranger, "1 of the optimizer's 7 parameters are on no stage here"),
         (lambda pipe: Counting(pipe.parameters(), lr=0.1), r"changes \['lr'\] of its parameter"),
@@ -622,8 +566,7 @@ def test_parameters_that_share_memory_are_refused() -> None:
 
 def test_a_failed_window_leaves_whole_versions_behind() -> None:
     with pipe_of(pipedream_2bw) as pipe:
-        optimizer = adamw(pipe)
-        bad = (torch.full((6, 4), 1.0), torch.ones(6, 3))
+        optimizer, bad = adamw(pipe), (torch.full((6, 4), 1.0), torch.ones(6, 3))
         with pytest.raises(UserWarning, match="in the loss, micro-batch 6"):
             pipe.train_steps([*batches_of(3), bad], optimizer)
         assert all(torch.isfinite(p).all() for p in pipe.parameters())

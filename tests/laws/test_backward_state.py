@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import StateError
 from penstock.schedules import gpipe, one_f_one_b, zb_h1
+from tests.models import drawn
 from tests.side_by_side import same_bits
 from tests.ways import WAYS
 
@@ -39,8 +40,7 @@ class Scaling(nn.Module):
         super().__init__()
         self.register_buffer("amax", torch.ones(()))
         self.amax: Tensor
-        self.attribute = torch.ones(())
-        self.write = write
+        self.attribute, self.write = torch.ones(()), write
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = _Noting.apply(x / (1 + self.amax * self.attribute), self, self.write)
@@ -64,18 +64,13 @@ def layers(write: Write = into_buffer) -> list[nn.Module]:
     return [nn.Linear(6, 6), Scaling(write), nn.Linear(6, 3)]
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
-
-
 def gradients(of: list[nn.Module]) -> list[Tensor | None]:
     return [p.grad for layer in of for p in layer.parameters()]
 
 
 def unsplit(of: list[nn.Module], num_microbatches: int) -> list[Tensor | None]:
     for _ in range(2):
-        pairs = zip(*(t.tensor_split(num_microbatches) for t in batch()), strict=True)
+        pairs = zip(*(t.tensor_split(num_microbatches) for t in drawn(8)), strict=True)
         for x, y in pairs:
             (F.mse_loss(nn.Sequential(*of)(x), y) * (len(x) / 8)).backward()
     return gradients(of)
@@ -87,7 +82,7 @@ def trained(of: list[nn.Module], num_microbatches: int, **options: Any) -> list[
         of, num_microbatches=num_microbatches, loss=F.mse_loss, **options
     ) as pipe:
         for _ in range(2):
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
     return gradients(of)
 
 
@@ -100,44 +95,32 @@ def test_a_step_that_reads_it_in_another_order_is_refused(way: dict[str, Any], w
 
 @pytest.mark.parametrize("way", WAYS)
 def test_with_one_micro_batch_it_is_the_unsplit_models(way: dict[str, Any]) -> None:
-    pairs = zip(trained(layers(), 1, **way), unsplit(layers(), 1), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
+    assert all(map(same_bits, trained(layers(), 1, **way), unsplit(layers(), 1)))
 
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)
-def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(
-    recompute: penstock.Recompute,
-) -> None:
+def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(recompute: Any) -> None:
     how: dict[str, Any] = {"partition": (1, 2), "recompute": recompute}
     ours = trained(layers(), 4, schedule=one_f_one_b, **how)
-    pairs = zip(ours, unsplit(layers(), 4), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
+    assert all(map(same_bits, ours, unsplit(layers(), 4)))
     with pytest.raises(StateError):
         trained(layers(), 4, schedule=gpipe, **how)
 
 
 def test_the_check_refuses_it_too() -> None:
     def checked(num_microbatches: int) -> penstock.CheckReport:
-        return penstock.check(
-            nn.Sequential(*layers()),
-            *batch(),
-            loss=F.mse_loss,
-            num_stages=2,
-            num_microbatches=num_microbatches,
-        )
+        options: dict[str, Any] = {"num_stages": 2, "num_microbatches": num_microbatches}
+        return penstock.check(nn.Sequential(*layers()), *drawn(8), loss=F.mse_loss, **options)
 
     with pytest.raises(StateError, match="buffer 'amax'"):
         checked(4)
     assert checked(1).equal
 
 
-class Shifting(nn.Module):
-    """Parameters of which autograd saves nothing: a table and a shift."""
-
+class Shifting(nn.Module):  # parameters of which autograd saves nothing: a table and a shift
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(3, 6)
-        self.shift = nn.Parameter(torch.zeros(6))
+        self.table, self.shift = nn.Embedding(3, 6), nn.Parameter(torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.shift + self.table.weight[0]
@@ -175,19 +158,16 @@ def test_a_hook_that_comes_after_the_first_step_is_seen_too() -> None:
     with penstock.Pipeline(
         of, partition=(2, 1), num_microbatches=4, loss=F.mse_loss, recompute=NEVER
     ) as pipe:
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(8))
         step_in_a_hook(of, "1.shift")
         with pytest.raises(StateError, match="changed a parameter"):
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
 
 
-class Seen(nn.Module):
-    """Keep what it saw for whoever asks, in a checkpoint as well."""
-
+class Seen(nn.Module):  # keep what it saw for whoever asks, in a checkpoint as well
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
         self.features: Tensor | None = None
         self.gradient: Tensor | None = None
         self.register_full_backward_hook(self._keep)

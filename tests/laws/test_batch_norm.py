@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 import penstock
 from penstock.errors import ConfigError, StatisticsWarning
 from tests.models import Model, images
+from tests.reference import plain_step
 from tests.side_by_side import assert_trains_like_unsplit, differences
 from tests.ways import WAYS, in_turns
 
@@ -22,18 +23,13 @@ from tests.ways import WAYS, in_turns
 def norm_first(**options: Any) -> list[nn.Module]:
     """Give a model whose BatchNorm sees the inputs themselves."""
     torch.manual_seed(0)
-    return [
-        nn.BatchNorm2d(2, **options),
-        nn.Conv2d(2, 3, 3),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-    ]
+    first: list[Any] = [nn.BatchNorm2d(2, **options), nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1)]
+    return [*first, nn.Flatten()]
 
 
 def train(
     layers: list[nn.Module], batches: list[Any], num_stages: int = 2, **options: Any
 ) -> None:
-    """Train a pipeline on some batches."""
     with penstock.Pipeline(
         layers, num_stages=num_stages, loss=F.cross_entropy, threads_per_stage=1, **options
     ) as pipe:
@@ -47,7 +43,6 @@ def some_batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the running mean, the running variance and the number of batches."""
     buffers = dict(module.named_buffers())
     return buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
 
@@ -55,9 +50,7 @@ def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     "momentum, sizes, way", in_turns((0.1, 1.0, None), ((8, 4), (7, 3), (2, 4), (5, 1)))
 )
-def test_running_statistics_are_those_of_the_whole_mini_batches(
-    momentum: float | None, sizes: tuple[int, int], way: dict[str, Any]
-) -> None:
+def test_running_statistics_are_those_of_the_whole_mini_batches(momentum, sizes, way) -> None:
     num_samples, num_microbatches = sizes
     ours, whole = norm_first(momentum=momentum)[0], norm_first(momentum=momentum)[0]
     batches = some_batches(num_samples, num_samples + 1, 4)
@@ -70,8 +63,7 @@ def test_running_statistics_are_those_of_the_whole_mini_batches(
 
 @pytest.mark.parametrize("way", in_turns())
 def test_no_momentum_averages_all_mini_batches_alike(way: dict[str, Any]) -> None:
-    layers = norm_first(momentum=None)
-    batches = some_batches(6, 6, 6)
+    layers, batches = norm_first(momentum=None), some_batches(6, 6, 6)
     train(layers, batches, num_microbatches=4, **way)
     expected = torch.stack([x.double().mean((0, 2, 3)) for x, _ in batches]).mean(0)
     torch.testing.assert_close(running(layers[0])[0].double(), expected, rtol=0, atol=1e-6)
@@ -96,10 +88,8 @@ def test_every_kind_equals_the_unsplit_model(kind: str, way: dict[str, Any]) -> 
         return [nn.Conv2d(2, 4, 3), KINDS[kind](), nn.Flatten(), nn.Linear(144, 3)]
 
     model = Model("one norm", layers, images, F.cross_entropy)
-    for num_samples, num_stages in ((7, 4), (8, 2)):
-        assert_trains_like_unsplit(
-            model, num_samples, num_stages=num_stages, num_microbatches=3, **way
-        )
+    for samples, stages in ((7, 4), (8, 2)):
+        assert_trains_like_unsplit(model, samples, num_stages=stages, num_microbatches=3, **way)
 
 
 def test_layers_that_share_a_norm_on_one_stage_pool_both_calls() -> None:
@@ -116,13 +106,8 @@ def test_evaluation_neither_moves_the_statistics_nor_forgets_the_mode(num_stages
     layers = norm_first()
     layers[2].eval()
     [(x, y)] = some_batches(6)
-    with penstock.Pipeline(
-        layers,
-        num_stages=num_stages,
-        num_microbatches=2,
-        loss=F.cross_entropy,
-        threads_per_stage=1,
-    ) as pipe:
+    options: dict[str, Any] = {"loss": F.cross_entropy, "threads_per_stage": 1}
+    with penstock.Pipeline(layers, num_stages=num_stages, num_microbatches=2, **options) as pipe:
         pipe.train_step(x, y)
         before = [b.clone() for b in running(layers[0])]
         whole = nn.Sequential(*layers).eval()
@@ -154,8 +139,7 @@ def test_a_failed_step_leaves_no_stand_ins_behind() -> None:
     whole(x)
     moved_by = abs(running(layers[0])[0] - before[0]).max()
     assert moved_by == 0 or torch.allclose(running(layers[0])[0], running(whole)[0])
-    assert isinstance(layers[0], nn.BatchNorm2d)
-    assert layers[0].momentum == 0.1
+    assert isinstance(layers[0], nn.BatchNorm2d) and layers[0].momentum == 0.1
 
 
 def test_synchronised_batch_norm_is_refused_with_the_alternative() -> None:
@@ -163,9 +147,7 @@ def test_synchronised_batch_norm_is_refused_with_the_alternative() -> None:
         train([nn.SyncBatchNorm(2), *norm_first()[1:]], some_batches(4), num_microbatches=2)
 
 
-class _Both(nn.Module):
-    """Apply one norm twice."""
-
+class _Both(nn.Module):  # apply one norm twice
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.norm = norm
@@ -175,9 +157,7 @@ class _Both(nn.Module):
         return y
 
 
-class _Frozen(nn.Module):
-    """Normalise by the running statistics, in training too."""
-
+class _Frozen(nn.Module):  # normalise by the running statistics, in training too
     def __init__(self, how: str) -> None:
         super().__init__()
         self.norm, self.how = nn.BatchNorm2d(4), how
@@ -206,9 +186,7 @@ def test_what_reads_the_statistics_in_training_sees_them(how: str, way: dict[str
     ours, whole = frozen(how), frozen(how)
     [(x, y)] = some_batches(6)
     train(list(ours), [(x, y)], num_microbatches=3, **way)
-    for part, target in zip(x.split(2), y.split(2), strict=True):
-        loss = F.cross_entropy(whole(part), target)
-        loss.backward(torch.full_like(loss, 1 / 3))
+    plain_step(whole, (x, y), F.cross_entropy)
     for parameter, expected in zip(ours.parameters(), whole.parameters(), strict=True):
         assert (parameter.grad is None) == (expected.grad is None)
         if parameter.grad is not None and expected.grad is not None:
@@ -255,9 +233,7 @@ class _OwnMomentum(nn.BatchNorm2d):
         return F.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.3)
 
 
-class _FixedMomentum(nn.BatchNorm2d):
-    """Torch's forward, with a momentum that nobody can set."""
-
+class _FixedMomentum(nn.BatchNorm2d):  # torch's forward, with a momentum that nobody can set
     momentum = property(lambda self: 0.2, lambda self, value: None)
 
 
@@ -294,21 +270,16 @@ def around(norm: nn.Module) -> nn.Sequential:
 
 
 def assert_trains_like_plain_torch(norm: Callable[[], nn.Module], **way: Any) -> None:
-    ours, plain = around(norm()), around(norm())
-    batches = some_batches(6, 6)
+    ours, plain, batches = around(norm()), around(norm()), some_batches(6, 6)
     train(list(ours), batches, num_microbatches=3, **way)
-    for x, y in batches:
-        for part, target in zip(x.split(2), y.split(2), strict=True):
-            loss = F.cross_entropy(plain(part), target)
-            loss.backward(torch.full_like(loss, 1 / 3))
+    for batch in batches:
+        plain_step(plain, batch, F.cross_entropy)
     assert not differences([ours], [plain])
 
 
 @pytest.mark.parametrize("norm", OWN_FORWARDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_forward_of_its_own_runs_as_in_plain_torch_and_that_is_said(
-    norm: Callable[[], nn.Module], way: dict[str, Any]
-) -> None:
+def test_a_forward_of_its_own_runs_as_in_plain_torch_and_that_is_said(norm: Any, way: Any) -> None:
     with pytest.warns(StatisticsWarning, match=r"1 BatchNorm layers.*with every micro-batch"):
         assert_trains_like_plain_torch(norm, **way)
 
@@ -332,21 +303,16 @@ def test_buffers_that_a_kernel_begins_to_move_later_are_seen() -> None:
             ours[1].train(training)
             plain[1].train(training)
             pipe.train_step(x, y)
-            for part, target in zip(x.split(2), y.split(2), strict=True):
-                loss = F.cross_entropy(plain(part), target)
-                loss.backward(torch.full_like(loss, 1 / 3))
+            plain_step(plain, (x, y), F.cross_entropy)
     assert not differences([ours], [plain])
 
 
 @pytest.mark.parametrize("norm", [*OWN_FORWARDS[:3], pytest.param(_NoBatchNorm, id="no norm")])
 @pytest.mark.filterwarnings("ignore::penstock.errors.StatisticsWarning")
-def test_the_check_compares_a_forward_of_its_own_with_plain_torch(
-    norm: Callable[[], nn.Module],
-) -> None:
+def test_the_check_compares_a_forward_of_its_own_with_plain_torch(norm: Any) -> None:
     [(x, y)] = some_batches(6)
-    report = penstock.check(
-        around(norm()), x, y, loss=F.cross_entropy, num_stages=2, num_microbatches=3
-    )
+    cut: dict[str, Any] = {"num_stages": 2, "num_microbatches": 3}
+    report = penstock.check(around(norm()), x, y, loss=F.cross_entropy, **cut)
     assert report.equal, report
 
 

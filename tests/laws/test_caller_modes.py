@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import penstock
 from penstock.errors import ConfigError, ExecutionWarning
+from tests.model_parts import Does
+from tests.models import drawn
 from tests.side_by_side import same_bits
 from tests.ways import IN_ONE_PROCESS
 
@@ -29,20 +31,13 @@ def layers() -> list[nn.Module]:
     return [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
-
-
-def pipeline(of: list[nn.Module], **options: Any) -> penstock.Pipeline:
+def pipeline(of: list[nn.Module], **way: Any) -> penstock.Pipeline:
     return penstock.Pipeline(
-        of, 2, num_microbatches=4, loss=F.mse_loss, threads_per_stage=1, **options
+        of, 2, num_microbatches=4, loss=F.mse_loss, threads_per_stage=1, **way
     )
 
 
-class Functions(torch.overrides.TorchFunctionMode):
-    """Counts calls of linear."""
-
+class Functions(torch.overrides.TorchFunctionMode):  # counts calls of linear
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,8 +79,7 @@ def on_cpu() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
 
 
 def profiled() -> tuple[AbstractContextManager[Any], Callable[[], int]]:
-    recorder = profile(acc_events=True)
-    name = "aten::addmm"
+    recorder, name = profile(acc_events=True), "aten::addmm"
     return recorder, lambda: sum(e.count for e in recorder.key_averages() if e.key == name)
 
 
@@ -94,7 +88,7 @@ MODES = pytest.mark.parametrize("made", (flops, functions, saved, on_cpu, profil
 
 @MODES
 def test_modes_count_what_they_count_of_the_unsplit_model(made: Callable[[], Any]) -> None:
-    x, y = batch()
+    x, y = drawn(8)
     mode, unsplit_count = made()
     unsplit = layers()
     with mode:
@@ -115,10 +109,8 @@ def test_modes_count_what_they_count_of_the_unsplit_model(made: Callable[[], Any
 
 @RECOMPUTE
 @MODES
-def test_modes_change_no_bit_and_leave_no_trace(
-    made: Callable[[], Any], recompute: penstock.Recompute
-) -> None:
-    x, y = batch()
+def test_modes_change_no_bit_and_leave_no_trace(made: Any, recompute: penstock.Recompute) -> None:
+    x, y = drawn(8)
     gradients = []
     for mode in (None, made()[0]):
         built = layers()
@@ -145,20 +137,10 @@ class ReadsThreadLocal(nn.Module):
         return x * _in_thread.factor
 
 
-class ReadsContext(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * _in_context.get()
-
-
-class Missing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * SimpleNamespace().factor
-
-
 def notes_of(layer: nn.Module, transport: penstock.Transport) -> str:
     pipe = pipeline([nn.Linear(6, 3), layer], transport=transport)
     with pipe, pytest.raises(AttributeError) as caught:
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(8))
     return " ".join(caught.value.__notes__)
 
 
@@ -168,9 +150,12 @@ def test_a_thread_local_that_a_worker_lacks_is_explained() -> None:
     assert "what the caller set is not there. Use a contextvars.ContextVar" in notes
     token = _in_context.set(2.0)
     losses = []
-    for layer, transport in ((ReadsThreadLocal(), LOOPBACK), (ReadsContext(), THREADS)):
+    for layer, transport in (
+        (ReadsThreadLocal(), LOOPBACK),
+        (Does(lambda x: x * _in_context.get()), THREADS),
+    ):
         with pipeline([*layers(), layer], transport=transport) as pipe:
-            losses.append(pipe.train_step(*batch()))
+            losses.append(pipe.train_step(*drawn(8)))
     assert same_bits(*losses)
     _in_context.reset(token)
     del _in_thread.factor
@@ -178,7 +163,7 @@ def test_a_thread_local_that_a_worker_lacks_is_explained() -> None:
 
 
 def test_other_missing_attributes_are_not_about_threads() -> None:
-    assert "ContextVar" not in notes_of(Missing(), THREADS)
+    assert "ContextVar" not in notes_of(Does(lambda x: x * SimpleNamespace().factor), THREADS)
 
 
 @RECOMPUTE
@@ -188,24 +173,19 @@ def test_loop_back_is_under_save_on_cpu_without_a_word(recompute: penstock.Recom
     for around in (nullcontext(), mode):
         built = layers()
         with pipeline(built, recompute=recompute, transport=LOOPBACK) as pipe, around:
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
         gradients.append([p.grad for layer in built for p in layer.parameters()])
-    assert all(same_bits(a, b) for a, b in zip(*gradients, strict=True))
-    assert count()
+    assert all(same_bits(a, b) for a, b in zip(*gradients, strict=True)) and count()
 
 
-class Hooked(nn.Module):
-    """Save what autograd saves through hooks."""
-
+class Hooked(nn.Module):  # save what autograd saves through hooks
     def forward(self, x: Tensor) -> Tensor:
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             return x.tanh()
 
 
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(
-    transport: penstock.Transport,
-) -> None:
+def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(transport: Any) -> None:
     def disabled() -> AbstractContextManager[None]:
         return disable_saved_tensors_hooks("no hooks here")
 
@@ -214,19 +194,17 @@ def test_disabled_hooks_stay_disabled_and_what_needs_them_is_refused(
     for options in needing:
         with pipeline(layers(), **options) as pipe:
             with disabled(), pytest.raises(ConfigError, match=r"'no hooks here'.*Recompute.NEVER"):
-                pipe.train_step(*batch())
-            pipe.train_step(*batch())
+                pipe.train_step(*drawn(8))
+            pipe.train_step(*drawn(8))
     with pipeline(layers(), **never) as pipe, disabled():
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(8))
     with pipeline([*layers(), Hooked()], **never) as pipe:
         with disabled(), pytest.raises(RuntimeError, match="no hooks here"):
-            pipe.train_step(*batch())
-        pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
+        pipe.train_step(*drawn(8))
 
 
-class Notes(nn.Module):
-    """Notes what a new tensor is like, and what becomes of a denormal number."""
-
+class Notes(nn.Module):  # notes what a new tensor is like, and what becomes of a denormal number
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, bool]] = []
@@ -239,7 +217,7 @@ class Notes(nn.Module):
 
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_the_default_device_and_flushing_reach_every_stage(transport: penstock.Transport) -> None:
-    first, last, (x, y) = Notes(), Notes(), batch()
+    first, last, (x, y) = Notes(), Notes(), drawn(8)
     with pipeline([first, *layers(), last], transport=transport) as pipe:
         pipe.train_step(x, y)
         assert set(first.seen) == set(last.seen) == {("cpu", False)}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from tests.models import drawn
 from tests.side_by_side import same_bits
 from tests.ways import IN_ONE_PROCESS
 
@@ -28,30 +29,18 @@ def layers() -> list[nn.Module]:
     return [nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3)]
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
-
-
 def pipeline(
     of: list[nn.Module],
     transport: penstock.Transport,
     recompute: penstock.Recompute = penstock.Recompute.STAGE,
 ) -> penstock.Pipeline:
-    return penstock.Pipeline(
-        of,
-        recompute=recompute,
-        partition=(2, len(of) - 2),
-        num_microbatches=4,
-        loss=nn.MSELoss(),
-        transport=transport,
-        threads_per_stage=1,
-    )
+    options: dict[str, Any] = {"recompute": recompute, "partition": (2, len(of) - 2)}
+    options |= {"num_microbatches": 4, "loss": nn.MSELoss(), "transport": transport}
+    options |= {"threads_per_stage": 1}
+    return penstock.Pipeline(of, **options)
 
 
-class Calls(nn.Module):
-    """Call something in the forward."""
-
+class Calls(nn.Module):  # call something in the forward
     def __init__(self) -> None:
         super().__init__()
         self.what: Any = lambda: None
@@ -70,7 +59,7 @@ class Calls(nn.Module):
 @pytest.mark.parametrize("again", ("train_step", "eval_step", "forward", "backward"))
 @TRANSPORTS
 def test_a_call_from_inside_a_call_is_refused(transport: penstock.Transport, again: str) -> None:
-    inside, (x, y) = Calls(), batch()
+    inside, (x, y) = Calls(), drawn(8)
     with pipeline([*layers(), inside], transport) as pipe:
         outputs = pipe(x)
         calls = {
@@ -88,7 +77,7 @@ def test_a_call_from_inside_a_call_is_refused(transport: penstock.Transport, aga
 
 
 def test_a_checkpoint_around_a_pipeline_that_keeps_all_is_told_so() -> None:
-    x, _ = batch()
+    x, _ = drawn(8)
     how: dict[str, Any] = {"num_stages": 2, "transport": penstock.Transport.LOOPBACK}
     keeps = penstock.Pipeline(layers(), recompute=penstock.Recompute.NEVER, **how)
     output = checkpoint(keeps, x, use_reentrant=False)
@@ -100,7 +89,7 @@ def test_a_checkpoint_around_a_pipeline_that_keeps_all_is_told_so() -> None:
 
 
 def test_a_call_from_another_thread_is_refused() -> None:
-    inside, (x, y) = Calls(), batch()
+    inside, (x, y) = Calls(), drawn(8)
     entered, leave = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -123,7 +112,7 @@ def test_a_call_from_another_thread_is_refused() -> None:
 FORK = """
 import os
 from tests.laws.test_calls import *
-x, y = batch()
+x, y = drawn(8)
 pipe = pipeline(layers(), penstock.Transport.THREADS)
 outputs = pipe(x)
 calls = {
@@ -155,9 +144,7 @@ def test_a_call_in_a_child_that_was_forked_after_another_one_is_refused() -> Non
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)
 @TRANSPORTS
-def test_a_pipeline_inside_a_layer_of_another_one_equals_its_layers(
-    transport: penstock.Transport, recompute: penstock.Recompute
-) -> None:
+def test_a_pipeline_inside_a_layer_of_another_one_equals_its_layers(transport, recompute) -> None:
     def gradients(wrapped: bool) -> list[Tensor | None]:
         torch.manual_seed(3)
         inner: list[nn.Module] = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
@@ -165,7 +152,7 @@ def test_a_pipeline_inside_a_layer_of_another_one_equals_its_layers(
         within = middle if wrapped else nn.Sequential(*inner)
         outer: list[nn.Module] = [nn.Linear(6, 6), within, nn.Linear(6, 3)]
         with pipeline(outer, transport, recompute) as pipe:
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
         return [p.grad for layer in inner for p in layer.parameters()]
 
     for a, b in zip(gradients(wrapped=True), gradients(wrapped=False), strict=True):
@@ -174,7 +161,7 @@ def test_a_pipeline_inside_a_layer_of_another_one_equals_its_layers(
 
 @TRANSPORTS
 def test_a_copy_of_a_used_pipeline_trains_on_alone(transport: penstock.Transport) -> None:
-    x, y = batch()
+    x, y = drawn(8)
     with pipeline(layers(), transport) as pipe:
         pipe.train_step(x, y)
         pipe.zero_grad()  # a copied parameter has no gradient
@@ -182,8 +169,7 @@ def test_a_copy_of_a_used_pipeline_trains_on_alone(transport: penstock.Transport
         with twin:
             assert same_bits(twin.train_step(x, y), pipe.train_step(x, y))
         for p, q in zip(pipe.parameters(), twin.parameters(), strict=True):
-            assert p is not q
-            assert same_bits(p.grad, q.grad)
+            assert p is not q and same_bits(p.grad, q.grad)
         assert pipe.state_dict().keys() == twin.state_dict().keys()
 
 
@@ -198,17 +184,14 @@ def no_collector() -> Iterator[None]:
 
 
 @TRANSPORTS
-def test_the_batch_is_free_after_the_backward_though_the_loss_lives(
-    transport: penstock.Transport,
-) -> None:
-    x, y = batch()
+def test_the_batch_is_free_after_the_backward_though_the_loss_lives(transport: Any) -> None:
+    x, y = drawn(8)
     with pipeline(layers(), transport) as pipe, no_collector():
         loss = F.mse_loss(pipe(x), y)
         loss.backward()
         gone = weakref.ref(x.untyped_storage())
         del x
-        assert gone() is None
-        assert loss.isfinite()
+        assert gone() is None and loss.isfinite()
 
 
 class Fails(nn.Module):
@@ -217,9 +200,7 @@ class Fails(nn.Module):
 
 
 @TRANSPORTS
-def test_a_failed_step_holds_nothing_once_its_error_is_dropped(
-    transport: penstock.Transport,
-) -> None:
+def test_a_failed_step_holds_nothing_once_its_error_is_dropped(transport: Any) -> None:
     seen: list[Any] = []
 
     class Notes(nn.Module):
@@ -230,11 +211,10 @@ def test_a_failed_step_holds_nothing_once_its_error_is_dropped(
 
     with pipeline([nn.Linear(6, 6), Notes(), Fails()], transport) as pipe, no_collector():
         try:
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(8))
         except ValueError as error:
             assert "stage 1" in error.__notes__[0]
-        assert seen
-        assert all(reference() is None for reference in seen)
+        assert seen and all(reference() is None for reference in seen)
 
 
 def test_a_gradient_of_a_gradient_in_a_forward_needs_the_kept_graph() -> None:
@@ -246,12 +226,10 @@ def test_a_gradient_of_a_gradient_in_a_forward_needs_the_kept_graph() -> None:
             return slope
 
     stack = [nn.Linear(6, 6), Slope(), nn.Linear(6, 3)]
-    with (
-        penstock.Pipeline(stack, 1, num_microbatches=2, loss=nn.MSELoss()) as pipe,
-        pytest.raises(penstock.errors.RecomputeError, match="in its own forward"),
-    ):
-        pipe.train_step(*batch())
+    pipe = penstock.Pipeline(stack, 1, num_microbatches=2, loss=nn.MSELoss())
+    with pipe, pytest.raises(penstock.errors.RecomputeError, match="in its own forward"):
+        pipe.train_step(*drawn(8))
     with penstock.Pipeline(
         stack, 1, num_microbatches=2, loss=nn.MSELoss(), recompute=penstock.Recompute.NEVER
     ) as pipe:
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(8))

@@ -22,9 +22,7 @@ pytestmark = [
 """Torch's own, while it compiles."""
 
 
-class Block(nn.Module):
-    """A layer that draws."""
-
+class Block(nn.Module):  # a layer that draws
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
@@ -33,9 +31,7 @@ class Block(nn.Module):
         return self.dropout(self.linear(x)).tanh()
 
 
-class Calls(nn.Module):
-    """Calls a function in its forward, inside torch's checkpoint or not."""
-
+class Calls(nn.Module):  # calls a function in its forward, inside torch's checkpoint or not
     def __init__(self, function: Callable[[Tensor], Tensor], *, checkpointed: bool) -> None:
         super().__init__()
         self.function, self.checkpointed = function, checkpointed
@@ -46,9 +42,7 @@ class Calls(nn.Module):
         return checkpoint(self.function, x, use_reentrant=False)
 
 
-class Counting:
-    """A backend that runs graphs as they are, and counts the runs."""
-
+class Counting:  # a backend that runs graphs as they are, and counts the runs
     def __init__(self) -> None:
         self.runs = 0
 
@@ -77,15 +71,11 @@ def function_compiled(backend: Any, *, checkpointed: bool = False) -> nn.Module:
     return Calls(torch.compile(function, backend=backend), checkpointed=checkpointed)
 
 
-def in_a_checkpoint(backend: Any) -> nn.Module:
-    return function_compiled(backend, checkpointed=True)
-
-
 COMPILED = {
     "module.compile()": compiled_in_place,
     "a block in a layer": compiled_inside,
     "a function in a forward": function_compiled,
-    "a function in a checkpoint": in_a_checkpoint,
+    "a function in a checkpoint": lambda backend: function_compiled(backend, checkpointed=True),
 }
 
 
@@ -122,9 +112,7 @@ def test_compiled_layers_that_draw_equal_the_compiled_unsplit_model(way: dict[st
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Block])
-def test_a_captured_block_is_compiled_where_it_is_without_a_pipeline(
-    kind: Callable[..., nn.Module],
-) -> None:
+def test_a_captured_block_is_compiled_where_it_is_without_a_pipeline(kind: Any) -> None:
     """Torch leaves some of its own modules as they are, by where they are written."""
 
     def runs(*, is_captured: bool) -> int:

@@ -13,9 +13,7 @@ from penstock import Pipeline, schedules
 from penstock.errors import PenstockError
 
 
-class Viewed(nn.Module):
-    """Gives another view of what it is given."""
-
+class Viewed(nn.Module):  # gives another view of what it is given
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
@@ -25,13 +23,10 @@ class Viewed(nn.Module):
         return views[self.kind]
 
 
-class Added(nn.Module):
-    """Adds in place to what it is given, or to a copy of it."""
-
+class Added(nn.Module):  # adds in place to what it is given, or to a copy of it
     def __init__(self, *, copies: bool) -> None:
         super().__init__()
-        self.copies = copies
-        self.weight = nn.Parameter(torch.ones(8))
+        self.copies, self.weight = copies, nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone() if self.copies else x
@@ -41,27 +36,18 @@ class Added(nn.Module):
 def drawn(seed: int) -> nn.Sequential:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    kinds = [
-        lambda: nn.Linear(8, 8),
-        lambda: nn.LayerNorm(8),
-        nn.Identity,
-        lambda: nn.Dropout(0.0, inplace=draw.random() < 0.5),
-        lambda: nn.ReLU(inplace=draw.random() < 0.7),
-        lambda: nn.Hardtanh(inplace=True),
-        lambda: nn.Sequential(nn.Identity(), nn.LeakyReLU(inplace=True)),
-        nn.Flatten,
-        lambda: Viewed(draw.choice(["whole", "turned", "same", "cut"])),
-        lambda: Added(copies=draw.random() < 0.5),
-        lambda: nn.BatchNorm1d(8),
-    ]
+    kinds = [lambda: nn.Linear(8, 8), lambda: nn.LayerNorm(8), nn.Identity]
+    kinds += [lambda: nn.Dropout(0.0, inplace=draw.random() < 0.5)]
+    kinds += [lambda: nn.ReLU(inplace=draw.random() < 0.7), lambda: nn.Hardtanh(inplace=True)]
+    kinds += [lambda: nn.Sequential(nn.Identity(), nn.LeakyReLU(inplace=True)), nn.Flatten]
+    kinds += [lambda: Viewed(draw.choice(["whole", "turned", "same", "cut"]))]
+    kinds += [lambda: Added(copies=draw.random() < 0.5), lambda: nn.BatchNorm1d(8)]
     count = draw.randint(3, 9)
     return nn.Sequential(*(draw.choice(kinds)() for _ in range(count)), nn.Linear(8, 3))
 
 
 def trained(seed: int) -> str:
-    """Train a drawn case for a step; say what came of it."""
-    draw = random.Random(f"how {seed}")
-    layers, unsplit = drawn(seed), drawn(seed)
+    draw, layers, unsplit = random.Random(f"how {seed}"), drawn(seed), drawn(seed)
     num_stages, parts = draw.randint(1, min(3, len(layers))), draw.randint(1, 3)
     limit = draw.choice([200, 2_000, 20_000, 10**6])
     x, y = torch.randn(6, 8), torch.randn(6, 3)

@@ -1,10 +1,14 @@
 """The promise: a pipeline's losses, gradients and buffers are the unsplit model's, bit by bit."""
 
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import penstock
 from penstock.schedules import Backward, Forward
@@ -14,18 +18,14 @@ from penstock.schedules.transfers import chain_transfers
 from penstock.schedules.verify import verify
 from tests.covering import FACTORS, Run, covering_runs, many_runs
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
-from tests.models import ALL_MODELS, Model
-from tests.reference import Unsplit
+from tests.models import ALL_MODELS, BY_NAME, Model
+from tests.reference import Unsplit, chain, split, whole_batch_step
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import IN_ONE_PROCESS
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
 COVERING = [
     pytest.param(
-        model,
-        run,
-        id=f"{model.name}-{run}",
-        marks=pytest.mark.slow if number % 2 else [],
+        model, run, id=f"{model.name}-{run}", marks=pytest.mark.slow if number % 2 else []
     )
     for rotation, model in enumerate(ALL_MODELS)
     for number, run in enumerate(covering_runs(rotation))
@@ -34,15 +34,11 @@ COVERING = [
 
 
 def check(model: Model, run: Run) -> None:
+    options: dict[str, Any] = {"bf16": run.autocast, "num_stages": run.num_stages}
+    options |= {"num_microbatches": run.num_microbatches, "schedule": run.schedule}
+    options |= {"recompute": run.recompute, "transport": run.transport}
     assert_trains_like_unsplit(
-        model,
-        max(run.num_samples, model.min_samples * run.num_microbatches),
-        bf16=run.autocast,
-        num_stages=run.num_stages,
-        num_microbatches=run.num_microbatches,
-        schedule=run.schedule,
-        recompute=run.recompute,
-        transport=run.transport,
+        model, max(run.num_samples, model.min_samples * run.num_microbatches), **options
     )
 
 
@@ -135,28 +131,19 @@ def test_training_equals_the_unsplit_model_for_any_valid_schedule(
 ) -> None:
     chain = chain_transfers(schedule.num_stages)
     verify(add_communication(schedule, chain), chain)
-    assert_trains_like_unsplit(
-        BY_NAME[name],
-        2 * schedule.num_microbatches + 1,
-        steps=2,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        schedule=lambda num_stages, num_microbatches: schedule,
-        recompute=recompute,
-        transport=transport,
-    )
+    options: dict[str, Any] = {"steps": 2, "num_stages": schedule.num_stages}
+    options |= {"num_microbatches": schedule.num_microbatches}
+    options |= {"schedule": lambda num_stages, num_microbatches: schedule, "recompute": recompute}
+    options |= {"transport": transport}
+    assert_trains_like_unsplit(BY_NAME[name], 2 * schedule.num_microbatches + 1, **options)
 
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_a_layer_that_works_in_place_may_stand_at_any_cut(
-    cut: int, recompute: penstock.Recompute
-) -> None:
+def test_a_layer_that_works_in_place_may_stand_at_any_cut(cut, recompute) -> None:
     model = BY_NAME["in_place"]
-    for partition in ((cut, 9 - cut), tuple(1 for _ in range(9))):
-        assert_trains_like_unsplit(
-            model, 7, partition=partition, num_microbatches=3, recompute=recompute
-        )
+    for how in ({"partition": (cut, 9 - cut)}, {"partition": (1,) * 9}):
+        assert_trains_like_unsplit(model, 7, num_microbatches=3, recompute=recompute, **how)
 
 
 @pytest.mark.parametrize("num_microbatches", (4, pytest.param(8, marks=pytest.mark.slow)))
@@ -181,3 +168,69 @@ def test_the_batch_size_may_change_from_step_to_step() -> None:
             loss = pipe.train_step(inputs, targets)
             assert same_bits(loss, unsplit.train_step(inputs, targets, model.loss))
             assert not differences(built.modules, twin.modules)
+
+
+def gradients(modules: list[nn.Module]) -> list[Tensor | None]:
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
+def test_every_model_trains_and_gives_finite_gradients(model: Model) -> None:
+    built = model.build()
+    unsplit = Unsplit(built.modules, built.forward, num_microbatches=2)
+    for inputs, targets in model.batches(5, count=2):
+        assert torch.isfinite(unsplit.train_step(inputs, targets, model.loss))
+    found = [g for g in gradients(built.modules) if g is not None]
+    assert found and all(bool(torch.isfinite(g).all()) for g in found)
+    assert any(bool(g.abs().sum() > 0) for g in found)
+
+
+@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
+def test_the_reference_is_deterministic(model: Model) -> None:
+    seen = []
+    for _ in range(2):
+        built = model.build()
+        unsplit = Unsplit(built.modules, built.forward, num_microbatches=2)
+        losses = [unsplit.train_step(x, y, model.loss) for x, y in model.batches(4, count=2)]
+        seen.append([*losses, *(g for g in gradients(built.modules) if g is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_one_micro_batch_is_plain_autograd() -> None:
+    ours, plain = (
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)) for _ in range(2)
+    )
+    plain.load_state_dict(ours.state_dict())
+    x, y = torch.randn(7, 6), torch.randn(7, 3)
+    loss = Unsplit(list(ours), chain(3)).train_step(x, y, F.mse_loss)
+    expected = F.mse_loss(plain(x), y)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for (name, a), (_, b) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(_grad(a), _grad(b)), name
+    for (name, c), (_, d) in zip(ours.named_buffers(), plain.named_buffers(), strict=True):
+        torch.testing.assert_close(c, d, rtol=0, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("num_microbatches", (2, 3, 8))
+def test_micro_batches_sum_to_the_whole_batch(num_microbatches: int) -> None:
+    ours = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    whole = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    whole.load_state_dict(ours.state_dict())
+    x, y = torch.randn(7, 6).double(), torch.randn(7, 3).double()
+    loss = Unsplit(list(ours), chain(3), num_microbatches).train_step(x, y, F.mse_loss)
+    expected = whole_batch_step(list(whole), chain(3), (x, y), F.mse_loss)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-15)
+    for a, b in zip(ours.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-15)
+
+
+def test_uneven_batches_are_cut_with_the_larger_pieces_first() -> None:
+    assert split(torch.zeros(10), 4)[1] == [3, 3, 2, 2]
+    assert split(torch.zeros(2), 4)[1] == [1, 1]
+    assert split((torch.zeros(3), None, {"n": 7}), 2)[0][1][1:] == (None, {"n": 7})
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 import penstock
 from penstock.schedules import gpipe, one_f_one_b
 from tests.every_schedule import IN_TWO_PARTS
-from tests.models import ALL_MODELS, Built, Model
+from tests.models import ALL_MODELS, BY_NAME, Built, Model
 from tests.reference import Unsplit, chain
 from tests.side_by_side import autocast, differences, pipeline, same_bits
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
 OPTIONS = [
     pytest.param(
         {
@@ -51,17 +50,14 @@ def pair_of(
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-def test_a_whole_batch_loss_gives_the_unsplit_gradients(
-    model: Model, options: dict[str, Any]
-) -> None:
+def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: Any) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     ours, theirs = model.batches(9, count=2), model.batches(9, count=2)
     with pipe:
         for step, ((x, y), (same_x, _)) in enumerate(zip(ours, theirs, strict=True)):
             with autocast(step == 1):  # around the forward only, as torch advises
                 output = pipe(x)
-                loss = model.loss(output, y)
-                outstanding = unsplit.module_forward(same_x)
+                loss, outstanding = model.loss(output, y), unsplit.module_forward(same_x)
                 expected = model.loss(outstanding.output, y)
             assert same_bits(loss, expected)
             loss.backward()
@@ -80,19 +76,14 @@ def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[s
     with pipe:
         for _ in range(2):
             model.loss(pipe(ours), y).backward()
-            outstanding = unsplit.module_forward(theirs)
-            model.loss(outstanding.output, y).backward()
-            outstanding.backward()
-            assert same_bits(ours.grad, theirs.grad)
-            assert not differ()
+            unsplit.module_step(theirs, y, model.loss)
+            assert same_bits(ours.grad, theirs.grad) and not differ()
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("last_first", (True, False))
 @pytest.mark.parametrize("name", ("convolutions", "transformer", "changing_buffers"))
-def test_two_forwards_may_await_their_backward(
-    name: str, last_first: bool, options: dict[str, Any]
-) -> None:
+def test_two_forwards_may_await_their_backward(name: str, last_first: bool, options: Any) -> None:
     model = BY_NAME[name]
     pipe, unsplit, differ = pair_of(model, **options)
     batches = model.batches(6, count=2)
@@ -104,8 +95,7 @@ def test_two_forwards_may_await_their_backward(
             expected = model.loss(waiting[n].output, batches[n][1])
             expected.backward()
             waiting[n].backward()
-            assert same_bits(losses[n], expected)
-            assert not differ()
+            assert same_bits(losses[n], expected) and not differ()
 
 
 class Several(nn.Module):
@@ -122,9 +112,7 @@ class Several(nn.Module):
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("use", ("both", "left only"))
-def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(
-    use: str, options: dict[str, Any]
-) -> None:
+def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(use: str, options: Any) -> None:
     def layers() -> list[Any]:
         return [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), Several()]
 
@@ -138,15 +126,12 @@ def test_outputs_may_be_a_nest_of_tensors_and_some_may_go_unused(
     with pipe:
         output = pipe(x)
         loss(output, y).backward()
-        outstanding = unsplit.module_forward(x)
-        loss(outstanding.output, y).backward()
-        outstanding.backward()
+        outstanding = unsplit.module_step(x, y, loss)
         expected = outstanding.output
         assert (output["none"], output["n"]) == (None, 7)
         assert same_bits(output["rank"], expected["rank"])
         assert same_bits(output["pair"][0], expected["pair"][0])
-        assert same_bits(output["pair"][1], expected["pair"][1])
-        assert not differ()
+        assert same_bits(output["pair"][1], expected["pair"][1]) and not differ()
 
 
 def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
@@ -157,9 +142,7 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
         for n, (x, y) in enumerate(batches):
             if n % 2:
                 model.loss(pipe(x), y).backward()
-                outstanding = unsplit.module_forward(x)
-                model.loss(outstanding.output, y).backward()
-                outstanding.backward()
+                unsplit.module_step(x, y, model.loss)
             else:
                 assert same_bits(pipe.train_step(x, y), unsplit.train_step(x, y, model.loss))
             assert not differ()
@@ -169,26 +152,20 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("num_samples", (1, 2, 9))
 @pytest.mark.parametrize("model", [m for m in ALL_MODELS if m.quiet_in_eval], ids=repr)
-def test_evaluation_equals_the_unsplit_model(
-    model: Model, num_samples: int, options: dict[str, Any]
-) -> None:
+def test_evaluation_equals_the_unsplit_model(model: Model, num_samples: int, options: Any) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     ours, theirs = model.batches(num_samples, count=2), model.batches(num_samples, count=2)
     modes = [module.training for module in pipe.modules()]
     with pipe:
         for (x, _), (same_x, _) in zip(ours, theirs, strict=True):
             output = pipe.eval_step(x)
-            assert not output.requires_grad
-            assert same_bits(output, unsplit.evaluate(same_x))
-    assert [module.training for module in pipe.modules()] == modes
-    assert not differ()
+            assert not output.requires_grad and same_bits(output, unsplit.evaluate(same_x))
+    assert [module.training for module in pipe.modules()] == modes and not differ()
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", ("convolutions", "transformer", "changing_buffers", "fan_out"))
-def test_evaluation_may_come_between_training_steps_in_any_order(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_evaluation_may_come_between_training_steps_in_any_order(name: str, options: Any) -> None:
     model = BY_NAME[name]
     pipe, unsplit, differ = pair_of(model, **options)
     batches = model.batches(7, count=7)
@@ -209,20 +186,15 @@ def test_evaluation_between_a_forward_and_its_backward_changes_nothing() -> None
         loss = model.loss(pipe(x), y)
         pipe.eval_step(other)
         loss.backward()
-        outstanding = unsplit.module_forward(x)
-        model.loss(outstanding.output, y).backward()
-        outstanding.backward()
+        unsplit.module_step(x, y, model.loss)
         assert not differ()
 
 
 def test_without_gradients_the_module_gives_the_unsplit_outputs() -> None:
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
-    built = Built(layers, layers, chain(3))
-    x = torch.randn(5, 6)
-    with (
-        pipeline(BY_NAME["mlp"], built, num_stages=3, num_microbatches=2) as pipe,
-        torch.no_grad(),
-    ):
+    built, x = Built(layers, layers, chain(3)), torch.randn(5, 6)
+    pipe = pipeline(BY_NAME["mlp"], built, num_stages=3, num_microbatches=2)
+    with pipe, torch.no_grad():
         output = pipe(x)
         assert not output.requires_grad
         expected = torch.cat([nn.Sequential(*layers)(piece) for piece in x.tensor_split(2)])

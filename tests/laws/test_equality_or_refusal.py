@@ -7,35 +7,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.model_parts import InPlaceAffine
-from tests.models import ALL_MODELS, Built, Model, tokens, vectors
+from tests.model_parts import Checkpointed, Does, InPlaceAffine
+from tests.models import BY_NAME, Built, Model, tokens, vectors
 from tests.reference import Forward, Unsplit, chain
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import WAYS
-
-BY_NAME = {model.name: model for model in ALL_MODELS}
 
 
 def model(
     layers: Callable[[], list[Any]], forward: Forward | None = None, **options: Any
 ) -> Model:
-    """Make a test model on vectors."""
     return Model("made here", layers, vectors, F.mse_loss, forward, **options)
-
-
-class Detached(nn.Module):
-    """Stop the gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gradient_that_is_stopped_leaves_none_before_it(way: dict[str, Any]) -> None:
-    stopped = model(lambda: [nn.Linear(6, 6), nn.Tanh(), Detached(), nn.Linear(6, 3)])
+    stopped = model(lambda: [nn.Linear(6, 6), nn.Tanh(), Does(Tensor.detach), nn.Linear(6, 3)])
     for partition in ((1, 1, 1, 1), (2, 2), (3, 1)):
         assert_trains_like_unsplit(stopped, 7, partition=partition, num_microbatches=3, **way)
 
@@ -47,7 +36,7 @@ def test_a_value_changed_in_place_while_a_skip_still_reads_it(way: dict[str, Any
             penstock.Layer(nn.Linear(6, 6), outputs="a"),
             penstock.Layer(InPlaceAffine(), outputs="b"),
             penstock.Layer(nn.Linear(6, 6), outputs="c"),
-            penstock.Layer(_Sum(), inputs=("c", "a")),
+            penstock.Layer(Does(lambda a, b: a + b), inputs=("c", "a")),
             nn.Linear(6, 3),
         ]
 
@@ -64,9 +53,7 @@ def test_a_value_changed_in_place_while_a_skip_still_reads_it(way: dict[str, Any
             assert any(word in str(error) for word in ("in place", "inplace", "two names"))
 
 
-class Slope(nn.Module):
-    """Add the gradient of an inner loss."""
-
+class Slope(nn.Module):  # add the gradient of an inner loss
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
@@ -97,8 +84,7 @@ def test_a_hook_on_a_value_whose_gradient_the_next_layer_computes_is_right_or_re
     except penstock.errors.RecomputeError:
         assert is_recomputed
     except penstock.errors.BoundaryError as error:
-        assert "a hook is" in str(error)
-        assert partition[0] == 1
+        assert "a hook is" in str(error) and partition[0] == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -109,18 +95,6 @@ def test_a_hook_on_a_value_that_leaves_its_stage_is_right(way: dict[str, Any]) -
         return [first, nn.Linear(6, 6), nn.Linear(6, 3)]
 
     assert_trains_like_unsplit(model(layers), 7, partition=(1, 1, 1), num_microbatches=3, **way)
-
-
-class _Sum(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return a + b
-
-
-class _Alias(nn.Module):
-    """Give one tensor under two names, and a number."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        return x, x, 3
 
 
 class _Use(nn.Module):
@@ -136,13 +110,11 @@ class _Use(nn.Module):
 @pytest.mark.parametrize(
     "partition", ((1, 1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2), (3, 2), (5,)), ids=str
 )
-def test_one_tensor_under_two_names_and_a_number_by_name(
-    partition: tuple[int, ...], way: dict[str, Any]
-) -> None:
+def test_one_tensor_under_two_names_and_a_number_by_name(partition: Any, way: Any) -> None:
     def layers() -> list[Any]:
         return [
             nn.Linear(6, 6),
-            penstock.Layer(_Alias(), outputs=("a", "b", "n")),
+            penstock.Layer(Does(lambda x: (x, x, 3)), outputs=("a", "b", "n")),
             penstock.Layer(_Use(), inputs=("a", "b", "n"), outputs="y"),
             penstock.Layer(_Use(), inputs=("b", "y", "n"), outputs="z"),
             penstock.Layer(_Use(), inputs=("z", "a", "n")),
@@ -163,9 +135,7 @@ def test_one_tensor_under_two_names_and_a_number_by_name(
         assert len(partition) > 3  # the two names go to different stages
 
 
-class Parcel:
-    """A class of the user's own, which hides its tensor."""
-
+class Parcel:  # a class of the user's own, which hides its tensor
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
@@ -179,14 +149,11 @@ class _Pack(nn.Module):
         return Parcel(self.linear(x))
 
 
-class _Unpack(nn.Module):
-    def forward(self, parcel: Parcel) -> Tensor:
-        return parcel.x.tanh()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_hidden_in_a_users_own_object(way: dict[str, Any]) -> None:
-    hidden = model(lambda: [nn.Linear(6, 6), _Pack(), _Unpack(), nn.Linear(6, 3)])
+    hidden = model(
+        lambda: [nn.Linear(6, 6), _Pack(), Does(lambda parcel: parcel.x.tanh()), nn.Linear(6, 3)]
+    )
     try:
         assert_trains_like_unsplit(hidden, 7, partition=(2, 2), num_microbatches=3, **way)
     except (penstock.PenstockError, RuntimeError) as error:
@@ -215,14 +182,8 @@ def test_sparse_gradients(way: dict[str, Any]) -> None:
         unsplit.train_step(x, y, loss)
     ours_grad = ours[0].get_parameter("weight").grad
     theirs_grad = theirs[0].get_parameter("weight").grad
-    assert ours_grad is not None
-    assert theirs_grad is not None
-    assert ours_grad.is_sparse
-    assert torch.equal(ours_grad.to_dense(), theirs_grad.to_dense())
-
-
-def _double(module: nn.Module, into: Any, out: Any) -> tuple[Tensor]:
-    return (into[0] * 2,)
+    assert ours_grad is not None and theirs_grad is not None
+    assert ours_grad.is_sparse and torch.equal(ours_grad.to_dense(), theirs_grad.to_dense())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -234,12 +195,11 @@ def test_hooks_on_parameters_fire_as_unsplit(way: dict[str, Any]) -> None:
         weight = stack[0].get_parameter("weight")
         weight.register_hook(lambda gradient: gradient * 0.3)
         weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("called"))
-        stack[2].register_full_backward_hook(_double)
+        stack[2].register_full_backward_hook(lambda _, into, out: (into[0] * 2,))  # type: ignore[index]
         return stack
 
-    assert_trains_like_unsplit(
-        model(layers), 7, steps=1, partition=(1, 1, 1), num_microbatches=3, **way
-    )
+    options: dict[str, Any] = {"steps": 1, "partition": (1, 1, 1), "num_microbatches": 3}
+    assert_trains_like_unsplit(model(layers), 7, **options, **way)
     assert len(calls) == 2 * 3
 
 
@@ -287,8 +247,7 @@ def waiting(way: dict[str, Any]) -> tuple[penstock.Pipeline, Built, Built, Tenso
     unsplit = Unsplit(twin.modules, twin.forward, 3)
     [(x, y)] = chosen.batches(7, count=1)
     pipe = pipeline(chosen, built, num_stages=3, num_microbatches=3, **way)
-    loss = chosen.loss(pipe(x), y)
-    outstanding = unsplit.module_forward(x.clone())
+    loss, outstanding = chosen.loss(pipe(x), y), unsplit.module_forward(x.clone())
     chosen.loss(outstanding.output, y).backward()
     outstanding.backward()
     return pipe, built, twin, loss, unsplit, x
@@ -307,19 +266,16 @@ def backward_is_right_or_refused(loss: Tensor, built: Built, twin: Built) -> Non
 
 
 def move_weights(pipe: penstock.Pipeline, _: Tensor) -> None:
-    """Change all weights, as an optimizer does."""
     with torch.no_grad():
         for parameter in pipe.parameters():
             parameter.add_(0.5)
 
 
 def change_inputs(_: penstock.Pipeline, x: Tensor) -> None:
-    """Change the mini-batch in place."""
     x.zero_()
 
 
 def evaluate(pipe: penstock.Pipeline, _: Tensor) -> None:
-    """Go over to evaluation mode."""
     pipe.eval()
 
 
@@ -327,9 +283,7 @@ def evaluate(pipe: penstock.Pipeline, _: Tensor) -> None:
     "change", (move_weights, change_inputs, evaluate), ids=lambda change: change.__name__
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_a_change_between_forward_and_backward(
-    change: Callable[[penstock.Pipeline, Tensor], object], way: dict[str, Any]
-) -> None:
+def test_a_change_between_forward_and_backward(change: Any, way: Any) -> None:
     pipe, built, twin, loss, _, x = waiting(way)
     change(pipe, x)
     backward_is_right_or_refused(loss, built, twin)
@@ -347,9 +301,7 @@ def test_steps_between_forward_and_backward(way: dict[str, Any]) -> None:
     chosen = BY_NAME["convolutions"]
     twin_again = chosen.build()
     again = Unsplit(twin_again.modules, twin_again.forward, 3)
-    outstanding = again.module_forward(x)
-    chosen.loss(outstanding.output, chosen.batches(7, count=1)[0][1]).backward()
-    outstanding.backward()
+    again.module_step(x, chosen.batches(7, count=1)[0][1], chosen.loss)
     backward_is_right_or_refused(loss, built, twin_again)
     pipe.close()
 
@@ -373,23 +325,15 @@ def test_a_second_backward_through_one_forward(way: dict[str, Any]) -> None:
     pipe.close()
 
 
-class Checkpointed(nn.Module):
-    """The user's own activation checkpoint, around nothing random."""
-
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant, self.linear = reentrant, nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.linear, x, use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize("cut", ({"partition": (1, 1, 1)}, {"num_stages": 3}), ids=str)
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_users_own_checkpoint(reentrant: bool, cut: dict[str, Any], way: dict[str, Any]) -> None:
-    own = model(lambda: [nn.Linear(6, 6), Checkpointed(reentrant=reentrant), nn.Linear(6, 3)])
-    assert_trains_like_unsplit(own, 7, num_microbatches=3, **cut, **way)
+    def layers() -> list[Any]:
+        inside = Checkpointed(nn.Linear(6, 6), reentrant=reentrant)
+        return [nn.Linear(6, 6), inside, nn.Linear(6, 3)]
+
+    assert_trains_like_unsplit(model(layers), 7, num_microbatches=3, **cut, **way)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.complex64))
@@ -399,13 +343,10 @@ def test_other_types_of_number(dtype: torch.dtype, way: dict[str, Any]) -> None:
         x, y = vectors(n, g)
         return x.to(dtype), y.to(dtype)
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).abs().mean()
-
     typed = Model(
         "typed",
         lambda: [nn.Linear(6, 8, dtype=dtype), nn.Tanh(), nn.Linear(8, 3, dtype=dtype)],
         batch,
-        loss,
+        lambda output, target: (output - target).abs().mean(),
     )
     assert_trains_like_unsplit(typed, 7, num_stages=3, num_microbatches=3, **way)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from tests.models import ALL_MODELS, Model, tokens, vectors
+from tests.model_parts import Does
+from tests.models import BY_NAME, Model, tokens, vectors
 from tests.reference import Unsplit, chain
 from tests.side_by_side import (
     assert_trains_like_unsplit,
@@ -21,8 +22,6 @@ from tests.side_by_side import (
     same_bits,
 )
 from tests.ways import WAYS
-
-BY_NAME = {model.name: model for model in ALL_MODELS}
 
 
 def stack(*sizes: int) -> list[nn.Module]:
@@ -67,9 +66,7 @@ def test_the_input_may_come_from_other_layers(way: dict[str, Any]) -> None:
     F.mse_loss(pipe(before(x)), y).backward()
     middle = twin_before(x)
     leaf = middle.detach().requires_grad_()
-    outstanding = Unsplit(theirs, chain(4), 3).module_forward(leaf)
-    F.mse_loss(outstanding.output, y).backward()
-    outstanding.backward()
+    Unsplit(theirs, chain(4), 3).module_step(leaf, y, F.mse_loss)
     middle.backward(leaf.grad)
     assert_same_gradients([before, *ours], [twin_before, *theirs])
     pipe.close()
@@ -91,9 +88,7 @@ def test_the_output_may_be_changed_in_place(num_microbatches: int, way: dict[str
     pipe.close()
 
 
-class _WithWeight(nn.Module):
-    """Embed tokens, and give the table itself as a value beside."""
-
+class _WithWeight(nn.Module):  # embed tokens, and give the table itself as a value beside
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 8)
@@ -102,24 +97,15 @@ class _WithWeight(nn.Module):
         return self.table(ids), self.table.weight
 
 
-class _TiedHead(nn.Module):
-    """Score by a table that came as a value."""
-
-    def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        return F.linear(x, table)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("partition", ((4,), (1, 3), (2, 2), (1, 1, 1, 1)), ids=str)
-def test_a_weight_may_travel_to_another_stage_as_a_value(
-    partition: tuple[int, ...], way: dict[str, Any]
-) -> None:
+def test_a_weight_may_travel_to_another_stage_as_a_value(partition: Any, way: Any) -> None:
     def layers() -> list[Any]:
         return [
             penstock.Layer(_WithWeight(), outputs=("x", "table")),
             penstock.Layer(nn.Linear(8, 8), inputs="x"),
             penstock.Layer(nn.Tanh(), outputs="y"),
-            penstock.Layer(_TiedHead(), inputs=("y", "table")),
+            penstock.Layer(Does(lambda x, table: F.linear(x, table)), inputs=("y", "table")),
         ]
 
     def forward(call: Callable[..., Any], ids: Any) -> Any:
@@ -157,9 +143,7 @@ def test_gradients_in_evaluation_mode(name: str, way: dict[str, Any]) -> None:
         assert same_bits(pipe.train_step(x, y), unsplit.train_step(x, y, model.loss))
         assert not differences(built.modules, twin.modules)
         model.loss(pipe(x), y).backward()
-        outstanding = unsplit.module_forward(x)
-        model.loss(outstanding.output, y).backward()
-        outstanding.backward()
+        unsplit.module_step(x, y, model.loss)
     assert not differences(built.modules, twin.modules)
 
 
@@ -195,9 +179,7 @@ def test_a_loss_that_draws_does_not_depend_on_the_number_of_stages() -> None:
     assert not differences(copies[0], copies[1])
 
 
-class _Sometimes(nn.Module):
-    """Move a buffer, which scales the output, only while `moving`."""
-
+class _Sometimes(nn.Module):  # move a buffer, which scales the output, only while `moving`
     scale: Tensor
 
     def __init__(self) -> None:
@@ -234,9 +216,7 @@ def test_a_buffer_that_moves_in_some_steps_is_right_or_refused(way: dict[str, An
     pipe.close()
 
 
-class _Late(nn.Module):
-    """Make its buffer when it is first called."""
-
+class _Late(nn.Module):  # make its buffer when it is first called
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
@@ -251,9 +231,7 @@ class _Late(nn.Module):
 
 @pytest.mark.parametrize("cut", ({"partition": (2, 1)}, {"num_stages": 2}), ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_buffer_made_in_the_first_forward_is_right_or_refused(
-    cut: dict[str, Any], way: dict[str, Any]
-) -> None:
+def test_a_buffer_made_in_the_first_forward_is_right_or_refused(cut: Any, way: Any) -> None:
     model = Model("late", lambda: [nn.Linear(6, 6), _Late(), nn.Linear(6, 3)], vectors, F.mse_loss)
     try:
         assert_trains_like_unsplit(model, 5, num_microbatches=3, **cut, **way)
@@ -264,9 +242,7 @@ def test_a_buffer_made_in_the_first_forward_is_right_or_refused(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrapped", (True, False))
 @pytest.mark.parametrize("bf16", (True, False))
-def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(
-    wrapped: bool, bf16: bool, way: dict[str, Any]
-) -> None:
+def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(wrapped, bf16, way) -> None:
     def layers() -> list[Any]:
         encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
         frozen = nn.Sequential(encoder) if wrapped else encoder  # a wrapper stays in training mode
@@ -280,9 +256,8 @@ def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(
 
     frozen = Model("frozen encoder", layers, tokens, loss)
     for partition in ((2, 2), (1, 1, 2)):
-        assert_trains_like_unsplit(
-            frozen, 7, bf16=bf16, partition=partition, num_microbatches=3, **way
-        )
+        told: dict[str, Any] = {"partition": partition, "num_microbatches": 3, **way}
+        assert_trains_like_unsplit(frozen, 7, bf16=bf16, **told)
 
 
 @pytest.mark.slow

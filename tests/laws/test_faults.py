@@ -74,7 +74,6 @@ def build() -> list[nn.Module]:
 
 
 def faulty_in(layers: list[nn.Module], number: int) -> Faulty:
-    """Give a layer that can be armed."""
     layer = layers[number]
     assert isinstance(layer, Faulty)
     return layer
@@ -85,9 +84,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(9, 6, generator=generator), torch.randn(9, 6, generator=generator)
 
 
-class Loss:
-    """The mean squared error, which raises on a chosen call."""
-
+class Loss:  # the mean squared error, which raises on a chosen call
     def __init__(self) -> None:
         self.fail_at = 0
 
@@ -99,14 +96,9 @@ class Loss:
 
 
 def make(layers: list[nn.Module], loss: Any, **way: Any) -> penstock.Pipeline:
-    """Make a pipeline with two layers on each of three stages."""
+    options: dict[str, Any] = {"loss": loss, "threads_per_stage": 1}
     return penstock.Pipeline(
-        layers,
-        partition=(2, 2, 2),
-        num_microbatches=NUM_MICROBATCHES,
-        loss=loss,
-        threads_per_stage=1,
-        **way,
+        layers, partition=(2, 2, 2), num_microbatches=NUM_MICROBATCHES, **way, **options
     )
 
 
@@ -121,9 +113,7 @@ def assert_works(pipe: penstock.Pipeline, layers: list[nn.Module]) -> None:
     for a, b in zip(
         nn.ModuleList(layers).parameters(), nn.ModuleList(twin).parameters(), strict=True
     ):
-        assert a.grad is not None
-        assert b.grad is not None
-        assert torch.equal(a.grad, b.grad)
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
     for (name, c), (_, d) in zip(
         nn.ModuleList(layers).named_buffers(), nn.ModuleList(twin).named_buffers(), strict=True
     ):
@@ -131,7 +121,6 @@ def assert_works(pipe: penstock.Pipeline, layers: list[nn.Module]) -> None:
 
 
 def told(error: BaseException) -> str:
-    """Give the error's notes, which say where it happened."""
     return " ".join(getattr(error, "__notes__", []))
 
 
@@ -140,8 +129,7 @@ def told(error: BaseException) -> str:
     in_turns(("forward", "backward"), range(NUM_STAGES), (0, 2, 3)),
 )
 def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[str, Any]) -> None:
-    layers = build()
-    number = (0, 2, 5)[stage]
+    layers, number = build(), (0, 2, 5)[stage]
     faulty = faulty_in(layers, number)
     recomputed = way["recompute"] is penstock.Recompute.STAGE
     with make(layers, F.mse_loss, **way) as pipe:
@@ -152,11 +140,9 @@ def test_a_fault_in_a_layer(where: str, stage: int, microbatch: int, way: dict[s
         faulty.arm(where, call)
         with pytest.raises(Fault, match=where) as caught:
             pipe.train_step(*batch())
-        assert type(caught.value) is Fault
-        assert f"stage {stage}" in told(caught.value)
+        assert type(caught.value) is Fault and f"stage {stage}" in told(caught.value)
         assert f"micro-batch {call - 1}" in told(caught.value)
-        assert f"'{number}'" in told(caught.value)
-        assert "Faulty" in told(caught.value)
+        assert f"'{number}'" in told(caught.value) and "Faulty" in told(caught.value)
         faulty.arm("", 0)
         assert_works(pipe, layers)
 
@@ -168,16 +154,14 @@ def test_a_fault_in_the_loss(call: int, way: dict[str, Any]) -> None:
         loss.fail_at = call
         with pytest.raises(Fault, match="loss") as caught:
             pipe.train_step(*batch())
-        assert f"stage {NUM_STAGES - 1}" in told(caught.value)
-        assert "loss" in told(caught.value)
+        assert f"stage {NUM_STAGES - 1}" in told(caught.value) and "loss" in told(caught.value)
         assert_works(pipe, layers)
 
 
 @pytest.mark.parametrize("stage", range(NUM_STAGES))
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
 def test_a_fault_in_a_recompute(stage: int, transport: penstock.Transport) -> None:
-    layers = build()
-    number = (0, 2, 5)[stage]
+    layers, number = build(), (0, 2, 5)[stage]
     faulty = faulty_in(layers, number)
     with make(layers, F.mse_loss, transport=transport) as pipe:
         for _ in range(2):
@@ -190,8 +174,7 @@ def test_a_fault_in_a_recompute(stage: int, transport: penstock.Transport) -> No
                     *batch()
                 )  # where a stage recomputes one less, the next step raises
             assert f"stage {stage}" in told(caught.value)
-            assert f"'{number}'" in told(caught.value)
-            assert "micro-batch" in told(caught.value)
+            assert f"'{number}'" in told(caught.value) and "micro-batch" in told(caught.value)
         faulty.arm("", 0)
         assert_works(pipe, layers)
 
@@ -215,28 +198,21 @@ def test_faults_in_the_module_form_and_in_evaluation(way: dict[str, Any]) -> Non
         loss = F.mse_loss(pipe(x), y)
         with pytest.raises(Fault) as caught:
             loss.backward()
-        assert "stage 1" in told(caught.value)
-        assert "micro-batch 1" in told(caught.value)
+        assert "stage 1" in told(caught.value) and "micro-batch 1" in told(caught.value)
         faulty.arm("", 0)
         assert_works(pipe, layers)
 
 
 @pytest.mark.parametrize("where", ("forward", "backward"))
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-def test_a_fault_in_the_very_first_step_of_a_balanced_pipeline(
-    where: str, transport: penstock.Transport
-) -> None:
+def test_a_fault_in_the_very_first_step_of_a_balanced_pipeline(where: Any, transport: Any) -> None:
     layers = build()
     before = [b.clone() for b in nn.ModuleList(layers).buffers()]
     faulty = faulty_in(layers, 5)
     faulty.arm(where, 1)
+    options: dict[str, Any] = {"loss": F.mse_loss, "threads_per_stage": 1, "transport": transport}
     with penstock.Pipeline(
-        layers,
-        num_stages=3,
-        num_microbatches=NUM_MICROBATCHES,
-        loss=F.mse_loss,
-        threads_per_stage=1,
-        transport=transport,
+        layers, num_stages=3, num_microbatches=NUM_MICROBATCHES, **options
     ) as pipe:
         with pytest.raises(Fault, match=where) as caught:
             pipe.train_step(*batch())
@@ -250,9 +226,7 @@ def test_a_fault_in_the_very_first_step_of_a_balanced_pipeline(
         assert_works(pipe, layers)
 
 
-class Raising(nn.Module):
-    """Raise what it is given."""
-
+class Raising(nn.Module):  # raise what it is given
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
@@ -264,9 +238,7 @@ class Raising(nn.Module):
 @pytest.mark.parametrize(
     "error, way", in_turns((StopIteration("end"), KeyError("key"), GeneratorExit()))
 )
-def test_what_is_raised_arrives_as_the_very_same_object(
-    error: BaseException, way: dict[str, Any]
-) -> None:
+def test_what_is_raised_arrives_as_the_very_same_object(error: BaseException, way: Any) -> None:
     layers = [*build()[:5], Raising(error)]
     with make(layers, F.mse_loss, **way) as pipe:
         with pytest.raises(type(error)) as caught:
@@ -274,9 +246,7 @@ def test_what_is_raised_arrives_as_the_very_same_object(
         assert caught.value is error
 
 
-class Interrupted(nn.Module):
-    """Raise what is no Exception."""
-
+class Interrupted(nn.Module):  # raise what is no Exception
     armed = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -331,9 +301,7 @@ def test_an_interrupt_at_any_line_of_the_worker_threads_hangs_nothing(what: str)
         assert line > (5 if what == "close" else 20)
 
 
-class Held(nn.Module):
-    """The identity, once the gate is open."""
-
+class Held(nn.Module):  # the identity, once the gate is open
     gate = threading.Event()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -341,9 +309,7 @@ class Held(nn.Module):
         return x
 
 
-def test_a_second_interrupt_leaves_nobody_who_adds_to_later_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_interrupt_leaves_nobody_who_adds_to_later_gradients(monkeypatch: Any) -> None:
     def interrupted(_: Any, crew: Any, jobs: Any, *others: Any) -> None:
         crew.hand_out(jobs)
         raise KeyboardInterrupt

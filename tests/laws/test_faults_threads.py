@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +17,8 @@ NUM_STAGES = 3
 
 
 def layers() -> list[nn.Module]:
-    """Give six layers."""
-    return [
-        nn.Linear(6, 6),
-        nn.Tanh(),
-        nn.Linear(6, 6),
-        nn.Dropout(0.2),
-        nn.Tanh(),
-        nn.Linear(6, 6),
-    ]
+    first = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
+    return [*first, nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 6)]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -32,25 +26,15 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def make(modules: list[nn.Module], timeout_s: float = 60.0) -> penstock.Pipeline:
-    """Make a pipeline with two layers on each of three stages."""
-    return penstock.Pipeline(
-        modules,
-        partition=(2, 2, 2),
-        num_microbatches=4,
-        loss=F.mse_loss,
-        threads_per_stage=1,
-        timeout_s=timeout_s,
-    )
+    options: dict[str, Any] = {"loss": F.mse_loss, "threads_per_stage": 1, "timeout_s": timeout_s}
+    return penstock.Pipeline(modules, partition=(2, 2, 2), num_microbatches=4, **options)
 
 
 def workers_since(before: set[threading.Thread]) -> list[threading.Thread]:
-    """Give the threads that are alive now and were not then."""
     return [thread for thread in threading.enumerate() if thread not in before]
 
 
-class Faulty(nn.Module):
-    """Raise while `armed`."""
-
+class Faulty(nn.Module):  # raise while `armed`
     armed = True
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,8 +45,7 @@ class Faulty(nn.Module):
 
 @pytest.mark.parametrize("fail", (False, True))
 def test_closing_leaves_no_threads(fail: bool) -> None:
-    before = set(threading.enumerate())
-    faulty = Faulty()
+    before, faulty = set(threading.enumerate()), Faulty()
     faulty.armed = False
     pipe = make([*layers()[:5], faulty])
     pipe.train_step(*batch())
@@ -77,8 +60,7 @@ def test_closing_leaves_no_threads(fail: bool) -> None:
 
 
 def test_a_closed_pipeline_starts_again_when_used() -> None:
-    before = set(threading.enumerate())
-    pipe = make(layers())
+    before, pipe = set(threading.enumerate()), make(layers())
     for _ in range(3):
         assert torch.isfinite(pipe.train_step(*batch()))
         pipe.close()
@@ -87,8 +69,7 @@ def test_a_closed_pipeline_starts_again_when_used() -> None:
 
 @pytest.mark.parametrize("outstanding", (False, True))
 def test_a_collected_pipeline_leaves_no_threads(outstanding: bool) -> None:
-    before = set(threading.enumerate())
-    pipe = make(layers())
+    before, pipe = set(threading.enumerate()), make(layers())
     pipe.train_step(*batch())
     output = pipe(batch()[0]) if outstanding else None
     del pipe, output
@@ -99,8 +80,7 @@ def test_a_collected_pipeline_leaves_no_threads(outstanding: bool) -> None:
 
 
 def test_many_faults_leave_no_threads_behind() -> None:
-    before = set(threading.enumerate())
-    faulty = Faulty()
+    before, faulty = set(threading.enumerate()), Faulty()
     with make([*layers()[:5], faulty]) as pipe:
         for _ in range(10):
             with pytest.raises(ValueError, match="faulty"):
@@ -111,9 +91,12 @@ def test_many_faults_leave_no_threads_behind() -> None:
     assert not workers_since(before)
 
 
-class Waiting(nn.Module):
-    """Wait until it is let go."""
+def ran(program: str) -> "subprocess.CompletedProcess[str]":
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": False}
+    return subprocess.run([sys.executable, "-c", program], **options)
 
+
+class Waiting(nn.Module):  # wait until it is let go
     def __init__(self) -> None:
         super().__init__()
         self.go = threading.Event()
@@ -124,8 +107,7 @@ class Waiting(nn.Module):
 
 
 def test_a_wait_beyond_the_deadline_says_who_waits_for_whom() -> None:
-    waiting = Waiting()
-    before = set(threading.enumerate())
+    waiting, before = Waiting(), set(threading.enumerate())
     pipe = make([*layers()[:3], waiting, *layers()[4:]], timeout_s=0.2)
     with pytest.raises(penstock.errors.WaitTimeout, match=r"stage \d.*stage \d"):
         pipe.train_step(*batch())
@@ -149,23 +131,16 @@ def test_a_process_with_a_stuck_stage_ends_with_the_error_that_said_so() -> None
         "    partition=[1, 1, 1], loss=nn.MSELoss(), timeout_s=0.1)\n"
         "pipe.train_step(torch.ones(4, 2), torch.ones(4, 2))\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert "WaitTimeout: stage" in ended.stderr
-    assert "terminate" not in ended.stderr
+    ended = ran(program)
+    assert "WaitTimeout: stage" in ended.stderr and "terminate" not in ended.stderr
     assert ended.returncode == 1
 
 
+ENDINGS = {"pass": 0, "raise SystemExit(3)": 3, "raise ValueError('late')": 1, "out = pipe(x)": 0}
+
+
 @pytest.mark.parametrize(
-    "ending",
-    (
-        "pass",
-        *(
-            pytest.param(ending, marks=pytest.mark.slow)
-            for ending in ("raise SystemExit(3)", "raise ValueError('late')", "out = pipe(x)")
-        ),
-    ),
+    "ending", ("pass", *(pytest.param(e, marks=pytest.mark.slow) for e in [*ENDINGS][1:]))
 )
 def test_the_interpreter_ends_without_close(ending: str) -> None:
     program = (
@@ -174,11 +149,6 @@ def test_the_interpreter_ends_without_close(ending: str) -> None:
         "    num_microbatches=2, loss=nn.functional.mse_loss)\n"
         "x = torch.ones(4, 4)\nprint(pipe.train_step(x, x).shape)\n" + ending
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert "torch.Size([])" in ended.stdout
-    assert ended.returncode == {"raise SystemExit(3)": 3, "raise ValueError('late')": 1}.get(
-        ending, 0
-    )
+    ended = ran(program)
+    assert "torch.Size([])" in ended.stdout and ended.returncode == ENDINGS[ending]
     assert ended.returncode == 1 or not ended.stderr

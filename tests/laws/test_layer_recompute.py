@@ -13,9 +13,7 @@ from penstock.types import Recompute, Transport
 from tests.kept import most_kept_bytes
 
 
-class Model3(nn.Module):
-    """Blocks whose calls are found in the model's own forward; one runs twice."""
-
+class Model3(nn.Module):  # blocks whose calls are found in the model's own forward; one runs twice
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
@@ -32,17 +30,11 @@ class Model3(nn.Module):
 
 
 def gradients(model: nn.Module, **options: Any) -> list[Tensor]:
-    """Return the gradients of two steps of a captured model."""
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
+    told: dict[str, Any] = {"loss": nn.functional.mse_loss, "threads_per_stage": 1}
     pipe = penstock.Pipeline(
-        model,
-        num_stages=2,
-        num_microbatches=4,
-        loss=nn.functional.mse_loss,
-        example_inputs=x[:3],
-        threads_per_stage=1,
-        **options,
+        model, num_stages=2, num_microbatches=4, example_inputs=x[:3], **options, **told
     )
     for _ in range(2):
         pipe.train_step(x, y)
@@ -55,8 +47,7 @@ def test_a_captured_model_gives_the_same_bits() -> None:
     kept = gradients(copy.deepcopy(model), recompute=Recompute.NEVER)
     again = gradients(copy.deepcopy(model), recompute=Recompute.layers(*range(10)))
     moved = gradients(model, recompute=Recompute.layers("blocks.1.0", 7), offload=True)
-    assert len(kept) == len(again) == len(moved) == 16
-    assert all(map(torch.equal, kept, again))
+    assert len(kept) == len(again) == len(moved) == 16 and all(map(torch.equal, kept, again))
     assert all(map(torch.equal, kept, moved))
 
 
@@ -77,14 +68,9 @@ def test_a_loss_over_the_whole_batch_gives_the_same_bits() -> None:
 def kept_bytes(recompute: Any) -> int:
     """Return the most that a middle stage keeps of 8 micro-batches."""
     block = [nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)]
-    return most_kept_bytes(
-        [nn.Linear(32, 32), nn.Sequential(*block), nn.Sequential(*block), nn.Linear(32, 1)],
-        128,
-        1,
-        partition=[1, 2, 1],
-        num_microbatches=8,
-        recompute=recompute,
-    )
+    layers = [nn.Linear(32, 32), nn.Sequential(*block), nn.Sequential(*block), nn.Linear(32, 1)]
+    options: dict[str, Any] = {"partition": [1, 2, 1], "num_microbatches": 8}
+    return most_kept_bytes(layers, 128, 1, recompute=recompute, **options)
 
 
 def test_what_is_kept_lies_between_all_and_the_inputs() -> None:
@@ -95,13 +81,10 @@ def test_what_is_kept_lies_between_all_and_the_inputs() -> None:
     assert kept_bytes(Recompute.STAGE) == 8 * inputs + inputs + 2 * wide
 
 
-class Odd(nn.Module):
-    """Do something that cannot be repeated, as `what` says."""
-
+class Odd(nn.Module):  # do something that cannot be repeated, as `what` says
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.what, self.calls = what, 0
-        self.own = torch.Generator()
+        self.what, self.calls, self.own = what, 0, torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -123,15 +106,10 @@ class Odd(nn.Module):
 
 
 def trained(layers: list[nn.Module], recompute: Any, steps: int = 1) -> list[Any]:
-    """Train a few layers; return the gradients."""
-    pipe = penstock.Pipeline(
-        layers,
-        partition=[len(layers) - 1, 1],
-        num_microbatches=4,
-        loss=nn.functional.mse_loss,
-        recompute=recompute,
-        transport=Transport.LOOPBACK,
-    )
+    options: dict[str, Any] = {"partition": [len(layers) - 1, 1], "num_microbatches": 4}
+    options |= {"loss": nn.functional.mse_loss, "recompute": recompute}
+    options |= {"transport": Transport.LOOPBACK}
+    pipe = penstock.Pipeline(layers, **options)
     for _ in range(steps):
         pipe.train_step(torch.ones(8, 4), torch.ones(8, 4))
     return [p.grad for p in pipe.parameters()]
@@ -148,9 +126,7 @@ def trained(layers: list[nn.Module], recompute: Any, steps: int = 1) -> list[Any
         ("raises", ValueError, "injected"),
     ],
 )
-def test_a_layer_that_cannot_be_repeated_is_named(
-    what: str, error: type[Exception], words: str
-) -> None:
+def test_a_layer_that_cannot_be_repeated_is_named(what: str, error: Any, words: str) -> None:
     odd = Odd(what)
     layers = [nn.Linear(4, 4), odd, nn.Linear(4, 4)]
     with pytest.raises(error, match=words) as caught:
@@ -165,9 +141,7 @@ def test_a_layer_that_cannot_be_repeated_is_named(
     assert all(map(torch.equal, again, trained(layers, Recompute.NEVER)))
 
 
-class Penalty(nn.Module):
-    """Add the gradient of what it is given with respect to what made it."""
-
+class Penalty(nn.Module):  # add the gradient of what it is given with respect to what made it
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weights = [weight]
@@ -208,8 +182,7 @@ def test_layers_are_known_by_name_and_number_and_the_plan_says_which() -> None:
     )
     plan = pipe.plan
     assert [plan.recomputed(stage) for stage in range(2)] == [(0, 2), (3,)]
-    assert "layers 0, 2, 3" in str(plan)
-    assert "recompute=layers(0, 2, 3)" in repr(pipe)
+    assert "layers 0, 2, 3" in str(plan) and "recompute=layers(0, 2, 3)" in repr(pipe)
     assert penstock.Plan.from_json(plan.to_json()) == plan
     assert [str(x) for x in pipe.schedule_for().programs[1]][1] == "1f0"
     free = penstock.Pipeline(layers, partition=[3, 1], recompute=Recompute.layers(0)).plan

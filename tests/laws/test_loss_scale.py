@@ -1,7 +1,6 @@
 """Loss scaling: gradients come back to the unscaled bits, and an inf anywhere skips everywhere."""
 
 import copy
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from tests.models import ALL_MODELS, Model
+from tests.models import BY_NAME, Model
 from tests.reference import Unsplit, Weigh, mean
 from tests.side_by_side import differences, pipeline, same_bits
 from tests.ways import WAYS, one_each
 
-BY_NAME = {model.name: model for model in ALL_MODELS}
 SCALED = [BY_NAME[name] for name in ("transformer", "fan_out", "batch_norms", "frozen_middle")]
 
 
@@ -34,10 +32,8 @@ def test_gradients_come_back_from_a_power_of_two_to_the_unscaled_bits(
     model: Model, way: dict[str, Any], exponent: int
 ) -> None:
     built, twin = model.build(), model.build()
-    with (
-        pipeline(model, built, **options(**way)) as pipe,
-        pipeline(model, twin, **options(**way)) as unscaled,
-    ):
+    pipe = pipeline(model, built, **options(**way))
+    with pipe, pipeline(model, twin, **options(**way)) as unscaled:
         scaler = penstock.GradScaler(pipe, init_scale=2.0**exponent)
         for batch, same in zip(model.batches(7, 2), model.batches(7, 2), strict=True):
             loss = pipe.train_step(*batch, loss_scale=scaler.get_scale())
@@ -51,10 +47,8 @@ def test_a_scaler_scales_a_loss_over_the_modules_outputs_too() -> None:
     model = BY_NAME["mlp"]
     built, twin = model.build(), model.build()
     ((inputs, targets),) = model.batches(7, 1)
-    with (
-        pipeline(model, built, **options()) as pipe,
-        pipeline(model, twin, **options()) as unscaled,
-    ):
+    pipe = pipeline(model, built, **options())
+    with pipe, pipeline(model, twin, **options()) as unscaled:
         scaler = penstock.GradScaler(pipe)
         scaler.scale(model.loss(pipe(inputs), targets)).backward()
         model.loss(unscaled(inputs), targets).backward()
@@ -64,12 +58,7 @@ def test_a_scaler_scales_a_loss_over_the_modules_outputs_too() -> None:
 
 
 def scaled(scale: float) -> Weigh:
-    """Weigh micro-batches as ever, times the scale."""
-
-    def weigh(targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-        return [weight * scale for weight in mean(targets, sizes)]
-
-    return weigh
+    return lambda targets, sizes: [weight * scale for weight in mean(targets, sizes)]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +68,7 @@ def scaled(scale: float) -> Weigh:
         WAYS,
     ),
 )
-def test_float16_training_is_the_unsplit_models_with_torchs_own_scaler(
-    name: str, way: dict[str, Any]
-) -> None:
+def test_float16_training_is_the_unsplit_models_with_torchs_own_scaler(name, way) -> None:
     model = BY_NAME[name]
     built, twin = model.build(), model.build()
     unsplit = Unsplit(twin.modules, twin.forward, num_microbatches=3)
@@ -142,8 +129,7 @@ def test_an_inf_on_one_stage_skips_the_step_of_all(clips: bool, fused: bool, lay
             optimizer.zero_grad()
             after = pipe.state_dict()
             moved.append({not torch.equal(before[name], after[name]) for name in before})
-        assert moved == [{True}, {False}, {True}]
-        assert scaler.get_scale() == 512.0
+        assert moved == [{True}, {False}, {True}] and scaler.get_scale() == 512.0
 
 
 def test_a_scalers_state_is_plain_numbers_and_goes_into_another() -> None:
@@ -168,8 +154,7 @@ def test_a_scalers_state_is_plain_numbers_and_goes_into_another() -> None:
 def test_a_scaler_that_is_switched_off_changes_nothing() -> None:
     model = BY_NAME["mlp"]
     with pipeline(model, model.build(), **options()) as pipe:
-        scaler = penstock.GradScaler(pipe, enabled=False)
-        optimizer = descent(pipe)
+        scaler, optimizer = penstock.GradScaler(pipe, enabled=False), descent(pipe)
         before = copy.deepcopy(pipe.state_dict())
         for batch in model.batches(7, 1):
             pipe.train_step(*batch, loss_scale=scaler.get_scale())

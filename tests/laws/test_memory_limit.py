@@ -16,7 +16,6 @@ from tests.side_by_side import same_bits
 
 
 def layers() -> list[nn.Module]:
-    """Make eight layers of two kinds, with dropout."""
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 32))
     attending = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
@@ -25,17 +24,10 @@ def layers() -> list[nn.Module]:
 
 def trained(**options: Any) -> tuple[penstock.Pipeline, list[Tensor | None]]:
     """Train two steps; return the pipeline and its gradients."""
-    pipe = penstock.Pipeline(
-        layers(),
-        partition=[4, 4],
-        num_microbatches=8,
-        loss=nn.functional.mse_loss,
-        schedule=gpipe,
-        transport=Transport.LOOPBACK,
-        trace=Trace.MEMORY,
-        threads_per_stage=1,
-        **options,
-    )
+    told: dict[str, Any] = {"partition": [4, 4], "num_microbatches": 8}
+    told |= {"loss": nn.functional.mse_loss, "schedule": gpipe, "transport": Transport.LOOPBACK}
+    told |= {"trace": Trace.MEMORY, "threads_per_stage": 1}
+    pipe = penstock.Pipeline(layers(), **options, **told)
     x = torch.linspace(0, 1, 16 * 5 * 32).view(16, 5, 32)
     for _ in range(2):
         pipe.train_step(x, x)
@@ -57,8 +49,7 @@ def test_less_is_kept_under_a_lower_limit_as_predicted_and_with_the_same_bits() 
         pipe, found = trained(memory_limit_bytes=limit)
         assert all(map(same_bits, found, expected))
         predicted = pipe.plan.predicted_peak_bytes
-        assert predicted is not None
-        assert peaks(pipe)[0] == predicted[0] <= limit
+        assert predicted is not None and peaks(pipe)[0] == predicted[0] <= limit
         assert peaks(pipe)[1] <= predicted[1] + of_targets
         assert (pipe.plan.recompute[0] is Recompute.NEVER) == (limit == everything)
         assert f"at most {limit:,}" in str(pipe.plan)
@@ -68,17 +59,10 @@ def trained_without_flush(
     partition: tuple[int, ...] = (4, 4), **options: Any
 ) -> tuple[penstock.Pipeline, list[Tensor]]:
     """Train five mini-batches without a flush; return the pipeline, losses and weights."""
-    pipe = penstock.Pipeline(
-        layers(),
-        partition=partition,
-        num_microbatches=2,
-        loss=nn.functional.mse_loss,
-        schedule=pipedream(),
-        transport=Transport.LOOPBACK,
-        trace=Trace.MEMORY,
-        threads_per_stage=1,
-        **options,
-    )
+    told: dict[str, Any] = {"partition": partition, "num_microbatches": 2}
+    told |= {"loss": nn.functional.mse_loss, "schedule": pipedream()}
+    told |= {"transport": Transport.LOOPBACK, "trace": Trace.MEMORY, "threads_per_stage": 1}
+    pipe = penstock.Pipeline(layers(), **options, **told)
     x = torch.linspace(0, 1, 4 * 5 * 32).view(4, 5, 32)
     losses = pipe.train_steps([(x, x)] * 5, torch.optim.AdamW(pipe.parameters(), lr=0.01))
     return pipe, [losses, *(p.detach() for p in pipe.parameters())]
@@ -92,8 +76,7 @@ def test_versions_of_weights_are_in_what_is_predicted_and_kept() -> None:
         pipe, found = trained_without_flush(memory_limit_bytes=limit, offload=True)
         assert all(map(same_bits, found, expected))
         predicted = pipe.plan.predicted_peak_bytes
-        assert predicted is not None
-        assert peaks(pipe)[0] <= predicted[0] <= limit
+        assert predicted is not None and peaks(pipe)[0] <= predicted[0] <= limit
         assert (pipe.plan.recompute[0] is Recompute.NEVER) == (limit == everything)
     missing = "1 bytes too few for weights alone; .* keeps 2 versions of .* bytes on stage 0"
     with pytest.raises(ConfigError, match=missing):
@@ -112,25 +95,18 @@ def test_versions_of_weights_are_in_what_is_predicted_and_kept() -> None:
 def test_less_is_kept_without_a_flush_and_with_the_same_bits(saving: dict[str, Any]) -> None:
     plain, expected = trained_without_flush((2, 2, 2, 2), recompute=Recompute.NEVER)
     pipe, found = trained_without_flush((2, 2, 2, 2), **saving)
-    assert all(map(same_bits, found, expected))
-    assert peaks(pipe)[0] < peaks(plain)[0]
+    assert all(map(same_bits, found, expected)) and peaks(pipe)[0] < peaks(plain)[0]
 
 
 def of_ranks(schedule: Family, **options: Any) -> tuple[list[int], tuple[int, ...] | None]:
     """Return the most that each rank of an MLP has kept, and what was predicted."""
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32))
-    pipe = penstock.Pipeline(
-        [copy.deepcopy(wide) for _ in range(4)],
-        partition=[2, 2] if schedule.stages_per_rank == 1 else [1, 1, 1, 1],
-        num_microbatches=8,
-        loss=lambda output, _: output.square().mean(),
-        schedule=schedule,
-        transport=Transport.LOOPBACK,
-        trace=Trace.MEMORY,
-        threads_per_stage=1,
-        **options,
-    )
+    told: dict[str, Any] = {"partition": [2, 2] if schedule.stages_per_rank == 1 else [1, 1, 1, 1]}
+    told |= {"num_microbatches": 8, "loss": lambda output, _: output.square().mean()}
+    told |= {"schedule": schedule, "transport": Transport.LOOPBACK, "trace": Trace.MEMORY}
+    told |= {"threads_per_stage": 1}
+    pipe = penstock.Pipeline([copy.deepcopy(wide) for _ in range(4)], **options, **told)
     x = torch.randn(64, 32)
     pipe.train_step(x, x[:, :1])
     assert pipe.last_timeline is not None
@@ -148,9 +124,7 @@ def test_what_half_a_backward_leaves_is_under_the_limit(schedule: Family) -> Non
     most, _ = of_ranks(schedule)
     limit = max(most) * 5 // 4
     kept, predicted = of_ranks(schedule, memory_limit_bytes=limit)
-    assert predicted is not None
-    assert max(kept) <= limit
-    assert max(predicted) <= limit
+    assert predicted is not None and max(kept) <= limit and max(predicted) <= limit
     of_copies = 8 * 32 * 4 + 64  # of the batch, and to the place in a cache line
     assert all(a <= b + of_copies for a, b in zip(kept, predicted, strict=True))
     with pytest.raises(ConfigError, match="bytes too few"):

@@ -1,7 +1,6 @@
 """What forwards keep is moved away, or dropped and made again layer by layer: the same bits."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +54,11 @@ def layers_again(model: Model, number: int) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", (offload, layers_again), ids=lambda policy: policy.__name__)
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
 @pytest.mark.parametrize("way", (0, pytest.param(1, marks=pytest.mark.slow)))
-def test_training_equals_the_unsplit_model_in_every_bit(
-    model: Model, way: int, policy: Callable[[Model, int], dict[str, Any]]
-) -> None:
+def test_training_equals_the_unsplit_model_in_every_bit(model: Any, way: Any, policy: Any) -> None:
     number = 2 * ALL_MODELS.index(model) + way
+    options: dict[str, Any] = {"bf16": number % 3 == 0, "num_stages": 3, "num_microbatches": 4}
     assert_trains_like_unsplit(
-        model,
-        8 * model.min_samples + number % 2,
-        bf16=number % 3 == 0,
-        num_stages=3,
-        num_microbatches=4,
-        **policy(model, number),
+        model, 8 * model.min_samples + number % 2, **policy(model, number), **options
     )
 
 
@@ -88,12 +81,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 def test_in_every_schedule(schedule: Family, policy: str) -> None:
     model = next(m for m in ALL_MODELS if m.name == "transformer")
     assert_trains_like_unsplit(
-        model,
-        6,
-        steps=2,
-        num_microbatches=6,
-        schedule=schedule,
-        **POLICIES[policy],
+        model, 6, steps=2, num_microbatches=6, schedule=schedule, **POLICIES[policy]
     )
 
 
@@ -122,17 +110,11 @@ def test_whatever_else_is_chosen_the_bits_stay_and_less_is_kept(
     def trained(**options: Any) -> tuple[int, list[Tensor]]:
         torch.manual_seed(0)
         kinds = [nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.2))]
+        told: dict[str, Any] = {"partition": (2, 2, 2, 2), "num_microbatches": 6, "loss": loss}
+        told |= {"schedule": schedule, "recompute": recompute, "transport": Transport.LOOPBACK}
+        told |= {"trace": Trace.MEMORY, "threads_per_stage": 1}
         pipe = penstock.Pipeline(
-            [copy.deepcopy(kind) for _ in range(4) for kind in kinds],
-            partition=(2, 2, 2, 2),
-            num_microbatches=6,
-            loss=loss,
-            schedule=schedule,
-            recompute=recompute,
-            transport=Transport.LOOPBACK,
-            trace=Trace.MEMORY,
-            threads_per_stage=1,
-            **options,
+            [copy.deepcopy(kind) for _ in range(4) for kind in kinds], **options, **told
         )
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         x = torch.randn(24, 16)

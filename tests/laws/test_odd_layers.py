@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, StatisticsWarning
+from tests.models import drawn
+from tests.reference import plain_step
 from tests.side_by_side import same_bits
 from tests.ways import WAYS
 
@@ -26,18 +28,11 @@ def words() -> tuple[Tensor, Tensor]:
 
 def embedded(*, sparse: bool) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [
-        nn.Embedding(11, 6, sparse=sparse),
-        nn.Linear(6, 6),
-        nn.Flatten(),
-        nn.Linear(30, 3),
-    ]
+    return [nn.Embedding(11, 6, sparse=sparse), nn.Linear(6, 6), nn.Flatten(), nn.Linear(30, 3)]
 
 
-def pipeline(layers: list[nn.Module], loss: Any, **options: Any) -> penstock.Pipeline:
-    return penstock.Pipeline(
-        layers, 2, num_microbatches=3, loss=loss, threads_per_stage=1, **options
-    )
+def pipeline(layers: list[nn.Module], loss: Any, **way: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(layers, 2, num_microbatches=3, loss=loss, threads_per_stage=1, **way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -81,9 +76,7 @@ def test_training_with_sparse_gradients_goes_on_from_a_checkpoint(tmp_path: Path
         assert same_bits(a, b)
 
 
-class Counting(nn.Module):
-    """Change a buffer in the forward."""
-
+class Counting(nn.Module):  # change a buffer in the forward
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
@@ -98,11 +91,6 @@ class Counting(nn.Module):
         return y
 
 
-def vectors() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(6, 6, generator=generator), torch.randn(6, 3, generator=generator)
-
-
 def with_scripted(*, traced: bool) -> list[nn.Module]:
     torch.manual_seed(0)
     first = nn.Linear(6, 6)
@@ -115,14 +103,12 @@ def with_scripted(*, traced: bool) -> list[nn.Module]:
 @pytest.mark.parametrize("way", WAYS)
 def test_scripted_layers_train_as_in_plain_torch(way: dict[str, Any], traced: bool) -> None:
     ours, plain = with_scripted(traced=traced), nn.Sequential(*with_scripted(traced=traced))
-    x, y = vectors()
+    x, y = drawn(6)
     with pipeline(ours, F.mse_loss, **way) as pipe:
         for _ in range(2):
             pipe.train_step(x, y)
     for _ in range(2):
-        for part, target in zip(x.split(2), y.split(2), strict=True):
-            loss = F.mse_loss(plain(part), target)
-            loss.backward(torch.full_like(loss, 1 / 3))
+        plain_step(plain, (x, y), F.mse_loss)
     found = nn.Sequential(*ours)
     for a, b in zip(found.parameters(), plain.parameters(), strict=True):
         assert same_bits(a.grad, b.grad)
@@ -137,7 +123,7 @@ def test_the_statistics_of_a_scripted_norm_move_with_every_micro_batch_and_that_
         return [nn.Linear(6, 6), norm, nn.Linear(6, 3)]
 
     ours, plain = layers(), nn.Sequential(*layers())
-    x, y = vectors()
+    x, y = drawn(6)
     with (
         pytest.warns(StatisticsWarning, match="BatchNorm1d.*scripted.*every micro-batch"),
         pipeline(ours, F.mse_loss) as pipe,
@@ -152,7 +138,7 @@ def test_the_statistics_of_a_scripted_norm_move_with_every_micro_batch_and_that_
 @deprecated
 def test_the_check_refuses_a_model_whose_copies_share_its_parameters() -> None:
     with pytest.raises(ConfigError, match=r"copy.deepcopy.*scripted.*before it is scripted"):
-        penstock.check(with_scripted(traced=False), *vectors(), loss=F.mse_loss, num_stages=2)
+        penstock.check(with_scripted(traced=False), *drawn(6), loss=F.mse_loss, num_stages=2)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +147,7 @@ def test_the_check_refuses_a_model_whose_copies_share_its_parameters() -> None:
 )
 def test_lazy_layers_are_refused_until_they_have_run(lazy: Any) -> None:
     layers = [nn.Linear(6, 6), lazy(), nn.Linear(6, 3)]
-    x, y = vectors()
+    x, y = drawn(6)
     with pytest.raises(ConfigError, match=r"layer '1'.*lazy module.*run the model once"):
         pipeline(layers, F.mse_loss)
     nn.Sequential(*layers)(x)
@@ -169,9 +155,7 @@ def test_lazy_layers_are_refused_until_they_have_run(lazy: Any) -> None:
         assert pipe.train_step(x, y).isfinite()
 
 
-class Spread(nn.Module):
-    """Spread the features over a graph, whose sparse matrix goes on with them."""
-
+class Spread(nn.Module):  # spread the features over a graph, whose sparse matrix goes on with them
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
@@ -190,7 +174,7 @@ def test_a_sparse_tensor_crosses_stages(way: dict[str, Any]) -> None:
     torch.manual_seed(0)
     ours, plain = (nn.Sequential(Spread(), Spread()) for _ in range(2))
     plain.load_state_dict(ours.state_dict())
-    x, _ = vectors()
+    x, _ = drawn(6)
     graph = torch.eye(6).roll(1, 0).to_sparse()
     with pipeline(list(ours), last_of, **way) as pipe:
         for _ in range(2):

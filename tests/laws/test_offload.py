@@ -30,17 +30,10 @@ class Square(nn.Module):
 
 
 def kept_bytes(offload: bool, recompute: Recompute, *, num_microbatches: int = 8) -> int:
-    """Return the most that a middle stage keeps."""
     layers = [nn.Linear(32, 32), Square(), nn.Linear(32, 32), Square(), nn.Linear(32, 32)]
-    return most_kept_bytes(
-        layers,
-        64 * num_microbatches,
-        32,
-        partition=[1, 3, 1],
-        num_microbatches=num_microbatches,
-        recompute=recompute,
-        offload=offload,
-    )
+    options: dict[str, Any] = {"partition": [1, 3, 1], "num_microbatches": num_microbatches}
+    options |= {"recompute": recompute, "offload": offload}
+    return most_kept_bytes(layers, 64 * num_microbatches, 32, **options)
 
 
 @pytest.mark.parametrize("recompute", Recompute)
@@ -54,13 +47,9 @@ def test_two_microbatches_are_counted_instead_of_all(recompute: Recompute) -> No
 
 def offloading(layers: list[Any], **options: Any) -> penstock.Pipeline:
     """Make a pipeline with a stage for each layer that moves away what they keep."""
-    return penstock.Pipeline(
-        layers,
-        num_stages=len(layers),
-        loss=nn.functional.mse_loss,
-        recompute=Recompute.NEVER,
-        **{"num_microbatches": 6, "offload": True, **options},
-    )
+    told: dict[str, Any] = {"num_stages": len(layers), "loss": nn.functional.mse_loss}
+    told |= {"recompute": Recompute.NEVER}
+    return penstock.Pipeline(layers, **{"num_microbatches": 6, "offload": True, **options}, **told)
 
 
 class Counted(torch.autograd.Function):
@@ -80,9 +69,7 @@ class Counted(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None
 
 
-class Counting(nn.Module):
-    """Note how many of its saved arrays are in memory."""
-
+class Counting(nn.Module):  # note how many of its saved arrays are in memory
     def __init__(self) -> None:
         super().__init__()
         self.live = [0]
@@ -98,13 +85,10 @@ def test_the_memory_itself_is_given_back(offload: bool) -> None:
     pipe = offloading(layers, num_microbatches=8, offload=offload)
     pipe.train_step(torch.ones(8, 4), torch.ones(8, 1))
     now, *seen = counting.live
-    assert now == 0
-    assert max(seen) == (1 if offload else 8)
+    assert now == 0 and max(seen) == (1 if offload else 8)
 
 
-class Failing(nn.Module):
-    """Raise at the fourth call."""
-
+class Failing(nn.Module):  # raise at the fourth call
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,12 +102,10 @@ def test_a_failed_step_leaves_no_file_behind_and_the_next_one_is_right(tmp_path:
     failing = Failing()
     layers = [nn.Linear(4, 4), failing, nn.Linear(4, 1)]
     pipe = offloading(layers, offload_folder=tmp_path)
-    x, y = torch.randn(6, 4), torch.randn(6, 1)
-    before = open_files()
+    x, y, before = torch.randn(6, 4), torch.randn(6, 1), open_files()
     with pytest.raises(ValueError, match="injected"):
         pipe.train_step(x, y)
-    assert open_files() == before
-    assert list(tmp_path.iterdir()) == []
+    assert open_files() == before and list(tmp_path.iterdir()) == []
     pipe.zero_grad()
     failing.calls = 10
     pipe.train_step(x, y)
@@ -172,9 +154,8 @@ def test_each_stage_has_one_file_and_places_in_it_are_used_again(
 
 
 def test_many_microbatches_need_few_open_files(tmp_path: Path) -> None:
-    pipe = offloading(
-        [nn.Linear(8, 8) for _ in range(4)], num_microbatches=300, offload_folder=tmp_path
-    )
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    pipe = offloading(layers, num_microbatches=300, offload_folder=tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_file_links()) + 64, hard))
     try:
@@ -196,9 +177,8 @@ try:
 except penstock.errors.OffloadError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     said = "cannot move away what it keeps of micro-batch 0: File too large. Give offload_folder="
     assert said in done.stdout, done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -225,15 +205,11 @@ def test_what_is_no_policy_is_refused(wrong: dict[str, Any], words: str) -> None
 
 
 def small(**options: Any) -> penstock.Pipeline:
-    """Make a pipeline of two stages."""
-    layers = [nn.Linear(4, 4), nn.Linear(4, 1)]
-    loss = nn.functional.mse_loss
+    layers, loss = [nn.Linear(4, 4), nn.Linear(4, 1)], nn.functional.mse_loss
     return penstock.Pipeline(layers, num_stages=2, num_microbatches=4, loss=loss, **options)
 
 
-class Spoils(nn.Module):
-    """Change in place what its exponential has saved."""
-
+class Spoils(nn.Module):  # change in place what its exponential has saved
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
         y.add_(1)
@@ -242,8 +218,7 @@ class Spoils(nn.Module):
 
 def test_a_saved_value_that_changes_in_place_is_an_error_as_in_plain_torch() -> None:
     layers = [nn.Linear(4, 4), Spoils(), nn.Linear(4, 1)]
-    x, y = torch.ones(6, 4), torch.ones(6, 1)
-    words = "modified by an inplace operation"
+    x, y, words = torch.ones(6, 4), torch.ones(6, 1), "modified by an inplace operation"
     with pytest.raises(RuntimeError, match=words):
         nn.functional.mse_loss(nn.Sequential(*layers)(x), y).backward()
     pipe = offloading(layers)
@@ -251,9 +226,7 @@ def test_a_saved_value_that_changes_in_place_is_an_error_as_in_plain_torch() -> 
         pipe.train_step(x, y)
 
 
-class Remembers(nn.Module):
-    """Keep what it is given and what it gives, as hooks of users do."""
-
+class Remembers(nn.Module):  # keep what it is given and what it gives, as hooks of users do
     def forward(self, x: Tensor) -> Tensor:
         self.seen = [*getattr(self, "seen", []), x.detach().clone()]
         self.kept = [*getattr(self, "kept", []), x]
@@ -267,8 +240,7 @@ def test_what_a_layer_has_kept_for_itself_stays_as_it_was() -> None:
     pipe.train_step(torch.randn(6, 4), torch.randn(6, 1))
     module: Any = layers[1]
     for seen, kept, given in zip(module.seen, module.kept, module.given, strict=True):
-        assert torch.equal(seen, kept)
-        assert torch.equal(seen.tanh(), given)
+        assert torch.equal(seen, kept) and torch.equal(seen.tanh(), given)
 
 
 def test_weights_of_a_divided_backward_are_still_left_to_later() -> None:

@@ -1,4 +1,4 @@
-"""What lies outside the values between stages: reached by one stage only, or refused."""
+"""Outside the values between stages, or in place in them: of one stage only, or refused."""
 
 import random
 from typing import Any
@@ -13,7 +13,8 @@ import penstock
 from penstock.errors import BoundaryError
 from penstock.schedules import gpipe
 from tests.laws.test_equality_or_refusal import model
-from tests.models import vectors
+from tests.model_parts import Does
+from tests.models import drawn, vectors
 from tests.reference import Unsplit, chain
 from tests.side_by_side import differences, pipeline, same_bits
 from tests.ways import WAYS
@@ -24,10 +25,6 @@ WITH_RECOMPUTE = [way for way in WAYS if way.values[0]["recompute"] is penstock.
 def stack() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)]
-
-
-def batch(num_samples: int = 7) -> tuple[Tensor, Tensor]:
-    return vectors(num_samples, torch.Generator().manual_seed(1))
 
 
 def penalised(modules: list[nn.Module]) -> Any:
@@ -44,19 +41,17 @@ def options(way: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loss_over_all_weights_is_exact_in_one_stage_and_refused_in_several(
-    way: dict[str, Any],
-) -> None:
+def test_a_loss_over_all_weights_is_exact_in_one_stage_and_refused_in_several(way: Any) -> None:
     ours, theirs = stack(), stack()
     with penstock.Pipeline(ours, 1, loss=penalised(ours), **options(way)) as pipe:
-        found = pipe.train_step(*batch())
-    assert same_bits(found, Unsplit(theirs, chain(4), 3).train_step(*batch(), penalised(theirs)))
+        found = pipe.train_step(*drawn(7))
+    assert same_bits(found, Unsplit(theirs, chain(4), 3).train_step(*drawn(7), penalised(theirs)))
     assert not differences(ours, theirs)
     with (
         penstock.Pipeline(ours, 2, loss=penalised(ours), **options(way)) as pipe,
         pytest.raises(penstock.errors.PartitionError, match=r"stages \d and \d both compute"),
     ):
-        pipe.train_step(*batch())
+        pipe.train_step(*drawn(7))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -65,7 +60,7 @@ def test_weights_tied_after_the_pipeline_was_made_are_refused(way: dict[str, Any
     with penstock.Pipeline(layers, partition=(2, 2), loss=nn.MSELoss(), **options(way)) as pipe:
         layers[2].weight = layers[0].weight
         with pytest.raises(penstock.errors.PartitionError, match="both compute a gradient"):
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(7))
 
 
 class Counting(nn.Module):
@@ -91,18 +86,16 @@ class FromSystem(nn.Module):
 @pytest.mark.parametrize("kind", (Counting, FromNumpy, FromSystem))
 @pytest.mark.parametrize("place", (0, 2, 4))
 @pytest.mark.parametrize("way", WITH_RECOMPUTE)
-def test_state_that_a_recompute_cannot_see_again_is_refused(
-    kind: type[nn.Module], place: int, way: dict[str, Any]
-) -> None:
+def test_state_that_a_recompute_cannot_see_again_is_refused(kind, place, way) -> None:
     layers = stack()
     layers.insert(place, kind())
     with penstock.Pipeline(layers, partition=(2, 3), loss=nn.MSELoss(), **options(way)) as pipe:
         recomputed = way["schedule"] is gpipe or place < 2  # 1F1B's last stage recomputes nothing
         if not recomputed:
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(7))
             return
         with pytest.raises(penstock.errors.RecomputeError, match="did not give what its forward"):
-            pipe.train_step(*batch())
+            pipe.train_step(*drawn(7))
 
 
 @pytest.mark.parametrize("way", WITH_RECOMPUTE)
@@ -110,11 +103,9 @@ def test_such_state_in_the_loss_is_refused_too(way: dict[str, Any]) -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target) * random.SystemRandom().random()
 
-    with (
-        penstock.Pipeline(stack(), 2, loss=loss, **options(way | {"schedule": gpipe})) as pipe,
-        pytest.raises(penstock.errors.RecomputeError, match="the loss draws"),
-    ):
-        pipe.train_step(*batch())
+    pipe = penstock.Pipeline(stack(), 2, loss=loss, **options(way | {"schedule": gpipe}))
+    with pipe, pytest.raises(penstock.errors.RecomputeError, match="the loss draws"):
+        pipe.train_step(*drawn(7))
 
 
 class MovingLoss(nn.Module):
@@ -137,27 +128,23 @@ def test_a_loss_with_state_equals_the_unsplit_one(way: dict[str, Any]) -> None:
     unsplit = Unsplit([*theirs, their_loss], chain(4), 3)
     with penstock.Pipeline(ours, 2, loss=our_loss, **options(way)) as pipe:
         for _ in range(3):
-            found = pipe.train_step(*batch(9))
-            assert same_bits(found, unsplit.train_step(*batch(9), their_loss))
+            found = pipe.train_step(*drawn(9))
+            assert same_bits(found, unsplit.train_step(*drawn(9), their_loss))
             assert not differences([*ours, our_loss], [*theirs, their_loss])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_targets_that_require_grad_are_refused(way: dict[str, Any]) -> None:
-    x, y = batch()
-    with (
-        penstock.Pipeline(stack(), 2, loss=nn.MSELoss(), **options(way)) as pipe,
-        pytest.raises(penstock.errors.ConfigError, match=r"target\.detach"),
-    ):
+    x, y = drawn(7)
+    pipe = penstock.Pipeline(stack(), 2, loss=nn.MSELoss(), **options(way))
+    with pipe, pytest.raises(penstock.errors.ConfigError, match=r"target\.detach"):
         pipe.train_step(x, y.requires_grad_())
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_weights_replaced_between_forward_and_backward_are_right_or_refused(
-    way: dict[str, Any],
-) -> None:
+def test_weights_replaced_between_forward_and_backward_are_right_or_refused(way: Any) -> None:
     layers = stack()
-    x, y = batch()
+    x, y = drawn(7)
     with penstock.Pipeline(layers, 2, **options(way)) as pipe:
         loss = F.mse_loss(pipe(x), y)
         for layer in (layers[0], layers[2]):
@@ -171,30 +158,18 @@ def test_weights_replaced_between_forward_and_backward_are_right_or_refused(
             assert way["recompute"] is penstock.Recompute.NEVER
 
 
-class Twice(nn.Module):
-    """Give a value and a view of it."""
-
+class Twice(nn.Module):  # give a value and a view of it
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = x * 2
         return y, y.view_as(y)
-
-
-class AddInPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(1.0)
-
-
-class Join(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a * b)[:, :3]
 
 
 def changed_in_place() -> list[penstock.Layer]:
     """Make layers of which one changes a value in place that the next sees under another name."""
     return [
         penstock.Layer(Twice(), outputs=("a", "b")),
-        penstock.Layer(AddInPlace(), inputs="a", outputs="c"),
-        penstock.Layer(Join(), inputs=("c", "b")),
+        penstock.Layer(Does(lambda x: x.add_(1.0)), inputs="a", outputs="c"),
+        penstock.Layer(Does(lambda a, b: (a * b)[:, :3]), inputs=("c", "b")),
     ]
 
 
@@ -203,14 +178,12 @@ def changed_in_place() -> list[penstock.Layer]:
 def test_a_change_in_place_that_another_value_would_show_is_right_or_refused(
     partition: tuple[int, ...], way: dict[str, Any]
 ) -> None:
-    def layers() -> list[Any]:
-        return [nn.Linear(6, 6), *changed_in_place()]
 
     def forward(call: Any, x: Any) -> Any:
         a, b = call(1, call(0, x))
         return call(3, call(2, a), b)
 
-    made = model(layers, forward)
+    made = model(lambda: [nn.Linear(6, 6), *changed_in_place()], forward)
     built, twin = made.build(), made.build()
     ((x, y),) = made.batches(7, count=1)
     try:
@@ -237,21 +210,14 @@ class Queue(nn.Module):
         return x, self.rows
 
 
-class Look(nn.Module):
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        return (x @ rows.T)[:, :3]
-
-
 @pytest.mark.parametrize("partition", ((2, 1), (1, 2), (1, 1, 1), (3,)), ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(
-    partition: tuple[int, ...], way: dict[str, Any]
-) -> None:
+def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(partition, way) -> None:
     def layers() -> list[Any]:
         return [
             nn.Linear(6, 6),
             penstock.Layer(Queue(), outputs=("x", "rows")),
-            penstock.Layer(Look(), inputs=("x", "rows")),
+            penstock.Layer(Does(lambda x, rows: (x @ rows.T)[:, :3]), inputs=("x", "rows")),
         ]
 
     def forward(call: Any, x: Any) -> Any:
@@ -277,12 +243,10 @@ def test_a_first_micro_batch_without_weight_hides_no_second_owner(way: dict[str,
     def real(target: Tensor) -> Tensor:
         return (target[:, 0] > -50).sum()
 
-    x, y = batch(6)
+    x, y = drawn(6)
     y[:2] = -100.0  # all of the first micro-batch is padding
-    with (
-        penstock.Pipeline(ours, 2, loss=penalised(ours), reduction=real, **options(way)) as pipe,
-        pytest.raises(penstock.errors.PartitionError, match="both compute"),
-    ):
+    pipe = penstock.Pipeline(ours, 2, loss=penalised(ours), reduction=real, **options(way))
+    with pipe, pytest.raises(penstock.errors.PartitionError, match="both compute"):
         pipe.train_step(x, y)
 
 
@@ -307,9 +271,7 @@ def test_columns_of_one_tensor_count_as_one_memory(way: dict[str, Any]) -> None:
     assert same_bits(*found)
 
 
-class MovesLater(nn.Module):
-    """A buffer that moves in training mode, as soon as it is let."""
-
+class MovesLater(nn.Module):  # a buffer that moves in training mode, as soon as it is let
     def __init__(self) -> None:
         super().__init__()
         self.moves = True
@@ -327,7 +289,7 @@ def test_a_buffer_that_begins_to_move_is_refused_once(way: dict[str, Any]) -> No
     later = MovesLater()
     later.moves = False
     layers = [nn.Linear(6, 6), later, nn.Linear(6, 3)]
-    x, y = batch()
+    x, y = drawn(7)
     with penstock.Pipeline(layers, 1, loss=nn.MSELoss(), **options(way)) as pipe:
         pipe.train_step(x, y)
         later.moves = True
@@ -338,12 +300,10 @@ def test_a_buffer_that_begins_to_move_is_refused_once(way: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("way", WITH_RECOMPUTE)
-def test_a_buffer_that_moves_in_another_mode_moves_once_per_micro_batch(
-    way: dict[str, Any],
-) -> None:
+def test_a_buffer_that_moves_in_another_mode_moves_once_per_micro_batch(way: Any) -> None:
     later = MovesLater()
     layers = [nn.Linear(6, 6), later, nn.Linear(6, 3)]
-    x, y = batch()
+    x, y = drawn(7)
     with penstock.Pipeline(layers, 1, loss=nn.MSELoss(), **options(way)) as pipe:
         later.eval()
         pipe.train_step(x, y)
@@ -371,15 +331,84 @@ class ReadsBack(nn.Module):
 
 @pytest.mark.parametrize("hot", (0, 2, 4))
 @pytest.mark.parametrize("way", WAYS)
-def test_a_second_owner_in_a_later_micro_batch_only_is_refused(
-    hot: int, way: dict[str, Any]
-) -> None:
+def test_a_second_owner_in_a_later_micro_batch_only_is_refused(hot: int, way: Any) -> None:
     torch.manual_seed(0)
     x = torch.zeros(6, 6)
     layers = penstock.capture(ReadsBack(), x.clone())
     x[hot, 0] = 9.0
-    with (
-        penstock.Pipeline(layers, 2, loss=F.mse_loss, **options(way)) as pipe,
-        pytest.raises(penstock.errors.PartitionError, match="both compute"),
-    ):
+    pipe = penstock.Pipeline(layers, 2, loss=F.mse_loss, **options(way))
+    with pipe, pytest.raises(penstock.errors.PartitionError, match="both compute"):
         pipe.train_step(x, torch.zeros(6, 6))
+
+
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
+def test_an_evaluation_changes_no_value_that_another_one_would_show(mode) -> None:
+    x, _ = vectors(4, torch.Generator().manual_seed(1))
+    pipe = penstock.Pipeline(changed_in_place(), 3, num_microbatches=2, loss=F.mse_loss)
+    with pipe, mode(), pytest.raises(BoundaryError, match="shares memory"):
+        pipe.eval_step(x)
+
+
+class ChangesBatch(nn.Module):
+    """Change the batch in place, and read it before the first block and after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(1.5)
+        h = x
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return h + x
+
+
+@pytest.mark.parametrize("num_stages", (1, 2, 4))
+def test_each_stage_that_reads_the_batch_changes_its_own_in_evaluation(num_stages: int) -> None:
+    torch.manual_seed(0)
+    model, x = ChangesBatch(), torch.randn(4, 6)
+    layers = penstock.capture(model, x.clone(), inputs="everywhere")
+    with penstock.Pipeline(
+        layers, num_stages, num_microbatches=2, loss=F.mse_loss, threads_per_stage=1
+    ) as pipe:
+        found = pipe.eval_step(x.clone())
+    with torch.no_grad():
+        expected = torch.cat([model(part.clone()) for part in x.split(2)])
+    assert torch.equal(found, expected)
+
+
+class DoublesData(nn.Module):  # double a value past autograd, before each block; add it at the end
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = x + 0
+        for block in self.blocks:
+            skip.data.mul_(2)
+            x = torch.tanh(block(x))
+        return x + skip
+
+
+@pytest.mark.parametrize("recompute", penstock.Recompute)
+@pytest.mark.parametrize("partition", ((1, 3), (2, 2), (1, 1, 1, 1)), ids=str)
+def test_changes_that_autograd_does_not_see_are_made_once(partition, recompute) -> None:
+    torch.manual_seed(0)
+    model = DoublesData()
+    parameters, x, y = list(model.parameters()), torch.randn(6, 6), torch.randn(6, 6)
+    options: dict[str, Any] = {"loss": F.mse_loss, "recompute": recompute, "threads_per_stage": 1}
+    with penstock.Pipeline(
+        penstock.capture(model, x), partition=partition, num_microbatches=3, **options
+    ) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            pipe.train_step(x, y)
+            found = [p.grad for p in parameters]
+            model.zero_grad()
+            for part, target in zip(x.split(2), y.split(2), strict=True):
+                loss = F.mse_loss(model(part), target)
+                loss.backward(torch.full_like(loss, 1 / 3))
+            for parameter, gradient in zip(parameters, found, strict=True):
+                assert parameter.grad is not None and gradient is not None
+                assert torch.equal(parameter.grad, gradient)

@@ -24,26 +24,21 @@ WAYS: list[dict[str, Any]] = [
 
 
 def layers() -> nn.Sequential:
-    """Make layers that draw, and that keep statistics."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 6), nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 3)
-    )
+    drawing = nn.Tanh(), nn.BatchNorm1d(6), nn.Dropout(0.3)
+    return nn.Sequential(nn.Linear(6, 6), *drawing, nn.Linear(6, 3))
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Give a batch of eight samples."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
 
 def pipeline(model: nn.Module | None = None, **options: Any) -> penstock.Pipeline:
-    """Make a pipeline with a loss."""
     return penstock.Pipeline(layers() if model is None else model, loss=nn.MSELoss(), **options)
 
 
 def results(pipe: penstock.Pipeline) -> dict[str, Tensor]:
-    """Train two steps; gather the losses and what is left in the layers."""
     with pipe:
         found = {f"loss {step}": pipe.train_step(*batch()) for step in range(2)}
     found |= {f"gradient {n}": p.grad for n, p in pipe.named_parameters() if p.grad is not None}
@@ -51,7 +46,6 @@ def results(pipe: penstock.Pipeline) -> dict[str, Tensor]:
 
 
 def assert_same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    """Compare bit by bit."""
     assert expected.keys() == found.keys()
     assert [name for name in expected if not same_bits(expected[name], found[name])] == []
 
@@ -61,8 +55,7 @@ def test_a_plan_that_was_written_down_gives_the_same_bits(way: dict[str, Any]) -
     pipe = pipeline(num_microbatches=4, threads_per_stage=1, **way)
     expected = results(pipe)
     again = pipeline(plan=Plan.from_json(pipe.plan.to_json()))
-    assert again.plan == pipe.plan
-    assert (repr(again), again.seed) == (repr(pipe), pipe.seed)
+    assert again.plan == pipe.plan and (repr(again), again.seed) == (repr(pipe), pipe.seed)
     assert_same(expected, results(again))
     assert again.plan == pipe.plan
 
@@ -84,8 +77,7 @@ def test_the_first_batch_makes_another_plan() -> None:
     pipe = pipeline(num_stages=2, num_microbatches=4)
     first = pipe.plan
     assert (first.balanced_by, first.predicted_s) == (BalancedBy.PARAMETERS, None)
-    outputs = pipe(batch()[0])
-    second = pipe.plan
+    outputs, second = pipe(batch()[0]), pipe.plan
     assert (second.balanced_by, len(second.predicted_s or ())) == (BalancedBy.TIME, 2)
     assert replace(second, partition=first.partition, balanced_by=first.balanced_by) == replace(
         first, predicted_s=second.predicted_s, unsplit=()
@@ -129,8 +121,7 @@ def test_another_seed_is_another_plan_of_the_same_stages() -> None:
 
 
 def test_a_plan_of_another_model_names_the_first_layer_that_differs() -> None:
-    plan = pipeline(num_stages=2).plan
-    other = layers()
+    plan, other = pipeline(num_stages=2).plan, layers()
     other[4] = nn.Linear(6, 4)
     kept = copy.deepcopy(other.state_dict())
     with pytest.raises(PlanError, match=r"another model: the parameters of layer 4, '4' \(Lin"):

@@ -4,7 +4,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,26 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.runtime.random.streams import WatchDraws
 from penstock.torch_private import dispatch_modes
+from tests.model_parts import Checkpointed, Does
 from tests.models import ALL_MODELS, Model, vectors
 from tests.reference import Unsplit, chain, stream_key
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import WAYS, one_each
-
-
-class Draw(nn.Module):
-    """Apply a function that draws; with no generator of its own."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def _attend(x: Tensor) -> Tensor:
@@ -42,39 +31,39 @@ def _attend(x: Tensor) -> Tensor:
 DRAWS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.4),
     "dropout in place": lambda: nn.Dropout(0.4, inplace=True),
-    "dropout1d": lambda: Draw(lambda x: F.dropout1d(x.view(-1, 4, 2), 0.4).reshape(x.shape)),
+    "dropout1d": lambda: Does(lambda x: F.dropout1d(x.view(-1, 4, 2), 0.4).reshape(x.shape)),
     "alpha dropout": lambda: nn.AlphaDropout(0.4),
     "feature alpha dropout": lambda: nn.FeatureAlphaDropout(0.4),
     "rrelu": lambda: nn.RReLU(),
     "rrelu in place": lambda: nn.RReLU(inplace=True),
-    "attention": lambda: Draw(_attend),
-    "rand": lambda: Draw(lambda x: x * torch.rand(x.shape)),
-    "rand_like": lambda: Draw(lambda x: x * torch.rand_like(x)),
-    "randn": lambda: Draw(lambda x: x + torch.randn(8)),
-    "randn_like": lambda: Draw(lambda x: x + torch.randn_like(x)),
-    "randint": lambda: Draw(lambda x: x * torch.randint(1, 4, x.shape)),
-    "randint_like": lambda: Draw(lambda x: x * torch.randint_like(x, 1, 4)),
-    "randperm": lambda: Draw(lambda x: x[:, torch.randperm(8)]),
-    "bernoulli": lambda: Draw(lambda x: x * torch.bernoulli(torch.full_like(x, 0.5))),
-    "bernoulli_": lambda: Draw(lambda x: x * torch.empty_like(x).bernoulli_(0.5)),
-    "normal": lambda: Draw(lambda x: x + torch.normal(0.0, 1.0, x.shape)),
-    "normal of tensors": lambda: Draw(lambda x: torch.normal(x.detach(), 1.0) + x),
-    "normal_": lambda: Draw(lambda x: x + torch.empty_like(x).normal_()),
-    "uniform_": lambda: Draw(lambda x: x * torch.empty_like(x).uniform_(1, 2)),
-    "exponential_": lambda: Draw(lambda x: x * torch.empty_like(x).exponential_()),
-    "geometric_": lambda: Draw(lambda x: x * torch.empty_like(x).geometric_(0.5)),
-    "random_": lambda: Draw(lambda x: x * torch.empty(8).random_(3)),
-    "multinomial": lambda: Draw(lambda x: x * torch.multinomial(x.detach().abs() + 0.1, 1)),
-    "poisson": lambda: Draw(lambda x: x * torch.poisson(torch.full_like(x, 2.0))),
-    "gumbel softmax": lambda: Draw(lambda x: F.gumbel_softmax(x, hard=True)),
-    "distribution": lambda: Draw(lambda x: torch.distributions.Normal(x, 1.0).rsample()),
-    "gamma": lambda: Draw(lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample()),
-    "branch": lambda: Draw(lambda x: x * 2 if bool(torch.rand(()) < 0.5) else F.dropout(x, 0.3)),
-    "python's random": lambda: Draw(lambda x: x * random.uniform(0.5, 1.5)),
-    "numpy": lambda: Draw(lambda x: x * torch.from_numpy(np.random.rand(8)).float()),
-    "numpy, one spare": lambda: Draw(lambda x: x * float(np.random.randn()) + random.gauss()),
-    "numpy and torch": lambda: Draw(lambda x: F.dropout(x * float(np.random.rand()), 0.4)),
-    "fractional pooling": lambda: Draw(
+    "attention": lambda: Does(_attend),
+    "rand": lambda: Does(lambda x: x * torch.rand(x.shape)),
+    "rand_like": lambda: Does(lambda x: x * torch.rand_like(x)),
+    "randn": lambda: Does(lambda x: x + torch.randn(8)),
+    "randn_like": lambda: Does(lambda x: x + torch.randn_like(x)),
+    "randint": lambda: Does(lambda x: x * torch.randint(1, 4, x.shape)),
+    "randint_like": lambda: Does(lambda x: x * torch.randint_like(x, 1, 4)),
+    "randperm": lambda: Does(lambda x: x[:, torch.randperm(8)]),
+    "bernoulli": lambda: Does(lambda x: x * torch.bernoulli(torch.full_like(x, 0.5))),
+    "bernoulli_": lambda: Does(lambda x: x * torch.empty_like(x).bernoulli_(0.5)),
+    "normal": lambda: Does(lambda x: x + torch.normal(0.0, 1.0, x.shape)),
+    "normal of tensors": lambda: Does(lambda x: torch.normal(x.detach(), 1.0) + x),
+    "normal_": lambda: Does(lambda x: x + torch.empty_like(x).normal_()),
+    "uniform_": lambda: Does(lambda x: x * torch.empty_like(x).uniform_(1, 2)),
+    "exponential_": lambda: Does(lambda x: x * torch.empty_like(x).exponential_()),
+    "geometric_": lambda: Does(lambda x: x * torch.empty_like(x).geometric_(0.5)),
+    "random_": lambda: Does(lambda x: x * torch.empty(8).random_(3)),
+    "multinomial": lambda: Does(lambda x: x * torch.multinomial(x.detach().abs() + 0.1, 1)),
+    "poisson": lambda: Does(lambda x: x * torch.poisson(torch.full_like(x, 2.0))),
+    "gumbel softmax": lambda: Does(lambda x: F.gumbel_softmax(x, hard=True)),
+    "distribution": lambda: Does(lambda x: torch.distributions.Normal(x, 1.0).rsample()),
+    "gamma": lambda: Does(lambda x: torch.distributions.Gamma(x.exp(), 1.0).rsample()),
+    "branch": lambda: Does(lambda x: x * 2 if bool(torch.rand(()) < 0.5) else F.dropout(x, 0.3)),
+    "python's random": lambda: Does(lambda x: x * random.uniform(0.5, 1.5)),
+    "numpy": lambda: Does(lambda x: x * torch.from_numpy(np.random.rand(8)).float()),
+    "numpy, one spare": lambda: Does(lambda x: x * float(np.random.randn()) + random.gauss()),
+    "numpy and torch": lambda: Does(lambda x: F.dropout(x * float(np.random.rand()), 0.4)),
+    "fractional pooling": lambda: Does(
         lambda x: F.fractional_max_pool2d(
             x.view(-1, 1, 4, 2).repeat(1, 1, 2, 4), 2, (4, 2)
         ).reshape(x.shape)
@@ -85,9 +74,7 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(
     ("draw", "way"), one_each([pytest.param(DRAWS[name], id=name) for name in DRAWS], WAYS)
 )
-def test_every_way_to_draw_equals_the_unsplit_model(
-    draw: Callable[[], nn.Module], way: dict[str, Any]
-) -> None:
+def test_every_way_to_draw_equals_the_unsplit_model(draw: Any, way: Any) -> None:
     def layers() -> list[Any]:
         return [nn.Linear(6, 8), draw(), nn.Linear(8, 8), draw(), nn.Linear(8, 3)]
 
@@ -101,21 +88,14 @@ def test_recurrent_dropout_equals_the_unsplit_model(way: dict[str, Any]) -> None
     def layers() -> list[Any]:
         first = nn.GRU(4, 8, num_layers=2, dropout=0.4, batch_first=True)
         second = nn.RNN(8, 3, num_layers=2, dropout=0.4, batch_first=True)
-        return [first, _First(), nn.Linear(8, 8), second, _First()]
+        pick = Does(lambda values: values[0])
+        return [first, pick, nn.Linear(8, 8), second, pick]
 
     def batch(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.randn(n, 5, 4, generator=g), torch.randn(n, 5, 3, generator=g)
 
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target)
-
-    model = Model("recurrent", layers, batch, loss)
+    model = Model("recurrent", layers, batch, lambda output, target: F.mse_loss(output, target))
     assert_trains_like_unsplit(model, 5, partition=(2, 1, 2), num_microbatches=2, **way)
-
-
-class _First(nn.Module):
-    def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
-        return values[0]
 
 
 def masks(num_stages: int = 2, seed: int = 0, step: int = 0) -> Tensor:
@@ -147,17 +127,14 @@ def test_masks_do_not_depend_on_the_number_of_stages() -> None:
 
 def test_masks_differ_by_seed_step_layer_and_micro_batch() -> None:
     first = masks()
-    assert not torch.equal(first, masks(seed=1))
-    assert not torch.equal(first, masks(step=1))
+    assert not torch.equal(first, masks(seed=1)) and not torch.equal(first, masks(step=1))
     parts = first.split(2)
-    assert not torch.equal(parts[0], parts[1])
-    assert not torch.equal(parts[1], parts[2])
+    assert not torch.equal(parts[0], parts[1]) and not torch.equal(parts[1], parts[2])
 
 
 def test_setting_the_step_continues_an_earlier_run() -> None:
     model = next(m for m in ALL_MODELS if m.name == "randomness")
-    batches = model.batches(6, count=4)
-    whole, resumed = model.build(), model.build()
+    batches, whole, resumed = model.batches(6, count=4), model.build(), model.build()
     with pipeline(model, whole, num_stages=3, num_microbatches=2) as pipe:
         losses = [pipe.train_step(*batch) for batch in batches]
         assert pipe.step == 4
@@ -181,14 +158,12 @@ def test_training_and_evaluation_leave_the_default_generator_alone(way: dict[str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_and_evaluation_leave_pythons_and_numpys_generators_alone(
-    way: dict[str, Any],
-) -> None:
+def test_training_and_evaluation_leave_pythons_and_numpys_generators_alone(way: Any) -> None:
     random.seed(5)
     np.random.seed(5)
     np.random.randn()  # leaves a spare number behind, which is state too
     expected = random.Random(5).random(), np.random.RandomState(5).randn(2)[1]
-    layers = [Draw(_outside), Draw(_outside), nn.Linear(6, 3)]
+    layers = [Does(_outside), Does(_outside), nn.Linear(6, 3)]
     model = Model("outside", lambda: layers, vectors, F.mse_loss)
     [(x, y)] = model.batches(5, count=1)
     with pipeline(model, model.build(), num_stages=3, num_microbatches=2, **way) as pipe:
@@ -213,9 +188,7 @@ def test_drawing_before_a_step_changes_nothing() -> None:
     assert not differences(built[0].modules, built[1].modules)
 
 
-class Switched(nn.Module):
-    """Draw only while switched on."""
-
+class Switched(nn.Module):  # draw only while switched on
     def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.on, self.draw = False, draw
@@ -255,11 +228,7 @@ def step_and_warnings(
 @pytest.mark.parametrize("others", (nullcontext, another_thread))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("draw", LATE.values(), ids=LATE.keys())
-def test_a_layer_that_starts_to_draw_later_is_right_or_told_once(
-    draw: Callable[[Tensor], Tensor],
-    way: dict[str, Any],
-    others: Callable[[], AbstractContextManager[None]],
-) -> None:
+def test_a_layer_that_starts_to_draw_later_is_right_or_told_once(draw, way, others) -> None:
     model = Model(
         "late", lambda: [nn.Linear(6, 6), Switched(draw), nn.Linear(6, 3)], vectors, F.mse_loss
     )
@@ -310,27 +279,15 @@ def test_a_draw_outside_torch_by_a_thread_of_the_users_own_is_a_warning() -> Non
     thread.join()
 
 
-class UserCheckpoint(nn.Module):
-    """The user's own activation checkpoint around a draw."""
-
-    def __init__(self, *, reentrant: bool, draw: Callable[[Tensor], Tensor] = F.dropout) -> None:
-        super().__init__()
-        self.reentrant, self.draw = reentrant, draw
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        def body(value: Tensor) -> Tensor:
-            return self.draw(self.layer(value))
-
-        result: Tensor = checkpoint(body, x, use_reentrant=self.reentrant)
-        return result
+def checkpointed(reentrant: bool, draw: Callable[[Tensor], Tensor] = F.dropout) -> nn.Module:
+    return Checkpointed(nn.Sequential(nn.Linear(6, 6), Does(draw)), reentrant=reentrant)
 
 
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_users_own_checkpoint_around_dropout(reentrant: bool, way: dict[str, Any]) -> None:
     def layers() -> list[Any]:
-        return [nn.Linear(6, 6), UserCheckpoint(reentrant=reentrant), nn.Linear(6, 3)]
+        return [nn.Linear(6, 6), checkpointed(reentrant), nn.Linear(6, 3)]
 
     model = Model("checkpoint", layers, vectors, F.mse_loss)
     assert_trains_like_unsplit(model, 5, partition=(1, 1, 1), num_microbatches=2, **way)
@@ -338,16 +295,14 @@ def test_a_users_own_checkpoint_around_dropout(reentrant: bool, way: dict[str, A
 
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("way", WAYS)
-def test_draws_outside_torch_in_a_users_own_checkpoint_are_refused(
-    reentrant: bool, way: dict[str, Any]
-) -> None:
+def test_draws_outside_torch_in_a_users_own_checkpoint_are_refused(reentrant, way) -> None:
     """Torch's checkpoint draws others in the backward, and gives another gradient."""
 
     def noisy_outside(x: Tensor) -> Tensor:
         return x * torch.full_like(x, random.uniform(0.5, 1.5) + float(np.random.randn()))
 
     def layers() -> list[Any]:
-        middle = UserCheckpoint(reentrant=reentrant, draw=noisy_outside)
+        middle = checkpointed(reentrant, noisy_outside)
         return [nn.Linear(6, 6), middle, nn.Linear(6, 3)]
 
     model = Model("checkpoint", layers, vectors, F.mse_loss)
@@ -357,16 +312,11 @@ def test_draws_outside_torch_in_a_users_own_checkpoint_are_refused(
                 pipe.train_step(*batch)
 
 
-def test_python_and_numpy_in_evaluation_do_not_depend_on_the_number_of_stages() -> None:
-    _assert_same_in_evaluation(_outside)
-
-
-def test_dropout_that_stays_on_in_evaluation_does_not_depend_on_the_number_of_stages() -> None:
-    _assert_same_in_evaluation(lambda x: F.dropout(x, 0.5))
-
-
-def _assert_same_in_evaluation(draw: Callable[[Tensor], Tensor]) -> None:
-    layers = [Draw(draw), nn.Identity(), Draw(draw)]
+@pytest.mark.parametrize(
+    "draw", (_outside, lambda x: F.dropout(x, 0.5)), ids=("outside", "stays on")
+)
+def test_draws_in_evaluation_do_not_depend_on_the_number_of_stages(draw: Any) -> None:
+    layers = [Does(draw), nn.Identity(), Does(draw)]
     found = []
     for num_stages in (1, 2, 3):
         with penstock.Pipeline(
@@ -377,9 +327,7 @@ def _assert_same_in_evaluation(draw: Callable[[Tensor], Tensor]) -> None:
     assert not torch.equal(found[0], torch.ones(7, 20))
 
 
-class OwnGenerator(nn.Module):
-    """Draw from a generator of the user's own, which knows of no keys."""
-
+class OwnGenerator(nn.Module):  # draw from a generator of the user's own, which knows of no keys
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(3)
@@ -411,7 +359,6 @@ noisy.register_autograd(lambda ctx, gradient: gradient)
 
 @torch.library.custom_op("penstock_tests::noisy_backward", mutates_args=())
 def noisy_backward(x: Tensor) -> Tensor:
-    """Draw in the backward."""
     return x * torch.rand(x.shape)
 
 
@@ -431,12 +378,10 @@ def low_level(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("operator", (noisy, low_level))
 @pytest.mark.parametrize("way", WAYS)
-def test_an_operator_of_the_users_own_that_draws_equals_the_unsplit_model(
-    operator: Callable[[Tensor], Tensor], way: dict[str, Any]
-) -> None:
+def test_an_operator_of_the_users_own_that_draws_equals_the_unsplit_model(operator, way) -> None:
     def layers() -> list[Any]:
-        both = nn.Sequential(nn.Dropout(0.2), Draw(operator), nn.Linear(6, 6))
-        return [nn.Linear(6, 6), Draw(operator), both, nn.Linear(6, 3)]
+        both = nn.Sequential(nn.Dropout(0.2), Does(operator), nn.Linear(6, 6))
+        return [nn.Linear(6, 6), Does(operator), both, nn.Linear(6, 3)]
 
     model = Model("operator", layers, vectors, F.mse_loss)
     assert_trains_like_unsplit(model, 5, partition=(2, 2), num_microbatches=2, **way)
@@ -444,7 +389,7 @@ def test_an_operator_of_the_users_own_that_draws_equals_the_unsplit_model(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_operator_that_draws_in_its_backward_is_refused(way: dict[str, Any]) -> None:
-    model = Model("backward", lambda: [Draw(noisy_backward), nn.Linear(6, 3)], vectors, F.mse_loss)
+    model = Model("backward", lambda: [Does(noisy_backward), nn.Linear(6, 3)], vectors, F.mse_loss)
     [(x, y)] = model.batches(5, count=1)
     x.requires_grad_()
     with (
@@ -455,9 +400,7 @@ def test_an_operator_that_draws_in_its_backward_is_refused(way: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_draws_of_dropout_modules_and_of_functions_go_on_from_one_generator(
-    way: dict[str, Any],
-) -> None:
+def test_draws_of_dropout_modules_and_of_functions_go_on_from_one_generator(way: Any) -> None:
     """A dropout module that two stages share, in-place ones, and draws in and beside modules."""
     shared = nn.Dropout(0.4)
 

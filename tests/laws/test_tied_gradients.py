@@ -1,5 +1,7 @@
 """A tied weight's gradient is sent once a step if that is asked for; others keep their bits."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,18 +51,11 @@ def test_summed_gradients_of_a_tied_weight_are_the_sum_of_the_stages_sums(
     schedule: Family, recompute: penstock.Recompute
 ) -> None:
     words, model, untied = batch(), Words(tied=True), Words(tied=False)
-    with penstock.Pipeline(
-        model,
-        partition=[2, 1],
-        num_microbatches=NUM_MICROBATCHES,
-        loss=loss,
-        example_inputs=words[:1],
-        threads_per_stage=1,
-        schedule=schedule,
-        recompute=recompute,
-        trace=True,
-        tied_gradients=SUMMED,
-    ) as pipe:
+    options: dict[str, Any] = {"partition": [2, 1], "num_microbatches": NUM_MICROBATCHES}
+    options |= {"loss": loss, "example_inputs": words[:1], "threads_per_stage": 1}
+    options |= {"schedule": schedule, "recompute": recompute, "trace": True}
+    options |= {"tied_gradients": SUMMED}
+    with penstock.Pipeline(model, **options) as pipe:
         pipe.train_step(words, words)
         assert pipe.last_timeline is not None
         moved = pipe.last_timeline.moved_bytes()
@@ -78,7 +73,6 @@ def test_summed_gradients_of_a_tied_weight_are_the_sum_of_the_stages_sums(
 
 
 def taken(parameter: Tensor) -> Tensor:
-    """Take away a gradient."""
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     return gradient

@@ -1,26 +1,23 @@
 """Runs on images in files: they go on bit by bit, and what cannot be read is named."""
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from penstock.errors import ConfigError
 from penstock_recipes.errors import RunFolderError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
-from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.display import Display
 from penstock_recipes.train.interrupt import Interrupt
 from penstock_recipes.train.loop import Trainer
 from penstock_recipes.train.run_folder import RunFolder, create
 from penstock_recipes.zoo import DropPath
 from tests.quiet import quiet
+from tests.runs import assert_same_weights, resume, start, stopped
 
 RECIPE = """
 [model]
@@ -66,8 +63,7 @@ DAMAGED = "train/light/3.png"
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make some images, of which one in each part is damaged behind its header."""
-    folder = tmp_path_factory.mktemp("images")
-    random = np.random.default_rng(0)
+    folder, random = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
     for part, count in (("train", 6), ("val", 3)):
         for number, name in enumerate(CLASSES):
             (folder / part / name).mkdir(parents=True)
@@ -85,7 +81,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    assert start_run(Request(recipe, [], folder), quiet(), Interrupt()).finished
+    assert start(recipe, [], folder).finished
     return folder
 
 
@@ -100,26 +96,10 @@ def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ],
     ids=" ".join,
 )
-def test_a_run_on_images_goes_on_bit_by_bit(
-    recipe: Path, uninterrupted: Path, tmp_path: Path, changes: list[str]
-) -> None:
-    folder, interrupt = create(tmp_path / "run", recipe_to_toml(read_recipe(recipe))), Interrupt()
-
-    class Stop(Display):
-        def show_step(self, position: Any, meter: Any) -> None:
-            interrupt.number = signal.SIGINT if position.step >= 4 else 0
-
-    with Trainer(read_recipe(recipe)) as trainer:
-        trainer.run(folder, Stop(quiet(), 2, 3, trainer.task), interrupt)
-        assert trainer.position.step == 4
-    assert resume_run(Request(None, changes, folder.path), quiet(), Interrupt()).finished
-    for name in ("model", "optimizer"):
-        found, expected = (
-            load_file(RunFolder(f).checkpoints()[-1] / f"{name}.safetensors")
-            for f in (folder.path, uninterrupted)
-        )
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+def test_a_run_on_images_goes_on_bit_by_bit(recipe, uninterrupted, tmp_path, changes) -> None:
+    folder = stopped(read_recipe(recipe), tmp_path / "run", 4)
+    assert resume(folder.path, changes).finished
+    assert_same_weights(folder.path, uninterrupted)
     scores = [list(RunFolder(f).read_metrics())[-1] for f in (folder.path, uninterrupted)]
     assert scores[0]["test_accuracy"] == scores[1]["test_accuracy"]
 
@@ -139,25 +119,22 @@ def test_what_cannot_be_decoded_is_counted(recipe: Path, uninterrupted: Path) ->
     assert lines[-1]["num_skipped"] == 2
 
 
-def test_a_run_goes_on_with_the_images_that_it_began_with(
-    recipe: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_the_images_that_it_began_with(recipe, uninterrupted, tmp_path) -> None:
     """Wherever they are now."""
     moved, folder = tmp_path / "moved", tmp_path / "run"
     for part in ("train", "val"):
         shutil.copytree(recipe.parent / part, moved / part)
     shutil.copytree(uninterrupted, folder)
-    request = Request(None, [f"data.path={moved}"], folder)
     with pytest.raises(RunFolderError, match="there is nothing to resume"):
-        resume_run(request, quiet(), Interrupt())
+        resume(folder, [f"data.path={moved}"])
     for part in ("train", "val"):
         (moved / part / "dark").rename(moved / part / "pale")  # which is another class's number
     with pytest.raises(ConfigError, match=r"the data are not those that .* began with"):
-        resume_run(request, quiet(), Interrupt())
+        resume(folder, [f"data.path={moved}"])
     assert str(recipe.parent) in (folder / "recipe.toml").read_text()
     (folder / "data.digest").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"began with, as .*data\.digest says"):
-        resume_run(request, quiet(), Interrupt())
+        resume(folder, [f"data.path={moved}"])
 
 
 def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_path: Path) -> None:
@@ -165,9 +142,8 @@ def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_pa
         shutil.copytree(recipe.parent / part, tmp_path / part)
     for file in (tmp_path / "val").rglob("*.png"):
         file.write_bytes(file.read_bytes()[:150])
-    request = Request(recipe, [f"data.path={tmp_path}"], tmp_path / "run")
     with pytest.raises(ConfigError, match="none of the 9 images to be judged by can be decoded"):
-        start_run(request, quiet(), Interrupt())
+        start(recipe, [f"data.path={tmp_path}"], tmp_path / "run")
 
 
 def test_one_sample_is_enough_where_batch_norm_sees_many_values_of_it(recipe: Path) -> None:
@@ -190,9 +166,8 @@ def test_drop_path_rises_from_nothing_over_the_run(recipe: Path, tmp_path: Path)
 
 
 def test_what_cannot_be_decoded_ends_a_strict_run(recipe: Path, tmp_path: Path) -> None:
-    request = Request(recipe, ["data.strict=true"], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"3\.png cannot be decoded; remove or replace it"):
-        start_run(request, quiet(), Interrupt())
+        start(recipe, ["data.strict=true"], tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -205,9 +180,7 @@ def test_what_cannot_be_decoded_ends_a_strict_run(recipe: Path, tmp_path: Path) 
         ("data.policy=cutmix", 'must be "none" or "randaugment" or "autoaugment"'),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_runs(
-    recipe: Path, change: str, message: str
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_runs(recipe, change, message) -> None:
     with pytest.raises(ConfigError) as caught:
         Trainer(read_recipe(recipe, [change]))
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped, bit by bit, for any other K."""
+"""A run that stops and goes on is the run that never stopped, bit by bit, in any schedule."""
 
 import io
 import json
@@ -11,55 +11,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from penstock.checkpoint import save_checkpoint
 from penstock.cli.main import run
 from penstock.errors import CheckpointError
 from penstock_recipes.errors import RecipeError, RunFolderError
 from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
-from penstock_recipes.train.command import Request, resume_run, start_run
-from penstock_recipes.train.display import Display
+from penstock_recipes.train.command import Request, resume_run
 from penstock_recipes.train.interrupt import Interrupt
 from penstock_recipes.train.loop import Trainer
 from penstock_recipes.train.run_folder import RunFolder, create
-from penstock_recipes.train.start import Position
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.quiet import quiet
+from tests.runs import assert_same_run, curve, resume, start, stopped, train_until
 
 ROOT = Path(__file__).parents[2]
 SMALL = (*TWO_EPOCHS, "train.trace_every=1")
 
 
-def train_until(trainer: Trainer, folder: RunFolder, step: int) -> None:
-    """Train up to `step` steps, as if Ctrl-C were pressed during the last of them."""
-    interrupt = Interrupt()
-
-    class Stop(Display):
-        def show_step(self, position: Position, meter: Any) -> None:
-            interrupt.number = signal.SIGINT if position.step >= step else 0
-
-    trainer.run(folder, Stop(quiet(), 2, 3, trainer.task), interrupt)
-    assert trainer.position.step == step
-
-
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Read the model and optimizer tensors of a checkpoint."""
-    path = RunFolder(folder).checkpoint_path(step)
-    return load_file(path / "model.safetensors") | load_file(path / "optimizer.safetensors")
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics but for those that a clock decides."""
-    lines = RunFolder(folder).read_metrics()
-    return [{k: v for k, v in line.items() if k != "samples_per_s"} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    assert start_run(Request(DIGITS, SMALL, folder), quiet(), Interrupt()).finished
+    assert start(DIGITS, SMALL, folder).finished
     return folder
 
 
@@ -74,17 +47,10 @@ LAYOUTS = (
 def test_a_resumed_run_is_the_uninterrupted_one_for_any_other_layout(
     uninterrupted: Path, tmp_path: Path, stop: int
 ) -> None:
-    changes = LAYOUTS[stop % len(LAYOUTS)]
-    recipe = read_recipe(DIGITS, SMALL)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, stop)
-    summary = resume_run(Request(None, changes, folder.path), quiet(), Interrupt())
+    folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", stop)
+    summary = resume(folder.path, LAYOUTS[stop % len(LAYOUTS)])
     assert summary.finished and summary.steps == NUM_STEPS
-    assert curve(folder.path) == curve(uninterrupted)
-    expected, found = weights(uninterrupted, NUM_STEPS), weights(folder.path, NUM_STEPS)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_same_run(folder.path, uninterrupted)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -93,16 +59,11 @@ def test_a_run_of_lower_precision_goes_on_bit_by_bit_with_its_loss_scale(
 ) -> None:
     changes = [*SMALL, f"train.precision={precision}", "train.max_grad_norm=0.5"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert start_run(Request(DIGITS, changes, whole), quiet(), Interrupt()).finished
-    recipe = read_recipe(DIGITS, changes)
-    folder = create(broken, recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 4)
+    assert start(DIGITS, changes, whole).finished
+    stopped(read_recipe(DIGITS, changes), broken, 4)
     layout = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]
-    assert resume_run(Request(None, layout, broken), quiet(), Interrupt()).finished
-    assert curve(broken) == curve(whole)
-    expected, found = weights(whole, NUM_STEPS), weights(broken, NUM_STEPS)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert resume(broken, layout).finished
+    assert_same_run(broken, whole)
 
 
 def test_a_resumed_run_remembers_its_loss_scale(tmp_path: Path) -> None:
@@ -117,47 +78,31 @@ def test_a_resumed_run_remembers_its_loss_scale(tmp_path: Path) -> None:
         assert later.scaler.get_scale() == 512.0
 
 
-def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
-    recipe = read_recipe(DIGITS, SMALL)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 5)
+def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(uninterrupted, tmp_path) -> None:
+    folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", 5)
     for path in folder.checkpoints():
         if path.name > "step-000002":
             path.rename(path.with_name(f".{path.name}.xyz.unfinished"))  # killed while saving
     with folder.metrics_path.open("a") as file:
         file.write('{"kind": "step", "st')
-    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).finished
-    assert curve(folder.path) == curve(uninterrupted)
-    assert all(
-        torch.equal(tensor, weights(folder.path, NUM_STEPS)[name])
-        for name, tensor in weights(uninterrupted, NUM_STEPS).items()
-    )
+    assert resume(folder.path).finished
+    assert_same_run(folder.path, uninterrupted)
 
 
-def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
-    recipe = read_recipe(DIGITS, SMALL)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 4)
+def test_a_damaged_line_of_metrics_costs_no_other_and_is_said(uninterrupted, tmp_path) -> None:
+    folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", 4)
     first, rest = folder.metrics_path.read_bytes().split(b"\n", 1)
     folder.metrics_path.write_bytes(first + b"\n\xff{]\n" + rest)
     console = quiet()
     assert resume_run(Request(None, [], folder.path), console, Interrupt()).finished
-    assert curve(folder.path) == curve(uninterrupted)
-    assert isinstance(console.file, io.StringIO)
+    assert curve(folder.path) == curve(uninterrupted) and isinstance(console.file, io.StringIO)
     assert "1 damaged lines of" in console.file.getvalue()
 
 
 def test_a_run_without_any_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     folder = create(tmp_path / "run", recipe_to_toml(read_recipe(DIGITS, SMALL)))
     folder.append_metrics({"kind": "step", "step": 1, "loss": 0.0})
-    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).steps == NUM_STEPS
-    assert curve(folder.path) == curve(uninterrupted)
+    assert resume(folder.path).steps == NUM_STEPS and curve(folder.path) == curve(uninterrupted)
 
 
 def test_the_whole_curve_is_there_once(uninterrupted: Path) -> None:
@@ -167,8 +112,7 @@ def test_the_whole_curve_is_there_once(uninterrupted: Path) -> None:
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(uninterrupted: Path) -> None:
-    lines = curve(uninterrupted)
-    sizes = [500, 500, 438]
+    lines, sizes = curve(uninterrupted), [500, 500, 438]
     for epoch in (1, 2):
         losses = [line["loss"] for line in lines if line["kind"] == "step"][3 * epoch - 3 :]
         mean = sum(loss * size for loss, size in zip(losses, sizes, strict=False)) / sum(sizes)
@@ -178,62 +122,43 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(uninterrupted: Path) 
 
 def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
     names = {path.name for path in uninterrupted.iterdir()}
-    assert names - {".lock"} == {
-        "plan.json",
-        "plans",
-        "recipe.toml",
-        "metrics.jsonl",
-        "data.digest",
-        "checkpoints",
-        "timeline.json",
-        "timeline.chrome.json",
-        "environment.json",
-        "step.json",
-        "memory.json",
-        "summary.json",
-        "report.html",
-    }
+    read = {"plan.json", "plans", "recipe.toml", "environment.json", "data.digest", "checkpoints"}
+    told = {"timeline.json", "timeline.chrome.json", "step.json", "memory.json", "summary.json"}
+    assert names - {".lock"} == {*read, *told, "metrics.jsonl", "report.html"}
     assert read_recipe(uninterrupted / "recipe.toml") == read_recipe(DIGITS, SMALL)
 
 
-def test_another_number_of_micro_batches_is_refused(uninterrupted: Path) -> None:
-    with pytest.raises(RecipeError, match="num_microbatches was 8 and cannot become 4 on resume"):
-        resume_run(
-            Request(None, ["pipeline.num_microbatches=4"], uninterrupted), quiet(), Interrupt()
-        )
+@pytest.mark.parametrize(
+    "changes, recipe, error, message",
+    [
+        (["pipeline.num_microbatches=4"], None, RecipeError, "was 8 and cannot become 4 on res"),
+        ([], None, RunFolderError, "has trained all its 2 epochs"),
+        ([], DIGITS, RecipeError, r"model\.width was 4 and cannot become 32 on resume"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(uninterrupted, changes, recipe, error, message) -> None:
+    with pytest.raises(error, match=message):
+        resume(uninterrupted, changes, recipe)
 
 
 def test_a_run_that_trains_cannot_be_resumed_by_another_job(uninterrupted: Path) -> None:
     lock = RunFolder(uninterrupted).lock()
     assert lock is not None
     with pytest.raises(RunFolderError, match="another job trains in"):
-        resume_run(Request(None, [], uninterrupted), quiet(), Interrupt())
+        resume(uninterrupted)
     lock.release()
 
 
-def test_a_finished_run_cannot_be_resumed(uninterrupted: Path) -> None:
-    with pytest.raises(RunFolderError, match="has trained all its 2 epochs"):
-        resume_run(Request(None, [], uninterrupted), quiet(), Interrupt())
-
-
-def test_another_recipe_cannot_take_over_a_run_folder(uninterrupted: Path) -> None:
-    with pytest.raises(RecipeError, match=r"model\.width was 4 and cannot become 32 on resume"):
-        resume_run(Request(DIGITS, [], uninterrupted), quiet(), Interrupt())
-
-
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
-    recipe = read_recipe(DIGITS, SMALL)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-    with Trainer(recipe) as trainer:
-        train_until(trainer, folder, 4)
+    folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", 4)
     (folder.checkpoint_path(4) / "model.safetensors").write_bytes(b"")
     way_out = r"damaged.*\nTo resume from .*step-000002, delete .*step-000004$"
     with pytest.raises(CheckpointError, match=way_out):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
     (folder.checkpoint_path(2) / "optimizer.safetensors").write_bytes(b"")
     way_out = r"damaged.*\nNo other checkpoint in .* is sound.* begin again at step 0"
     with pytest.raises(CheckpointError, match=way_out):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
 
 
 def test_a_checkpoint_that_no_run_saved_is_refused(tmp_path: Path) -> None:
@@ -242,7 +167,7 @@ def test_a_checkpoint_that_no_run_saved_is_refused(tmp_path: Path) -> None:
     with Trainer(recipe) as trainer:
         save_checkpoint(folder.checkpoint_path(1), trainer.pipe, trainer.optimizer, position={})
     with pytest.raises(CheckpointError, match="not saved by `penstock train`: it has no recipe"):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
@@ -256,22 +181,17 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path
     RunFolder(theirs).checkpoint_path(3).rename(RunFolder(ours).checkpoint_path(5))
     differs = "step-000005 is of another run: optimizer.lr is 0.5 there and 0.005 here; train.see"
     with pytest.raises(RunFolderError, match=differs):
-        resume_run(Request(None, ["pipeline.num_stages=1"], ours), quiet(), Interrupt())
-    assert curve(ours) == before
-    assert len(RunFolder(ours).checkpoints()) == 3
+        resume(ours, ["pipeline.num_stages=1"])
+    assert curve(ours) == before and len(RunFolder(ours).checkpoints()) == 3
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     sets = [word for change in [*SMALL, "train.epochs=2000"] for word in ("--set", change)]
     train = [sys.executable, "-m", "penstock", "train", str(DIGITS)]
-    process = subprocess.Popen(
-        [*train, "--run-folder", "run", *sets],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    options: dict[str, Any] = {"cwd": tmp_path}
+    options |= {"env": {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"}}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*train, "--run-folder", "run", *sets], **options)
     assert process.stderr is not None
     said_so_far = list(takewhile(lambda line: not line.startswith("epoch"), process.stderr))
     process.send_signal(signal.SIGINT)
@@ -286,9 +206,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before, number", [(print, signal.SIGHUP), (signal.SIG_IGN, 0)])
-def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(
-    before: Any, number: int
-) -> None:
+def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(before, number) -> None:
     kept = signal.signal(signal.SIGHUP, before)
     try:
         with Interrupt() as interrupt:
@@ -300,9 +218,7 @@ def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(
 
 
 @pytest.mark.slow
-def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(uninterrupted, tmp_path) -> None:
     """As in `penstock train ... 2>&1 | head -2`."""
     sets = [word for change in SMALL for word in ("--set", change)]
     process = subprocess.Popen(
@@ -317,13 +233,10 @@ def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(
     said = [process.stdout.readline() for _ in range(2)]
     process.stdout.close()
     assert process.wait(timeout=60) == 0, said
-    assert curve(tmp_path / "run") == curve(uninterrupted)
-    assert weights(tmp_path / "run", NUM_STEPS).keys() == weights(uninterrupted, NUM_STEPS).keys()
+    assert_same_run(tmp_path / "run", uninterrupted)
 
 
-def test_the_command_prints_a_summary_as_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_summary_as_json(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     sets = [word for change in SMALL for word in ("--set", change)]
     assert run(["train", str(DIGITS), "--json", *sets]) == 0
@@ -336,5 +249,63 @@ def test_a_run_ends_without_threads_left(tmp_path: Path) -> None:
     import threading
 
     before = threading.active_count()
-    start_run(Request(DIGITS, SMALL, tmp_path / "run"), quiet(), Interrupt())
+    start(DIGITS, SMALL, tmp_path / "run")
     assert threading.active_count() == before
+
+
+TWO = [*SMALL, "pipeline.schedule=pipedream_2bw", "train.window=2"]
+STASHED = [*SMALL, "pipeline.schedule=pipedream", "pipeline.partition=[4, 4]", "train.window=2"]
+STASHED += ["optimizer.lr=0.001"]
+
+
+@pytest.mark.parametrize("changes", [TWO, STASHED], ids=["pipedream_2bw", "pipedream"])
+def test_a_run_goes_on_bit_by_bit_from_where_a_window_ended(changes, tmp_path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    summary = start(DIGITS, changes, whole)
+    assert summary.finished and summary.steps == NUM_STEPS
+    stopped(read_recipe(DIGITS, changes), broken, 2)  # of windows of 2, 1, 2 and 1 batches
+    layout = ["pipeline.recompute=never"]
+    if changes is TWO:  # lags the same for every number of stages
+        layout.append("pipeline.num_stages=3")
+    assert resume(broken, layout).finished
+    assert_same_run(broken, whole)
+
+
+def test_checkpoints_are_saved_where_windows_end(tmp_path: Path) -> None:
+    changes = [*TWO, "train.checkpoint_every=1"]
+    folder = tmp_path / "run"
+    assert start(DIGITS, changes, folder).finished
+    steps = [int(path.name.split("-")[-1]) for path in RunFolder(folder).checkpoints()]
+    assert steps == [2, 3, 5, 6]
+
+
+def test_windows_of_one_batch_are_synchronous_training(tmp_path: Path) -> None:
+    plain, window = tmp_path / "plain", tmp_path / "window"
+    changes = [*SMALL, "pipeline.schedule=pipedream_2bw"]
+    assert start(DIGITS, SMALL, plain).finished and start(DIGITS, changes, window).finished
+    assert curve(plain) == curve(window)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.max_grad_norm=1.0", "the norm over all stages is not known"),
+        ("train.precision=float16", "has overflowed is not known"),
+        ("train.average_decay=0.9", "average is taken when all weights are of one update"),
+        ("pipeline.num_replicas=2", "wait for the gradients of all replicas"),
+        ("pipeline.schedule=pipedream", "depends on its stage; list the layers"),
+        ("pipeline.schedule=gpipe", "ends every batch with a flush"),
+    ],
+)
+def test_what_cannot_be_as_asked_is_refused_with_the_reason(change: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        read_recipe(DIGITS, [*TWO, change])
+
+
+def test_a_run_whose_weights_lag_cannot_go_on_with_another_lag(tmp_path: Path) -> None:
+    folder = stopped(read_recipe(DIGITS, TWO), tmp_path / "run", 2)
+    with pytest.raises(RecipeError, match=r"train\.window was 2 and cannot become 3"):
+        resume(folder.path, ["train.window=3"])
+    other = ["pipeline.schedule=pipedream", "pipeline.partition=[4, 4]"]
+    with pytest.raises(RecipeError, match=r"pipeline\.schedule was"):
+        resume(folder.path, other)

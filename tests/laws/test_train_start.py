@@ -1,39 +1,38 @@
-"""A run that starts from the weights of another, and runs judged by averaged weights."""
+"""Runs that start from the weights of another, averages that judge, and learning rates."""
 
+import io
+import math
 import shutil
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock_recipes.errors import RecipeError
-from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
-from penstock_recipes.recipe.recipe import Recipe
-from penstock_recipes.train.command import Request, resume_run, start_run
-from penstock_recipes.train.display import Display
+from penstock_recipes.recipe.optimizer_sections import Cosine, Exponential
+from penstock_recipes.recipe.read import read_recipe
+from penstock_recipes.train.command import Request, start_run
 from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.train.learning_rate import learning_rate, warmup_cosine
 from penstock_recipes.train.loop import Trainer
-from penstock_recipes.train.run_folder import RunFolder, create
+from penstock_recipes.train.run_folder import RunFolder
 from tests.digits import DIGITS, SMALL
-from tests.quiet import quiet
+from tests.runs import assert_same_weights, resume, start, stopped
 
-ONE_EPOCH = (
-    *SMALL,
-    "train.epochs=1",
-    "train.average_decay=0.5",
-    "learning_rate.warmup_epochs=0",
-    "train.checkpoint_every=1",
-    "train.keep_checkpoints=9",
-)
+ONE_EPOCH = [*SMALL, "train.epochs=1", "train.average_decay=0.5", "learning_rate.warmup_epochs=0"]
+ONE_EPOCH += ["train.checkpoint_every=1", "train.keep_checkpoints=9"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    assert start_run(Request(DIGITS, ONE_EPOCH, folder), quiet(), Interrupt()).finished
+    assert start(DIGITS, ONE_EPOCH, folder).finished
     return folder
 
 
@@ -62,6 +61,8 @@ def test_all_but_the_new_layers_are_the_averages_of_the_other_run(finished: Path
         (["model.width=5"], "name what begins anew in start.new_layers"),
         (['start.new_layers=["tail"]'], 'new_layers has "tail", and the model has no such'),
         (["data.seed=1"], "data.seed = 1 holds out other samples than the 0 of"),
+        (["start.checkpoint=none"], "does not exist; give the folder of a finished run"),
+        (["start.checkpoint=", 'start.new_layers=["head"]'], r"there is no start\.checkpoint"),
     ],
 )
 def test_what_does_not_fit_is_named(finished: Path, changes: list[str], message: str) -> None:
@@ -70,47 +71,19 @@ def test_what_does_not_fit_is_named(finished: Path, changes: list[str], message:
         Trainer(recipe)
 
 
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    recipe = read_recipe(DIGITS, [*ONE_EPOCH, f"start.checkpoint={tmp_path / 'none'}"])
-    with pytest.raises(RecipeError, match="does not exist; give the folder of a finished run"):
-        Trainer(recipe)
-
-
-def test_new_layers_need_a_checkpoint() -> None:
-    recipe = read_recipe(DIGITS, [*ONE_EPOCH, 'start.new_layers=["head"]'])
-    with pytest.raises(RecipeError, match=r"there is no start\.checkpoint"):
-        Trainer(recipe)
-
-
 FINE_TUNED = ('start.new_layers=["head"]', "data.labels=parity")
-
-
-def stopped(recipe: Recipe, path: Path) -> RunFolder:
-    """Train one step of a run."""
-    interrupt = Interrupt()
-    folder = create(path, recipe_to_toml(recipe))
-
-    class Stop(Display):
-        def show_step(self, *_: object) -> None:
-            interrupt.number = 2
-
-    with Trainer(recipe) as trainer:
-        trainer.run(folder, Stop(quiet(), 1, 3, trainer.task), interrupt)
-        assert trainer.position.step == 1
-    return folder
 
 
 def test_a_fine_tuned_run_without_a_sound_checkpoint_begins_with_the_same_weights(
     finished: Path, tmp_path: Path
 ) -> None:
     recipe = read_recipe(DIGITS, [*ONE_EPOCH, f"start.checkpoint={finished}", *FINE_TUNED])
-    folder = stopped(recipe, tmp_path / "run")
+    folder = stopped(recipe, tmp_path / "run", 1)
     (folder.checkpoints()[-1] / "model.safetensors").write_bytes(b"")
     with Trainer(recipe) as trainer:
         expected = {name: t.clone() for name, t in trainer.pipe.state_dict().items()}
     with Trainer(recipe, resumes=True) as trainer:
-        said = trainer.resume(folder, falls_back=True)
-        found = trainer.pipe.state_dict()
+        said, found = trainer.resume(folder, falls_back=True), trainer.pipe.state_dict()
     assert trainer.position.step == 0
     assert "is set aside" in said[0] and said[1].endswith("the run begins again at step 0")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -124,12 +97,12 @@ def test_a_fine_tuned_run_begins_again_with_the_checkpoint_it_began_with_or_not_
     shutil.copytree(finished, source)
     changes = [*ONE_EPOCH, f"start.checkpoint={source}", *FINE_TUNED]
     whole = tmp_path / "whole"
-    assert start_run(Request(DIGITS, changes, whole), quiet(), Interrupt()).finished
-    folder = stopped(read_recipe(DIGITS, changes), tmp_path / "run")
+    assert start(DIGITS, changes, whole).finished
+    folder = stopped(read_recipe(DIGITS, changes), tmp_path / "run", 1)
     shutil.rmtree(folder.checkpoints()[-1])
     begun_from = RunFolder(source).checkpoints()[-1]
     shutil.copytree(begun_from.with_name("step-000001"), begun_from.with_name("step-000009"))
-    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).finished
+    assert resume(folder.path).finished
     ours, theirs = (
         load_file(RunFolder(f).checkpoints()[-1] / "model.safetensors")
         for f in (folder.path, whole)
@@ -139,27 +112,18 @@ def test_a_fine_tuned_run_begins_again_with_the_checkpoint_it_began_with_or_not_
     shutil.rmtree(folder.path / "checkpoints")
     shutil.rmtree(begun_from)
     with pytest.raises(CheckpointError, match=r"step-000003, are gone or not the same any more"):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
     shutil.copytree(begun_from.with_name("step-000001"), begun_from)
     with pytest.raises(CheckpointError, match=r"step-000003, are gone or not the same any more"):
-        resume_run(Request(None, [], folder.path), quiet(), Interrupt())
+        resume(folder.path)
     assert list(folder.read_metrics())  # nothing was lost
 
 
-def test_a_resumed_run_has_the_same_averages_in_any_other_layout(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_same_averages_in_any_other_layout(finished, tmp_path) -> None:
     folder = tmp_path / "run"
-    stopped(read_recipe(DIGITS, [*ONE_EPOCH, "pipeline.num_stages=3"]), folder)
-    changes = ["pipeline.num_stages=2"]
-    assert resume_run(Request(None, changes, folder), quiet(), Interrupt()).finished
-    for name in ("model", "optimizer"):
-        found, expected = (
-            load_file(RunFolder(f).checkpoints()[-1] / f"{name}.safetensors")
-            for f in (folder, finished)
-        )
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+    stopped(read_recipe(DIGITS, [*ONE_EPOCH, "pipeline.num_stages=3"]), folder, 1)
+    assert resume(folder, ["pipeline.num_stages=2"]).finished
+    assert_same_weights(folder, finished)
     scores = [list(RunFolder(f).read_metrics())[-1]["test_accuracy"] for f in (folder, finished)]
     assert scores[0] == scores[1]
 
@@ -185,3 +149,57 @@ def test_a_run_is_judged_by_its_averages(finished: Path, monkeypatch: pytest.Mon
         assert torch.equal(torch.cat(seen), of_averages)
         assert not torch.equal(of_averages, of_newest)
         assert all(torch.equal(before[n], t) for n, t in trainer.pipe.state_dict().items())
+
+
+PEAK = 0.3
+
+
+def rates(warmup_steps: int, final_share: float = 0.0) -> list[float]:
+    """Give the learning rates of 100 steps, and what the step after the last would have."""
+    return [
+        warmup_cosine(
+            step, num_steps=100, warmup_steps=warmup_steps, peak=PEAK, final_share=final_share
+        )
+        for step in range(101)
+    ]
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 10, 99])
+def test_it_reaches_the_peak_at_the_end_of_the_warm_up_and_only_falls_then(warmup_steps) -> None:
+    rising, falling = rates(warmup_steps)[:warmup_steps], rates(warmup_steps)[warmup_steps:]
+    assert falling[0] == PEAK and all(a > b for a, b in pairwise(falling))
+    assert rising == pytest.approx([PEAK * (n + 1) / warmup_steps for n in range(warmup_steps)])
+
+
+@pytest.mark.parametrize("final_share", [0.0, 0.1, 1.0])
+def test_it_ends_at_its_final_share(final_share: float) -> None:
+    assert rates(10, final_share)[-1] == pytest.approx(PEAK * final_share)
+
+
+@pytest.mark.parametrize("section", [Cosine, partial(Exponential, name="exponential")])
+@pytest.mark.parametrize("warmup_epochs", [2, 2.5, 7])
+def test_a_warm_up_longer_than_the_run_is_shortened_to_it(section, warmup_epochs) -> None:
+    found = [
+        learning_rate(
+            section(warmup_epochs=warmup_epochs), step, peak=PEAK, steps_per_epoch=5, epochs=2
+        )
+        for step in range(10)
+    ]
+    assert found == pytest.approx([PEAK * (n + 1) / 10 for n in range(10)])
+
+
+def test_a_step_more_than_was_reckoned_with_has_a_learning_rate_too() -> None:
+    """Epochs of parallel text differ in steps, so a run may have more than the first one says."""
+    section = Cosine(warmup_epochs=2, final_share=0.5)
+    assert learning_rate(section, 10, peak=PEAK, steps_per_epoch=5, epochs=2) == PEAK
+
+
+def test_a_run_says_that_its_warm_up_is_shortened(tmp_path: Path) -> None:
+    said, changes = io.StringIO(), [*SMALL, "train.epochs=1"]
+    console = Console(file=said)
+    assert start_run(Request(DIGITS, changes, tmp_path / "run"), console, Interrupt()).finished
+    assert "warmup_epochs = 2 is not less than train.epochs = 1" in said.getvalue()
+
+
+def test_halfway_down_the_cosine_is_half_the_peak() -> None:
+    assert math.isclose(rates(0)[50], PEAK / 2)

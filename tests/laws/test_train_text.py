@@ -4,26 +4,21 @@ import csv
 import json
 import math
 import shutil
-import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock_recipes.errors import RecipeError, RunFolderError
-from penstock_recipes.recipe.read import read_recipe, recipe_to_toml
-from penstock_recipes.train.command import Request, resume_run, start_run
-from penstock_recipes.train.display import Display
-from penstock_recipes.train.interrupt import Interrupt
+from penstock_recipes.recipe.read import read_recipe
 from penstock_recipes.train.loop import Trainer
-from penstock_recipes.train.run_folder import RunFolder, create
+from penstock_recipes.train.run_folder import RunFolder
 from penstock_recipes.train.weights import mean_weights, tensor_names
-from tests.quiet import quiet
 from tests.recipes.text_recipes import NAMES, TEXT
+from tests.runs import assert_same_run, curve, resume, start, stopped
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +38,8 @@ def uninterrupted(
 ) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp("runs") / name for name in recipes}
     for name, recipe in recipes.items():
-        assert start_run(Request(recipe, [], folders[name]), quiet(), Interrupt()).finished
+        assert start(recipe, [], folders[name]).finished
     return folders
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics but for those that a clock decides."""
-    lines = RunFolder(folder).read_metrics()
-    return [{k: v for k, v in line.items() if k != "samples_per_s"} for line in lines]
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the newest checkpoint's model and optimizer."""
-    newest = RunFolder(folder).checkpoints()[-1]
-    return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")
 
 
 ONE = ["pipeline.num_stages=1"]
@@ -72,29 +55,10 @@ THREE = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]
         pytest.param("text", 6, ONE, marks=pytest.mark.slow),
     ],
 )
-def test_it_goes_on_bit_by_bit(
-    recipes: dict[str, Path],
-    uninterrupted: dict[str, Path],
-    tmp_path: Path,
-    name: str,
-    stop: int,
-    changes: list[str],
-) -> None:
-    recipe, interrupt = read_recipe(recipes[name]), Interrupt()
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-
-    class Stop(Display):
-        def show_step(self, position: Any, meter: Any) -> None:
-            interrupt.number = signal.SIGINT if position.step >= stop else 0
-
-    with Trainer(recipe) as trainer:
-        trainer.run(folder, Stop(quiet(), 2, 9, trainer.task), interrupt)
-        assert trainer.position.step == stop and not trainer.finished
-    assert resume_run(Request(None, changes, folder.path), quiet(), Interrupt()).finished
-    assert curve(folder.path) == curve(uninterrupted[name])
-    found, expected = tensors(folder.path), tensors(uninterrupted[name])
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+def test_it_goes_on_bit_by_bit(recipes, uninterrupted, tmp_path, name, stop, changes) -> None:
+    folder = stopped(read_recipe(recipes[name]), tmp_path / "run", stop)
+    assert resume(folder.path, changes).finished
+    assert_same_run(folder.path, uninterrupted[name])
     made = {"names": "translations.tsv", "text": "sample.txt"}[name]
     assert (folder.path / made).read_text() == (uninterrupted[name] / made).read_text()
 
@@ -141,15 +105,12 @@ def test_what_was_not_made_of_a_finished_run_is_made_when_it_is_resumed(
     folder = shutil.copytree(uninterrupted[name], tmp_path / "run")
     expected = (folder / made).read_text()
     (folder / made).unlink()
-    assert resume_run(Request(None, [], folder), quiet(), Interrupt()).finished
-    assert (folder / made).read_text() == expected
+    assert resume(folder).finished and (folder / made).read_text() == expected
     with pytest.raises(RunFolderError, match="there is nothing to resume"):
-        resume_run(Request(None, [], folder), quiet(), Interrupt())
+        resume(folder)
 
 
-def test_a_run_goes_on_with_the_text_that_it_began_with(
-    uninterrupted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_the_text_that_it_began_with(uninterrupted: Any, tmp_path: Any) -> None:
     folder = shutil.copytree(uninterrupted["text"], tmp_path / "run")
     recipe = (folder / "recipe.toml").read_text()
     path = Path(read_recipe(folder / "recipe.toml").data.path)  # type: ignore[union-attr]
@@ -157,12 +118,10 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(
     (folder / "recipe.toml").write_text(recipe.replace(str(path), str(tmp_path / "text.txt")))
     (folder / "sample.txt").unlink()
     with pytest.raises(ConfigError, match=r"the data are not those that .* began with"):
-        resume_run(Request(None, [], folder), quiet(), Interrupt())
+        resume(folder)
 
 
-def test_weights_without_their_vocabulary_are_refused(
-    recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_weights_without_their_vocabulary_are_refused(recipes, uninterrupted, tmp_path) -> None:
     for name in recipes:
         folder = shutil.copytree(uninterrupted[name], tmp_path / name)
         (folder / "vocabulary.json").unlink()
@@ -174,14 +133,14 @@ def test_a_run_on_other_text_starts_from_weights_and_their_vocabulary(
     recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "other.txt").write_text("It is another text, of other words.\n" * 40)
-    start = uninterrupted["text"]
-    given = [f"start.checkpoint={start}", f"data.path={tmp_path / 'other.txt'}"]
+    begun = uninterrupted["text"]
+    given = [f"start.checkpoint={begun}", f"data.path={tmp_path / 'other.txt'}"]
     with pytest.raises(CheckpointError, match="was trained with a vocabulary of"):
         Trainer(read_recipe(recipes["text"], given))
-    given.append(f"data.vocabulary={start / 'vocabulary.json'}")
+    given.append(f"data.vocabulary={begun / 'vocabulary.json'}")
     with Trainer(read_recipe(recipes["text"], given)) as trainer:
         names = tensor_names(trainer.model)
-        expected = dict(mean_weights(RunFolder(start).checkpoints()[-1:], names))
+        expected = dict(mean_weights(RunFolder(begun).checkpoints()[-1:], names))
         found = trainer.pipe.state_dict()
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
@@ -202,18 +161,10 @@ def test_a_fine_tuned_run_goes_on_without_the_run_that_it_began_with(
     recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
 ) -> None:
     old = shutil.copytree(uninterrupted["text"], tmp_path / "old")
-    given, interrupt = [f"start.checkpoint={old}", "train.checkpoint_every=2"], Interrupt()
-    recipe = read_recipe(recipes["text"], given)
-    folder = create(tmp_path / "run", recipe_to_toml(recipe))
-
-    class Stop(Display):
-        def show_step(self, position: Any, meter: Any) -> None:
-            interrupt.number = signal.SIGINT
-
-    with Trainer(recipe) as trainer:
-        trainer.run(folder, Stop(quiet(), 2, 9, trainer.task), interrupt)
+    given = [f"start.checkpoint={old}", "train.checkpoint_every=2"]
+    folder = stopped(read_recipe(recipes["text"], given), tmp_path / "run", 1)
     shutil.rmtree(old)
-    assert resume_run(Request(None, [], folder.path), quiet(), Interrupt()).finished
+    assert resume(folder.path).finished
 
 
 def test_a_run_learns(uninterrupted: dict[str, Path]) -> None:
@@ -226,13 +177,8 @@ def test_a_run_learns(uninterrupted: dict[str, Path]) -> None:
 
 def test_a_step_weighs_its_parts_by_their_words(recipes: dict[str, Path]) -> None:
     """The gradient of a step is that of its parts at once, but for rounding."""
-    given = [
-        "model.dropout=0",
-        "pipeline.num_stages=1",
-        "train.average_checkpoints=1",
-        "data.tokens_per_step=4000",
-        "data.tokens_per_part=500",
-    ]
+    given = ["model.dropout=0", "pipeline.num_stages=1", "train.average_checkpoints=1"]
+    given += ["data.tokens_per_step=4000", "data.tokens_per_part=500"]
     with Trainer(read_recipe(recipes["names"], given)) as trainer:
         batch = next(trainer.task.batches(0, 0, slice))
         assert len(batch.parts) == 8 and math.isclose(sum(p.share for p in batch.parts), 1)
@@ -249,17 +195,13 @@ def test_a_step_weighs_its_parts_by_their_words(recipes: dict[str, Path]) -> Non
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_weights_of_another_vocabulary_are_refused(
-    recipes: dict[str, Path], uninterrupted: dict[str, Path]
-) -> None:
+def test_weights_of_another_vocabulary_are_refused(recipes: Any, uninterrupted: Any) -> None:
     given = [f"start.checkpoint={uninterrupted['names']}", "data.vocabulary_size=280"]
     with pytest.raises(CheckpointError, match="was trained with a vocabulary of 300 tokens"):
         Trainer(read_recipe(recipes["names"], given))
 
 
-def test_a_run_that_goes_on_needs_the_same_vocabulary(
-    recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_needs_the_same_vocabulary(recipes, uninterrupted, tmp_path) -> None:
     with Trainer(read_recipe(recipes["names"], ["data.vocabulary_size=280"])) as trainer:
         with pytest.raises(ConfigError, match="is not this vocabulary; it is never overwritten"):
             trainer.task.begin(uninterrupted["names"])
@@ -283,9 +225,7 @@ def test_a_run_that_goes_on_needs_the_same_vocabulary(
         ("names", ["data.tokens_per_part=8192"], "a step at least one part"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_runs(
-    recipes: dict[str, Path], name: str, changes: list[str], message: str
-) -> None:
+def test_what_cannot_work_is_refused_before_anything_runs(recipes, name, changes, message) -> None:
     with pytest.raises((RecipeError, ConfigError)) as caught:
         Trainer(read_recipe(recipes[name], changes))
     assert message in " ".join(str(caught.value).split())

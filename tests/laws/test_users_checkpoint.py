@@ -8,27 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import penstock
 from tests.laws.test_equality_or_refusal import model
+from tests.model_parts import Checkpointed
 from tests.side_by_side import assert_trains_like_unsplit, pipeline
 from tests.ways import WAYS
 
 REENTRANT = pytest.mark.parametrize("reentrant", (True, False))
-
-
-class Checkpointed(nn.Module):
-    """A module under torch's activation checkpoint, while `on`."""
-
-    def __init__(self, module: nn.Module, *, reentrant: bool, on: bool = True) -> None:
-        super().__init__()
-        self.module, self.reentrant, self.on = module, reentrant, on
-
-    def forward(self, x: Tensor) -> Any:
-        if not self.on:
-            return self.module(x)
-        return checkpoint(self.module, x, use_reentrant=self.reentrant)
 
 
 def block() -> nn.Sequential:
@@ -77,13 +64,10 @@ def test_dropout_inside_is_drawn_again_as_it_was(reentrant: bool, way: dict[str,
 
 @REENTRANT
 @pytest.mark.parametrize("way", WAYS)
-def test_a_checkpoint_that_is_switched_on_is_refused_once(
-    reentrant: bool, way: dict[str, Any]
-) -> None:
+def test_a_checkpoint_that_is_switched_on_is_refused_once(reentrant: bool, way: Any) -> None:
     torch.manual_seed(0)
-    inner = Checkpointed(
-        nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), reentrant=reentrant, on=False
-    )
+    dropping = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+    inner = Checkpointed(dropping, reentrant=reentrant, on=False)
     made = model(lambda: [nn.Linear(6, 6), inner, nn.Linear(6, 3)])
     built = made.build()
     ((x, y),) = made.batches(9, count=1)
@@ -146,17 +130,13 @@ class ByHand(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_written_by_hand_around_dropout_is_refused(way: dict[str, Any]) -> None:
     made = model(lambda: [nn.Linear(6, 6), ByHand(), nn.Linear(6, 3)])
-    with (
-        pipeline(made, made.build(), num_stages=3, num_microbatches=3, **way) as pipe,
-        pytest.raises(penstock.errors.RandomnessError),
-    ):
+    pipe = pipeline(made, made.build(), num_stages=3, num_microbatches=3, **way)
+    with pipe, pytest.raises(penstock.errors.RandomnessError):
         for x, y in made.batches(9, count=2):
             pipe.train_step(x, y)
 
 
-class Meeting(torch.autograd.Function):
-    """Calls a function in its backward."""
-
+class Meeting(torch.autograd.Function):  # calls a function in its backward
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[], Any]) -> Tensor:
         ctx.function = function
@@ -177,9 +157,7 @@ class Calling(nn.Module):
         return Meeting.apply(x, self.function)
 
 
-class Again(nn.Module):
-    """Calls a function when it is run again in a backward."""
-
+class Again(nn.Module):  # calls a function when it is run again in a backward
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
         self.linear, self.function = nn.Linear(6, 6), function
@@ -207,12 +185,8 @@ def test_two_checkpoints_that_run_again_at_once_leave_the_generators_alone() -> 
     second = Checkpointed(Again(lambda: next(runs)()), reentrant=False)
     layers = [nn.Linear(6, 6), Calling(ended.set), first, second, Calling(lambda: next(turns)())]
     model = nn.Sequential(*layers)
-    with penstock.Pipeline(
-        model,
-        partition=[3, 2],
-        num_microbatches=2,
-        loss=nn.functional.mse_loss,
-        schedule=penstock.schedules.one_f_one_b,
-        recompute=penstock.Recompute.NEVER,
-    ) as pipe:
+    options: dict[str, Any] = {"partition": [3, 2], "num_microbatches": 2}
+    options |= {"loss": nn.functional.mse_loss, "schedule": penstock.schedules.one_f_one_b}
+    options |= {"recompute": penstock.Recompute.NEVER}
+    with penstock.Pipeline(model, **options) as pipe:
         pipe.train_step(torch.randn(4, 6), torch.randn(4, 6))

@@ -37,9 +37,7 @@ BlockCall = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One way to train a member."""
-
+class Run:  # one way to train a member
     num_stages: int
     num_microbatches: int
     schedule: Any
@@ -58,7 +56,6 @@ class Run:
 
 
 def few_runs(rotation: int) -> Iterator[Run]:
-    """Give one run for each K; one member after the other, schedules take their turns."""
     for turn, num_stages in enumerate(STAGES, rotation):
         yield Run(
             num_stages,
@@ -83,35 +80,28 @@ def many_runs(rotation: int) -> Iterator[Run]:
 
 
 def make(name: str, device: str = "cpu") -> Member:
-    """Make a member, with the same weights each time."""
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(0)
         return ZOO_MEMBERS[name]()
 
 
 def captured_layers(model: nn.Module, inputs: Any) -> Any:
-    """Give what a pipeline takes: a Sequential as it is, anything else captured."""
     if type(model) is nn.Sequential:
         return model
     return penstock.capture(model, inputs, check=False)  # compared here, more closely
 
 
 def piped(name: str, num_microbatches: int, **options: Any) -> Tensors:
-    """Train a member as a pipeline."""
     model, inputs = make(name)
+    told: dict[str, Any] = {"loss": loss, "threads_per_stage": 1}
     with penstock.Pipeline(
-        captured_layers(model, inputs),
-        num_microbatches=num_microbatches,
-        loss=loss,
-        threads_per_stage=1,
-        **options,
+        captured_layers(model, inputs), num_microbatches=num_microbatches, **options, **told
     ) as pipe:
         return trained(model, inputs, pipe.train_step, pipe.eval_step)
 
 
 @cache
 def whole(name: str, num_microbatches: int) -> Tensors:
-    """Train a member as it is."""
     model, inputs = make(name)
     layers = captured_layers(*make(name))
     calls = None if isinstance(layers, nn.Sequential) else captured_of(layers).calls
@@ -142,9 +132,7 @@ def rolled(step: int, leaf: Any) -> Any:
     return leaf.roll(step, 0) if isinstance(leaf, Tensor) else leaf
 
 
-class AsCalled(nn.Module):
-    """A model as one of its inputs, which may be several arguments."""
-
+class AsCalled(nn.Module):  # a model as one of its inputs, which may be several arguments
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -192,13 +180,9 @@ FEW = [
 
 
 def check(name: str, run: Run) -> None:
+    options: dict[str, Any] = {"recompute": run.recompute, "transport": run.transport}
     found = piped(
-        name,
-        run.num_microbatches,
-        num_stages=run.num_stages,
-        schedule=run.schedule,
-        recompute=run.recompute,
-        transport=run.transport,
+        name, run.num_microbatches, num_stages=run.num_stages, schedule=run.schedule, **options
     )
     assert_equal(found, whole(name, run.num_microbatches))
 

@@ -20,6 +20,10 @@ from penstock.model.batch import batch_size, of_size, split, undeclared
 Pair = namedtuple("Pair", "x names")
 X = torch.arange(10.0).reshape(5, 2)
 NAMES = ["a", "b", "c", "d", "e"]
+ABC, DE = NAMES[:3], NAMES[3:]
+DICTS = [{"id": n} for n in range(5)]
+SCALE, ROW = torch.zeros((), requires_grad=True), torch.zeros(1, requires_grad=True)
+NESTED = torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged)
 
 
 @dataclass
@@ -32,24 +36,14 @@ CUT = [
     pytest.param(NAMES, [["a", "b", "c"], ["d", "e"]], id="a list of strings"),
     pytest.param(tuple(NAMES), [("a", "b", "c"), ("d", "e")], id="a tuple of strings"),
     pytest.param([[1], [2, 3], [4], [], [5]], [[[1], [2, 3], [4]], [[], [5]]], id="lists of ids"),
-    pytest.param(
-        [{"id": n} for n in range(5)],
-        [[{"id": 0}, {"id": 1}, {"id": 2}], [{"id": 3}, {"id": 4}]],
-        id="a list of dicts",
-    ),
+    pytest.param(DICTS, [DICTS[:3], DICTS[3:]], id="a list of dicts"),
     pytest.param([None] * 5, [[None] * 3, [None] * 2], id="a list of nothing"),
-    pytest.param(
-        (NAMES, tuple(range(5))),
-        [(["a", "b", "c"], (0, 1, 2)), (["d", "e"], (3, 4))],
-        id="a tuple of lists is structure",
-    ),
+    pytest.param((NAMES, (*range(5),)), [(ABC, (0, 1, 2)), (DE, (3, 4))], id="a tuple of lists"),
     pytest.param({"names": NAMES}, [{"names": ["a", "b", "c"]}, {"names": ["d", "e"]}], id="dict"),
     pytest.param(range(2, 12, 2), [range(2, 8, 2), range(8, 12, 2)], id="a range"),
     pytest.param(deque(NAMES, 9), [deque(NAMES[:3], 9), deque(NAMES[3:], 9)], id="a deque"),
     pytest.param(
-        deque([NAMES, Whole(7)]),
-        [deque([["a", "b", "c"], 7]), deque([["d", "e"], 7])],
-        id="a deque of lists is structure",
+        deque([NAMES, Whole(7)]), [deque([ABC, 7]), deque([DE, 7])], id="a deque of lists"
     ),
     pytest.param(Whole(NAMES), [NAMES, NAMES], id="said to be whole"),
     pytest.param(Whole(range(5)), [range(5)] * 2, id="a range said to be whole"),
@@ -75,8 +69,7 @@ def test_one_entry_per_sample_is_cut_with_the_tensors(around: Any, value: Any, p
     for part, x, expected in zip(found, X.split([3, 2]), parts, strict=True):
         assert type(part) is type(batch)
         left, right = part.values() if isinstance(part, dict) else part
-        assert torch.equal(left, x)
-        assert right == expected
+        assert torch.equal(left, x) and right == expected
 
 
 @pytest.mark.parametrize(
@@ -124,26 +117,14 @@ def test_a_tensor_without_dimensions_is_for_every_micro_batch() -> None:
         pytest.param((X, numpy.zeros((3, 5))), r"an array of 3 entries.*Whole", id="array"),
         pytest.param({"a": NAMES, "b": ["a"]}, r"5 samples and a list of 1", id="two lists"),
         pytest.param([torch.zeros(2, 3), torch.zeros(4, 3)], r"\[2, 4\].*Stack", id="ragged"),
-        pytest.param(
-            {"x": X, "scale": torch.zeros((), requires_grad=True)},
-            "without dimensions. requires grad",
-            id="no dimensions, with a gradient",
-        ),
+        pytest.param({"x": X, "scale": SCALE}, "without dimensions. requires grad", id="a scale"),
         pytest.param(X.to_sparse(), r"sparse or nested.*to_dense.*Whole", id="sparse"),
-        pytest.param(
-            torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged),
-            r"to_padded_tensor",
-            id="nested",
-        ),
+        pytest.param(NESTED, r"to_padded_tensor", id="nested"),
         pytest.param(Whole(X), "no batch to cut", id="only whole"),
         pytest.param([X, Whole(X)], "a second time", id="both"),
         pytest.param((X, Whole(torch.zeros(1, requires_grad=True))), "requires grad", id="grad"),
         pytest.param((X, PerSample(NAMES[:4])), r"a list of 4 entries", id="too few entries"),
-        pytest.param(
-            (X, PerSample([torch.zeros(1, requires_grad=True)] * 5)),
-            "requires grad",
-            id="in entry",
-        ),
+        pytest.param((X, PerSample([ROW] * 5)), "requires grad", id="in entry"),
         pytest.param(numpy.zeros((0, 3)), "empty batch", id="empty"),
     ],
 )
@@ -152,9 +133,7 @@ def test_what_cannot_be_cut_is_refused_with_the_remedy(value: Any, message: str)
         batch_size(value, "inputs")
 
 
-class _Named(Sequence[str]):
-    """A sequence of the user's own."""
-
+class _Named(Sequence[str]):  # a sequence of the user's own
     def __len__(self) -> int:
         return len(NAMES)
 
@@ -162,9 +141,7 @@ class _Named(Sequence[str]):
         return NAMES[place]
 
 
-class _Counted:
-    """Likewise, and says so to nobody."""
-
+class _Counted:  # likewise, and says so to nobody
     __len__, __getitem__ = _Named.__len__, _Named.__getitem__
 
 
@@ -177,9 +154,7 @@ def test_collections_that_may_have_one_entry_per_sample_are_refused(value: Any) 
     message = rf"type {type(value).__name__} with 5 entries.*list\(value\).*Whole\(value\)"
     with pytest.raises(BatchError, match=message):
         batch_size((X, {"names": value}), "inputs")
-    assert (
-        batch_size((X[:4], {"names": value}), "inputs") == 4
-    )  # of another length it is one value
+        assert batch_size((X[:4], {"names": value}), "inputs") == 4  # of another length: one value
     assert batch_size((X, {"names": Whole(value), "cut": list(value)}), "inputs") == 5
     assert batch_size((X[:1], {"names": array("d", [1.0])}), "inputs") == 1  # nothing to cut
 
@@ -226,9 +201,7 @@ def test_a_tuple_of_collections_holds_them_and_is_cut_where_they_are() -> None:
         batch_size((X, (UserList(NAMES), UserList(NAMES))), "inputs")
 
 
-class _Scaled(nn.Module):
-    """Read a list with one entry per sample, beside the tensor."""
-
+class _Scaled(nn.Module):  # read a list with one entry per sample, beside the tensor
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -260,9 +233,7 @@ def test_a_model_that_reads_lists_trains_as_on_the_whole_batch(num_microbatches:
         torch.testing.assert_close(pipe(inputs), whole)
 
 
-class _Gives(nn.Module):
-    """Give a tensor, and beside it what a function makes of it."""
-
+class _Gives(nn.Module):  # give a tensor, and beside it what a function makes of it
     def __init__(self, beside: Any) -> None:
         super().__init__()
         self.beside = beside
@@ -278,16 +249,16 @@ def outputs_of(beside: Any, num_samples: int, num_microbatches: int, call: str) 
         return getattr(pipe, call)(X[:num_samples])
 
 
+def named(x: Tensor) -> dict[str, Tensor]:
+    return {"big" if len(x) > 2 else "small": x}
+
+
 @pytest.mark.parametrize("call", ("eval_step", "forward"))
 @pytest.mark.parametrize(
     "beside, message",
     [
         pytest.param(len, r"output\['beside'\] is 3 .*-batch 0 and 2 .*-batch 1", id="a number"),
-        pytest.param(
-            lambda x: {"big" if len(x) > 2 else "small": x},
-            r"is \{'big': a tensor .* and \{'small'",
-            id="other keys",
-        ),
+        pytest.param(named, r"is \{'big': a tensor .* and \{'small'", id="other keys"),
         pytest.param(lambda x: [x] * len(x), r"output\['beside'\] is \[", id="other length"),
         pytest.param(lambda x: x if len(x) > 2 else None, r"is a tensor of .* None", id="or None"),
         pytest.param(lambda x: (1, Pair(x, str(len(x)))), r"\[1\]\[1\] is '3'", id="deep"),
@@ -295,9 +266,7 @@ def outputs_of(beside: Any, num_samples: int, num_microbatches: int, call: str) 
         pytest.param(lambda x: numpy.zeros(len(x)), "array", id="an array"),
     ],
 )
-def test_outputs_that_differ_in_what_is_no_tensor_are_refused(
-    beside: Any, message: str, call: str
-) -> None:
+def test_outputs_that_differ_in_what_is_no_tensor_are_refused(beside, message, call) -> None:
     with pytest.raises(BoundaryError, match=message) as caught:
         outputs_of(beside, 5, 2, call)
     assert "one row per sample" in str(caught.value)
@@ -308,8 +277,7 @@ def test_constants_that_are_equal_in_all_micro_batches_pass(call: str) -> None:
     constants = {"n": 7, "nan": float("nan"), "name": "x", "list": [1, None], "a": numpy.ones(2)}
     found = outputs_of(lambda x: (dict(constants), Pair(x, "x"), Sample(x, x)), 4, 2, call)
     numbers, pair, sample = found["beside"]
-    assert numbers.keys() == constants.keys()
-    assert torch.equal(pair.x, found["y"])
+    assert numbers.keys() == constants.keys() and torch.equal(pair.x, found["y"])
     assert torch.equal(sample.names, found["y"])
 
 
@@ -333,8 +301,7 @@ class Scored(nn.Module):
 
     def __init__(self, *, with_loss: bool) -> None:
         super().__init__()
-        self.with_loss = with_loss
-        self.linear = nn.Linear(2, 4)
+        self.with_loss, self.linear = with_loss, nn.Linear(2, 4)
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         y = self.linear(x)

@@ -52,9 +52,7 @@ def test_what_is_real_already_keeps_its_values() -> None:
     assert module.linear.weight.isfinite().all()
 
 
-class Masked(nn.Module):
-    """Its reset_parameters forgets the mask."""
-
+class Masked(nn.Module):  # its reset_parameters forgets the mask
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4))

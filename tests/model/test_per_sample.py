@@ -39,8 +39,7 @@ def test_a_list_whose_entries_have_other_sizes_has_one_entry_per_sample(
     batch = around(kind(rows))
     assert batch_size(batch, "inputs") == 3
     for part, wanted in zip(split(batch, [2, 1]), (rows[:2], rows[2:]), strict=True):
-        assert type(part[place]) is kind
-        assert len(part[place]) == len(wanted)
+        assert type(part[place]) is kind and len(part[place]) == len(wanted)
         assert all(map(operator.is_, part[place], wanted))
     assert undeclared(batch)[place] == kind(rows)
 
@@ -57,9 +56,7 @@ def test_targets_of_other_sizes_are_read_by_the_number_of_inputs() -> None:
     assert batch_size(tuple(lists), "targets", 3) == 3
 
 
-class _Detects(nn.Module):
-    """Find as many boxes as each sample has; with labels, the loss as well."""
-
+class _Detects(nn.Module):  # find as many boxes as each sample has; with labels, the loss as well
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 4)])
@@ -87,22 +84,17 @@ def test_boxes_of_each_sample_train_as_in_a_plain_loop(
     model, hints = _Detects(), [torch.ones(n + 1) / 8 for n in range(3)]
     x, own = X[:3].clone().requires_grad_(), X[:3].clone().requires_grad_()
     sizes = {1: [3], 2: [2, 1], 3: [1, 1, 1]}[num_microbatches]
-    expected = torch.zeros(())
-    whole = copy.deepcopy(model)
+    expected, whole = torch.zeros(()), copy.deepcopy(model)
     for start, size in zip((0, sizes[0], 2), sizes, strict=False):
         part = slice(start, start + size)
         term = _misses(whole(hints[part], own[part]), BOXES[part]) * (size / 3)
         term.backward()
         expected = expected + term.detach()
     given = {"hints": hints, "x": x, **({"labels": BOXES} if labels_are_inputs else {})}
-    with penstock.Pipeline(
-        model,
-        num_stages=2,
-        example_inputs=given,
-        num_microbatches=num_microbatches,
-        loss=None if labels_are_inputs else _misses,
-        threads_per_stage=1,
-    ) as pipe:
+    options: dict[str, Any] = {"num_stages": 2, "example_inputs": given}
+    options |= {"num_microbatches": num_microbatches}
+    options |= {"loss": None if labels_are_inputs else _misses, "threads_per_stage": 1}
+    with penstock.Pipeline(model, **options) as pipe:
         if call == "train_step":
             loss = pipe.train_step(given, *([] if labels_are_inputs else [BOXES]))
         else:

@@ -49,8 +49,7 @@ def test_a_value_comes_back_as_it_was(name: str) -> None:
     leaves, structure = flatten(value)
     assert len(leaves) == num_tensors
     again = unflatten(structure, leaves)
-    assert type(again) is type(value)
-    assert str(again) == str(value)
+    assert type(again) is type(value) and str(again) == str(value)
 
 
 def test_one_tensor_met_twice_stays_one() -> None:
@@ -63,8 +62,7 @@ def test_one_tensor_met_twice_stays_one() -> None:
 def test_a_frozen_dataclass_is_rebuilt_and_the_original_untouched() -> None:
     value = Frozen(A, 7)
     changed = tree_map(lambda t: t + 1, value)
-    assert torch.equal(changed.x, A + 1)
-    assert value.x is A
+    assert torch.equal(changed.x, A + 1) and value.x is A
 
 
 def test_only_objects_of_unknown_kind_are_opaque() -> None:
@@ -76,9 +74,7 @@ def test_only_objects_of_unknown_kind_are_opaque() -> None:
     assert list(opaque_values(structure)) == [cache]
 
 
-class Store(MutableMapping[str, Any]):
-    """Keeps its entries in a dict, which a copy of it shares."""
-
+class Store(MutableMapping[str, Any]):  # keeps its entries in a dict, which a copy of it shares
     def __init__(self, **entries: Any) -> None:
         self._entries = entries
 
@@ -98,9 +94,7 @@ class Store(MutableMapping[str, Any]):
         return len(self._entries)
 
 
-class Copied(Store):
-    """Says how it is copied."""
-
+class Copied(Store):  # says how it is copied
     def __copy__(self) -> "Copied":
         return Copied(**self._entries)
 
@@ -111,8 +105,7 @@ def test_a_mapping_whose_copy_shares_its_entries_is_refused_and_left_as_it_was()
         tree_map(lambda t: t + 1, store)
     assert store["x"] is A
     copied = Copied(x=A)
-    assert torch.equal(tree_map(lambda t: t + 1, copied)["x"], A + 1)
-    assert copied["x"] is A
+    assert torch.equal(tree_map(lambda t: t + 1, copied)["x"], A + 1) and copied["x"] is A
 
 
 def test_zero_and_minus_zero_are_not_the_same_number() -> None:

@@ -34,9 +34,7 @@ Given = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a model is cut and run; at most as many stages as it has block calls."""
-
+class Way:  # how a model is cut and run; at most as many stages as it has block calls
     num_stages: int
     schedule: Callable[..., Any]
     recompute: Recompute
@@ -58,9 +56,7 @@ WAYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a model gave; without outputs that cannot be put together to a batch's."""
-
+class Found:  # what a model gave; without outputs that cannot be put together to a batch's
     outputs: Tensors
     in_evaluation: Tensors
     """Losses and gradients, of parameters and inputs."""
@@ -69,7 +65,6 @@ class Found:
 
 
 def run(model: AnyModel, way: Way) -> Found:
-    """Run a model as a pipeline."""
     made, inputs_of = model.make()
     with model.within():
         captured = record_model(made, inputs_of(BATCH), inputs=way.inputs)
@@ -84,23 +79,15 @@ def run(model: AnyModel, way: Way) -> Found:
 
 
 def captured_of(layers: Layers) -> Captured:
-    """Return the model as data that captured layers are made of."""
     assert isinstance(layers.source, CapturedForward)
     return layers.source.captured
 
 
 def make_pipeline(layers: Layers, way: Way, mesh: penstock.Mesh | None = None) -> Pipeline:
-    return Pipeline(
-        layers,
-        mesh=mesh,
-        partition=random_cut(len(layers), way.num_stages),
-        num_microbatches=MICROBATCHES,
-        loss=loss,
-        schedule=way.schedule,
-        recompute=way.recompute,
-        threads_per_stage=1,
-        transport=way.transport,
-    )
+    options: dict[str, Any] = {"mesh": mesh, "num_microbatches": MICROBATCHES, "loss": loss}
+    options |= {"schedule": way.schedule, "recompute": way.recompute, "threads_per_stage": 1}
+    options |= {"transport": way.transport}
+    return Pipeline(layers, partition=random_cut(len(layers), way.num_stages), **options)
 
 
 def evaluated(pipe: Pipeline, inputs: Any) -> list[Tensor]:
@@ -210,7 +197,6 @@ def _numbered(what: str, groups: Iterable[list[Tensor]]) -> Tensors:
 
 
 def differing(found: Given, expected: Given) -> list[str]:
-    """Name what is not the same to the bit."""
     assert found.keys() == expected.keys()
     return [name for name, value in expected.items() if not _same(found[name], value)]
 
@@ -242,13 +228,9 @@ def assert_trains_as_whole(
         options.setdefault("num_stages", 3)
     for part in x.tensor_split(num_microbatches):
         (loss(whole(part), None) / num_microbatches).backward()
-    with Pipeline(
-        penstock.capture(model, x, check=check),
-        num_microbatches=num_microbatches,
-        loss=loss,
-        threads_per_stage=1,
-        **options,
-    ) as pipe:
+    told: dict[str, Any] = {"num_microbatches": num_microbatches, "loss": loss}
+    told |= {"threads_per_stage": 1}
+    with Pipeline(penstock.capture(model, x, check=check), **options, **told) as pipe:
         pipe.train_step(x)
     expected = gradients(whole)
     assert any(gradient is not None and gradient.any() for gradient in expected.values())
@@ -261,6 +243,5 @@ def assert_close(found: Tensors, expected: Tensors) -> None:
     for name in differing(found, expected):
         one, other = found[name], expected[name]
         assert one is not None and other is not None
-        largest = float(other.abs().max())
-        rounding = torch.finfo(torch.bfloat16).eps
+        largest, rounding = float(other.abs().max()), torch.finfo(torch.bfloat16).eps
         torch.testing.assert_close(one, other, rtol=0, atol=rounding * largest)

@@ -55,13 +55,9 @@ def test_a_model_that_computes_its_own_loss_is_trained_from_labels(name: str) ->
     trained = weighed_losses(whole, batch)
     with torch.no_grad():
         evaluated = weighed_losses(whole, batch)
+    options: dict[str, Any] = {"reduction": real_tokens, "threads_per_stage": 1}
     with Pipeline(
-        model,
-        num_stages=3,
-        example_inputs=batch,
-        num_microbatches=2,
-        reduction=real_tokens,
-        threads_per_stage=1,
+        model, num_stages=3, example_inputs=batch, num_microbatches=2, **options
     ) as pipe:
         assert torch.equal(pipe.train_step(batch), trained)
         assert_equal(gradients(model), gradients(whole))
@@ -82,9 +78,7 @@ def test_a_pipeline_of_a_captured_model_is_checked_against_the_whole_one() -> No
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-class Noisy(nn.Linear):
-    """Adds to what it computes a number that is another one each time."""
-
+class Noisy(nn.Linear):  # adds to what it computes a number that is another one each time
     numbers = itertools.count()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,8 +128,7 @@ def test_blocks_that_belong_together_stay_on_one_stage() -> None:
     layers = penstock.capture(model, torch.randn(2, 4), together=["parts.1", "parts.3"])
     for num_stages, expected in ((2, None), (3, (1, 3, 1))):
         with Pipeline(layers, num_stages=num_stages, threads_per_stage=1) as pipe:
-            assert expected in (None, pipe.partition)
-            assert sum(pipe.partition[:1]) not in (2, 3)
+            assert expected in (None, pipe.partition) and sum(pipe.partition[:1]) not in (2, 3)
     with pytest.raises(CutError, match="4 stages asked, 5 block calls found, cut into 3"):
         Pipeline(layers, num_stages=4)
     with pytest.raises(PartitionError, match="which together= keeps on one"):
@@ -155,10 +148,8 @@ def test_inputs_that_every_stage_is_given_do_not_travel() -> None:
         assert_equal(gradients(model), gradients(whole))
     chain = stack(nn.Linear(4, 4), nn.Linear(4, 4))
     layers = penstock.capture(chain, torch.randn(2, 4), inputs="everywhere")
-    with (
-        Pipeline(layers, num_stages=2, loss=lambda y, _: y.sum(), threads_per_stage=1) as pipe,
-        pytest.raises(CutError, match="requires grad, and is given to every stage"),
-    ):
+    pipe = Pipeline(layers, num_stages=2, loss=lambda y, _: y.sum(), threads_per_stage=1)
+    with pipe, pytest.raises(CutError, match="requires grad, and is given to every stage"):
         pipe.train_step(torch.randn(2, 4, requires_grad=True))
 
 
@@ -173,10 +164,8 @@ def test_what_does_not_fit_is_said_before_anything_runs() -> None:
     with pytest.raises(CutError, match=r"inputs='all'; choose 'first' or 'everywhere'"):
         penstock.capture(model, batch, inputs="all")
     batch.pop("labels")
-    with (
-        Pipeline(model, num_stages=2, example_inputs=batch, threads_per_stage=1) as pipe,
-        pytest.raises(ConfigError, match=r"MaskedLMOutput of logits, has no loss\. Give"),
-    ):
+    pipe = Pipeline(model, num_stages=2, example_inputs=batch, threads_per_stage=1)
+    with pipe, pytest.raises(ConfigError, match=r"MaskedLMOutput of logits, has no loss\. Give"):
         pipe.train_step(batch)
 
 
@@ -197,9 +186,7 @@ def test_a_captured_model_prints_as_a_table() -> None:
     assert lines[-1].startswith("checked: outputs and gradients over 8 stages are the model's")
 
 
-class OwnForward(nn.Sequential):
-    """A Sequential by kind, which does something else."""
-
+class OwnForward(nn.Sequential):  # a Sequential by kind, which does something else
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
 
@@ -216,9 +203,7 @@ def test_a_sequential_with_a_forward_of_its_own_is_run_by_it() -> None:
             assert torch.equal(pipe.eval_step(x), chain.eval()(x))
 
 
-class GradientsOff(nn.Module):
-    """Switches gradients off around its second block, and on again."""
-
+class GradientsOff(nn.Module):  # switches gradients off around its second block, and on again
     def __init__(self) -> None:
         super().__init__()
         self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))

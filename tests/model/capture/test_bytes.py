@@ -1,5 +1,7 @@
 """What crosses between stages is what lives there, and nothing passes through a third one."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,16 +22,10 @@ def traced(
     """Train one step of 2 micro-batches of 1; give the bytes by edge."""
     model, inputs_of = BY_NAME[name].make()
     layers = penstock.capture(model.train(), inputs_of(1), inputs=inputs, check=False)
-    with penstock.Pipeline(
-        layers,
-        partition=partition,
-        mesh=mesh,
-        num_microbatches=NUM_MICROBATCHES,
-        loss=loss,
-        schedule=schedules.one_f_one_b,
-        threads_per_stage=1,
-        trace=True,
-    ) as pipe:
+    options: dict[str, Any] = {"partition": partition, "mesh": mesh}
+    options |= {"num_microbatches": NUM_MICROBATCHES, "loss": loss}
+    options |= {"schedule": schedules.one_f_one_b, "threads_per_stage": 1, "trace": True}
+    with penstock.Pipeline(layers, **options) as pipe:
         pipe.train_step(inputs_of(NUM_MICROBATCHES), torch.zeros(NUM_MICROBATCHES))
         assert pipe.last_timeline is not None
         return pipe.last_timeline.moved_bytes(), layers

@@ -13,48 +13,36 @@ from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 SIZES: list[int] = []
 
 
-class Recording(Chain):
-    """Notes how many samples the model as it is was trained on."""
-
+class Recording(Chain):  # notes how many samples the model as it is was trained on
     def between(self, x: Tensor, _number: int) -> Tensor:
         if type(x) is Tensor and x.requires_grad:  # the model as it is, not a stage of it
             SIZES.append(len(x))
         return x
 
 
-class Contrasting(Recording):
-    """Compares the samples: of one there is nothing to learn."""
-
+class Contrasting(Recording):  # compares the samples: of one there is nothing to learn
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         return x - x.mean(0)
 
 
-class Normalised(Recording):
-    """Refuses one sample in training."""
-
+class Normalised(Recording):  # refuses one sample in training
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2] = nn.BatchNorm1d(WIDTH)
 
 
-class OfOneSize(Recording):
-    """Works for three samples only."""
-
+class OfOneSize(Recording):  # works for three samples only
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.view(3, WIDTH))
 
 
-class Spreading(Recording):
-    """Divides by a number of samples that is zero for one."""
-
+class Spreading(Recording):  # divides by a number of samples that is zero for one
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / (x.var(0, keepdim=True) + 0)
 
 
-class OneByOne(Recording):
-    """Takes another way between its blocks for another number of samples."""
-
+class OneByOne(Recording):  # takes another way between its blocks for another number of samples
     def between(self, x: Tensor, number: int) -> Tensor:
         return torch.stack([row * 2 for row in super().between(x, number).unbind()])
 
@@ -70,14 +58,10 @@ class OneByOne(Recording):
         (OneByOne, 3),
     ],
 )
-def test_the_proof_takes_as_many_samples_as_show_gradients(
-    kind: type[Recording], size: int
-) -> None:
+def test_the_proof_takes_as_many_samples_as_show_gradients(kind: Any, size: int) -> None:
     SIZES.clear()
     layers = penstock.capture(kind(), inputs(batch=3))
-    assert "checked: outputs and gradients over 3 stages are the model's, to the bit" in str(
-        layers
-    )
+    assert "outputs and gradients over 3 stages are the model's, to the bit" in str(layers)
     assert SIZES[-1] == size
 
 
@@ -91,9 +75,7 @@ def test_stages_draw_in_the_proof_as_the_model_does() -> None:
     assert "over 3 stages are the model's, to the bit" in str(layers)
 
 
-class Written(nn.Linear):
-    """Returns a tensor that was written to."""
-
+class Written(nn.Linear):  # returns a tensor that was written to
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).mul_(2)
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +11,13 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock import Recompute
 from penstock.model.capture.captured import record_model
 from penstock.model.capture.source import captured_layers
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 from tests.model.capture.any_models.lists import REQUIRED
-
-
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).T
+from tests.model.capture.running import assert_trains_as_whole
+from tests.model_parts import Does
 
 
 def pipeline(model: nn.Module) -> penstock.Pipeline:
@@ -34,8 +33,7 @@ def test_a_captured_model_is_pickled_as_what_it_was() -> None:
     torch.save(model, file)
     file.seek(0)
     again = torch.load(file, weights_only=False)
-    assert b"penstock" not in file.getvalue()
-    assert type(again.blocks[0]) is nn.Linear
+    assert b"penstock" not in file.getvalue() and type(again.blocks[0]) is nn.Linear
     assert torch.equal(again(inputs()), model(inputs()))
 
 
@@ -56,7 +54,8 @@ def test_a_copy_of_a_pipeline_runs_as_the_pipeline(is_pickled: bool) -> None:
 
 def test_a_parametrization_of_a_block_may_be_removed_after_capture() -> None:
     model = Chain()
-    parametrize.register_parametrization(model.blocks[1], "weight", Symmetric())
+    symmetric = Does(lambda weight: weight.triu() + weight.triu(1).T)
+    parametrize.register_parametrization(model.blocks[1], "weight", symmetric)
     with pipeline(model) as pipe:
         expected = pipe.eval_step(inputs())
         parametrize.remove_parametrizations(model.blocks[1], "weight")
@@ -96,8 +95,7 @@ def test_a_star_in_a_pattern_stands_for_one_part_of_a_name() -> None:
     assert (captured.calls, captured.together) == (layers, ((0, 1),))
     finer = [f"{prefix}.0.attention", f"{prefix}.[1-4]"]
     named = record_model(model, batch(2), blocks=finer, together=[f"{prefix}.*"])
-    assert named.calls == ((finer[0], 0), *layers[1:])
-    assert named.together == ((0, 4),)
+    assert named.calls == ((finer[0], 0), *layers[1:]) and named.together == ((0, 4),)
 
 
 class Dropping(nn.Linear):
@@ -109,9 +107,7 @@ class DroppingAll(Chain):
     kinds = (Dropping,) * 3
 
 
-class Gaining(Chain):
-    """Fills all its tensors at once."""
-
+class Gaining(Chain):  # fills all its tensors at once
     def __init__(self) -> None:
         super().__init__()
         self.gain, self.shift = (nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
@@ -135,13 +131,10 @@ def test_what_had_values_keeps_them_where_the_rest_is_made() -> None:
         pipe.eval_step(inputs())
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert (model.gain is own[0], model.shift is own[1]) == (True, True)
-    assert own[0].tolist() == [5.0] * WIDTH
-    assert own[1].tolist() == [6.0] * WIDTH
+    assert own[0].tolist() == [5.0] * WIDTH and own[1].tolist() == [6.0] * WIDTH
 
 
-class Fixed(nn.Linear):
-    """Its forward needs nothing of the module."""
-
+class Fixed(nn.Linear):  # its forward needs nothing of the module
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         return x.tanh()
@@ -154,3 +147,48 @@ def test_a_block_may_have_a_static_forward() -> None:
     assert torch.equal(model[1](torch.ones(2, 4)), torch.ones(2, 4).tanh()), (
         "outside a pipeline, too"
     )
+
+
+class OnlyInEvaluation(Chain):  # leaves out all blocks in training
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training else super().forward(x)
+
+
+class OnlyInTraining(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else x * 2
+
+
+@pytest.mark.parametrize("kind", [OnlyInEvaluation, OnlyInTraining])
+def test_blocks_that_one_mode_leaves_out_are_found_in_another(kind: type[Chain]) -> None:
+    model = kind()
+    whole = copy.deepcopy(model).eval()
+    assert record_model(model, inputs()).calls == tuple((f"blocks.{n}", 0) for n in range(3))
+    with penstock.Pipeline(
+        model, num_stages=2, num_microbatches=1, example_inputs=inputs(), loss=nn.MSELoss()
+    ) as pipe:
+        assert torch.equal(pipe.eval_step(inputs()), whole(inputs()))
+
+
+class Penalised(Chain):
+    """Adds, between its blocks, the gradient of a penalty on a value that is cut off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1:
+                with torch.enable_grad():
+                    apart = x.detach().requires_grad_()
+                    (gradient,) = torch.autograd.grad(apart.square().sum(), apart)
+                x = x + gradient
+        return x
+
+
+@pytest.mark.parametrize(
+    "recompute", [Recompute.NEVER, Recompute.STAGE, Recompute.layers(1)], ids=str
+)
+@pytest.mark.parametrize("partition", [[2, 1], [1, 2]])
+def test_gradients_between_blocks_are_computed_whatever_is_recomputed(
+    recompute: Any, partition: list[int]
+) -> None:
+    assert_trains_as_whole(Penalised(), inputs(), partition=partition, recompute=recompute)

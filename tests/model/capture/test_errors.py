@@ -18,6 +18,8 @@ import penstock
 from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.capture.captured import Captured, record_model
 from penstock.model.capture.source import captured_layers
+from penstock.model.capture.stages import CutModel
+from penstock.model.capture.tied_weights import release
 from tests.model.capture.any_models.chain import WIDTH, Chain, between, inputs, of_blocks
 from tests.model.capture.any_models.lists import REFUSED
 from tests.model.capture.any_models.odd import WithToken
@@ -25,9 +27,7 @@ from tests.model.capture.any_models.refused import Refused
 from tests.model.capture.running import assert_trains_as_whole
 
 
-class ByThread(Chain):
-    """Goes another way on every thread, and so on every stage."""
-
+class ByThread(Chain):  # goes another way on every thread, and so on every stage
     def between(self, x: Tensor, number: int) -> Tensor:
         other = number == 0 and threading.current_thread().name.endswith("-1")
         return x * 2 if other else x + 1
@@ -38,9 +38,7 @@ class DrawingInside(nn.Linear):
         return super().forward(x) * random.random()
 
 
-class Cache:
-    """An object in which a tensor could hide."""
-
+class Cache:  # an object in which a tensor could hide
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
@@ -61,23 +59,15 @@ class UsesCache(Chain):
 
 
 def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
+    told: dict[str, Any] = {"loss": nn.functional.mse_loss, "threads_per_stage": 1}
     return penstock.Pipeline(
-        captured_layers(record_model(model, inputs())),
-        partition=[1, 1, 1],
-        loss=nn.functional.mse_loss,
-        threads_per_stage=1,
-        **options,
+        captured_layers(record_model(model, inputs())), partition=[1, 1, 1], **options, **told
     )
 
 
 def test_too_few_blocks_are_named() -> None:
     with pytest.raises(CutError, match=r"4 stages asked, 3 block calls found: blocks\.0, blocks"):
         penstock.Pipeline(captured_layers(record_model(Chain(), inputs())), num_stages=4)
-
-
-def test_code_that_goes_another_way_on_another_stage_is_refused() -> None:
-    with pipeline(ByThread()) as pipe, pytest.raises(GlueError, match=r"test_errors\.py"):
-        pipe.train_step(inputs(), inputs())
 
 
 @pytest.mark.parametrize("refused", [pytest.param(r, id=r.name) for r in REFUSED])
@@ -93,33 +83,22 @@ def test_what_would_be_wrong_is_refused_and_left_as_it_was(refused: Refused) -> 
 
 
 def test_random_numbers_inside_a_block_may_be_pythons() -> None:
-    inside = of_blocks(nn.Linear, DrawingInside, nn.Linear)
-    state = random.getstate()
-    assert len(record_model(inside, inputs()).calls) == 3
-    assert random.getstate() == state
+    inside, state = of_blocks(nn.Linear, DrawingInside, nn.Linear), random.getstate()
+    assert len(record_model(inside, inputs()).calls) == 3 and random.getstate() == state
 
 
-def test_an_object_that_a_later_stage_uses_is_refused_there() -> None:
-    model = UsesCache()
-    assert any("returns a Cache" in warning for warning in record_model(model, inputs()).warnings)
-    with pipeline(model) as pipe, pytest.raises(CutError, match="gave a Cache, which a later"):
-        pipe.train_step(inputs(), inputs())
+def test_an_object_that_a_later_stage_might_use_is_a_warning() -> None:
+    found = record_model(UsesCache(), inputs()).warnings
+    assert any("returns a Cache" in warning for warning in found)
 
 
-class LateHook(Chain):
-    """Hooks on to the gradient of a value after another block has used it."""
-
+class LateHook(Chain):  # hooks on to the gradient of a value after another block has used it
     def forward(self, x: Tensor) -> Tensor:
         first = self.blocks[0](x)
         second = self.blocks[1](first)
         if first.requires_grad:
             first.register_hook(lambda gradient: gradient.clamp(max=0.1))
         return self.blocks[2](first + second)
-
-
-def test_a_hook_on_a_gradient_that_two_stages_add_to_is_refused() -> None:
-    with pipeline(LateHook()) as pipe, pytest.raises(CutError, match="a part of the gradient"):
-        pipe.train_step(inputs(), inputs())
 
 
 def test_a_hook_on_a_gradient_may_be_set_without_looking() -> None:
@@ -136,9 +115,7 @@ class NothingToDifferentiate(Chain):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-class Shaking(torch.autograd.Function):
-    """Draws where nobody can know."""
-
+class Shaking(torch.autograd.Function):  # draws where nobody can know
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
         return x + torch.rand(len(x), 1)
@@ -176,9 +153,7 @@ def test_a_flag_may_be_set_once_and_for_all() -> None:
         assert torch.equal(pipe.eval_step(inputs()), whole(inputs()))
 
 
-class Tied(Chain):
-    """Its last block has the weight of the first one, and uses it in a checkpoint."""
-
+class Tied(Chain):  # its last block has the weight of the first one, and uses it in a checkpoint
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2] = Checkpointed(WIDTH, WIDTH)
@@ -191,14 +166,21 @@ class Checkpointed(nn.Linear):
         return result
 
 
-def test_a_tied_weight_in_a_reentrant_checkpoint_is_refused() -> None:
-    with pipeline(Tied()) as pipe, pytest.raises(CutError, match="read in a reentrant checkpoint"):
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (ByThread, GlueError, r"test_errors\.py"),  # another way on another stage
+        (UsesCache, CutError, "gave a Cache, which a later"),
+        (LateHook, CutError, "a part of the gradient"),  # that two stages add to
+        (Tied, CutError, "read in a reentrant checkpoint"),
+    ],
+)
+def test_what_only_a_step_shows_is_refused_then(kind: Any, error: Any, message: str) -> None:
+    with pipeline(kind()) as pipe, pytest.raises(error, match=message):
         pipe.train_step(inputs(), inputs())
 
 
-class Clamping(nn.Linear):
-    """Keeps its weight small."""
-
+class Clamping(nn.Linear):  # keeps its weight small
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.weight.clamp_(-0.1, 0.1)
@@ -213,9 +195,7 @@ def test_a_tied_weight_that_a_block_has_changed_in_place_is_refused_at_capture()
         penstock.capture(model, inputs())
 
 
-class OftenOrSeldom(Chain):
-    """Calls its last block as often as there are samples."""
-
+class OftenOrSeldom(Chain):  # calls its last block as often as there are samples
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[1](self.blocks[0](x))
         for _ in range(len(x) - 1):
@@ -229,12 +209,10 @@ def test_another_number_of_calls_than_with_the_example_is_refused() -> None:
         (5, GlueError, "was not called so often"),
         (1, RouteError, "for the model's output, but the plan does not send it there"),
     ):
-        with (
-            penstock.Pipeline(
-                layers, partition=[1, 1, 1, 1], loss=nn.functional.mse_loss, threads_per_stage=1
-            ) as pipe,
-            pytest.raises(error, match=message),
-        ):
+        pipe = penstock.Pipeline(
+            layers, partition=[1, 1, 1, 1], loss=nn.functional.mse_loss, threads_per_stage=1
+        )
+        with pipe, pytest.raises(error, match=message):
             pipe.train_step(inputs(batch), inputs(batch))
 
 
@@ -245,8 +223,7 @@ def test_the_models_own_mode_and_buffers_are_the_pipelines() -> None:
         found = pipe.eval_step(inputs())
         assert model.training
         pipe.eval()
-        assert not model.training
-        assert torch.equal(found, model(inputs()))
+        assert not model.training and torch.equal(found, model(inputs()))
         pipe.double()
         assert model.offset.dtype == torch.float64
 
@@ -256,8 +233,7 @@ def test_a_capture_leaves_the_model_as_it_was() -> None:
     whole = nn.ModuleDict({"inner": model})
     whole.forward = model.forward
     model[1].eval()
-    before = copy.deepcopy(model.state_dict())
-    state = torch.get_rng_state()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     record_model(whole, inputs())
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in model] == [True, False, True]
@@ -299,9 +275,7 @@ class Unseen(Chain):
         return x
 
 
-class Sizing(Chain):
-    """Keeps the size of what it is given: the same one with the example as before."""
-
+class Sizing(Chain):  # keeps the size of what it is given: the same one with the example as before
     size: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -311,27 +285,21 @@ class Sizing(Chain):
         return x
 
 
-class Forgetting(Sizing):
-    """Leaves nothing that could be compared."""
-
+class Forgetting(Sizing):  # leaves nothing that could be compared
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         self.size = None
         return x
 
 
-class Telling(Chain):
-    """Writes to its blocks before it calls them."""
-
+class Telling(Chain):  # writes to its blocks before it calls them
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             block.size = len(x)  # type: ignore[assignment]  # no module, no tensor
         return super().forward(x)
 
 
-class Gated(nn.Linear):
-    """Keeps a tensor on itself while it runs."""
-
+class Gated(nn.Linear):  # keeps a tensor on itself while it runs
     gate: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
@@ -350,9 +318,7 @@ class Counted(nn.Linear):
 KEEPING: dict[type[nn.Linear], str] = {Gated: "gate", Counted: "size"}
 
 
-class Again(Chain):
-    """Calls one block three times."""
-
+class Again(Chain):  # calls one block three times
     def __init__(self, kind: type[nn.Linear]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([kind(WIDTH, WIDTH)] * 3)
@@ -418,36 +384,23 @@ def with_hook() -> Chain:
     return model
 
 
+LAZY = partial(of_blocks, nn.Linear, lambda n, _: nn.LazyLinear(n))
+PLACED = between(lambda _, x, number: x if x.data_ptr() % 8 == 0 else x.clone())
+SHAKEN = between(lambda _, x, number: Shaking.apply(x))
 _ITSELF = "the model itself changes its 'size', and it is no block"
 CANNOT: list[tuple[Callable[[], Chain], str, dict[str, Any]]] = [
     (Chain, r"no module of Chain is called 'layers\.\*'; there are", {"blocks": ["layers.*"]}),
     (Chain, r"'blocks' and 'blocks\.0' inside it", {"blocks": ["blocks", "blocks.*"]}),
     (Unseen, r"calls none of its blocks, .* Call them as block\(x\)", {}),
-    (
-        partial(of_blocks, nn.Linear, lambda n, _: nn.LazyLinear(n)),
-        r"'blocks\.1' is lazy: .* Call the model once",
-        {},
-    ),
+    (LAZY, r"'blocks\.1' is lazy: .* Call the model once", {}),
     (partial(of_blocks, nn.Linear, scripted), r"'blocks\.1' is a TorchScript module", {}),
     (between(in_a_thread), "given it to another thread", {}),
     (BlocksInThreads, "for the input 'x' is used .* another thread.*threads work inside a", {}),
-    (
-        WithOtherWeights,
-        r"'blocks\.0' is called with another tensor in place of its 'weight'",
-        {},
-    ),
+    (WithOtherWeights, r"'blocks\.0' is called with another tensor in place of its 'weight'", {}),
     (without_values, r"asks for values at test_errors\.py", {}),
-    (
-        between(lambda _, x, number: x if x.data_ptr() % 8 == 0 else x.clone()),
-        "asks where in memory a routed value is",
-        {},
-    ),
+    (PLACED, "asks where in memory a routed value is", {}),
     (NothingToDifferentiate, "nothing that requires a grad", {}),
-    (
-        between(lambda _, x, number: Shaking.apply(x)),
-        r"'Shaking\.apply' draws random numbers between blocks",
-        {},
-    ),
+    (SHAKEN, r"'Shaking\.apply' draws random numbers between blocks", {}),
     (enclosing, "of another micro-batch is read", {}),
     (with_hook, "'Chain' has a hook on its gradients and holds several", {}),
     (after_a_run(Sizing), _ITSELF, {}),
@@ -469,9 +422,7 @@ CANNOT: list[tuple[Callable[[], Chain], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "words", "options"), CANNOT)
-def test_what_cannot_be_run_in_stages_is_said_with_its_remedy(
-    make: Callable[[], Chain], words: str, options: dict[str, Any]
-) -> None:
+def test_what_cannot_be_run_in_stages_is_said_with_its_remedy(make, words, options) -> None:
     before = torch.manual_seed, torch.random.fork_rng, nn.Module.__setattr__
     with pytest.raises((CutError, GlueError), match=words):
         record_model(make(), inputs(), **options)
@@ -491,3 +442,98 @@ def test_a_value_that_a_hook_has_kept_says_what_it_is() -> None:
         pipe.eval_step(inputs())
     with pytest.raises(GlueError, match=r"output of 'blocks\.0' is used where .*keep="):
         kept[-1].sum()
+
+
+class CatchingAll(Chain):  # catches whatever a block raises, and goes on
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except BaseException:
+                x = x * 0
+        return x
+
+
+class CatchingTheLast(Chain):  # gives something else where a block raises
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.blocks[2](self.blocks[1](self.blocks[0](x)))
+        except BaseException:
+            return torch.zeros(1)
+
+
+def test_code_that_catches_everything_cannot_change_what_is_computed() -> None:
+    assert_trains_as_whole(CatchingAll(), inputs(), check=False)
+    pipe = pipeline(CatchingTheLast())
+    with pipe, pytest.raises(CutError, match=r"caught the exception by which a stage leaves"):
+        pipe.train_step(inputs(), inputs())
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused() -> None:
+    compiled = Chain()
+    compiled.compile(backend="eager")
+    wrapped: Any = torch.compile(Chain(), backend="eager")
+    for model in (compiled, wrapped):
+        with pytest.raises(CutError, match=r"is compiled; give the model as it was"):
+            penstock.capture(model, inputs())
+
+
+def test_a_block_may_have_a_hook_on_its_gradients() -> None:
+    model = Chain()
+    model.blocks[1].register_full_backward_hook(lambda *_: None)
+    record_model(model, inputs())
+
+
+def test_a_parameter_that_only_another_stage_has_is_not_read_as_it_lies_there() -> None:
+    class Sometimes(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.ones(WIDTH))
+
+        def between(self, x: Tensor, number: int) -> Tensor:
+            if number == 1 and x.shape[0] > 3:
+                x = x.clone()
+                x[0] = self.extra
+            return x
+
+    model = Sometimes()
+    cut = CutModel(record_model(model, inputs(3)), (1, 2))
+    first = cut.run_stage(0, ((inputs(4),), {}), {})
+    release(model, cut.names_of(1))
+    with pytest.raises(RouteError, match=r"the parameter 'extra' is read \(test_errors"):
+        cut.run_stage(1, ((), {}), first.sent[1], first.told)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of what compiles
+def test_blocks_may_be_compiled() -> None:
+    class Transposed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.T
+
+    model = Chain()
+    model.blocks = nn.ModuleList(Transposed(WIDTH, WIDTH) for _ in range(3))
+    model.blocks[0].compile(backend="eager")
+    compiled: Any = torch.compile(model.blocks[1], backend="eager")
+    model.blocks[1] = compiled
+    assert "to the bit" in str(penstock.capture(model, inputs()))
+
+
+class KeptForGeneration(Chain):
+    """Keeps a tensor that its training does not read, as Qwen2.5-VL of transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deltas: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.deltas is None or len(x):
+            self.deltas = x.sum(1)
+        return super().forward(x)
+
+
+def test_what_only_generation_reads_can_be_forgotten_as_the_refusal_says() -> None:
+    model = KeptForGeneration()
+    with pytest.raises(CutError, match="and it is no block") as refusal:
+        penstock.capture(model, inputs(4))
+    exec(str(refusal.value).rpartition("forget it: ")[2], {"model": model})
+    assert "are the model's, to the bit" in str(penstock.capture(model, inputs(4)))

@@ -26,9 +26,7 @@ def squares(y: Tensor, _target: Any) -> Tensor:
     return y.square().mean()
 
 
-class Grow(nn.Linear):
-    """Adds what it computes to whatever it is given."""
-
+class Grow(nn.Linear):  # adds what it computes to whatever it is given
     def forward(self, x: Tensor, found: Any) -> Any:  # type: ignore[override]
         y = super().forward(x)
         match found:
@@ -52,9 +50,7 @@ class Kept:
     value: Tensor | None = None
 
 
-class Given(Chain):
-    """Gives its blocks a list, or what it is made with."""
-
+class Given(Chain):  # gives its blocks a list, or what it is made with
     found: list[Tensor]
 
     def __init__(self, given: Callable[[], Any] = list) -> None:
@@ -97,9 +93,7 @@ def test_a_list_of_the_models_own_is_refused() -> None:
         penstock.capture(model, inputs(), check=False)
 
 
-class Default(Given):
-    """Grows the default value of an argument, which is one object for all calls."""
-
+class Default(Given):  # grows the default value of an argument, which is one object for all calls
     def forward(self, x: Tensor, found: list[Tensor] = []) -> Tensor:  # noqa: B006 - on purpose
         for block in self.blocks:
             x = block(x, found)
@@ -111,18 +105,14 @@ def test_a_default_value_that_grows_with_each_forward_is_refused() -> None:
         penstock.capture(Default(), inputs(), check=False)
 
 
-class Count(nn.Linear):
-    """Counts itself in a list, and multiplies by its number."""
-
+class Count(nn.Linear):  # counts itself in a list, and multiplies by its number
     def forward(self, x: Tensor, numbers: list[int]) -> Tensor:  # type: ignore[override]
         if self.training or not hasattr(self, "only_in_training"):
             numbers.append(len(numbers) + 1)
         return super().forward(x) * len(numbers)
 
 
-class Cleared(Chain):
-    """Clears at its end a list that it keeps, which is then as before."""
-
+class Cleared(Chain):  # clears at its end a list that it keeps, which is then as before
     kinds = (Count,) * 3
 
     def __init__(self) -> None:
@@ -185,9 +175,7 @@ def test_a_list_in_the_example_stays_as_it_is(where: str) -> None:
     assert_equal({"output": found}, {"output": expected})
 
 
-class Scaled(Chain):
-    """Is given a list with an attribute."""
-
+class Scaled(Chain):  # is given a list with an attribute
     def forward(self, xs: Any) -> Tensor:
         return super().forward(xs[0]) * len(xs.name)
 
@@ -195,15 +183,12 @@ class Scaled(Chain):
 def test_a_list_of_the_users_class_keeps_its_attributes() -> None:
     model, given = Scaled(), Named([inputs(4)])
     given.name = "longer"
-    expected = copy.deepcopy(model)(given)
-    layers = penstock.capture(model, given)
+    expected, layers = copy.deepcopy(model)(given), penstock.capture(model, given)
     with Pipeline(layers, num_stages=2, loss=squares, threads_per_stage=1) as pipe:
         assert_equal({"output": pipe.eval_step(given)}, {"output": expected})
 
 
-class Frozen(dict[str, float]):
-    """Refuses changes, as the configurations of some libraries do."""
-
+class Frozen(dict[str, float]):  # refuses changes, as the configurations of some libraries do
     def __setitem__(self, name: str, value: float) -> None:
         raise TypeError(name)
 
@@ -213,9 +198,7 @@ class Scale(nn.Linear):
         return super().forward(x) * settings["scale"]
 
 
-class Settings(Chain):
-    """Gives its blocks a dict that cannot be changed."""
-
+class Settings(Chain):  # gives its blocks a dict that cannot be changed
     kinds = (Scale,) * 3
 
     def forward(self, x: Tensor, settings: Frozen) -> Tensor:  # type: ignore[override]
@@ -239,9 +222,7 @@ class Replace(nn.Linear):
         xs[0] = super().forward(xs[0]).tanh()
 
 
-class Rerun(Chain):
-    """Has its blocks in checkpoints, or not."""
-
+class Rerun(Chain):  # has its blocks in checkpoints, or not
     within: Any = staticmethod(lambda block, xs: block(xs))
 
     kinds = (Replace,) * 3
@@ -268,8 +249,7 @@ def test_other_stages_are_told_of_a_filled_list_in_the_same_words_each_time() ->
     model = Filling()
     cut = CutModel(record_model(model, inputs()), (2, 2))
     one, other = (cut.run_stage(0, ((inputs(),), {}), {}).told for _ in range(2))
-    assert one is other
-    assert one is not None
+    assert one is other and one is not None
     told = pickle.loads(pickle.dumps(one)).header
     assert [event.name for event in told.values()] == [event.name for event in one.header.values()]
 
@@ -280,9 +260,7 @@ class ReplaceAndReturn(Replace):
         return xs
 
 
-class Returned(Rerun):
-    """Its blocks return the list that they change."""
-
+class Returned(Rerun):  # its blocks return the list that they change
     kinds = (ReplaceAndReturn,) * 3
 
 
@@ -303,9 +281,7 @@ def test_a_model_without_values_is_captured_with_the_lists_that_its_blocks_fill(
     assert [step.name for step in layers] == [f"blocks.{n}" for n in range(4)]
 
 
-class ByForward(Chain):
-    """Calls the forward of a block itself, in which a count goes up."""
-
+class ByForward(Chain):  # calls the forward of a block itself, in which a count goes up
     def __init__(self) -> None:
         super().__init__()
         norms = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))

@@ -34,7 +34,6 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def model_of(layers: Layers) -> nn.Module:
-    """Return the model that was captured."""
     return captured_of(layers).model
 
 
@@ -66,8 +65,7 @@ def test_values_do_not_depend_on_the_cut_nor_on_what_is_elsewhere(name: str) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_buffers_and_fixed_values_are_those_of_a_model_built_for_real(name: str) -> None:
-    real = build(name)[0]
-    made = pipeline(build(name, device="meta")).original
+    real, made = build(name)[0], pipeline(build(name, device="meta")).original
     assert_equal(dict(made.named_buffers()), dict(real.named_buffers()))
     for parameter, (path, expected) in zip(
         made.parameters(), real.named_parameters(), strict=True
@@ -103,15 +101,12 @@ def test_random_states_are_left_alone() -> None:
 
 
 def test_tied_parameters_stay_one() -> None:
-    model = pipeline(build("t5", device="meta")).original
-    real = build("t5")[0]
+    model, real = pipeline(build("t5", device="meta")).original, build("t5")[0]
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in real.named_parameters()]
     assert model.get_parameter("lm_head.weight") is model.get_parameter("shared.weight")
 
 
-class Blocks(nn.Module):
-    """Two blocks, and a buffer between them."""
-
+class Blocks(nn.Module):  # two blocks, and a buffer between them
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
@@ -123,18 +118,14 @@ class Blocks(nn.Module):
         return self.layers[1](self.layers[0](x) + self.shift)
 
 
-class Initialised(Blocks):
-    """Fills what torch does not."""
-
+class Initialised(Blocks):  # fills what torch does not
     def _init_weights(self, module: nn.Module) -> None:
         if module is self:
             nn.init.ones_(self.unused)
             self.shift.copy_(torch.arange(4.0))
 
 
-class Reset(Blocks):
-    """Likewise, with a buffer made anew."""
-
+class Reset(Blocks):  # likewise, with a buffer made anew
     def reset_parameters(self) -> None:
         nn.init.ones_(self.unused)
         self.shift = torch.arange(4.0)
@@ -158,9 +149,7 @@ def test_a_buffer_outside_blocks_is_on_every_stage(kind: type[Blocks]) -> None:
         assert own == {f"layers.{stage}.weight", f"layers.{stage}.bias"} | unused
 
 
-class Outer(Initialised):
-    """Draws for its blocks itself, one after the other."""
-
+class Outer(Initialised):  # draws for its blocks itself, one after the other
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipeline
-from penstock.errors import BoundaryError, CutError
+from penstock.errors import BatchError, BoundaryError, CutError, RecomputeError
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED
-from tests.model.capture.any_models.chain import Chain, inputs
+from penstock.torch_private import fake_tensors
+from tests.model.capture.any_models.chain import WIDTH, Chain, inputs, of_blocks
 from tests.model.capture.any_models.made import DECODER, words
 from tests.model.capture.running import assert_equal, assert_trains_as_whole, gradients, loss
 from tests.side_by_side import same_bits
@@ -40,9 +42,7 @@ def test_what_blocks_give_is_kept_beside_the_output(num_stages: int) -> None:
     assert torch.equal(output, in_parts(model, 2, x))
 
 
-class InOrder(Chain):
-    """Uses its keyword arguments in the order in which they are given."""
-
+class InOrder(Chain):  # uses its keyword arguments in the order in which they are given
     def forward(self, **given: Tensor) -> Tensor:  # type: ignore[override]  # on purpose
         x = torch.zeros(())
         for block, value in zip(self.blocks, given.values(), strict=False):
@@ -57,9 +57,7 @@ def test_keyword_arguments_keep_their_order() -> None:
     assert "are the model's, to the bit" in str(found)
 
 
-class Masked(Chain):
-    """Takes arguments by position, by name, and by both."""
-
+class Masked(Chain):  # takes arguments by position, by name, and by both
     def forward(self, ids: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
         for block in self.blocks:
             ids = block(ids).tanh() * (1.0 if mask is None else mask)
@@ -116,13 +114,9 @@ def compare_calls(pipe: Pipeline, model: nn.Module, call: Callable[..., Tensor])
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 def test_a_captured_model_is_called_as_the_model_is(example: Callable[..., Any]) -> None:
     model = Masked()
+    options: dict[str, Any] = {"num_microbatches": 2, "loss": loss, "threads_per_stage": 1}
     with Pipeline(
-        model,
-        num_stages=3,
-        num_microbatches=2,
-        example_inputs=example(inputs(6), inputs(6).cos()),
-        loss=loss,
-        threads_per_stage=1,
+        model, num_stages=3, example_inputs=example(inputs(6), inputs(6).cos()), **options
     ) as pipe:
         for call in CALLS.values():
             compare_calls(pipe, model, call)
@@ -210,17 +204,14 @@ def detector() -> tuple[nn.Module, dict[str, Any]]:
     )
     backbone.out_features = ["stage2"]
     sides = ("encoder", "decoder")
+    options: dict[str, Any] = {"use_timm_backbone": False, "use_pretrained_backbone": False}
+    options |= {"backbone_config": backbone, "d_model": 32, "num_queries": 6, "num_labels": 5}
+    options |= {"auxiliary_loss": True}
     given: dict[str, Any] = dict(
-        use_timm_backbone=False,
-        use_pretrained_backbone=False,
-        backbone_config=backbone,
-        d_model=32,
-        num_queries=6,
-        num_labels=5,
-        auxiliary_loss=True,
         **{f"{side}_layers": 2 for side in sides},
         **{f"{side}_ffn_dim": 48 for side in sides},
         **{f"{side}_attention_heads": 4 for side in sides},
+        **options,
     )
     config = transformers.DetrConfig(**given)
     labels = [
@@ -231,15 +222,26 @@ def detector() -> tuple[nn.Module, dict[str, Any]]:
     return transformers.DetrForObjectDetection(config), {"pixel_values": images, "labels": labels}
 
 
+def boxes(found: Any) -> list[Tensor]:
+    auxiliary = (tensor for each in found.auxiliary_outputs for tensor in each.values())
+    return [found.logits, found.pred_boxes, found.last_hidden_state, *auxiliary]
+
+
+def states(found: Any) -> list[Tensor]:
+    return [found.logits, *found.hidden_states]
+
+
+UNJOINED: dict[str, Callable[[Any], Any]] = {
+    r"output.router_logits\[1\].*\(14, 4\)": lambda f: f.router_logits[1].mean(),
+    r"DynamicCache": lambda f: f.past_key_values[0],
+}
+
+
 def routing() -> tuple[nn.Module, dict[str, Any]]:
     """Make a mixture of experts that gives what its routers say of each word of the batch."""
-    config = transformers.MixtralConfig(
-        **{**DECODER, "num_hidden_layers": 3},
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        output_hidden_states=True,
-    )
+    options: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    options |= {"output_router_logits": True, "output_hidden_states": True}
+    config = transformers.MixtralConfig(**{**DECODER, "num_hidden_layers": 3}, **options)
     batch = {"input_ids": words(4), "labels": words(4), "use_cache": True}
     return transformers.MixtralForCausalLM(config), batch
 
@@ -247,31 +249,12 @@ def routing() -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("make", "scalars", "joined", "unjoined"),
     [
-        pytest.param(
-            detector,
-            lambda found: {"loss": found.loss, **found.loss_dict},
-            lambda found: [
-                *(found.logits, found.pred_boxes, found.last_hidden_state),
-                *(tensor for each in found.auxiliary_outputs for tensor in each.values()),
-            ],
-            {},
-            id="detr",
-        ),
-        pytest.param(
-            routing,
-            lambda found: {"loss": found.loss, "aux_loss": found.aux_loss},
-            lambda found: [found.logits, *found.hidden_states],
-            {
-                r"output.router_logits\[1\].*\(14, 4\)": lambda f: f.router_logits[1].mean(),
-                r"DynamicCache": lambda f: f.past_key_values[0],
-            },
-            id="mixtral",
-        ),
+        (detector, lambda found: {"loss": found.loss, **found.loss_dict}, boxes, {}),
+        (routing, lambda f: {"loss": f.loss, "aux_loss": f.aux_loss}, states, UNJOINED),
     ],
+    ids=["detr", "mixtral"],
 )
-def test_outputs_of_all_kinds_are_those_of_the_model(
-    make: Any, scalars: Any, joined: Any, unjoined: dict[str, Callable[[Any], Any]]
-) -> None:
+def test_outputs_of_all_kinds_are_those_of_the_model(make, scalars, joined, unjoined) -> None:
     torch.manual_seed(0)
     model, batch = make()
     whole = copy.deepcopy(model.eval())
@@ -284,13 +267,11 @@ def test_outputs_of_all_kinds_are_those_of_the_model(
     with Pipeline(
         model, num_stages=2, num_microbatches=2, example_inputs=batch, threads_per_stage=1
     ) as pipe:
-        evaluated = pipe.eval_step(batch)
-        called = pipe(**batch)
+        evaluated, called = pipe.eval_step(batch), pipe(**batch)
         called.loss.backward()
     assert_equal(gradients(model), gradients(whole))
     for found in (evaluated, called):
-        assert type(found) is type(halves[0])
-        assert str(type(found).__name__) in repr(found)
+        assert type(found) is type(halves[0]) and str(type(found).__name__) in repr(found)
         one, other = map(scalars, halves)
         for name, value in scalars(found).items():
             torch.testing.assert_close(value, one[name] / 2 + other[name] / 2)
@@ -299,3 +280,77 @@ def test_outputs_of_all_kinds_are_those_of_the_model(
         for message, use in unjoined.items():
             with pytest.raises((BoundaryError, CutError), match=message):
                 use(found)
+
+
+class Force(nn.Linear):  # returns a gradient of what it computes
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        energy = super().forward(x).tanh().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class ForceAnywhere(Force):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+class Asserting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert torch.is_grad_enabled(), "no gradients"
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Force, Asserting])
+def test_a_model_that_needs_gradients_in_evaluation_is_told_what_to_do(kind: Any) -> None:
+    message = r"Made runs with gradients and not without.*torch\.enable_grad\(\)"
+    with pytest.raises(CutError, match=message):
+        penstock.capture(of_blocks(kind), inputs())
+
+
+def test_what_it_is_told_to_do_helps() -> None:
+    layers = penstock.capture(of_blocks(ForceAnywhere), inputs())
+    assert str(layers).endswith("are the model's, to the bit")
+
+
+def fake() -> Tensor:
+    with fake_tensors():
+        return torch.zeros(2, WIDTH)
+
+
+def on_meta() -> Tensor:
+    return torch.zeros(2, WIDTH, device="meta")
+
+
+@pytest.mark.parametrize("make, where", [(fake, "under FakeTensorMode"), (on_meta, "on the meta")])
+def test_inputs_without_values_are_refused(make: Any, where: str) -> None:
+    message = rf"inputs hold a tensor of shape \(2, 4\) .*{where}.* Give tensors with values"
+    with pytest.raises(BatchError, match=message):
+        penstock.capture(Chain(), make())
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    pipe = Pipeline(layers, num_stages=2, threads_per_stage=1)
+    with pipe, pytest.raises(BatchError, match=message):
+        pipe.eval_step(make())
+
+
+class ByName(Chain):
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x["x"] if isinstance(x, dict) else x)
+
+
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_a_read_only_view_of_a_dict_is_a_mapping_like_any_other(is_argument: bool) -> None:
+    view: Any = MappingProxyType({"x": inputs(2)})
+    given = (view,) if is_argument else view
+    model = ByName()
+    with Pipeline(model, num_stages=2, example_inputs=given, threads_per_stage=1) as pipe:
+        assert torch.equal(pipe.eval_step(given), model(inputs(2)))
+
+
+def test_an_embedding_that_changes_its_weight_is_named_where_it_is_computed_again() -> None:
+    layers = nn.Sequential(nn.Embedding(5, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH))
+    message = r"nn\.Embedding\(max_norm=\.\.\.\), leave out max_norm"
+    options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2, "threads_per_stage": 1}
+    pipe = Pipeline(layers, loss=lambda y, _: y.square().mean(), **options)
+    with pipe, pytest.raises(RecomputeError, match=message):
+        pipe.train_step(torch.arange(4))

@@ -42,9 +42,7 @@ def of_blocks(*kinds: Callable[..., nn.Module]) -> Chain:
     return made
 
 
-class TwoWays(nn.Module):
-    """Uses what it is given twice."""
-
+class TwoWays(nn.Module):  # uses what it is given twice
     def __init__(self, *_: int) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

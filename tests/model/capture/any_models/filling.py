@@ -46,9 +46,7 @@ class Filling(Chain):
         return y
 
 
-class Collect(nn.Linear):
-    """Adds what it computes to a deque."""
-
+class Collect(nn.Linear):  # adds what it computes to a deque
     def forward(self, x: Tensor, found: deque[Tensor]) -> Tensor:  # type: ignore[override]
         y = super().forward(x)
         found.append(y.square().mean())
@@ -71,9 +69,7 @@ class Shared(UserDict[str, Any]):
     """What blocks share, as the keys and values of attention in Gemma 4."""
 
 
-class Sharing(nn.Linear):
-    """Reads what an earlier block has put there, if one has."""
-
+class Sharing(nn.Linear):  # reads what an earlier block has put there, if one has
     def forward(self, x: Tensor, shared: Shared) -> Tensor:  # type: ignore[override]
         x = super().forward(x)
         if "pair" in shared:

@@ -17,8 +17,7 @@ class Residual(nn.Module):
     def __init__(self, before: int, after: int, stride: int = 1) -> None:
         super().__init__()
         self.first = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.norm = nn.BatchNorm2d(after)
-        self.relu = nn.ReLU(inplace=True)
+        self.norm, self.relu = nn.BatchNorm2d(after), nn.ReLU(inplace=True)
         self.second = nn.Conv2d(after, after, 3, 1, 1, bias=False)
         self.last_norm = nn.BatchNorm2d(after)
         self.around: nn.Module | None = None
@@ -32,36 +31,28 @@ class Residual(nn.Module):
         return self.relu(y)
 
 
-class ResNet(nn.Module):
-    """Residual blocks in two groups."""
-
+class ResNet(nn.Module):  # residual blocks in two groups
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, 1, 1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8)
         self.relu = nn.ReLU(inplace=True)
         self.group1 = nn.Sequential(Residual(8, 8), Residual(8, 8))
         self.group2 = nn.Sequential(Residual(8, 16, 2), Residual(16, 16))
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(16, 3)
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.group2(self.group1(self.relu(self.norm(self.stem(x)))))
         return self.head(torch.flatten(self.pool(x), 1))
 
 
-class Convolved(nn.Sequential):
-    """Convolution, BatchNorm, activation in place."""
-
+class Convolved(nn.Sequential):  # convolution, BatchNorm, activation in place
     def __init__(self, before: int, after: int) -> None:
         super().__init__(
             nn.Conv2d(before, after, 3, 1, 1), nn.BatchNorm2d(after), nn.ReLU(inplace=True)
         )
 
 
-class UNet(nn.Module):
-    """Long skips, from the first layers to the last ones; a branch on shapes."""
-
+class UNet(nn.Module):  # long skips, from the first layers to the last ones; a branch on shapes
     def __init__(self) -> None:
         super().__init__()
         self.stem = Convolved(3, 8)
@@ -103,15 +94,11 @@ class Branching(nn.Module):
         return self.head(h * self.scale)
 
 
-class Attention(nn.Module):
-    """Looks back; with dropout."""
-
+class Attention(nn.Module):  # looks back; with dropout
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.all_three = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.dropout = nn.Dropout(0.1)
+        self.heads, self.all_three = heads, nn.Linear(width, 3 * width)
+        self.out, self.dropout = nn.Linear(width, width), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = (part.unflatten(2, (self.heads, -1)) for part in self.all_three(x).chunk(3, 2))
@@ -122,9 +109,7 @@ class Attention(nn.Module):
         return self.dropout(self.out(found.transpose(1, 2).flatten(2)))
 
 
-class TransformerBlock(nn.Module):
-    """Attention and two linear layers, each with a way around."""
-
+class TransformerBlock(nn.Module):  # attention and two linear layers, each with a way around
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
@@ -145,8 +130,7 @@ class NanoGPT(nn.Module):
         blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(4))
         parts = {"words": nn.Embedding(NUM_WORDS, width), "places": nn.Embedding(LENGTH, width)}
         self.transformer = nn.ModuleDict({**parts, "blocks": blocks, "norm": nn.LayerNorm(width)})
-        self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(width, NUM_WORDS, bias=False)
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(width, NUM_WORDS, bias=False)
         self.transformer["words"].weight = self.head.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,9 +142,7 @@ class NanoGPT(nn.Module):
         return self.head(self.transformer["norm"](x))
 
 
-class DenseNet(nn.Module):
-    """Every layer reads what all before it gave."""
-
+class DenseNet(nn.Module):  # every layer reads what all before it gave
     def __init__(self, growth: int = 4) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, 1, 1)
@@ -188,8 +170,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(NUM_WORDS, width)
         self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(4))
-        self.dropout = nn.Dropout(0.1)
-        self.head = nn.Linear(width, NUM_WORDS)
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(width, NUM_WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
         x, states = self.embed(x), None
@@ -199,9 +180,7 @@ class Recurrent(nn.Module):
         return self.head(x)
 
 
-class InPlaceGlue(nn.Module):
-    """Changes what goes from block to block in place, also through views."""
-
+class InPlaceGlue(nn.Module):  # changes what goes from block to block in place, also through views
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_WORDS, width)
@@ -218,9 +197,7 @@ class InPlaceGlue(nn.Module):
         return self.head(h)
 
 
-class TorchTransformer(nn.Module):
-    """torch's own nn.Transformer, with masks."""
-
+class TorchTransformer(nn.Module):  # torch's own nn.Transformer, with masks
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_WORDS, width)
@@ -235,7 +212,6 @@ class TorchTransformer(nn.Module):
 
 
 def sequential() -> nn.Sequential:
-    """Make an nn.Sequential, of lists in a list."""
     pairs = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
     return nn.Sequential(
         nn.Embedding(NUM_WORDS, 16), *pairs, nn.LayerNorm(16), nn.Linear(16, NUM_WORDS)
@@ -269,8 +245,7 @@ class Experts(nn.Module):
 class ExpertLayer(nn.Module):
     def __init__(self, *, by_shape: bool) -> None:
         super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts(by_shape=by_shape)
+        self.mix, self.experts = nn.Linear(WIDTH, WIDTH), Experts(by_shape=by_shape)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.experts(self.mix(x))
@@ -281,9 +256,7 @@ def expert_layers(*, by_shape: bool) -> Made:
     return InRow([nn.Linear(WIDTH, WIDTH), *layers]), inputs
 
 
-class InRow(nn.Module):
-    """Calls the entries of a list one after the other."""
-
+class InRow(nn.Module):  # calls the entries of a list one after the other
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -294,9 +267,7 @@ class InRow(nn.Module):
         return x
 
 
-class ExpertsOnce(nn.Module):
-    """Has experts that are in no layer of a list."""
-
+class ExpertsOnce(nn.Module):  # has experts that are in no layer of a list
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

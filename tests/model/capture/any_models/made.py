@@ -19,26 +19,14 @@ Made = tuple[nn.Module, Inputs]
 Sizes = dict[str, Any]
 
 TOKENS: Sizes = {"vocab_size": NUM_WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES: Sizes = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-}
+SIZES: Sizes = {"hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_hidden_layers": 5, "num_attention_heads": 4}
 TEXT: Sizes = {**TOKENS, **SIZES, "max_position_embeddings": 32}
 DECODER: Sizes = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
 IMAGES: Sizes = {**SIZES, "image_size": IMAGE_SIZE, "patch_size": 8, "num_labels": 3}
-TWO_SIDED: Sizes = {
-    **TOKENS,
-    "decoder_start_token_id": 1,
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-}
+TWO_SIDED: Sizes = TOKENS | {"decoder_start_token_id": 1, "d_model": 32}
+TWO_SIDED |= {"encoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
+TWO_SIDED |= {"decoder_layers": 3, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
 """An encoder and a decoder."""
 
 
@@ -70,8 +58,6 @@ def words(batch: int, length: int = LENGTH) -> Tensor:
 
 
 def numbers(*shape: int) -> Inputs:
-    """Give random numbers of a shape, for any batch size."""
-
     def draw(batch: int) -> Tensor:
         generator = torch.Generator().manual_seed(batch)
         return torch.randn(batch, *shape, generator=generator)
@@ -93,7 +79,6 @@ def image(batch: int) -> dict[str, Any]:
 
 
 def both_sides(batch: int) -> dict[str, Any]:
-    """Give words for an encoder and a decoder."""
     return masked(batch, decoder_input_ids=words(batch, 5), use_cache=False)
 
 
@@ -121,15 +106,12 @@ def hugging_face(
 
 
 def decoder(family: str, **options: Any) -> Callable[[], Made]:
-    """Make a language model that looks back only."""
     return hugging_face(family, "ForCausalLM", DECODER, **options)
 
 
 def encoder(family: str, **options: Any) -> Callable[[], Made]:
-    """Make a language model that fills in words."""
     return hugging_face(family, "ForMaskedLM", TEXT, **options)
 
 
 def classifier(family: str, **options: Any) -> Callable[[], Made]:
-    """Make a model that says what is in an image."""
     return hugging_face(family, "ForImageClassification", IMAGES, image, **options)

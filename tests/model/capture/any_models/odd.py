@@ -16,23 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from .chain import WIDTH, Chain, UsedTwice, between, inputs
 from .filling import FILLING
 from .handwritten import EXPERTS
-from .made import (
-    TEXT,
-    AnyModel,
-    Made,
-    decoder,
-    encoder,
-    hugging_face,
-    masked,
-    uncached,
-    words,
-)
+from .made import TEXT, AnyModel, Made, decoder, encoder, hugging_face, masked, uncached, words
 
 
 @dataclass
-class Pair:
-    """What goes from block to block."""
-
+class Pair:  # what goes from block to block
     value: Tensor
     scale: float
 
@@ -87,18 +75,14 @@ class Shifting(Chain):
         return x + self.blocks[-1](shifted)
 
 
-class Twice(Chain):
-    """Calls one block again and again."""
-
+class Twice(Chain):  # calls one block again and again
     def forward(self, x: Tensor) -> Tensor:
         for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
             x = x + block(x).tanh()
         return x
 
 
-class Double(torch.autograd.Function):
-    """Gives twice its input, and three times the gradient."""
-
+class Double(torch.autograd.Function):  # gives twice its input, and three times the gradient
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:
         return x * 2
@@ -108,9 +92,7 @@ class Double(torch.autograd.Function):
         return gradient * 3
 
 
-class Picking(Chain):
-    """Takes as many rows as the values say."""
-
+class Picking(Chain):  # takes as many rows as the values say
     def between(self, x: Tensor, number: int) -> Tensor:
         if number == 1:
             chosen = x[x[:, 0] > x[:, 0].min()]
@@ -135,9 +117,7 @@ class WithToken(Chain):
         return x * self.scale.exp() + self.offset
 
 
-class Checkpoints(Chain):
-    """Has each block, or two of them, in an activation checkpoint of its own."""
-
+class Checkpoints(Chain):  # has each block, or two of them, in an activation checkpoint of its own
     def __init__(self, *, reentrant: bool, together: bool) -> None:
         super().__init__()
         self.reentrant, self.together = reentrant, together
@@ -154,9 +134,7 @@ class Checkpoints(Chain):
         return x
 
 
-class TiedCheckpoints(Checkpoints):
-    """Its last block has the weight of the first one."""
-
+class TiedCheckpoints(Checkpoints):  # its last block has the weight of the first one
     def __init__(self) -> None:
         super().__init__(reentrant=False, together=False)
         self.blocks[2].weight = self.blocks[0].weight
@@ -171,9 +149,7 @@ class DroppingCheckpoints(Checkpoints):
         self.blocks[2] = nn.Sequential(nn.Dropout(0.4), nn.Linear(WIDTH, WIDTH))
 
 
-class WhileLoop(Chain):
-    """Doubles as long as the values say so."""
-
+class WhileLoop(Chain):  # doubles as long as the values say so
     def between(self, x: Tensor, _number: int) -> Tensor:
         while x.abs().sum() < 5:
             x = x * 2
@@ -218,7 +194,6 @@ def by_library(_: Chain, x: Tensor, number: int) -> Tensor:
 
 
 def reshaped(_: Chain, x: Tensor, number: int) -> Tensor:
-    """Split, turn and join axes, as einops does."""
     pairs = x.reshape(len(x), 2, WIDTH // 2).permute(0, 2, 1)
     repeated = pairs[:, :, None].expand(-1, -1, 3, -1).mean(2)
     return torch.einsum("bij->bji", repeated).reshape(len(x), WIDTH)
@@ -237,7 +212,6 @@ def typed(_: Chain, x: Tensor, number: int) -> Tensor:
 
 
 def hooked(kind: type[Chain] = Chain) -> Chain:
-    """Give a chain with a hook that changes what a block gives."""
     made = kind()
     made.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2)
     return made
@@ -256,9 +230,7 @@ def frozen() -> Chain:
     return made
 
 
-class TensorHook(Chain):
-    """Changes gradients between blocks."""
-
+class TensorHook(Chain):  # changes gradients between blocks
     def between(self, x: Tensor, _number: int) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
@@ -319,9 +291,7 @@ class Biased(nn.Module):
         return self.parts(x + self.bias(x.device))
 
 
-class Scale(nn.Module):
-    """Has no parameters, and computes what it scales by once."""
-
+class Scale(nn.Module):  # has no parameters, and computes what it scales by once
     found: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -343,9 +313,7 @@ class Caching(Chain):
         return x
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer, and a small one beside it that is trained."""
-
+class Adapted(nn.Module):  # a frozen linear layer, and a small one beside it that is trained
     def __init__(self, frozen: nn.Linear, rank: int = 2) -> None:
         super().__init__()
         self.frozen = frozen.requires_grad_(False)
@@ -356,9 +324,7 @@ class Adapted(nn.Module):
         return self.frozen(x) + self.up(self.down(x)) * 0.5
 
 
-class Drawing(Chain):
-    """Draws between blocks, in many ways; where it does not train, in none."""
-
+class Drawing(Chain):  # draws between blocks, in many ways; where it does not train, in none
     def between(self, x: Tensor, number: int) -> Tensor:
         x = functional.alpha_dropout(x, 0.2, self.training)
         if number == 0:
@@ -371,9 +337,7 @@ class Drawing(Chain):
         return functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=drop)[0, 0]
 
 
-class Shaken(nn.Linear):
-    """Draws Python's, NumPy's and torch's random numbers in training."""
-
+class Shaken(nn.Linear):  # draws Python's, NumPy's and torch's random numbers in training
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         if not self.training:
@@ -501,9 +465,7 @@ class OnceWithout(Chain):
         return self.blocks[2](x) + before + after
 
 
-class ByNorm(nn.Linear):
-    """Looks at its weight without gradients."""
-
+class ByNorm(nn.Linear):  # looks at its weight without gradients
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             norm = self.weight.norm()
@@ -517,9 +479,7 @@ class SharedNorm(Chain):
         self.blocks[2].weight = self.blocks[0].weight
 
 
-class Reaching(nn.Module):
-    """Multiplies by a weight that it is no owner of."""
-
+class Reaching(nn.Module):  # multiplies by a weight that it is no owner of
     def __init__(self, weight: Callable[[], Tensor]) -> None:
         super().__init__()
         self.bias, self.weight = nn.Parameter(torch.zeros(WIDTH)), weight
@@ -528,9 +488,7 @@ class Reaching(nn.Module):
         return functional.linear(x, self.weight(), self.bias)
 
 
-class Reached(Chain):
-    """Its last block comes by the weight of the first one through a function."""
-
+class Reached(Chain):  # its last block comes by the weight of the first one through a function
     def __init__(self) -> None:
         super().__init__()
         first: Any = self.blocks[0]
@@ -546,9 +504,7 @@ class Given(nn.Module):
         return functional.linear(x, weight, self.bias)
 
 
-class Handed(Chain):
-    """Its last block is handed the weight of the first one."""
-
+class Handed(Chain):  # its last block is handed the weight of the first one
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2] = Given()
@@ -575,6 +531,12 @@ ADDED_IN_BFLOAT16 = (
 GPT2 = partial(hugging_face, "GPT2", "LMHeadModel", TEXT)
 MIXTRAL = partial(decoder, "Mixtral", num_local_experts=4, num_experts_per_tok=2)
 
+CLASSES = hugging_face("Bert", "ForSequenceClassification", TEXT, with_classes, num_labels=3)
+HIDDEN, EAGER = asking("output_hidden_states"), {"attn_implementation": "eager"}
+ATTENTIONS = decoder("Llama", inputs=asking("output_attentions"), **EAGER)
+ALBERT = encoder("Albert", embedding_size=16)
+DROPPED = "layers dropped by Python's and NumPy's random numbers"
+LAYERS_DROPPED = AnyModel(DROPPED, chain(DroppingOutside), "other layers at every step")
 CHAINS = (
     AnyModel("a checkpoint per block", checkpoints(reentrant=False, together=False)),
     AnyModel("a reentrant one per block", checkpoints(reentrant=True, together=False)),
@@ -601,10 +563,7 @@ CHAINS = (
     AnyModel("writes in place", chain(InPlace)),
     AnyModel("writes in place, used much later", chain(Shifting)),
     AnyModel("results gathered in a tensor of zeros", chain(Collecting)),
-    AnyModel(
-        "a mask made between blocks",
-        chain(between(masked_by_sign)),
-    ),
+    AnyModel("a mask made between blocks", chain(between(masked_by_sign))),
     AnyModel("out= between blocks", chain(IntoOut)),
     AnyModel("rows written one by one", chain(Numbering)),
     AnyModel("a block with and without gradients", chain(OnceWithout)),
@@ -617,11 +576,7 @@ CHAINS = (
     AnyModel("types asked and changed", chain(between(typed))),
     AnyModel("random numbers between blocks", chain(Drawing)),
     AnyModel("Python's and NumPy's random numbers between blocks", chain(DrawingOutside)),
-    AnyModel(
-        "layers dropped by Python's and NumPy's random numbers",
-        chain(DroppingOutside),
-        "other layers at every step",
-    ),
+    LAYERS_DROPPED,
     *FILLING,
     AnyModel("autocast, a value used twice", chain(UsedTwice), within=autocast),
 )
@@ -629,28 +584,14 @@ CHAINS = (
 ODD = (
     *CHAINS,
     AnyModel("labels in, loss out", GPT2(with_labels)),
-    AnyModel(
-        "labels of classes",
-        hugging_face("Bert", "ForSequenceClassification", TEXT, with_classes, num_labels=3),
-        "sets its problem_type in its first forward",
-    ),
-    AnyModel(
-        "hidden states in the output", decoder("Llama", inputs=asking("output_hidden_states"))
-    ),
+    AnyModel("labels of classes", CLASSES, "sets its problem_type in its first forward"),
+    AnyModel("hidden states in the output", decoder("Llama", inputs=HIDDEN)),
     AnyModel("a cache in the output", decoder("Llama", inputs=asking("use_cache"))),
-    AnyModel(
-        "attentions in the output",
-        decoder("Llama", inputs=asking("output_attentions"), attn_implementation="eager"),
-    ),
+    AnyModel("attentions in the output", ATTENTIONS),
     AnyModel("router's logits in the output", MIXTRAL(inputs=asking("output_router_logits"))),
     AnyModel("autocast to bfloat16", decoder("Llama"), within=autocast),
     AnyModel("autocast, tied", decoder("Llama", tie_word_embeddings=True), within=autocast),
-    AnyModel(
-        "autocast, layer called again",
-        encoder("Albert", embedding_size=16),
-        rounding=ADDED_IN_BFLOAT16,
-        within=autocast,
-    ),
+    AnyModel("autocast, layer called again", ALBERT, "", ADDED_IN_BFLOAT16, autocast),
     AnyModel("frozen start", frozen_start),
     AnyModel("adapters beside frozen layers", adapted),
     AnyModel("compiled blocks", chain(compiled)),

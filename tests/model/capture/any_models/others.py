@@ -6,14 +6,7 @@ import torch
 import transformers
 
 from .filling import HRNET
-from .handwritten import (
-    DenseNet,
-    InPlaceGlue,
-    NanoGPT,
-    Recurrent,
-    TorchTransformer,
-    sequential,
-)
+from .handwritten import DenseNet, InPlaceGlue, NanoGPT, Recurrent, TorchTransformer, sequential
 from .made import (
     IMAGE_SIZE,
     NUM_WORDS,
@@ -38,72 +31,32 @@ from .made import (
 )
 
 EXPERTS: Sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DEEPSEEK: Sizes = {
-    **EXPERTS,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-DISENTANGLED: Sizes = {
-    "relative_attention": True,
-    "pos_att_type": ["p2c", "c2p"],
-    "position_buckets": 4,
-    "norm_rel_ebd": "layer_norm",
-    "share_att_key": True,
-}
-PYRAMID: Sizes = {
-    "num_encoder_blocks": 2,
-    "depths": [2, 2],
-    "sr_ratios": [2, 1],
-    "hidden_sizes": [8, 16],
-    "patch_sizes": [7, 3],
-    "strides": [4, 2],
-    "num_attention_heads": [1, 2],
-    "mlp_ratios": [2, 2],
-    "decoder_hidden_size": 16,
-    "num_labels": 3,
-}
-SOUND: Sizes = {
-    **TOKENS,
-    **SIZES,
-    "conv_dim": [16, 16],
-    "conv_stride": [5, 4],
-    "conv_kernel": [10, 4],
-    "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 2,
-    "apply_spec_augment": False,
-}
-MASKED_SOUND: Sizes = {
-    "apply_spec_augment": True,
-    "mask_time_length": 2,
-    "mask_time_prob": 0.4,
-    "mask_feature_length": 4,
-    "mask_feature_prob": 0.3,
-}
-SPARSE: Sizes = {
-    "attention_type": "block_sparse",
-    "block_size": 4,
-    "num_random_blocks": 1,
-    "max_position_embeddings": 64,
-}
+DEEPSEEK: Sizes = EXPERTS | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2}
+DEEPSEEK |= {"topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 8}
+DEEPSEEK |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DISENTANGLED: Sizes = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+DISENTANGLED |= {"position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+PYRAMID: Sizes = {"num_encoder_blocks": 2, "depths": [2, 2], "sr_ratios": [2, 1]}
+PYRAMID |= {"hidden_sizes": [8, 16], "patch_sizes": [7, 3], "strides": [4, 2], "num_labels": 3}
+PYRAMID |= {"num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16}
+SOUND: Sizes = TOKENS | SIZES | {"conv_dim": [16, 16], "conv_stride": [5, 4]}
+SOUND |= {"conv_kernel": [10, 4], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
+SOUND |= {"apply_spec_augment": False}
+MASKED_SOUND: Sizes = {"apply_spec_augment": True, "mask_time_length": 2, "mask_time_prob": 0.4}
+MASKED_SOUND |= {"mask_feature_length": 4, "mask_feature_prob": 0.3, "layerdrop": 0.0}
+SPARSE: Sizes = {"attention_type": "block_sparse", "block_size": 4, "num_random_blocks": 1}
+SPARSE |= {"max_position_embeddings": 64}
 TWO_KINDS = ["sliding_attention", "full_attention"]
-GEMMA4: Sizes = {
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 3,
-    "layer_types": TWO_KINDS * 3,
-    "sliding_window": 4,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": NUM_WORDS,
-    "global_head_dim": 8,
-}
+GEMMA4: Sizes = {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": TWO_KINDS * 3}
+GEMMA4 |= {"sliding_window": 4, "global_head_dim": 8, "hidden_size_per_layer_input": 8}
+GEMMA4 |= {"vocab_size_per_layer_input": NUM_WORDS}
+MAMBA2: Sizes = {"hidden_size": 16, "num_hidden_layers": 5, "num_heads": 4, "head_dim": 8}
+MAMBA2 |= {"state_size": 8, "n_groups": 2, "chunk_size": 4}
+DROPPED: Sizes = {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
+OTHER_LAYERS = "other layers at every step"
+OF_NUMPY = "masks of NumPy's random numbers"
 CONVOLVED: Sizes = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_hidden_layers": 2}
+BASIC = CONVOLVED | {"embedding_size": 8, "layer_type": "basic"}
 
 
 def llava() -> Made:
@@ -112,12 +65,8 @@ def llava() -> Made:
     vision = transformers.CLIPVisionConfig(
         **{**SIZES, "num_hidden_layers": 3}, image_size=IMAGE_SIZE, patch_size=8
     )
-    config = transformers.LlavaConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_index=image_word,
-        image_seq_length=num_patches,
-    )
+    options: dict[str, Any] = {"image_token_index": image_word, "image_seq_length": num_patches}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, **options)
 
     def inputs(batch: int) -> dict[str, Any]:
         shown = torch.full((batch, num_patches), image_word)
@@ -128,12 +77,27 @@ def llava() -> Made:
 
 
 def long_words(batch: int) -> dict[str, Any]:
-    """Give words enough for a sparse attention."""
     return {"input_ids": words(batch, 36)}
 
 
 def sound(batch: int) -> dict[str, Any]:
     return {"input_values": numbers(400)(batch)}
+
+
+def recognizer(**options: Any) -> Any:
+    return hugging_face("Wav2Vec2", "ForCTC", SOUND, sound, **options)
+
+
+def big_bird() -> Any:
+    return hugging_face("BigBird", "ForMaskedLM", TEXT, long_words, **SPARSE)
+
+
+def gemma4() -> Any:
+    return decoder("Gemma4", config="Gemma4Text", inputs=uncached, **GEMMA4)
+
+
+def unmasked(batch: int) -> dict[str, Any]:
+    return {"input_ids": words(batch)}
 
 
 def two_sided(family: str, **options: Any) -> Any:
@@ -156,10 +120,7 @@ OTHERS = (
     AnyModel("in place", lambda: (InPlaceGlue(), words), "writes into views between blocks"),
     AnyModel(
         "nn.Transformer",
-        lambda: (
-            TorchTransformer(),
-            lambda n: {"source": words(n), "target": words(n, 5)},
-        ),
+        lambda: (TorchTransformer(), lambda n: {"source": words(n), "target": words(n, 5)}),
     ),
     HRNET,
     AnyModel("nn.Sequential", lambda: (sequential(), words)),
@@ -175,11 +136,7 @@ OTHERS = (
     AnyModel("phi3", decoder("Phi3")),
     AnyModel("gemma2", decoder("Gemma2")),
     AnyModel("gemma3", decoder("Gemma3", config="Gemma3Text", sliding_window=4)),
-    AnyModel(
-        "gemma4",
-        decoder("Gemma4", config="Gemma4Text", inputs=uncached, **GEMMA4),
-        "layers share keys and values in a UserDict",
-    ),
+    AnyModel("gemma4", gemma4(), "layers share keys and values in a UserDict"),
     AnyModel("olmo2", decoder("Olmo2")),
     AnyModel("cohere", decoder("Cohere")),
     AnyModel("granite", decoder("Granite")),
@@ -193,65 +150,25 @@ OTHERS = (
     AnyModel("distilbert", encoder("DistilBert")),
     AnyModel("roberta", encoder("Roberta")),
     AnyModel("mpnet", encoder("MPNet")),
-    AnyModel(
-        "fnet",
-        encoder("FNet", inputs=lambda batch: {"input_ids": words(batch)}),
-        "Fourier transforms, no attention",
-    ),
+    AnyModel("fnet", encoder("FNet", inputs=unmasked), "Fourier transforms, no attention"),
     AnyModel("deberta-v2", encoder("DebertaV2", **DISENTANGLED)),
     AnyModel("modernbert", encoder("ModernBert")),
     AnyModel("electra", encoder("Electra", embedding_size=16)),
     AnyModel("bart", two_sided("Bart")),
-    AnyModel(
-        "bart, layers dropped",
-        two_sided("Bart", encoder_layerdrop=0.5, decoder_layerdrop=0.5),
-        "other layers at every step",
-    ),
+    AnyModel("bart, layers dropped", two_sided("Bart", **DROPPED), OTHER_LAYERS),
     AnyModel("mbart", two_sided("MBart")),
     AnyModel("marian", shifting("Marian", "MTModel"), "labels shifted in place"),
     AnyModel("pegasus", shifting("Pegasus"), "labels shifted in place"),
     AnyModel("m2m100", shifting("M2M100"), "labels shifted in place"),
-    AnyModel(
-        "convnext",
-        classifier("ConvNext", **CONVOLVED, drop_path_rate=0.2, patch_size=4),
-    ),
-    AnyModel(
-        "resnet of transformers",
-        classifier("ResNet", **CONVOLVED, embedding_size=8, layer_type="basic"),
-        "BatchNorm",
-    ),
+    AnyModel("convnext", classifier("ConvNext", **CONVOLVED, drop_path_rate=0.2, patch_size=4)),
+    AnyModel("resnet of transformers", classifier("ResNet", **BASIC), "BatchNorm"),
     AnyModel("segformer", hugging_face("Segformer", "ForSemanticSegmentation", PYRAMID, image)),
     AnyModel("beit", classifier("Beit", drop_path_rate=0.2)),
     AnyModel("deit", classifier("DeiT")),
     AnyModel("dinov2", classifier("Dinov2")),
-    AnyModel(
-        "mamba2",
-        hugging_face(
-            "Mamba2",
-            "ForCausalLM",
-            {**TOKENS, "hidden_size": 16, "num_hidden_layers": 5},
-            uncached,
-            num_heads=4,
-            head_dim=8,
-            state_size=8,
-            n_groups=2,
-            chunk_size=4,
-        ),
-    ),
-    AnyModel(
-        "wav2vec2",
-        hugging_face("Wav2Vec2", "ForCTC", SOUND, sound, layerdrop=0.3),
-        "other layers at every step",
-    ),
-    AnyModel(
-        "wav2vec2, SpecAugment",
-        hugging_face("Wav2Vec2", "ForCTC", {**SOUND, **MASKED_SOUND}, sound, layerdrop=0.0),
-        "masks of NumPy's random numbers",
-    ),
-    AnyModel(
-        "big bird",
-        hugging_face("BigBird", "ForMaskedLM", TEXT, long_words, **SPARSE),
-        "blocks of attention by NumPy's random numbers",
-    ),
+    AnyModel("mamba2", hugging_face("Mamba2", "ForCausalLM", TOKENS | MAMBA2, uncached)),
+    AnyModel("wav2vec2", recognizer(layerdrop=0.3), OTHER_LAYERS),
+    AnyModel("wav2vec2, SpecAugment", recognizer(**MASKED_SOUND), OF_NUMPY),
+    AnyModel("big bird", big_bird(), "blocks of attention by NumPy's random numbers"),
     AnyModel("llava", llava, "an image among the words"),
 )

@@ -16,18 +16,14 @@ from .chain import WIDTH, Chain, between
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A model by name, and the error that it gets; `message` is a regular expression."""
-
+class Refused:  # a model by name, and the error that it gets; `message` is a regular expression
     name: str
     build: Callable[[], Chain]
     error: type[CaptureError]
     message: str
 
 
-class Remembering(nn.Linear):
-    """A block that leaves a tensor behind for another one."""
-
+class Remembering(nn.Linear):  # a block that leaves a tensor behind for another one
     memory: list[Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,9 +45,7 @@ class Sideways(Chain):
         return super().forward(x)
 
 
-class Rescaling(Chain):
-    """Halves the weights of its blocks where it does not train, as RWKV does."""
-
+class Rescaling(Chain):  # halves the weights of its blocks where it does not train, as RWKV does
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             with torch.no_grad():
@@ -72,9 +66,7 @@ class Settings:
     kind: str | None = None
 
 
-class SettingAgain(Chain):
-    """Sets in each forward what depends on its inputs."""
-
+class SettingAgain(Chain):  # sets in each forward what depends on its inputs
     def __init__(self) -> None:
         super().__init__()
         self.settings = Settings()
@@ -89,9 +81,7 @@ class Slotted:
     calls: int = 0
 
 
-class CountingElsewhere(Chain):
-    """Counts its calls in an object that is no module."""
-
+class CountingElsewhere(Chain):  # counts its calls in an object that is no module
     def __init__(self, made: Callable[[], Any] = Slotted) -> None:
         super().__init__()
         self.state = [made()]
@@ -127,9 +117,7 @@ class Keeping(Chain):
         return x + self.kept
 
 
-class Moving(Chain):
-    """Moves a buffer of its own, as BatchNorm does."""
-
+class Moving(Chain):  # moves a buffer of its own, as BatchNorm does
     mean: Tensor
 
     def __init__(self) -> None:
@@ -141,9 +129,7 @@ class Moving(Chain):
         return x - self.mean
 
 
-class Normalised(Chain):
-    """Has a module with buffers and no parameters between blocks."""
-
+class Normalised(Chain):  # has a module with buffers and no parameters between blocks
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH, affine=False)
@@ -185,15 +171,12 @@ class ThroughAView(Chain):
 
     def forward(self, x: Tensor) -> Tensor:
         found = x.new_zeros(len(x), 3, WIDTH)
-        second = found[:, 1]
-        x = self.blocks[1](self.blocks[0](x))
+        second, x = found[:, 1], self.blocks[1](self.blocks[0](x))
         second.copy_(x)
         return self.blocks[2](x) + found.sum(1)
 
 
-class Differentiating(Chain):
-    """Goes on with the gradient of a block, as models of forces do."""
-
+class Differentiating(Chain):  # goes on with the gradient of a block, as models of forces do
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
         with torch.enable_grad():
@@ -216,9 +199,7 @@ SCRIPTED = between(lambda _, x, number: SINE(x))
 _GLOBAL: list[Tensor] = []
 
 
-class ThroughAGlobal(nn.Linear):
-    """Leaves a tensor behind in a global variable."""
-
+class ThroughAGlobal(nn.Linear):  # leaves a tensor behind in a global variable
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x) + (_GLOBAL.pop() if _GLOBAL else 0)
         _GLOBAL.append(x.tanh())
@@ -231,56 +212,23 @@ class Globally(Chain):
 
 _WRITES = r"writes a routed value into a tensor .*new_zeros"
 _CHANGES = "and it is no block"
+_REACHES = r"made inside 'blocks\.0' reaches 'blocks\.1' through an"
+_VMAP = r"inside jit\.script, vmap or C\+\+, after 'blocks\.0'"
+_WEIGHT = r"changes the parameter 'blocks\.1\.weight' in place .*rescale_every=0"
+_VIEW = r"'sum', operation 1 after 'blocks\.2', reads the output .*refused\.py:\d+.*Make the view"
+_FORCE = r"'grad', .* computes gradients in the model's forward \(refused\.py:\d+\).*blocks="
+MAPPED = between(lambda _, x, number: torch.vmap(torch.sin)(x))
+ELSEWHERE = partial(CountingElsewhere, lambda: SimpleNamespace(calls=0))
 REFUSED = (
-    Refused(
-        "a tensor in a list of blocks",
-        Sideways,
-        CutError,
-        r"made inside 'blocks\.0' reaches 'blocks\.1' through an",
-    ),
-    Refused(
-        "a tensor in a global variable",
-        Globally,
-        CutError,
-        r"made inside 'blocks\.0' reaches 'blocks\.1' through an",
-    ),
-    Refused(
-        "vmap between blocks",
-        between(lambda _, x, number: torch.vmap(torch.sin)(x)),
-        GlueError,
-        r"inside jit\.script, vmap or C\+\+, after 'blocks\.0'",
-    ),
-    Refused(
-        "jit.script between blocks",
-        between(lambda _, x, number: SINE(x)),
-        GlueError,
-        r"jit\.script",
-    ),
-    Refused(
-        "weights of blocks changed between blocks",
-        Rescaling,
-        CutError,
-        r"changes the parameter 'blocks\.1\.weight' in place .*rescale_every=0",
-    ),
-    Refused(
-        "a view written into after a block",
-        ThroughAView,
-        CutError,
-        r"'sum', operation 1 after 'blocks\.2', reads the output .*refused\.py:\d+.*Make the view",
-    ),
-    Refused(
-        "gradients of a block in the forward",
-        Differentiating,
-        CutError,
-        r"'grad', .* computes gradients in the model's forward \(refused\.py:\d+\).*blocks=",
-    ),
+    Refused("a tensor in a list of blocks", Sideways, CutError, _REACHES),
+    Refused("a tensor in a global variable", Globally, CutError, _REACHES),
+    Refused("vmap between blocks", MAPPED, GlueError, _VMAP),
+    Refused("jit.script between blocks", SCRIPTED, GlueError, r"jit\.script"),
+    Refused("weights of blocks changed between blocks", Rescaling, CutError, _WEIGHT),
+    Refused("a view written into after a block", ThroughAView, CutError, _VIEW),
+    Refused("gradients of a block in the forward", Differentiating, CutError, _FORCE),
     Refused("a counter of the model's own", Counting, CutError, _CHANGES),
-    Refused(
-        "a counter in an object of the model's",
-        partial(CountingElsewhere, lambda: SimpleNamespace(calls=0)),
-        CutError,
-        _CHANGES,
-    ),
+    Refused("a counter in an object of the model's", ELSEWHERE, CutError, _CHANGES),
     Refused("a setting made in every forward", SettingAgain, CutError, _CHANGES),
     Refused("a counter in slots of an object", CountingElsewhere, CutError, _CHANGES),
     Refused("a counter in a global variable", CountingGlobally, CutError, _CHANGES),

@@ -28,17 +28,15 @@ from .made import (
     words,
 )
 
-T5: Sizes = {
-    **TOKENS,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 4,
-    "num_decoder_layers": 4,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
+T5: Sizes = TOKENS | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4}
+T5 |= {"num_decoder_layers": 4, "num_heads": 4, "decoder_start_token_id": 0}
 SWIN: Sizes = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+SWIN |= {"image_size": 32, "patch_size": 4, "num_labels": 3}
+MAMBA: Sizes = TOKENS | {"hidden_size": 16, "num_hidden_layers": 5, "state_size": 4}
+
+
+def image_of_32(batch: int) -> dict[str, Any]:
+    return {"pixel_values": pixels(32)(batch)}
 
 
 def clip() -> Made:
@@ -55,13 +53,8 @@ def whisper(layerdrop: float = 0.0) -> Callable[[], Made]:
         decoded = {"decoder_input_ids": words(batch, 5), "use_cache": False}
         return {"input_features": features(batch), **decoded}
 
-    options: Sizes = {
-        "num_mel_bins": 8,
-        "max_source_positions": 10,
-        "max_target_positions": 16,
-        "encoder_layerdrop": layerdrop,
-        "decoder_layerdrop": layerdrop,
-    }
+    options: Sizes = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16}
+    options |= {"encoder_layerdrop": layerdrop, "decoder_layerdrop": layerdrop}
     return hugging_face("Whisper", "ForConditionalGeneration", TWO_SIDED, inputs, **options)
 
 
@@ -77,30 +70,10 @@ OF_TRANSFORMERS = (
     AnyModel("t5", hugging_face("T5", "ForConditionalGeneration", T5, both_sides)),
     AnyModel("vit", classifier("ViT")),
     AnyModel("clip", clip),
-    AnyModel(
-        "swin",
-        hugging_face(
-            "Swin",
-            "ForImageClassification",
-            SWIN,
-            lambda n: {"pixel_values": pixels(32)(n)},
-            image_size=32,
-            patch_size=4,
-            num_labels=3,
-        ),
-    ),
+    AnyModel("swin", hugging_face("Swin", "ForImageClassification", SWIN, image_of_32)),
     AnyModel("whisper", whisper()),
     AnyModel("whisper, layers dropped", whisper(0.5), "other layers at every step"),
-    AnyModel(
-        "mamba",
-        hugging_face(
-            "Mamba",
-            "ForCausalLM",
-            {**TOKENS, "hidden_size": 16, "num_hidden_layers": 5},
-            uncached,
-            state_size=4,
-        ),
-    ),
+    AnyModel("mamba", hugging_face("Mamba", "ForCausalLM", MAMBA, uncached)),
 )
 REQUIRED = (
     *OF_TRANSFORMERS,

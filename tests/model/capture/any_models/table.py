@@ -28,11 +28,7 @@ HEAD = (
     "| notes |\n"
     "|---|--:|--:|---|---|--:|--:|---|\n"
 )
-TITLES = {
-    "The models that must work": REQUIRED,
-    "Others": OTHERS,
-    "Odd models, and odd uses": ODD,
-}
+TITLES = {"The models that must work": REQUIRED, "Others": OTHERS, "Odd models, and odd uses": ODD}
 
 
 def facts(model: AnyModel) -> list[str]:
@@ -101,7 +97,6 @@ def table(only: Sequence[str], before: str) -> Iterator[str]:
 
 
 def main() -> None:
-    """Do what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--update", type=Path)
     parser.add_argument("names", nargs="*", choices=[[], *(model.name for model in EVERY)])
