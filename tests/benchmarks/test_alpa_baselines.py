@@ -153,9 +153,7 @@ def test_deepspeed_keeps_more_in_slices_where_less_does_not_fit(wanted: str) -> 
     assert plan_baseline("deepspeed", replace(small, cluster=cluster)).sharding == wanted
 
 
-def test_a_grid_keeps_less_than_data_and_more_than_megatron(
-    task: MeshTask,
-) -> None:
+def test_a_grid_keeps_less_than_data_and_more_than_megatron(task: MeshTask) -> None:
     kept = []
     for plan, shape in (("data", (4,)), ("grid", (2, 2)), ("megatron", (4,))):
         graph, how = task.graph_of(16), (task.names, task.model.spans, task.cluster, 16, plan)

@@ -17,14 +17,7 @@ from tests.model.capture.any_models.made import words
 from tests.model.capture.any_models.required import OF_TRANSFORMERS
 from tests.model.capture.running import assert_equal
 from tests.model_parts import Noted, noted_pipeline
-from tests.pretrained import (
-    BATCH,
-    build,
-    logits_of,
-    pipeline,
-    saved_by_transformers,
-    whole_logits,
-)
+from tests.pretrained import BATCH, build, logits_of, pipeline, saved_by_transformers, whole_logits
 
 FEW = ["gpt2", "llama, tied", "t5", "whisper"]
 LIBRARY = [model.name for model in OF_TRANSFORMERS]

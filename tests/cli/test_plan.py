@@ -50,10 +50,7 @@ def test_a_plan_that_is_saved_can_be_read_and_was_predicted(
     ("num_replicas", "how"),
     [
         ("1", 'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...)'),
-        (
-            "2",
-            'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...), in 2 p',
-        ),
+        ("2", 'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...), in 2 p'),
     ],
 )
 def test_a_plan_that_is_saved_says_how_it_is_run(
@@ -205,17 +202,7 @@ def test_data_whose_shapes_no_recipe_says_are_named_in_one_line(
     recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert (
-        run(
-            (
-                "plan",
-                recipe,
-                "--cluster",
-                "h100",
-            )
-        )
-        == 2
-    )
+    assert run(("plan", recipe, "--cluster", "h100")) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
 

@@ -57,10 +57,7 @@ def test_a_calibration_is_a_cluster_that_a_file_gives_again(tmp_path: Path) -> N
 def test_a_calibration_on_a_busy_machine_says_so() -> None:
     device = Device(name="a", flops_per_s={"float32": 1.0}, bytes_per_s=1, memory_bytes=1)
     cluster = Cluster(
-        name="x",
-        devices={"a": device},
-        hosts=(Host(name="h", devices=("a",)),),
-        links={},
+        name="x", devices={"a": device}, hosts=(Host(name="h", devices=("a",)),), links={}
     )
     busy = Calibration(cluster=cluster, figures=(), had_core=0.5)
     assert "had a core for 50% of the time" in busy.warning

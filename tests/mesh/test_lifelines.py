@@ -11,15 +11,7 @@ from ipaddress import ip_address
 import pytest
 
 from penstock.errors import PeerError
-from penstock.mesh.lifelines import (
-    _HELLO,
-    _Address,
-    _admit,
-    _Failure,
-    _reach,
-    listen,
-    own_host,
-)
+from penstock.mesh.lifelines import _HELLO, _Address, _admit, _Failure, _reach, listen, own_host
 
 SECRET = b"sixteen letters."
 

@@ -6,16 +6,7 @@ from typing import get_args
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedules import (
-    Family,
-    Forward,
-    Schedule,
-    eager_1f1b,
-    gpipe,
-    ir,
-    one_f_one_b,
-    parse,
-)
+from penstock.schedules import Family, Forward, Schedule, eager_1f1b, gpipe, ir, one_f_one_b, parse
 from penstock.schedules.laws import SYNCHRONOUS, AtMostBytes, Law
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.memory import Sizes, peak_bytes
@@ -177,9 +168,7 @@ def test_1f1b_keeps_at_most_p_minus_s_microbatches_and_gpipe_all(p: int, m: int)
 
 
 @pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)
-def test_a_walk_visits_every_instruction_once_and_receives_after_sends(
-    function: Family,
-) -> None:
+def test_a_walk_visits_every_instruction_once_and_receives_after_sends(function: Family) -> None:
     for p, m in SIZES:
         lowered = add_communication(function(p, m), chain_transfers(p))
         visited = list(walk(lowered))

@@ -63,19 +63,13 @@ WRONG = {
         "0F0,0F1,0B0,0B1\n1F0,1B0,1B1",
         "stage 1 has 0 Forward instructions for micro-batch 1; it needs exactly one",
     ),
-    "what is there of its micro-batch": (
-        "0F0,0F1,0B0,0B1\n1F0,1B0,1B1",
-        ">>1B1<<",
-    ),
+    "what is there of its micro-batch": ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1", ">>1B1<<"),
     "a backward is missing": ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1", ">>0F1<<"),
     "the second part of a backward is missing": (
         "0F0,0I0\n1F0,1B0",
         "stage 0 has 0 BackwardWeight instructions for micro-batch 0",
     ),
-    "a backward before its forward": (
-        "0B0,0F0\n1F0,1B0",
-        ">>0B0<<",
-    ),
+    "a backward before its forward": ("0B0,0F0\n1F0,1B0", ">>0B0<<"),
     "forwards out of order": (
         "0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1",
         "rank 0, 0F1: the forwards of a stage must come in micro-batch order",

@@ -112,10 +112,7 @@ def stepped(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
     return found | {"gradients": pipe.shards.whole(gradients), "table": str(pipe.sharding)}
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "sharding"),
-    [*product([1, 2], GRIDS)],
-)
+@pytest.mark.parametrize(("num_stages", "sharding"), [*product([1, 2], GRIDS)])
 @pytest.mark.slow
 def test_along_data_gradients_move_and_the_output_and_no_other_byte(
     num_stages: int, sharding: str, tmp_path: Path

@@ -437,10 +437,7 @@ def checked(mesh: Mesh) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
-    [
-        Placement.of(range(1), num_shards=2),
-        Placement(UNLIKE["1 + 2"], ("cpu", "cpu")),
-    ],
+    [Placement.of(range(1), num_shards=2), Placement(UNLIKE["1 + 2"], ("cpu", "cpu"))],
     ids=["2", "1 + 2"],
 )
 def test_check_spans_shards_and_stages(placement: Placement, tmp_path: Path) -> None:

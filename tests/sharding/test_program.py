@@ -151,8 +151,7 @@ class Changed(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("change", "may"),
-    [("new", True), ("another", True), ("viewed", False), ("given", False)],
+    ("change", "may"), [("new", True), ("another", True), ("viewed", False), ("given", False)]
 )
 def test_only_what_nothing_shares_memory_with_is_changed_in_shards(change: str, may: bool) -> None:
     graph = graph_of(nn.Linear(8, 8), Changed(change))

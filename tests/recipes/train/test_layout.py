@@ -95,12 +95,7 @@ def test_stages_a_rank_left_out_are_as_few_as_the_schedule_has(
 
 @pytest.mark.parametrize(
     ("before", "schedule", "per_rank"),
-    [
-        (2, "one_f_one_b", 1),
-        (1, "zb_v", 2),
-        (4, "breadth_first", 4),
-        (4, "zb_v", 2),
-    ],
+    [(2, "one_f_one_b", 1), (1, "zb_v", 2), (4, "breadth_first", 4), (4, "zb_v", 2)],
 )
 def test_another_schedule_keeps_the_stages_a_rank_that_suit_it(
     tmp_path: Path, before: int, schedule: str, per_rank: int

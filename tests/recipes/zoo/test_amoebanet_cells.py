@@ -121,8 +121,7 @@ HALVING_ONLY = "max_pool_2x2"
 
 @pytest.mark.parametrize("channels", [8, 12])
 @pytest.mark.parametrize(
-    ("name", "stride"),
-    [(n, s) for n in OPERATIONS for s in (1, 2) if (n, s) != (HALVING_ONLY, 1)],
+    ("name", "stride"), [(n, s) for n in OPERATIONS for s in (1, 2) if (n, s) != (HALVING_ONLY, 1)]
 )
 def test_an_operation_gives_the_channels_and_resolution_that_are_asked_for(
     name: str, stride: int, channels: int

@@ -49,10 +49,7 @@ def full_page() -> Page:
         facts=(Fact("accuracy", "98 %", WICKED), Fact(WICKED, WICKED)),
         sections=(
             Section("Curves", tuple(curves(lines)), is_grid=True),
-            Section(
-                f"Plan {WICKED}",
-                (Text(WICKED), Table(("layer", WICKED), ((WICKED, "12"),))),
-            ),
+            Section(f"Plan {WICKED}", (Text(WICKED), Table(("layer", WICKED), ((WICKED, "12"),)))),
             Section("Recipe", (Text(f"name = {WICKED}\n" * 20, "code"),)),
         ),
         notes=(WICKED,),
