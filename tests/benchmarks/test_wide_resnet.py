@@ -42,9 +42,7 @@ def test_published_parameter_counts(num_layers: int, published: int) -> None:
         ("13B", 12_633_386_944),
     ],
 )
-def test_a_wide_network_has_the_parameters_of_its_name_to_3_percent(
-    size: str, expected: int
-) -> None:
+def test_a_wide_network_has_the_parameters_of_its_name_to_3_percent(size, expected) -> None:
     number, unit = float(size[:-1]), {"M": 1e6, "B": 1e9}[size[-1]]
     assert count(lambda: wide_resnet(size)) == expected == pytest.approx(number * unit, rel=0.03)
 
@@ -143,8 +141,6 @@ def test_convolutions_are_drawn_to_keep_the_variance() -> None:
         (wide_resnet, {"size": WideResNetSize(50, 0, 2)}, "base_channels=0: give an integer"),
     ],
 )
-def test_bad_sizes_are_refused(
-    build: Callable[..., nn.Module], options: dict[str, Any], message: str
-) -> None:
+def test_bad_sizes_are_refused(build, options, message) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**options)

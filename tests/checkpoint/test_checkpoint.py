@@ -71,9 +71,7 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
         (torch.optim.Adam, {"capturable": False, "lr_as_tensor": True}),
     ],
 )
-def test_a_loaded_run_goes_on_bit_by_bit(
-    tmp_path: Path, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
-) -> None:
+def test_a_loaded_run_goes_on_bit_by_bit(tmp_path, kind, options) -> None:
     as_tensor = options.pop("lr_as_tensor", False)
     model, optimizer = trained(kind, **options)
     if as_tensor:
@@ -232,9 +230,7 @@ NOTES = ({"seen": [1, 2.5, None]}, torch.arange(3), "of all")
 
 @pytest.mark.parametrize("saved_by", [lambda model: model, noted_pipeline], ids=["plain", "pipe"])
 @pytest.mark.parametrize("loaded_by", [lambda model: model, noted_pipeline], ids=["plain", "pipe"])
-def test_extra_state_comes_back_as_it_was(
-    tmp_path: Path, saved_by: Callable[..., nn.Module], loaded_by: Callable[..., nn.Module]
-) -> None:
+def test_extra_state_comes_back_as_it_was(tmp_path, saved_by, loaded_by) -> None:
     model, twin = Noted(*NOTES), Noted()
     penstock.save_checkpoint(tmp_path / "c", saved_by(model))
     penstock.load_checkpoint(tmp_path / "c", loaded_by(twin))
@@ -310,9 +306,7 @@ def flip_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut_short, flip_bit, Path.unlink], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_file_is_named_and_nothing_is_loaded(
-    tmp_path: Path, damage: Damage, name: str
-) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path, damage, name) -> None:
     model, optimizer = trained()
     penstock.save_checkpoint(tmp_path / "c", *trained())
     train_step(model, optimizer)

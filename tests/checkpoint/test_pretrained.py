@@ -37,9 +37,7 @@ def own(model: nn.Module) -> dict[str, Tensor]:
         *(pytest.param(*name.values, SHARDS, marks=name.marks) for name in NAMES),
     ],
 )
-def test_what_transformers_saved_is_loaded(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_transformers_saved_is_loaded(name, options, tmp_path) -> None:
     whole: Any = build(name)[0]
     whole.save_pretrained(tmp_path / "m", **options)
     assert (tmp_path / "m" / INDEX).exists() == bool(options)
@@ -250,9 +248,7 @@ def test_files_of_a_folder_may_be_links_as_in_a_cache(tmp_path: Path) -> None:
     assert torch.equal(model.weight, twin.weight)
 
 
-def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path, monkeypatch) -> None:
     pipe = pipeline(build("gpt2"))
     (tmp_path / "empty").mkdir()
     penstock.save_pretrained(tmp_path / "empty", pipe)

@@ -125,10 +125,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["train", "no.toml"], "there is no recipe no.toml"),
         (["train", DIGITS, "--set", "pipeline.num_stage=2"], "did you mean pipeline.num_stages?"),
         (["train", DIGITS, "--set", "pipeline.num_stages=40"], "num_stages=40, but the model has"),
-        (
-            ["train", DIGITS, "--set", "pipeline.partition=[1, 2]"],
-            "partition=[1, 2] holds 3 layers",
-        ),
+        (["train", DIGITS, "--set", "pipeline.partition=[1, 2]"], "=[1, 2] holds 3 layers"),
         (["train", DIGITS, "--run-folder", "."], ". exists already and is no run folder"),
         (
             ["train", DIGITS, "--num-processes", "2", "--set", "pipeline.num_stages=3"],
@@ -142,15 +139,9 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["check", "no_such:thing"], "there is no module 'no_such' in"),
         (["check", "json:nothing"], "json has no function 'nothing'; it defines: dump, dumps"),
         (["check", "pathlib:Path.cwd"], "pathlib has no function 'Path.cwd'"),
-        (
-            ["check", "os:getcwd"],
-            "os:getcwd returned a str; return (layers, inputs, targets, loss)",
-        ),
+        (["check", "os:getcwd"], "os:getcwd returned a str; return (layers, inputs, targets,"),
         (["doctor", "--timeout", "0"], "0.0 is not in the range 1<=x<=31536000"),
-        (
-            ["simulate", "--schedule", "gpip"],
-            "'gpip' is not one of 'gpipe', 'one_f_one_b', 'eager_1f1b', 'zb_h1'",
-        ),
+        (["simulate", "--schedule", "gpip"], "'gpip' is not one of 'gpipe', 'one_f_one_b',"),
         (
             ["simulate", "--schedule", "interleaved_1f1b", "--stages-per-rank", "1"],
             "stages per rank is 1; make it 2 or",
@@ -166,9 +157,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["simulate", "--transfer", "x"], "'x' is not a number such as 2, 0.5 or 1/3"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: Captured
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys) -> None:
     assert run(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -193,9 +182,7 @@ def test_simulate_sums_up_what_cannot_be_read_as_a_picture(capsys: Captured) -> 
 
 
 @pytest.mark.parametrize("schedule", ("zb_h1", "zb_h2", "searched"))
-def test_simulate_makes_a_schedule_for_the_costs_that_it_is_given(
-    schedule: str, capsys: Captured
-) -> None:
+def test_simulate_makes_a_schedule_for_the_costs_that_it_is_given(schedule, capsys) -> None:
     uneven = ["--forward", "3", "--backward-input", "1", "--backward-weight", "1/10"]
     steps = []
     for name in ("one_f_one_b", schedule):
@@ -380,9 +367,7 @@ def test_replicas_must_share_the_micro_batches(capsys: Captured) -> None:
     )
 
 
-def test_a_process_of_torchrun_starts_no_others(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_torchrun_starts_no_others(capsys, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(["train", DIGITS, "--num-processes", "2"]) == 2
     assert "leave out --num-processes" in capsys.readouterr().err

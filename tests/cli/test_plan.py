@@ -35,9 +35,7 @@ def test_a_table_says_why_each_candidate_loses(files: tuple[str, ...], capsys: C
     assert "slower: " in said
 
 
-def test_a_plan_that_is_saved_can_be_read_and_was_predicted(
-    files: tuple[str, ...], capsys: Captured
-) -> None:
+def test_a_plan_that_is_saved_can_be_read_and_was_predicted(files, capsys) -> None:
     assert run((*files, "--save", "plan.json", "--json")) == 0
     plan = Plan.load("plan.json")
     assert plan == Plan.from_json(capsys.readouterr().out)
@@ -53,9 +51,7 @@ def test_a_plan_that_is_saved_can_be_read_and_was_predicted(
         ("2", 'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...), in 2 p'),
     ],
 )
-def test_a_plan_that_is_saved_says_how_it_is_run(
-    files: tuple[str, ...], capsys: Captured, num_replicas: str, how: str
-) -> None:
+def test_a_plan_that_is_saved_says_how_it_is_run(files, capsys, num_replicas, how) -> None:
     assert run((*files, "--num-replicas", num_replicas, "--save", "plan.json")) == 0
     assert f"plan.json is written; it is run {how}" in capsys.readouterr().err
 
@@ -67,9 +63,7 @@ def test_a_page_shows_the_timeline_without_a_run(files: tuple[str, ...]) -> None
     assert run((*files, "--html", "plan.html")) == 0  # ours is renewed
 
 
-def test_another_file_is_not_overwritten_by_a_page(
-    files: tuple[str, ...], capsys: Captured
-) -> None:
+def test_another_file_is_not_overwritten_by_a_page(files, capsys) -> None:
     Path("mine.html").write_text("mine")
     assert run((*files, "--html", "mine.html")) == 2
     assert "mine.html exists already" in capsys.readouterr().err
@@ -89,9 +83,7 @@ def test_another_file_is_not_overwritten_by_a_page(
         (("--sharding", "megatron"), "nobody knows the operators of this model"),
     ),
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    files: tuple[str, ...], change: tuple[str, ...], words: str, capsys: Captured
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(files, change, words, capsys) -> None:
     assert run((*files, *change)) == 2
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
@@ -110,9 +102,7 @@ def test_truncated_files_are_refused_by_name(files: tuple[str, ...], capsys: Cap
     assert "model.json: a profile of 4 layers has weights for 3" in capsys.readouterr().err
 
 
-def test_profiles_of_different_models_are_refused_by_their_first_layer(
-    files: tuple[str, ...], capsys: Captured
-) -> None:
+def test_profiles_of_different_models_are_refused_by_their_first_layer(files, capsys) -> None:
     chain([1.0] * 5).save("other.json")
     assert run((*files, "--profile", "other.json")) == 2
     assert "another model: it has 5 layers" in capsys.readouterr().err
@@ -143,9 +133,7 @@ def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(
     assert "5 layers as 1 stage x 1 replica on 1 rank" in capsys.readouterr().out
 
 
-def test_stages_on_sub_meshes_are_planned_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_stages_on_sub_meshes_are_planned_and_saved(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
     command = ("plan", "gpt.toml", "--cluster", "dgx-a100", "--sharding", "megatron")
@@ -163,9 +151,7 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
     assert "few.toml" in capsys.readouterr().err
 
 
-def test_the_fastest_of_both_kinds_of_plans_is_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_the_fastest_of_both_kinds_of_plans_is_chosen(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
     few_devices(2, torch_type="cuda").save("here.toml")
@@ -207,9 +193,7 @@ def test_data_whose_shapes_no_recipe_says_are_named_in_one_line(
     assert words in said and said.count("\n") == 1
 
 
-def test_one_rank_runs_the_schedule_that_was_asked_for(
-    files: tuple[str, ...], capsys: Captured
-) -> None:
+def test_one_rank_runs_the_schedule_that_was_asked_for(files, capsys) -> None:
     assert run((*files, "--num-ranks", "1", "--schedule", "one_f_one_b", "--json")) == 0
     plan = Plan.from_json(capsys.readouterr().out)
     assert (plan.num_stages, plan.schedule) == (1, one_f_one_b)

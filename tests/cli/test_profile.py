@@ -67,9 +67,7 @@ def test_a_device_may_be_described_in_a_file(tmp_path: Path, capsys: Captured) -
         ([DIGITS, *SMALL, "--device", "h100", "--save", "no/where.json"], "cannot be written"),
     ],
 )
-def test_a_mistake_is_one_line(
-    arguments: list[str], words: str, tmp_path: Path, capsys: Captured
-) -> None:
+def test_a_mistake_is_one_line(arguments, words, tmp_path, capsys) -> None:
     from tests.profiles import at_size, profile
 
     (tmp_path / "bad.toml").write_text('name = "x"\nflops_per_s = {}\nbytes_per_s = 1\n')

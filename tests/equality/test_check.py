@@ -80,9 +80,7 @@ def test_a_sound_model_is_equal_and_every_tensor_is_listed() -> None:
 @pytest.mark.parametrize(
     "draw", (random.random, lambda: numpy.random.rand(), lambda: torch.rand(()))
 )
-def test_a_layer_that_draws_from_global_generators_in_both_modes_is_equal(
-    draw: Callable[[], float],
-) -> None:
+def test_a_layer_that_draws_from_global_generators_in_both_modes_is_equal(draw) -> None:
     assert report(Draws(draw)).equal
 
 

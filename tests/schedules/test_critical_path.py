@@ -98,9 +98,7 @@ def test_a_plan_keeps_it_in_its_file(family: Family) -> None:
         ((0, 1), 4, "memory=4 is no limit of bytes"),
     ),
 )
-def test_what_is_no_placement_or_limit_is_refused(
-    ranks: object, memory: object, words: str
-) -> None:
+def test_what_is_no_placement_or_limit_is_refused(ranks, memory, words) -> None:
     with pytest.raises(ConfigError, match=words):
         critical_path(None, ranks, memory)  # type: ignore[arg-type] # what is refused
 

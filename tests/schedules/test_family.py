@@ -76,9 +76,7 @@ def test_a_family_is_a_value(family: Family) -> None:
         ("interleaved_1f1b", {"stages_per_rank": 0}, "must be a whole number of at least 1"),
     ),
 )
-def test_a_name_that_stands_for_no_family_is_refused(
-    name: str, arguments: dict[str, int], message: str
-) -> None:
+def test_a_name_that_stands_for_no_family_is_refused(name, arguments, message) -> None:
     with pytest.raises(ConfigError, match=message):
         family_named(name, arguments)
 

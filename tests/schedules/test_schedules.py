@@ -132,9 +132,7 @@ def test_forwards_first_gives_two_halves() -> None:
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("recompute", (True, False))
 @pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)
-def test_every_lowered_schedule_reads_back_from_its_text(
-    function: Family, recompute: bool, mode: Mode
-) -> None:
+def test_every_lowered_schedule_reads_back_from_its_text(function, recompute, mode) -> None:
     for p, m in SIZES:
         how = Lowering(
             family=function,

@@ -76,9 +76,7 @@ def lowered(schedule: Schedule, recompute: tuple[int, ...] = ()) -> Schedule:
 
 
 @pytest.mark.parametrize("num_stages, num_microbatches", ((2, 5), (4, 8), (6, 3)))
-def test_a_search_ends_never_later_than_a_named_family(
-    num_stages: int, num_microbatches: int
-) -> None:
+def test_a_search_ends_never_later_than_a_named_family(num_stages, num_microbatches) -> None:
     random = Random(num_stages)
     for like in (one_f_one_b, interleaved_1f1b(2), zb_v()):
         costs = drawn_costs(random, num_stages)
@@ -155,9 +153,7 @@ def test_a_stage_of_ten_seconds_for_weights_and_one_of_none_beat_every_named_fam
 
 @pytest.mark.parametrize("num_drawn", (2, pytest.param(5, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("recompute", ((), pytest.param((0, 1, 2), marks=pytest.mark.slow), (1,)))
-def test_the_search_prices_as_the_simulator_does(
-    recompute: tuple[int, ...], num_drawn: int
-) -> None:
+def test_the_search_prices_as_the_simulator_does(recompute, num_drawn) -> None:
     random = Random(3)
     for _ in range(num_drawn):
         exact = drawn_costs(random, 3)

@@ -48,9 +48,7 @@ def joined(schedule: Schedule, sizes: tuple[int, ...]) -> tuple[list[object], ..
 @given(
     st.sampled_from(BASES), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 6)
 )
-def test_segments_run_as_their_stages_do_in_the_base_family(
-    base: Family, drawn: list[int], m: int
-) -> None:
+def test_segments_run_as_their_stages_do_in_the_base_family(base, drawn, m) -> None:
     sizes = tuple(drawn) * base.stages_per_rank
     family, count = segmented(sizes, base), sum(sizes)
     schedule, whole = family(count, m), base(len(sizes), m)

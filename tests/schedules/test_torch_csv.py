@@ -33,19 +33,10 @@ VALID = (
     "DualPipeV",
 )
 WRONG = {
-    "a word that is no action": (
-        "0F0,0B0\n1F0,1X0",
-        "line 2, cell 2, '1X0': it is no action; expected a stage, one of F, B, I and W",
-    ),
+    "a word that is no action": ("0F0,0B0\n1F0,1X0", "line 2, cell 2, '1X0': it is no action;"),
     "an action without its micro-batch": ("0F0,0B", "line 1, cell 2, '0B': it is no action"),
-    "a pair of which one is no action": (
-        "0F0,(0F1;0B)OVERLAP_F_B",
-        "line 1, cell 2, '(0F1;0B)OVERLAP_F_B': it is no action",
-    ),
-    "a micro-batch beyond what memory holds": (
-        "0F99999999999,0B0",
-        "line 1, cell 1, '0F99999999999': there is no micro-batch of this number",
-    ),
+    "a pair of which one is no action": ("0F0,(0F1;0B)OVERLAP_F_B", "0B)OVERLAP_F_B': it is no"),
+    "a micro-batch beyond what memory holds": ("0F99999999999,0B0", "no micro-batch of this number"),
     "a stage that no line runs": ("0F0,0B0\n30000000F0,1B0", "there is no stage of this number"),
     "a number of thousands of digits": (f"0F{'1' * 5000},", "cell 1, '0F1111111111111111111"),
     "a cell longer than any that csv reads": (
@@ -55,14 +46,8 @@ WRONG = {
     "digits of another script": ("0F\u0663,0B0", "it is no action"),
     "a pair in other brackets": ("0F0,[0F1;0B0]OVERLAP_F_B", "cell 2, '[0F1;0B0]OVERLAP_F_B'"),
     "an action twice": ("0F0,0B0\n1F0,,1F0,1B0", "line 2, cell 3, '1F0': it comes twice"),
-    "a stage on two ranks": (
-        "0F0,0B0\n1F0,0F1,1B0",
-        "line 2, cell 2, '0F1': stage 0 runs in line 1 too, and a line is a rank",
-    ),
-    "a forward is missing": (
-        "0F0,0F1,0B0,0B1\n1F0,1B0,1B1",
-        "stage 1 has 0 Forward instructions for micro-batch 1; it needs exactly one",
-    ),
+    "a stage on two ranks": ("0F0,0B0\n1F0,0F1,1B0", "'0F1': stage 0 runs in line 1 too"),
+    "a forward is missing": ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1", "stage 1 has 0 Forward"),
     "what is there of its micro-batch": ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1", ">>1B1<<"),
     "a backward is missing": ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1", ">>0F1<<"),
     "the second part of a backward is missing": (
@@ -70,14 +55,8 @@ WRONG = {
         "stage 0 has 0 BackwardWeight instructions for micro-batch 0",
     ),
     "a backward before its forward": ("0B0,0F0\n1F0,1B0", ">>0B0<<"),
-    "forwards out of order": (
-        "0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1",
-        "rank 0, 0F1: the forwards of a stage must come in micro-batch order",
-    ),
-    "ranks that wait for each other": (
-        "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
-        "rank 0 waits at 0B0<1, rank 1 waits at 1F1<0",
-    ),
+    "forwards out of order": ("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1", "rank 0, 0F1: the forwards of"),
+    "ranks that wait for each other": ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "1 waits at 1F1<0"),
     "a rank that runs nothing": ("0F0,0B0\n,\n1F0,1B0", "line 2 has no action: each line is a"),
     "idle ranks": (",\n", "line 1 has no action"),
     "nothing": ("\n", "the schedule runs nothing"),
@@ -182,9 +161,7 @@ def test_families_of_equal_files_are_equal_and_print_what_makes_them() -> None:
 
 @pytest.mark.parametrize("name", VALID)
 @pytest.mark.parametrize("transport", (penstock.Transport.LOOPBACK, penstock.Transport.THREADS))
-def test_what_torch_writes_trains_like_the_unsplit_model(
-    name: str, transport: penstock.Transport
-) -> None:
+def test_what_torch_writes_trains_like_the_unsplit_model(name, transport) -> None:
     schedule = read_csv(file(name))
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(num_stages)]

@@ -65,9 +65,7 @@ def between(model: Any, num_samples: int, mesh: Sequence[int], sharding: str) ->
         ("megatron", 8, {()}),
     ],
 )
-def test_each_axis_has_a_state_of_its_own_between_layers(
-    sharding: str, num_samples: int, wanted: set[Layout]
-) -> None:
+def test_each_axis_has_a_state_of_its_own_between_layers(sharding, num_samples, wanted) -> None:
     found = between(made(), num_samples, (2, 2), sharding)
     assert found and found <= wanted
 

@@ -256,9 +256,7 @@ def by_every_plan(mesh: Mesh) -> dict[str, dict[str, Any]]:
     ],
     ids=["2 shards", "2 stages of 2 shards", "2 x 2 shards"],
 )
-def test_every_ready_plan_trains_as_the_unsplit_model(
-    placement: Placement, tmp_path: Path
-) -> None:
+def test_every_ready_plan_trains_as_the_unsplit_model(placement, tmp_path) -> None:
     pipe = as_one()
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     losses = []

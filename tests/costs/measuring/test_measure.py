@@ -120,9 +120,7 @@ class Counted(nn.Module):
         ([{"drops": 0.0}, {"drops": 0.1}, {"drops": 0.2}, {"drops": 0.3}], 2),
     ],
 )
-def test_of_layers_that_are_alike_one_runs_backward_at_a_time(
-    options: list[dict[str, Any]], kinds: int
-) -> None:
+def test_of_layers_that_are_alike_one_runs_backward_at_a_time(options, kinds) -> None:
     counted = (Counted(index, **some) for index, some in enumerate(options, start=1))
     layers = as_layers(nn.Sequential(nn.Linear(4, 4), *counted))
     Counting.num_backwards = 0

@@ -96,9 +96,7 @@ def test_shifts_belong_to_epoch_and_sample() -> None:
         ([2, 2], [[0, 0], [0, 0]]),
     ],
 )
-def test_an_image_moves_down_and_right_and_zeros_enter(
-    shift: list[int], expected: list[list[int]]
-) -> None:
+def test_an_image_moves_down_and_right_and_zeros_enter(shift, expected) -> None:
     def image(rows: list[list[int]]) -> Tensor:
         return torch.tensor([[rows]], dtype=torch.float32)
 

@@ -55,9 +55,7 @@ def padded_tokens(lengths_N2: Tensor, part: Tensor) -> int:
 
 
 @given(corpora(), st.integers(0, 3))
-def test_an_epoch_holds_what_was_sampled_and_nothing_else(
-    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
-) -> None:
+def test_an_epoch_holds_what_was_sampled_and_nothing_else(corpus, epoch) -> None:
     lengths_N2, languages_N, plan = corpus
     drawn = epoch_samples(
         languages_N,
@@ -72,9 +70,7 @@ def test_an_epoch_holds_what_was_sampled_and_nothing_else(
 
 
 @given(corpora())
-def test_at_temperature_1_an_epoch_holds_every_sample_once(
-    corpus: tuple[Tensor, Tensor, BatchPlan],
-) -> None:
+def test_at_temperature_1_an_epoch_holds_every_sample_once(corpus) -> None:
     lengths_N2, languages_N, plan = corpus
     plan = replace(plan, temperature=1.0)
     assert sorted(flat(epoch_steps(lengths_N2, languages_N, plan, 0))) == list(
@@ -83,9 +79,7 @@ def test_at_temperature_1_an_epoch_holds_every_sample_once(
 
 
 @given(corpora(), st.integers(0, 3))
-def test_no_part_and_no_step_holds_more_tokens_than_it_may(
-    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
-) -> None:
+def test_no_part_and_no_step_holds_more_tokens_than_it_may(corpus, epoch) -> None:
     lengths_N2, languages_N, plan = corpus
     for step in epoch_steps(lengths_N2, languages_N, plan, epoch):
         tokens = [padded_tokens(lengths_N2, part) for part in step]
@@ -94,9 +88,7 @@ def test_no_part_and_no_step_holds_more_tokens_than_it_may(
 
 
 @given(corpora())
-def test_all_steps_but_the_last_have_all_their_parts(
-    corpus: tuple[Tensor, Tensor, BatchPlan],
-) -> None:
+def test_all_steps_but_the_last_have_all_their_parts(corpus) -> None:
     lengths_N2, languages_N, plan = corpus
     steps = epoch_steps(lengths_N2, languages_N, plan, 0)
     assert {len(step) for step in steps[:-1]} <= {plan.parts_per_step}
@@ -104,9 +96,7 @@ def test_all_steps_but_the_last_have_all_their_parts(
 
 
 @given(corpora())
-def test_a_part_takes_all_that_fits_in_order_of_length(
-    corpus: tuple[Tensor, Tensor, BatchPlan],
-) -> None:
+def test_a_part_takes_all_that_fits_in_order_of_length(corpus) -> None:
     lengths_N2, _, plan = corpus
     parts = parts_by_length(lengths_N2, plan.tokens_per_part)
     order = torch.cat(parts)
@@ -119,9 +109,7 @@ def test_a_part_takes_all_that_fits_in_order_of_length(
 
 
 @given(corpora(), st.integers(0, 3))
-def test_a_plan_is_the_same_at_every_call_and_draws_from_no_other_generator(
-    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
-) -> None:
+def test_a_plan_is_the_same_at_every_call_and_draws_from_no_other_generator(corpus, epoch) -> None:
     lengths_N2, languages_N, plan = corpus
     before = torch.random.get_rng_state()
     first = epoch_steps(lengths_N2, languages_N, plan, epoch)
@@ -179,9 +167,7 @@ def test_shares_are_the_formula(counts: list[int], temperature: float) -> None:
 
 
 @given(COUNTS.filter(any), TEMPERATURE)
-def test_usual_temperatures_have_the_bits_of_the_formula(
-    counts: list[int], temperature: float
-) -> None:
+def test_usual_temperatures_have_the_bits_of_the_formula(counts, temperature) -> None:
     """A run that goes on has the shares that it began with."""
     raw = [(n / sum(counts)) ** (1 / temperature) if n else 0.0 for n in counts]
     assert language_shares(counts, temperature) == [weight / sum(raw) for weight in raw]

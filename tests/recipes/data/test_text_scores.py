@@ -102,9 +102,7 @@ def test_another_number_of_translations_is_refused() -> None:
         score_translations({}, PART, target="en")
 
 
-def test_a_language_that_sacrebleu_cannot_cut_into_words_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_language_that_sacrebleu_cannot_cut_into_words_is_refused(monkeypatch) -> None:
     for module in ("MeCab", "ipadic"):
         monkeypatch.setitem(sys.modules, module, None)
     part = {"en": TextPairs(("the world",), ("世界",))}

@@ -42,22 +42,13 @@ def written(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     "override, message",
     [
-        (
-            "pipeline.num_stage=3",
-            "unknown key pipeline.num_stage; did you mean pipeline.num_stages?",
-        ),
+        ("pipeline.num_stage=3", "key pipeline.num_stage; did you mean pipeline.num_stages?"),
         ("optimizer.wieght_decay=1", "did you mean optimizer.weight_decay?"),
         ("train.num_stages=3", "unknown key train.num_stages; did you mean pipeline.num_stages?"),
         ("train.qqqq=1", "unknown key train.qqqq; known: epochs, batch_size, "),
-        (
-            "optimizer.momentum=0.9",
-            'key optimizer.momentum with optimizer.name = "adamw"; it belongs to name = "sgd"',
-        ),
+        ("optimizer.momentum=0.9", 'optimizer.name = "adamw"; it belongs to name = "sgd"'),
         ("pipelin.num_stages=3", "unknown section [pipelin]; did you mean pipeline?"),
-        (
-            "num_stages.x=3",
-            "unknown section [num_stages]; did you mean the key pipeline.num_stages?",
-        ),
+        ("num_stages.x=3", "[num_stages]; did you mean the key pipeline.num_stages?"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: str) -> None:
@@ -92,10 +83,7 @@ def test_an_unknown_key_is_named_with_the_nearest_one(override: str, message: st
         ("pipeline.memory_limit_bytes=0", "memory_limit_bytes = 0 must be greater than or equal"),
         ("pipeline.memory_limit_bytes=1e9", "memory_limit_bytes = 1000000000.0 must be a valid"),
         ("pipeline.offload=always", 'pipeline.offload = "always" must be a valid boolean'),
-        (
-            "pipeline.partition=[0, 11]",
-            'partition = [0, 11] must be "auto" or a list of the layers',
-        ),
+        ("pipeline.partition=[0, 11]", 'partition = [0, 11] must be "auto" or a list of the'),
         ("pipeline.partition=half", 'partition = "half" must be "auto" or a list of the layers'),
     ],
 )
@@ -128,27 +116,16 @@ def test_a_text_cannot_be_written_at_a_temperature_near_0(temperature: str) -> N
             'pipeline.plan = "auto" decides pipeline.num_stages, pipeline.partition, '
             "pipeline.schedule, pipeline.recompute; leave out one or the other",
         ),
-        (
-            ["pipeline.cluster=h100"],
-            'pipeline.cluster = "h100" is what pipeline.plan = "auto" plans for',
-        ),
-        (
-            ["pipeline.measure=true"],
-            'pipeline.measure = true is how pipeline.plan = "auto" plans; set that too, or leave',
-        ),
-        (
-            ["train.average_checkpoints=2"],
-            'train.average_checkpoints = 2 with data.name = "digits" changes nothing',
-        ),
+        (["pipeline.cluster=h100"], '"h100" is what pipeline.plan = "auto" plans for'),
+        (["pipeline.measure=true"], 'is how pipeline.plan = "auto" plans; set that too'),
+        (["train.average_checkpoints=2"], 'with data.name = "digits" changes nothing'),
     ],
 )
 def test_keys_must_agree_with_each_other(overrides: list[str], message: str) -> None:
     assert message in refused(DIGITS, *overrides)
 
 
-def test_a_recipe_that_plans_itself_is_written_without_what_the_plan_decides(
-    tmp_path: Path,
-) -> None:
+def test_a_recipe_that_plans_itself_is_written_without_what_the_plan_decides(tmp_path) -> None:
     text = GPT_SMALL.read_text().replace("num_stages = 2\nnum_microbatches = 4", "PLANNED")
     for planned, number in (('plan = "auto"', None), ('plan = "auto"\nnum_microbatches = 1', 1)):
         recipe = read_recipe(written(tmp_path, text.replace("PLANNED", planned)))

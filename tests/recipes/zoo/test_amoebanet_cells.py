@@ -104,9 +104,7 @@ def test_pooling_leaves_the_padding_out(
 @pytest.mark.parametrize(
     ("window", "stride"), [((3, 3), (2, 2)), ((1, 7), (1, 2)), ((7, 1), (2, 1)), ((5, 5), (1, 1))]
 )
-def test_a_convolution_pads_the_odd_pixel_at_the_end(
-    window: tuple[int, int], stride: tuple[int, int], size: int
-) -> None:
+def test_a_convolution_pads_the_odd_pixel_at_the_end(window, stride, size) -> None:
     conv = SameConv2d(3, 2, window, stride)
     x = torch.randn(2, 3, size, 6)
     (top, bottom), (left, right) = map(same_padding, (size, 6), window, stride)

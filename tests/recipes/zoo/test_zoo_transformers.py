@@ -84,9 +84,7 @@ def test_gpt_has_the_parameters_of_its_name(size: str) -> None:
         ((64, 16384, 32), 6.0, 6.04, 6.10),
     ],
 )
-def test_translation_has_the_papers_parameters(
-    sizes: tuple[int, int, int], published: float, of_two: float, of_three: float
-) -> None:
+def test_translation_has_the_papers_parameters(sizes, published, of_two, of_three) -> None:
     """Counts without biases and norms are the derived ones to a digit of their last place."""
     two = count(translation_transformer, *sizes)
     three = count(translation_transformer, *sizes, tied="nothing")
