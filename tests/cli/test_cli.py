@@ -36,12 +36,8 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: Capt
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--help",
-        "train --help",
-        "check --help",
-        "doctor --help",
-        "profile --help",
-        "simulate --json",
+        *("--help", "train --help", "check --help"),
+        *("doctor --help", "profile --help", "simulate --json"),
     ],
 )
 def test_a_command_without_tensors_imports_nothing_heavy(arguments: str) -> None:

@@ -67,12 +67,7 @@ def test_a_sound_model_is_equal_and_every_tensor_is_listed() -> None:
     assert found.verdict.startswith("EQUAL: all")
     assert {row.kind for row in found.rows} == {"loss", "gradient", "buffer", "output"}
     assert [row.name for row in found.rows if row.kind == "gradient"] == [
-        "0.weight",
-        "0.bias",
-        "1.weight",
-        "1.bias",
-        "4.weight",
-        "4.bias",
+        *("0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"),
     ]
     assert json.loads(found.to_json())["equal"] is True
 

@@ -13,16 +13,9 @@ import penstock
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "recipes" / "penstock_recipes").rglob("*.py"))
 PUBLIC = (
-    "penstock",
-    "penstock.checkpoint",
-    "penstock.cli",
-    "penstock.doctor",
-    "penstock.errors",
-    "penstock.mesh",
-    "penstock.schedules",
-    "penstock.trace",
-    "penstock.trace.page",
-    "penstock.trace.units",
+    *("penstock", "penstock.checkpoint", "penstock.cli", "penstock.doctor"),
+    *("penstock.errors", "penstock.mesh", "penstock.schedules", "penstock.trace"),
+    *("penstock.trace.page", "penstock.trace.units"),
 )
 """The modules whose names are kept for users: those in `__all__`, or all where there is none."""
 ROOMS = ({"errors"}, {"zoo", "data"}, {"optim", "recipe"}, {"train"}, {"commands"})

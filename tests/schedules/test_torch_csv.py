@@ -26,17 +26,17 @@ from tests.every_schedule import EVERY_SCHEDULE, divided
 FILES = Path(__file__).parent / "torch_csv"
 OURS = tuple(family for family in (*EVERY_SCHEDULE, divided) if isinstance(family, Family))
 VALID = (
-    "GPipe",
-    "Interleaved1F1B",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble_with_communication",
-    "DualPipeV",
+    *("GPipe", "Interleaved1F1B", "InterleavedZeroBubble"),
+    *("ZBVZeroBubble_with_communication", "DualPipeV"),
 )
 WRONG = {
     "a word that is no action": ("0F0,0B0\n1F0,1X0", "line 2, cell 2, '1X0': it is no action;"),
     "an action without its micro-batch": ("0F0,0B", "line 1, cell 2, '0B': it is no action"),
     "a pair of which one is no action": ("0F0,(0F1;0B)OVERLAP_F_B", "0B)OVERLAP_F_B': it is no"),
-    "a micro-batch beyond what memory holds": ("0F99999999999,0B0", "no micro-batch of this number"),
+    "a micro-batch beyond what memory holds": (
+        "0F99999999999,0B0",
+        "no micro-batch of this number",
+    ),
     "a stage that no line runs": ("0F0,0B0\n30000000F0,1B0", "there is no stage of this number"),
     "a number of thousands of digits": (f"0F{'1' * 5000},", "cell 1, '0F1111111111111111111"),
     "a cell longer than any that csv reads": (

@@ -186,11 +186,7 @@ def test_times_are_those_of_a_simulator_that_looks_at_every_rank_each_time(data)
     names = ("forward_s", "backward_s", "recompute_s", "backward_input_s", "backward_weight_s")
     costs: dict[str, Any] = {name: data.draw(each) for name in names}
     kinds: tuple[type, ...] = (
-        ir.Forward,
-        ir.Backward,
-        ir.Recompute,
-        ir.BackwardInput,
-        ir.BackwardWeight,
+        *(ir.Forward, ir.Backward, ir.Recompute, ir.BackwardInput, ir.BackwardWeight),
     )
     told = simulate(schedule, Costs(**costs), sharing=sharing(ways, *pools))
     found = [[s.end_s for s in told.spans if s.rank == rank] for rank in range(num_stages)]

@@ -87,10 +87,8 @@ def test_idle_time_counts_for_the_stage_that_runs_next_and_at_the_end_for_the_la
     # rank 1 |  .  F1 .  .  .    stage 2
     timeline = Timeline(
         (
-            Span(0, Forward(0, 0), 0, 1),
-            Span(0, Forward(1, 0), 2, 4),
-            Span(1, Forward(2, 0), 1, 2),
-            Span(1, Backward(2, 0), 4, 5),
+            *(Span(0, Forward(0, 0), 0, 1), Span(0, Forward(1, 0), 2, 4)),
+            *(Span(1, Forward(2, 0), 1, 2), Span(1, Backward(2, 0), 4, 5)),
         )
     )
     found = breakdown(timeline)

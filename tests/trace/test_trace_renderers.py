@@ -104,12 +104,7 @@ class TestChrome:
             "args": {"stage": 0, "microbatch": 0, "keep_graph": False, "version": 0},
         }
         assert {event["cat"] for event in slices} == {
-            "forward",
-            "recompute",
-            "backward",
-            "send",
-            "receive",
-            "statistics",
+            *("forward", "recompute", "backward", "send", "receive", "statistics"),
         }
         assert {event["tid"] for event in slices} == {0, 1}
 
@@ -159,12 +154,8 @@ def test_the_schedule_of_a_timeline_is_the_schedule_that_ran():
 @pytest.mark.parametrize(
     ("duration_s", "text"),
     [
-        (0, "0 ms"),
-        (0.000_012_34, "12.3 µs"),
-        (0.0123, "12.3 ms"),
-        (0.9996, "1000 ms"),
-        (Fraction(7, 2), "3.5 s"),
-        (1234.5, "1234 s"),
+        *((0, "0 ms"), (0.000_012_34, "12.3 µs"), (0.0123, "12.3 ms")),
+        *((0.9996, "1000 ms"), (Fraction(7, 2), "3.5 s"), (1234.5, "1234 s")),
     ],
 )
 def test_times_are_written_in_the_unit_one_reads_them_in(duration_s, text):

@@ -197,10 +197,7 @@ def test_a_preset_can_be_taken_several_times() -> None:
     pod = Cluster.load("16 x tpu-v3-8")
     assert len(pod.places) == 128
     assert [lane.what for lane in pod.route(0, 127).lanes] == [
-        "port",
-        "network",
-        "network",
-        "port",
+        *("port", "network", "network", "port"),
     ]
     with pytest.raises(UnreadableError, match="tpu-v3: no such file, and no such preset"):
         Cluster.load("2 x tpu-v3")

@@ -239,12 +239,9 @@ def test_every_key_is_described() -> None:
 
 def test_how_a_run_is_executed_may_change_on_resume() -> None:
     changes = [
-        "pipeline.num_stages=3",
-        "pipeline.schedule=one_f_one_b",
-        "pipeline.recompute=never",
-        "pipeline.memory_limit_bytes=1000",
-        "pipeline.offload=true",
-        "train.keep_checkpoints=5",
+        *("pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"),
+        *("pipeline.recompute=never", "pipeline.memory_limit_bytes=1000"),
+        *("pipeline.offload=true", "train.keep_checkpoints=5"),
     ]
     assert all(change.partition("=")[0] in FREE_ON_RESUME for change in changes)
     check_resumable(read_recipe(DIGITS), read_recipe(DIGITS, changes))

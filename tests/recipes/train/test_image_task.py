@@ -45,10 +45,7 @@ def test_the_class_counts_if_it_is_among_the_best() -> None:
     tally = build_task(read_recipe(DIGITS)).tally
     outputs = torch.arange(10.0).expand(4, -1)
     assert tally(outputs, torch.tensor([9, 5, 4, -1])).tolist() == [
-        [1, 1, 1],
-        [0, 1, 1],
-        [0, 0, 1],
-        [0, 0, 0],
+        *([1, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 0]),
     ]
 
 

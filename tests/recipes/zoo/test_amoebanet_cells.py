@@ -32,10 +32,8 @@ def cell(genotype: CellGenotype, previous: Previous | None = None, **options: An
 @pytest.mark.parametrize(
     ("genotype", "outputs"),
     [
-        (AMOEBANET_D.normal, 4),
-        (AMOEBANET_D.reduction, 3),
-        (AMOEBANET_B.normal, 4),
-        (AMOEBANET_B.reduction, 2),
+        *((AMOEBANET_D.normal, 4), (AMOEBANET_D.reduction, 3)),
+        *((AMOEBANET_B.normal, 4), (AMOEBANET_B.reduction, 2)),
     ],
 )
 def test_a_cell_has_five_sums_of_known_operations(genotype: CellGenotype, outputs: int) -> None:
