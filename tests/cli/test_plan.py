@@ -19,10 +19,16 @@ ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """A profile and a cluster, as arguments."""
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder of its own, with a recipe whose text is not there."""
     monkeypatch.chdir(tmp_path)
+    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+
+
+@pytest.fixture
+def files() -> tuple[str, ...]:
+    """A profile and a cluster, as arguments."""
     chain([1.0, 2.0, 1.0, 1.0]).save("model.json")
     cluster(2).save("here.toml")
     return ("plan", "--profile", "model.json", "--cluster", "here.toml", "--batch-size", "8")
@@ -110,20 +116,13 @@ def test_profiles_of_different_models_are_refused_by_their_first_layer(files, ca
 
 
 @pytest.mark.slow
-def test_a_recipe_is_planned_for_accelerators_without_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_recipe_is_planned_for_accelerators_without_its_weights(capsys: Captured) -> None:
     digits = "digits"
     assert run(("plan", digits, "--cluster", "dgx-a100", "--num-ranks", "2")) == 0
     assert "11 layers as " in capsys.readouterr().out
 
 
-def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(capsys: Captured) -> None:
     counted = ("profile", "gpt.toml", "--device", "h100", "--microbatch-size", "3")
     assert run((*counted, "--save", "shapes.json")) == 0
     here = f"data.path={ROOT / 'README.md'}"
@@ -133,9 +132,7 @@ def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(
     assert "5 layers as 1 stage x 1 replica on 1 rank" in capsys.readouterr().out
 
 
-def test_stages_on_sub_meshes_are_planned_and_saved(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+def test_stages_on_sub_meshes_are_planned_and_saved(capsys: Captured) -> None:
     command = ("plan", "gpt.toml", "--cluster", "dgx-a100", "--sharding", "megatron")
     written = ("--save", "plan.json", "--html", "plan.html")
     assert run((*command, "--num-microbatches", "2", *written)) == 0
@@ -151,9 +148,7 @@ def test_stages_on_sub_meshes_are_planned_and_saved(tmp_path, monkeypatch, capsy
     assert "few.toml" in capsys.readouterr().err
 
 
-def test_the_fastest_of_both_kinds_of_plans_is_chosen(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+def test_the_fastest_of_both_kinds_of_plans_is_chosen(capsys: Captured) -> None:
     few_devices(2, torch_type="cuda").save("here.toml")
     steps_s = {}
     for sharding in ("auto", "none", "zero1"):
@@ -164,10 +159,8 @@ def test_the_fastest_of_both_kinds_of_plans_is_chosen(tmp_path, monkeypatch, cap
 
 
 def test_layers_of_a_recipe_are_measured_where_its_cluster_has_such_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    capsys: Captured,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
     few_devices(2, torch_type="vulkan").save("away.toml")
     command = ("plan", "gpt.toml", "--num-microbatches", "2", "--json", "--cluster", "away.toml")
     assert run(command) == 0
@@ -184,10 +177,7 @@ def test_layers_of_a_recipe_are_measured_where_its_cluster_has_such_devices(
         ("translation_T6_8192_16", "data/parallel does not exist"),
     ),
 )
-def test_data_whose_shapes_no_recipe_says_are_named_in_one_line(
-    recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_data_whose_shapes_no_recipe_says_are_named_in_one_line(recipe, words, capsys) -> None:
     assert run(("plan", recipe, "--cluster", "h100")) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1

@@ -60,6 +60,7 @@ WRONG = {
     "a rank that runs nothing": ("0F0,0B0\n,\n1F0,1B0", "line 2 has no action: each line is a"),
     "idle ranks": (",\n", "line 1 has no action"),
     "nothing": ("\n", "the schedule runs nothing"),
+    "no text": ("", "the schedule runs nothing"),
 }
 
 
@@ -105,14 +106,21 @@ def test_an_error_shows_only_what_is_near_the_cell() -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_backwards_in_reverse_are_refused_since_gradients_would_add_up_in_another_order() -> None:
-    with pytest.raises(ScheduleError, match="rank 0, 0B3: the backwards of a stage must come in"):
-        from_csv(file("LoopedBFS"))
-
-
-def test_the_order_that_torch_gives_for_1f1b_lacks_the_last_stages_first_forward() -> None:
-    with pytest.raises(ScheduleError, match=r"stage 0 has 0 Forward .* micro-batch 6"):
-        from_csv(file("1F1B"))
+@pytest.mark.parametrize(
+    ("make", "given", "said"),
+    [
+        # gradients would add up in another order
+        (from_csv, file("LoopedBFS"), "rank 0, 0B3: the backwards of a stage must come in"),
+        # what torch gives lacks the last stage's first forward
+        (from_csv, file("1F1B"), r"stage 0 has 0 Forward .* micro-batch 6"),
+        (to_csv, schedules.one_f_one_b, r"^one_f_one_b is no schedule of one size: call the"),
+        (to_csv, parse("rank 0 | 0F0 0B0 0F1@1 0B1"), "0F1@1: weights are updated within the"),
+        (to_csv, parse("rank 0 | 0F0 0B0 0U"), "rank 0, 0U: weights are updated within the"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_refused(make: Any, given: Any, said: str) -> None:
+    with pytest.raises((ConfigError, ScheduleError), match=said):
+        make(given)
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -130,12 +138,6 @@ def test_a_plan_from_a_file_opens_no_other_file(tmp_path: Path) -> None:
     for text in (str(path), "0F0"):
         with pytest.raises(ScheduleError, match=r"is no action|has 0 Backward"):
             family_named("from_csv", {"source": text})
-
-
-def test_a_text_without_a_schedule_is_refused() -> None:
-    for text in ("", "\n"):
-        with pytest.raises(ScheduleError, match="the schedule runs nothing"):
-            from_csv(text)
 
 
 def test_it_is_of_the_size_of_the_file_or_of_fewer_micro_batches() -> None:
@@ -212,15 +214,3 @@ def test_what_torch_adds_itself_is_not_written() -> None:
     schedule = schedules.one_f_one_b(3, 4)
     lowered = add_communication(add_recompute(schedule), chain_transfers(3))
     assert to_csv(lowered) == to_csv(schedule)
-
-
-def test_a_family_cannot_be_written_before_its_size_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"^one_f_one_b is no schedule of one size: call the"):
-        to_csv(schedules.one_f_one_b)  # type: ignore[arg-type]
-
-
-def test_weights_that_a_schedule_updates_cannot_be_written() -> None:
-    with pytest.raises(ScheduleError, match="rank 0, 0F1@1: weights are updated within the"):
-        to_csv(parse("rank 0 | 0F0 0B0 0F1@1 0B1"))
-    with pytest.raises(ScheduleError, match="rank 0, 0U: weights are updated within the"):
-        to_csv(parse("rank 0 | 0F0 0B0 0U"))

@@ -129,22 +129,6 @@ def test_of_layers_that_are_alike_one_runs_backward_at_a_time(options, kinds) ->
     assert len(set(times[1:])) == kinds
 
 
-class ColdAtFirst(Slow):
-    """Takes longer at its first call, as a process's first convolution does."""
-
-    num_calls = 0
-
-    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
-        ColdAtFirst.num_calls += 1
-        time.sleep(0.7 if ColdAtFirst.num_calls == 1 else 0.0)
-        return super().forward(x, before)
-
-
-def test_what_a_process_does_once_is_no_cost_of_a_layer() -> None:
-    layers = as_layers(nn.Sequential(ColdAtFirst(0.0, 0.0), nn.Linear(4, 4)))
-    assert measured(layers, torch.randn(2, 4))[0].forward_s < 0.5
-
-
 class Remembers(nn.Module):
     """Multiplies by something that was computed from its weight before."""
 
