@@ -62,7 +62,6 @@ def task() -> MeshTask:
 
 @pytest.fixture(scope="module")
 def plans(task: MeshTask) -> dict[str, Plan]:
-    """Return the plan of each baseline."""
     return {name: plan_baseline(name, task) for name in BASELINES}
 
 

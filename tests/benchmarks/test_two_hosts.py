@@ -113,7 +113,6 @@ def test_who_is_not_root_is_told_so_in_one_line(monkeypatch, capsys) -> None:
 
 
 def namespaces() -> str:
-    """List the namespaces there are."""
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 

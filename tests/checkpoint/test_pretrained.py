@@ -168,20 +168,11 @@ def test_parts_of_a_fused_tensor_are_put_together_or_named(tmp_path: Path) -> No
 
 
 def test_what_the_class_leaves_out_of_files_is_computed(tmp_path: Path) -> None:
-    config: Any = transformers.MarianConfig(
-        vocab_size=61,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=16,
-        pad_token_id=60,
-        decoder_start_token_id=60,
-        use_cache=False,
-    )
+    sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 24}
+    sizes = {f"{part}_{n}": size for part in ("encoder", "decoder") for n, size in sizes.items()}
+    sizes |= {"vocab_size": 61, "d_model": 16, "max_position_embeddings": 16}
+    tokens = {"pad_token_id": 60, "decoder_start_token_id": 60, "use_cache": False}
+    config: Any = transformers.MarianConfig(**sizes, **tokens)
     inputs = {"input_ids": words(BATCH), "decoder_input_ids": words(BATCH)}
     whole: Any = transformers.MarianMTModel(config)
     whole.save_pretrained(tmp_path / "m")

@@ -28,7 +28,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def files() -> tuple[str, ...]:
-    """A profile and a cluster, as arguments."""
     chain([1.0, 2.0, 1.0, 1.0]).save("model.json")
     cluster(2).save("here.toml")
     return ("plan", "--profile", "model.json", "--cluster", "here.toml", "--batch-size", "8")

@@ -67,7 +67,6 @@ MORE_RANKS, MORE_MICROBATCHES = st.integers(9, 24), st.integers(1, 64)
 
 @cache
 def made(family: Family, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Give the schedule for so many ranks."""
     return family(num_ranks * family.stages_per_rank, num_microbatches)
 
 
@@ -226,7 +225,6 @@ SECONDS = st.integers(1, 9)
 
 @st.composite
 def unequal_costs(draw: st.DrawFn, num_stages: int) -> Costs:
-    """Draw costs of each stage."""
     each = st.tuples(*[SECONDS] * num_stages)
     forwards, inputs, weights = draw(each), draw(each), draw(each)
     return Costs(

@@ -125,7 +125,6 @@ def test_no_rank_keeps_more_than_it_may(run: Run) -> None:
 def schedule_by(
     policy: Policy, num_microbatches: int, costs: Costs, most_live: tuple[int, int]
 ) -> Schedule:
-    """Make a schedule of two stages."""
     memory = AtMostBytes(Sizes(kept_bytes=1), most_live)
     problem = problem_of(costs, memory, (0, 1), num_microbatches, ())
     answer = built(problem, policy)

@@ -16,7 +16,6 @@ from penstock.runtime.planning import StageCalls
 
 
 def measured(layers: Layers, inputs: Tensor, how: How | None = None) -> list[LayerSeconds]:
-    """Measure layers on one thread; return the seconds of each."""
     found = measure(layers, inputs, how or How())
     return [found.seconds(n) for n in range(len(layers))]
 

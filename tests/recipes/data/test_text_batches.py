@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from fractions import Fraction
@@ -29,11 +30,12 @@ from penstock_recipes.data.text.sampling import epoch_samples, language_places
 LONGEST = 20
 SAMPLE = st.tuples(st.integers(1, LONGEST), st.integers(1, LONGEST), st.integers(0, 3))
 TEMPERATURE = st.sampled_from([0.5, 1.0, MULTILINGUAL_BERT_TEMPERATURE, 5.0, 100.0])
+Corpus = tuple[Tensor, Tensor, BatchPlan]
 COUNTS = st.lists(st.integers(0, 1000), min_size=1, max_size=8)
 
 
 @st.composite
-def corpora(draw: st.DrawFn) -> tuple[Tensor, Tensor, BatchPlan]:
+def corpora(draw: st.DrawFn) -> Corpus:
     samples = draw(st.lists(SAMPLE, min_size=1, max_size=60))
     table = torch.tensor(samples, dtype=torch.int64)
     per_part = draw(st.integers(LONGEST, 5 * LONGEST))
@@ -188,14 +190,9 @@ def test_a_high_temperature_takes_all_languages_alike(temperature: float) -> Non
 def test_the_temperatures_of_the_papers() -> None:
     million, thousand = 1_000_000, 1000
     assert language_shares([million, thousand], 1) == pytest.approx([1000 / 1001, 1 / 1001])
-    ratio = 1000**0.7
-    assert language_shares([million, thousand], MULTILINGUAL_BERT_TEMPERATURE) == pytest.approx(
-        [ratio / (ratio + 1), 1 / (ratio + 1)]
-    )
-    ratio = 1000**0.2
-    assert language_shares([million, thousand], 5) == pytest.approx(
-        [ratio / (ratio + 1), 1 / (ratio + 1)]
-    )
+    for temperature, power in ((MULTILINGUAL_BERT_TEMPERATURE, 0.7), (5, 0.2)):
+        expected = [1000**power / (1000**power + 1), 1 / (1000**power + 1)]
+        assert language_shares([million, thousand], temperature) == pytest.approx(expected)
 
 
 @given(COUNTS.filter(any), TEMPERATURE, st.integers(0, 500))
@@ -224,24 +221,30 @@ def test_over_epochs_all_samples_of_a_language_are_seen_equally_often(
         assert max(counts) - min(counts) <= 1
 
 
-def test_a_sample_longer_than_a_part_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sample 1 has 12 tokens, and tokens_per_part is 10"):
-        parts_by_length(torch.tensor([[3, 3], [4, 12]]), 10)
+def plan_of(per_step: int, per_part: int, temperature: float = 1.0) -> BatchPlan:
+    return BatchPlan(tokens_per_step=per_step, tokens_per_part=per_part, temperature=temperature)
 
 
-@pytest.mark.parametrize(("per_step", "per_part"), [(10, 11), (10, 0), (0, 0)])
-def test_numbers_of_tokens_that_do_not_fit_are_refused(per_step: int, per_part: int) -> None:
-    with pytest.raises(ConfigError, match=f"tokens_per_part={per_part} and tokens_per_step="):
-        BatchPlan(tokens_per_step=per_step, tokens_per_part=per_part)
+NOTHING = torch.empty(0, 2).long(), torch.empty(0).long()
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_temperature_that_is_not_above_0_is_refused(temperature: float) -> None:
-    with pytest.raises(ConfigError, match=f"temperature={temperature}: must be a number above 0"):
-        BatchPlan(tokens_per_step=1, tokens_per_part=1, temperature=temperature)
-
-
-def test_an_epoch_of_nothing_is_refused() -> None:
-    plan = BatchPlan(tokens_per_step=10, tokens_per_part=10)
-    with pytest.raises(ConfigError, match="there is no pair to learn from in any language"):
-        epoch_steps(torch.empty(0, 2).long(), torch.empty(0).long(), plan, 0)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: parts_by_length(torch.tensor([[3, 3], [4, 12]]), 10),
+            "sample 1 has 12 tokens",
+        ),
+        (lambda: plan_of(10, 11), "tokens_per_part=11 and tokens_per_step="),
+        (lambda: plan_of(10, 0), "tokens_per_part=0 and tokens_per_step="),
+        (lambda: plan_of(0, 0), "tokens_per_part=0 and tokens_per_step="),
+        (lambda: plan_of(1, 1, 0.0), "temperature=0.0: must be a number above 0"),
+        (lambda: plan_of(1, 1, -1.0), "temperature=-1.0: must be a number above 0"),
+        (lambda: plan_of(1, 1, float("inf")), "temperature=inf: must be a number above 0"),
+        (lambda: plan_of(1, 1, float("nan")), "temperature=nan: must be a number above 0"),
+        (lambda: epoch_steps(*NOTHING, plan_of(10, 10), 0), "there is no pair to learn from in"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()

@@ -25,12 +25,12 @@ def test_wide_images_can_be_judged_as_they_are_learnt(tmp_path: Path) -> None:
             name="image_folder",
             path=str(tmp_path),
             size=30,
+            num_workers=0,
             least_area=1.0,
             flip=0.0,
             colour=0.0,
             test_share=1.0,
             test_squeezed=squeezed,
-            num_workers=0,
         )
         images = open_images(section)
         [(learnt, _, _)] = images.batches(0, 0, 0, 2, slice)

@@ -1,6 +1,7 @@
 """Stages and replicas are fitted to the processes that are there, and share out every batch."""
 
 import json
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from penstock_recipes.train.layout import check_layout, refit, replica_share, sm
 from tests.digits import DIGITS
 
 NUM_LAYERS = 11
+INTERLEAVED = ("pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=2")
 
 
 def recipe(stages: int, replicas: int, *changes: str) -> Recipe:
@@ -36,24 +38,20 @@ def recipe(stages: int, replicas: int, *changes: str) -> Recipe:
         ((1, 4), 2, (1, 2)),
         ((1, 4), 12, (3, 4)),
         ((2, 8), 12, (3, 4)),
+        # with several stages a process, as many
+        *(((4, 1, *INTERLEAVED), 2, (4, 1)), ((8, 1, *INTERLEAVED), 2, (4, 1))),
+        *(((4, 2, *INTERLEAVED), 8, (8, 2)), ((4, 1, *INTERLEAVED), 1, (4, 1))),
     ],
 )
 def test_a_run_goes_on_with_the_processes_that_are_there(before, world, after) -> None:
     found = refit(recipe(*before), world, NUM_LAYERS).pipeline
     assert (found.num_stages, found.num_replicas) == after
+    assert found.stages_per_rank == (2 if len(before) > 2 else 1)
 
 
-INTERLEAVED = ("pipeline.schedule=interleaved_1f1b", "pipeline.stages_per_rank=2")
-
-
-@pytest.mark.parametrize(
-    ("before", "world", "after"),
-    [((4, 1), 2, (4, 1)), ((8, 1), 2, (4, 1)), ((4, 2), 8, (8, 2)), ((4, 1), 1, (4, 1))],
-)
-def test_a_run_with_several_stages_a_process_goes_on_with_as_many(before, world, after) -> None:
-    found = refit(recipe(*before, *INTERLEAVED), world, NUM_LAYERS).pipeline
-    assert (found.num_stages, found.num_replicas) == after
-    assert found.stages_per_rank == 2
+def test_processes_that_cannot_share_the_work_are_told_why() -> None:
+    with pytest.raises(RecipeError, match=r"13 processes cannot go on .* has 11 layers"):
+        refit(recipe(2, 1), 13, NUM_LAYERS)
 
 
 def test_several_stages_a_process_take_fewer_processes() -> None:
@@ -107,26 +105,17 @@ def test_a_partition_goes_with_its_number_of_stages() -> None:
     assert refit(old, 3, NUM_LAYERS).pipeline.partition == "auto"
 
 
-def test_processes_that_cannot_share_the_work_are_told_why() -> None:
-    with pytest.raises(RecipeError, match=r"13 processes cannot go on .* has 11 layers"):
-        refit(recipe(2, 1), 13, NUM_LAYERS)
-
-
-@pytest.mark.parametrize(("stages", "replicas", "world"), [(2, 1, 1), (3, 1, 3), (2, 2, 4)])
-def test_a_layout_that_fits_is_left_alone(stages: int, replicas: int, world: int) -> None:
-    check_layout(recipe(stages, replicas), world)
-
-
 @pytest.mark.parametrize(
     ("stages", "replicas", "world", "said"),
     [
+        *((2, 1, 1, ""), (3, 1, 3, ""), (2, 2, 4, "")),
         (2, 2, 1, "4 processes, and this is one; start them with --num-processes 4"),
         (2, 2, 3, "are 4 processes, but 3 were started; start 4"),
         (2, 1, 4, "are 2 processes, but 4 were started"),
     ],
 )
-def test_a_layout_that_does_not_fit_says_what_would(stages, replicas, world, said) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_a_layout_fits_or_says_what_would(stages, replicas, world, said) -> None:
+    with pytest.raises(RecipeError, match=said) if said else nullcontext():
         check_layout(recipe(stages, replicas), world)
 
 

@@ -24,13 +24,11 @@ ONE_EPOCH = (*SMALL, "train.epochs=1", "train.log_every=1")
 
 
 def losses(folder: Path) -> list[Any]:
-    """Read the losses of a run."""
     return [line["loss"] for line in RunFolder(folder).read_metrics() if line["kind"] == "step"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a small run, and return its folder."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     layout = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b", "pipeline.seed=5"]
     assert start_run(Request(DIGITS, [*ONE_EPOCH, *layout], folder), quiet(), Interrupt()).finished

@@ -25,7 +25,6 @@ WITH_ALL = (*TWO_EPOCHS, "train.tensorboard=true", "train.max_grad_norm=1", "tra
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a small run, and return its folder."""
     folder = tmp_path_factory.mktemp("runs") / "small <b>"
     assert start_run(Request(DIGITS, WITH_ALL, folder), quiet(), Interrupt()).finished
     return folder

@@ -31,7 +31,6 @@ def timeline(num_stages: int = 3, num_microbatches: int = 6, costs: Costs = COST
 
 
 def full_page() -> Page:
-    """Return a page with all that a page may have."""
     measured = replace(timeline(costs=SLOWER), memory=(MemorySample(0, 0.01, 5 << 20),))
     lines = [{"kind": "step", "step": n, "loss": 1 / n, "samples_per_s": 9.5} for n in range(1, 9)]
     lines.append({"kind": "epoch", "step": 8, "train_loss": 0.4, WICKED: 0.5})

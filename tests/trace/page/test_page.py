@@ -55,7 +55,6 @@ class Reader(HTMLParser):
 
 
 def rendered(**step: Any) -> str:
-    """Return the page of a step."""
     return render_page(with_step(Page("x"), Step(**step)))
 
 
