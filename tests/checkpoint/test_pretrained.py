@@ -168,10 +168,10 @@ def test_parts_of_a_fused_tensor_are_put_together_or_named(tmp_path: Path) -> No
 
 
 def test_what_the_class_leaves_out_of_files_is_computed(tmp_path: Path) -> None:
-    sizes = {"layers": 2, "attention_heads": 2, "ffn_dim": 24}
+    sizes: dict[str, Any] = {"layers": 2, "attention_heads": 2, "ffn_dim": 24}
     sizes = {f"{part}_{n}": size for part in ("encoder", "decoder") for n, size in sizes.items()}
     sizes |= {"vocab_size": 61, "d_model": 16, "max_position_embeddings": 16}
-    tokens = {"pad_token_id": 60, "decoder_start_token_id": 60, "use_cache": False}
+    tokens: dict[str, Any] = {"pad_token_id": 60, "decoder_start_token_id": 60, "use_cache": False}
     config: Any = transformers.MarianConfig(**sizes, **tokens)
     inputs = {"input_ids": words(BATCH), "decoder_input_ids": words(BATCH)}
     whole: Any = transformers.MarianMTModel(config)

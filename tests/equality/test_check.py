@@ -50,10 +50,10 @@ def report(*middle: nn.Module) -> penstock.CheckReport:
     layers = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), *middle, nn.Linear(8, 3)
     )
-    batch, how = (torch.randn(11, 4), torch.randint(0, 3, (11,))), {"num_stages": 3}
-    how |= {"num_microbatches": 4}
-    kinds: dict[str, Any] = {"schedule": one_f_one_b, "recompute": Recompute.STAGE}
-    return penstock.check(layers, *batch, loss=nn.CrossEntropyLoss(), **how, **kinds)
+    batch = torch.randn(11, 4), torch.randint(0, 3, (11,))
+    how: dict[str, Any] = {"schedule": one_f_one_b, "recompute": Recompute.STAGE}
+    how |= {"num_stages": 3, "num_microbatches": 4}
+    return penstock.check(layers, *batch, loss=nn.CrossEntropyLoss(), **how)
 
 
 def test_a_sound_model_is_equal_and_every_tensor_is_listed() -> None:
@@ -125,7 +125,7 @@ class Weighing(nn.Module):
 def test_a_loss_that_is_a_module_is_compared_and_left_as_it_was() -> None:
     loss, x = Weighing(), torch.randn(5, 4, requires_grad=True)
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    sizes = {"num_stages": 2, "num_microbatches": 2}
+    sizes: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
     found = penstock.check(layers, x, torch.randn(5, 3), loss=loss, **sizes)
     assert found.equal, found
     assert {"loss.scale", "loss.calls"} <= {row.name for row in found.rows}
@@ -147,7 +147,7 @@ class Zeros(nn.Module):
 def test_minus_zero_is_not_zero() -> None:
     Zeros.calls = 0
     layers, batch = nn.Sequential(nn.Linear(4, 4), Zeros()), torch.randn(2, 5, 4)
-    sizes = {"num_stages": 1, "num_microbatches": 1}
+    sizes: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
     how: dict[str, Any] = {"loss": nn.MSELoss(), "recompute": Recompute.NEVER}
     found = penstock.check(layers, *batch, **sizes, **how)
     assert not found.equal

@@ -69,7 +69,7 @@ def in_shards(mesh: Mesh, where: str) -> dict[str, Any]:
 
 def assert_trained(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """See that a process has trained as the unsplit model does."""
-    exact = {"rtol": 0, "atol": 1e-12}
+    exact: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
     assert torch.allclose(torch.stack(found["losses"]), torch.stack(wanted["losses"]), **exact)
     assert torch.allclose(found["output"], wanted["output"], **exact)
     assert torch.allclose(found["norm"], wanted["norm"], rtol=0, atol=1e-6)
