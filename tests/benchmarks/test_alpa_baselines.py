@@ -1,6 +1,5 @@
 """Baselines keep to their restrictions, and none is faster than the plan that has none."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -63,7 +62,6 @@ def task() -> MeshTask:
 
 @pytest.fixture(scope="module")
 def plans(task: MeshTask) -> dict[str, Plan]:
-    """Return the plan of each baseline."""
     return {name: plan_baseline(name, task) for name in BASELINES}
 
 
@@ -85,9 +83,7 @@ def num_blocks(plan: Plan) -> list[int]:
     return [sum("blocks" in name for name in names[start:end]) for start, end in pairs]
 
 
-def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(
-    task: MeshTask, plans: dict[str, Plan]
-) -> None:
+def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(task, plans) -> None:
     own = step_s(plan_on_meshes(task))
     assert {n: step_s(p) for n, p in plans.items() if step_s(p) < own} == {}
 
@@ -153,9 +149,7 @@ def test_deepspeed_keeps_more_in_slices_where_less_does_not_fit(wanted: str) -> 
     assert plan_baseline("deepspeed", replace(small, cluster=cluster)).sharding == wanted
 
 
-def test_a_grid_keeps_less_than_data_and_more_than_megatron(
-    task: MeshTask,
-) -> None:
+def test_a_grid_keeps_less_than_data_and_more_than_megatron(task: MeshTask) -> None:
     kept = []
     for plan, shape in (("data", (4,)), ("grid", (2, 2)), ("megatron", (4,))):
         graph, how = task.graph_of(16), (task.names, task.model.spans, task.cluster, 16, plan)
@@ -188,9 +182,7 @@ def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) ->
         ("abc", [[(0, 3)], [(0, 1), (1, 2), (2, 3)]]),
     ],
 )
-def test_equal_stages_have_as_many_of_the_layers_that_repeat(
-    kinds: str, found: Sequence[Sequence[tuple[int, int]]]
-) -> None:
+def test_equal_stages_have_as_many_of_the_layers_that_repeat(kinds, found) -> None:
     layers = [LayerFacts(str(n), kind, 0, "") for n, kind in enumerate(kinds)]
     assert list(equal_stages(layers, 4)) == [set(stages) for stages in found]
 
@@ -202,9 +194,7 @@ def test_equal_stages_have_as_many_of_the_layers_that_repeat(
         ([1, 1, 1, 3], [2, 4], [[(0, 4)], [(0, 2), (2, 4)]]),
     ],
 )
-def test_even_stages_end_at_the_cuts_nearest_to_even_shares(
-    weights: Sequence[int], cuts: Sequence[int], found: Sequence[Sequence[tuple[int, int]]]
-) -> None:
+def test_even_stages_end_at_the_cuts_nearest_to_even_shares(weights, cuts, found) -> None:
     assert list(even_stages(weights, cuts, 3)) == [set(stages) for stages in found]
 
 

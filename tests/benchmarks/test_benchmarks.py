@@ -32,7 +32,6 @@ MARKS: dict[str, list[pytest.MarkDecorator]] = {
 
 @pytest.fixture
 def report() -> Report:
-    """Give a report of two rows."""
     columns = (Column("who", "name"), Column("ms", "ms", ".1f"))
     rows = ({"name": "plain", "ms": 12.34}, {"name": "pipeline", "ms": 7.0})
     return Report(columns, rows, {"rounds": 3}, ("A note.",))

@@ -1,7 +1,6 @@
 """The campaign for a card runs on the CPU, shortened; a part that is done is not run again."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,7 @@ from benchmarks.gpu_campaign.__main__ import main
 from benchmarks.gpu_campaign.contestants import CONTESTANTS
 
 
-def test_a_part_is_measured_and_written_and_left_out_afterwards(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_is_measured_and_written_and_left_out_afterwards(tmp_path, capsys) -> None:
     arguments = ["--device", "cpu", "--smallest", "--minutes", "0.001", "--folder", str(tmp_path)]
     for part in ("versions", "throughput"):
         main([*arguments, "--only", part, "--commit", "abc"])

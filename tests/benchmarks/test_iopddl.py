@@ -20,9 +20,7 @@ def test_times_that_exceed_the_limit_are_found_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_an_answer_of_the_peer_counts_only_within_the_limit(
-    monkeypatch: pytest.MonkeyPatch, extra: int
-) -> None:
+def test_an_answer_of_the_peer_counts_only_within_the_limit(monkeypatch, extra) -> None:
     name, problem = made(30)
     own = solve(problem, 20.0)
     peak = evaluate(problem, own.choices).peak
@@ -50,9 +48,7 @@ def test_the_peer_finds_what_is_proven_best() -> None:
     assert evaluate(problem, choices).cost == own.cost
 
 
-def test_a_peer_that_is_not_installed_is_left_out_with_a_note(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_that_is_not_installed_is_left_out_with_a_note(monkeypatch, capsys) -> None:
     monkeypatch.setattr(peer, "is_installed", lambda: False)
     main(["--peer"])
     printed = capsys.readouterr().out

@@ -1,6 +1,5 @@
 """One device's part of a divided model is measured as its process runs and holds it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,9 +125,7 @@ def kept(mesh: Mesh, plan: str) -> tuple[dict[int, int], int]:
     ],
     ids=["1 + 2 data", "2 megatron", "2 zero3", "2 x 2 data"],
 )
-def test_each_rank_holds_and_keeps_what_is_predicted(
-    ranks: Any, sharding: str, tmp_path: Path
-) -> None:
+def test_each_rank_holds_and_keeps_what_is_predicted(ranks, sharding, tmp_path) -> None:
     plan = planned(ranks, sharding)
     told = predicted(plan)
     for rank, (peaks, held) in enumerate(

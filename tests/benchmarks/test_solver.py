@@ -92,9 +92,7 @@ def test_limits_of_the_tiny_problems_bind_for_some_and_forbid_some() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_integer_program_alone_finds_the_best(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_integer_program_alone_finds_the_best(seed, monkeypatch) -> None:
     monkeypatch.setattr(search, "_TURNS", 0)
     monkeypatch.setattr(search, "_FACTORS", ())
     problem = tiny(seed, 16.0)

@@ -100,9 +100,7 @@ def test_both_directions_are_carried_at_once() -> None:
     assert there_and_back >= 27 + 3.0
 
 
-def test_who_is_not_root_is_told_so_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_is_not_root_is_told_so_in_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("shutil.which", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr("signal.signal", lambda *_: None)
@@ -115,7 +113,6 @@ def test_who_is_not_root_is_told_so_in_one_line(
 
 
 def namespaces() -> str:
-    """List the namespaces there are."""
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 

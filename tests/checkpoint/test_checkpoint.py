@@ -51,13 +51,11 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
-    """Compare all parameters and buffers, bit by bit."""
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
-    """Give a copy of the model's state."""
     return {n: t.clone() for n, t in model.state_dict().items() if isinstance(t, Tensor)}
 
 
@@ -71,9 +69,7 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
         (torch.optim.Adam, {"capturable": False, "lr_as_tensor": True}),
     ],
 )
-def test_a_loaded_run_goes_on_bit_by_bit(
-    tmp_path: Path, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
-) -> None:
+def test_a_loaded_run_goes_on_bit_by_bit(tmp_path, kind, options) -> None:
     as_tensor = options.pop("lr_as_tensor", False)
     model, optimizer = trained(kind, **options)
     if as_tensor:
@@ -232,9 +228,7 @@ NOTES = ({"seen": [1, 2.5, None]}, torch.arange(3), "of all")
 
 @pytest.mark.parametrize("saved_by", [lambda model: model, noted_pipeline], ids=["plain", "pipe"])
 @pytest.mark.parametrize("loaded_by", [lambda model: model, noted_pipeline], ids=["plain", "pipe"])
-def test_extra_state_comes_back_as_it_was(
-    tmp_path: Path, saved_by: Callable[..., nn.Module], loaded_by: Callable[..., nn.Module]
-) -> None:
+def test_extra_state_comes_back_as_it_was(tmp_path, saved_by, loaded_by) -> None:
     model, twin = Noted(*NOTES), Noted()
     penstock.save_checkpoint(tmp_path / "c", saved_by(model))
     penstock.load_checkpoint(tmp_path / "c", loaded_by(twin))
@@ -310,9 +304,7 @@ def flip_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut_short, flip_bit, Path.unlink], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_file_is_named_and_nothing_is_loaded(
-    tmp_path: Path, damage: Damage, name: str
-) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_loaded(tmp_path, damage, name) -> None:
     model, optimizer = trained()
     penstock.save_checkpoint(tmp_path / "c", *trained())
     train_step(model, optimizer)
@@ -327,9 +319,7 @@ def test_a_learning_rate_changed_by_hand_is_noticed(tmp_path: Path) -> None:
     penstock.save_checkpoint(tmp_path / "c", *trained())
     state = tmp_path / "c" / "state.json"
     state.write_text(state.read_text().replace('"lr": 0.1', '"lr": 0.2'))
-    with pytest.raises(
-        CheckpointError, match=r"state\.json is damaged: its digest is not the one"
-    ):
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged: its digest is not"):
         penstock.load_checkpoint(tmp_path / "c", small())
 
 
@@ -367,9 +357,10 @@ def test_the_files_of_weights_are_verified_once_however_many_tensors_they_hold(
 
 # -- foreign
 
+OURS = {"format": "penstock-checkpoint"}
+
 
 def write_state(path: Path, **state: Any) -> None:
-    """Make a folder with nothing but a state.json."""
     path.mkdir()
     (path / "state.json").write_text(json.dumps(state))
 
@@ -381,13 +372,10 @@ def write_state(path: Path, **state: Any) -> None:
         (lambda path: path.write_text("x"), "is a file; give the folder of a checkpoint"),
         (Path.mkdir, r"holds no state\.json, so it is no Penstock checkpoint"),
         (lambda path: write_state(path, a=1), "was not written by Penstock"),
+        (lambda path: write_state(path, **OURS, version=99), "version 99, this Penstock reads"),
         (
-            lambda path: write_state(path, format="penstock-checkpoint", version=99),
-            "format version 99, this Penstock reads versions up to 2",
-        ),
-        (
-            lambda path: write_state(path, format="penstock-checkpoint", version=1, digests=None),
-            r"state\.json is damaged: its digest is not the one",
+            lambda path: write_state(path, **OURS, version=1, digests=None),
+            r"state\.json is damaged",
         ),
     ],
 )
@@ -448,23 +436,17 @@ def test_parameter_groups_must_hold_the_same_parameters(tmp_path: Path) -> None:
     penstock.save_checkpoint(tmp_path / "c", *trained())
     model = small()
     fewer = torch.optim.AdamW(list(model.parameters())[1:])
-    with pytest.raises(
-        CheckpointError, match=r"parameter group 0 lacks stem\.weight and has beyond"
-    ):
+    with pytest.raises(CheckpointError, match=r"group 0 lacks stem\.weight and has beyond"):
         penstock.load_checkpoint(tmp_path / "c", model, fewer)
     halves = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(CheckpointError, match=r"has \d+ parameter groups, the saved one 1"):
         penstock.load_checkpoint(tmp_path / "c", model, torch.optim.AdamW(halves))
 
 
-def test_an_optimizer_of_another_model_cannot_be_saved(tmp_path: Path) -> None:
-    _, optimizer = trained()
+def test_an_optimizer_that_is_not_the_models_or_was_not_saved_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
     with pytest.raises(CheckpointError, match="that is not the model's; make the optimizer from"):
         penstock.save_checkpoint(tmp_path / "c", small(), optimizer)
-
-
-def test_an_optimizer_that_was_not_saved_cannot_be_loaded(tmp_path: Path) -> None:
-    model, optimizer = trained()
     penstock.save_checkpoint(tmp_path / "c", model)
     with pytest.raises(CheckpointError, match="saved without an optimizer; load it without one"):
         penstock.load_checkpoint(tmp_path / "c", model, optimizer)

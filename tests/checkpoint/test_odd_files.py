@@ -84,9 +84,7 @@ def note(path: Path, change: Callable[[dict[str, Any]], object], key: str) -> No
 
 @pytest.mark.parametrize("key", ("digests", "files", "slices"))
 @pytest.mark.parametrize("name", ("../outside.safetensors", "/etc/hostname", "model/../../x"))
-def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(
-    tmp_path: Path, key: str, name: str
-) -> None:
+def test_a_checkpoint_that_names_a_file_elsewhere_is_refused(tmp_path, key, name) -> None:
     model = nn.Linear(2, 2)
     penstock.save_checkpoint(tmp_path / "c", model)
     note(tmp_path / "c", lambda names: names.update({name: {}}), key)

@@ -17,14 +17,7 @@ from tests.model.capture.any_models.made import words
 from tests.model.capture.any_models.required import OF_TRANSFORMERS
 from tests.model.capture.running import assert_equal
 from tests.model_parts import Noted, noted_pipeline
-from tests.pretrained import (
-    BATCH,
-    build,
-    logits_of,
-    pipeline,
-    saved_by_transformers,
-    whole_logits,
-)
+from tests.pretrained import BATCH, build, logits_of, pipeline, saved_by_transformers, whole_logits
 
 FEW = ["gpt2", "llama, tied", "t5", "whisper"]
 LIBRARY = [model.name for model in OF_TRANSFORMERS]
@@ -44,9 +37,7 @@ def own(model: nn.Module) -> dict[str, Tensor]:
         *(pytest.param(*name.values, SHARDS, marks=name.marks) for name in NAMES),
     ],
 )
-def test_what_transformers_saved_is_loaded(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_transformers_saved_is_loaded(name, options, tmp_path) -> None:
     whole: Any = build(name)[0]
     whole.save_pretrained(tmp_path / "m", **options)
     assert (tmp_path / "m" / INDEX).exists() == bool(options)
@@ -177,20 +168,11 @@ def test_parts_of_a_fused_tensor_are_put_together_or_named(tmp_path: Path) -> No
 
 
 def test_what_the_class_leaves_out_of_files_is_computed(tmp_path: Path) -> None:
-    config: Any = transformers.MarianConfig(
-        vocab_size=61,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        max_position_embeddings=16,
-        pad_token_id=60,
-        decoder_start_token_id=60,
-        use_cache=False,
-    )
+    sizes: dict[str, Any] = {"layers": 2, "attention_heads": 2, "ffn_dim": 24}
+    sizes = {f"{part}_{n}": size for part in ("encoder", "decoder") for n, size in sizes.items()}
+    sizes |= {"vocab_size": 61, "d_model": 16, "max_position_embeddings": 16}
+    tokens: dict[str, Any] = {"pad_token_id": 60, "decoder_start_token_id": 60, "use_cache": False}
+    config: Any = transformers.MarianConfig(**sizes, **tokens)
     inputs = {"input_ids": words(BATCH), "decoder_input_ids": words(BATCH)}
     whole: Any = transformers.MarianMTModel(config)
     whole.save_pretrained(tmp_path / "m")
@@ -257,9 +239,7 @@ def test_files_of_a_folder_may_be_links_as_in_a_cache(tmp_path: Path) -> None:
     assert torch.equal(model.weight, twin.weight)
 
 
-def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(tmp_path, monkeypatch) -> None:
     pipe = pipeline(build("gpt2"))
     (tmp_path / "empty").mkdir()
     penstock.save_pretrained(tmp_path / "empty", pipe)

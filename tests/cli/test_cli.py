@@ -36,12 +36,8 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: Capt
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--help",
-        "train --help",
-        "check --help",
-        "doctor --help",
-        "profile --help",
-        "simulate --json",
+        *("--help", "train --help", "check --help"),
+        *("doctor --help", "profile --help", "simulate --json"),
     ],
 )
 def test_a_command_without_tensors_imports_nothing_heavy(arguments: str) -> None:
@@ -125,10 +121,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["train", "no.toml"], "there is no recipe no.toml"),
         (["train", DIGITS, "--set", "pipeline.num_stage=2"], "did you mean pipeline.num_stages?"),
         (["train", DIGITS, "--set", "pipeline.num_stages=40"], "num_stages=40, but the model has"),
-        (
-            ["train", DIGITS, "--set", "pipeline.partition=[1, 2]"],
-            "partition=[1, 2] holds 3 layers",
-        ),
+        (["train", DIGITS, "--set", "pipeline.partition=[1, 2]"], "=[1, 2] holds 3 layers"),
         (["train", DIGITS, "--run-folder", "."], ". exists already and is no run folder"),
         (
             ["train", DIGITS, "--num-processes", "2", "--set", "pipeline.num_stages=3"],
@@ -137,20 +130,23 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["train", "--resume", "no", "--num-processes", "2"], "cannot resume: no does not exist"),
         (["train", "--resume", "no"], "cannot resume: no does not exist"),
         (["train", "--resume", "a", "--run-folder", "b"], "leave out --run-folder"),
+        (["train", DIGITS, "--max-restarts", "2"], "--max-restarts needs --num-processes"),
+        (
+            ["train", DIGITS, "--set", "pipeline.num_replicas=2"],
+            "start them with --num-processes 4",
+        ),
+        (
+            ["train", DIGITS, "--set", "pipeline.num_replicas=3"],
+            "a multiple of pipeline.num_replicas",
+        ),
         (["check", "no.toml"], "there is no recipe no.toml"),
         (["check", "model"], "there is no recipe 'model'"),
         (["check", "no_such:thing"], "there is no module 'no_such' in"),
         (["check", "json:nothing"], "json has no function 'nothing'; it defines: dump, dumps"),
         (["check", "pathlib:Path.cwd"], "pathlib has no function 'Path.cwd'"),
-        (
-            ["check", "os:getcwd"],
-            "os:getcwd returned a str; return (layers, inputs, targets, loss)",
-        ),
+        (["check", "os:getcwd"], "os:getcwd returned a str; return (layers, inputs, targets,"),
         (["doctor", "--timeout", "0"], "0.0 is not in the range 1<=x<=31536000"),
-        (
-            ["simulate", "--schedule", "gpip"],
-            "'gpip' is not one of 'gpipe', 'one_f_one_b', 'eager_1f1b', 'zb_h1'",
-        ),
+        (["simulate", "--schedule", "gpip"], "'gpip' is not one of 'gpipe', 'one_f_one_b',"),
         (
             ["simulate", "--schedule", "interleaved_1f1b", "--stages-per-rank", "1"],
             "stages per rank is 1; make it 2 or",
@@ -166,9 +162,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["simulate", "--transfer", "x"], "'x' is not a number such as 2, 0.5 or 1/3"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: Captured
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys) -> None:
     assert run(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -182,6 +176,8 @@ def test_simulate_draws_the_grid_and_the_bubble(capsys: Captured) -> None:
     grid = capsys.readouterr().out
     assert "rank 0 |F0F1......B0  B1  |" in grid and "rank 1 |..F0F1B0  B1  ....|" in grid
     assert "bubble 33.3%" in grid
+    assert run(["simulate", "--num-stages", "3", "--num-microbatches", "7", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["breakdown"]["bubble"] == pytest.approx(2 / 9)
 
 
 def test_simulate_sums_up_what_cannot_be_read_as_a_picture(capsys: Captured) -> None:
@@ -193,9 +189,7 @@ def test_simulate_sums_up_what_cannot_be_read_as_a_picture(capsys: Captured) -> 
 
 
 @pytest.mark.parametrize("schedule", ("zb_h1", "zb_h2", "searched"))
-def test_simulate_makes_a_schedule_for_the_costs_that_it_is_given(
-    schedule: str, capsys: Captured
-) -> None:
+def test_simulate_makes_a_schedule_for_the_costs_that_it_is_given(schedule, capsys) -> None:
     uneven = ["--forward", "3", "--backward-input", "1", "--backward-weight", "1/10"]
     steps = []
     for name in ("one_f_one_b", schedule):
@@ -204,23 +198,14 @@ def test_simulate_makes_a_schedule_for_the_costs_that_it_is_given(
     assert steps[1] <= steps[0] == pytest.approx(45.1)
 
 
-def test_simulate_draws_a_window_of_mini_batches_without_a_flush(capsys: Captured) -> None:
+def test_simulate_takes_a_window_and_a_familys_own_stages_per_rank(capsys: Captured) -> None:
     command = ["simulate", "--schedule", "pipedream", "--num-microbatches", "4", "--json"]
     assert run([*command, "--window", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["breakdown"]["num_microbatches"] == 12
-
-
-def test_simulate_takes_a_familys_own_stages_per_rank(capsys: Captured) -> None:
     assert run(["simulate", "--schedule", "zb_v"]) == 0
     grid = capsys.readouterr().out
     assert "rank 1 |" in grid and "rank 2 |" not in grid
     assert "step 49, bubble" in grid
-
-
-def test_simulate_writes_json(capsys: Captured) -> None:
-    assert run(["simulate", "--num-stages", "3", "--num-microbatches", "7", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["breakdown"]["bubble"] == pytest.approx(2 / 9)
 
 
 def test_simulate_reads_and_writes_csv(tmp_path: Path, capsys: Captured) -> None:
@@ -345,49 +330,24 @@ def test_check_takes_a_familys_own_stages_per_rank_instead_of_the_recipes(schedu
     assert target.options["schedule"] == named_schedule(schedule, 4)
 
 
-def test_another_number_of_processes_than_stages_is_said_before_they_meet(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("environment", "arguments", "words"),
+    [
+        ({"WORLD_SIZE": "4", "RANK": "3"}, "", "are 2 processes, but 4 were started"),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, "", "penstock: rank 3: pipeline.num_stages = 2 x"),
+        (
+            {"WORLD_SIZE": "abc"},
+            "",
+            "WORLD_SIZE=abc in the environment; it must be a whole number",
+        ),
+        ({"WORLD_SIZE": "2"}, "--num-processes 2", "leave out --num-processes"),
+    ],
+)
+def test_processes_that_cannot_be_are_said_before_they_meet(
+    environment: dict[str, str], arguments: str, words: str, monkeypatch, capsys
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "3")
-    assert run(["train", DIGITS]) == 2
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert run(["train", DIGITS, *arguments.split()]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("penstock: rank 3: pipeline.num_stages = 2 x pipeline.num_replicas = 1")
-    assert "are 2 processes, but 4 were started" in said
-
-
-def test_a_number_of_processes_that_is_none_is_one_line_and_exit_code_2(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "abc")
-    assert run(["train", DIGITS]) == 2
-    said = capsys.readouterr().err
-    assert "WORLD_SIZE=abc in the environment; it must be a whole number" in said
-    assert said.count("\n") == 1
-
-
-def test_one_process_cannot_be_two_replicas(capsys: Captured) -> None:
-    assert run(["train", DIGITS, "--set", "pipeline.num_replicas=2"]) == 2
-    assert "are 4 processes, and this is one; start them with --num-processes 4" in (
-        capsys.readouterr().err
-    )
-
-
-def test_replicas_must_share_the_micro_batches(capsys: Captured) -> None:
-    assert run(["train", DIGITS, "--set", "pipeline.num_replicas=3"]) == 2
-    assert "num_microbatches = 8 must be a multiple of pipeline.num_replicas = 3" in (
-        capsys.readouterr().err
-    )
-
-
-def test_a_process_of_torchrun_starts_no_others(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run(["train", DIGITS, "--num-processes", "2"]) == 2
-    assert "leave out --num-processes" in capsys.readouterr().err
-
-
-def test_restarts_without_processes_are_torchruns_business(capsys: Captured) -> None:
-    assert run(["train", DIGITS, "--max-restarts", "2"]) == 2
-    assert "--max-restarts needs --num-processes" in capsys.readouterr().err
+    assert words in said and said.count("\n") == 1

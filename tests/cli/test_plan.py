@@ -19,10 +19,15 @@ ROOT = Path(__file__).parents[2]
 Captured = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """A profile and a cluster, as arguments."""
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder of its own, with a recipe whose text is not there."""
     monkeypatch.chdir(tmp_path)
+    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+
+
+@pytest.fixture
+def files() -> tuple[str, ...]:
     chain([1.0, 2.0, 1.0, 1.0]).save("model.json")
     cluster(2).save("here.toml")
     return ("plan", "--profile", "model.json", "--cluster", "here.toml", "--batch-size", "8")
@@ -35,9 +40,7 @@ def test_a_table_says_why_each_candidate_loses(files: tuple[str, ...], capsys: C
     assert "slower: " in said
 
 
-def test_a_plan_that_is_saved_can_be_read_and_was_predicted(
-    files: tuple[str, ...], capsys: Captured
-) -> None:
+def test_a_plan_that_is_saved_can_be_read_and_was_predicted(files, capsys) -> None:
     assert run((*files, "--save", "plan.json", "--json")) == 0
     plan = Plan.load("plan.json")
     assert plan == Plan.from_json(capsys.readouterr().out)
@@ -50,15 +53,10 @@ def test_a_plan_that_is_saved_can_be_read_and_was_predicted(
     ("num_replicas", "how"),
     [
         ("1", 'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...)'),
-        (
-            "2",
-            'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...), in 2 p',
-        ),
+        ("2", 'by: penstock.Pipeline(model, plan=penstock.Plan.load("plan.json"), ...), in 2 p'),
     ],
 )
-def test_a_plan_that_is_saved_says_how_it_is_run(
-    files: tuple[str, ...], capsys: Captured, num_replicas: str, how: str
-) -> None:
+def test_a_plan_that_is_saved_says_how_it_is_run(files, capsys, num_replicas, how) -> None:
     assert run((*files, "--num-replicas", num_replicas, "--save", "plan.json")) == 0
     assert f"plan.json is written; it is run {how}" in capsys.readouterr().err
 
@@ -70,9 +68,7 @@ def test_a_page_shows_the_timeline_without_a_run(files: tuple[str, ...]) -> None
     assert run((*files, "--html", "plan.html")) == 0  # ours is renewed
 
 
-def test_another_file_is_not_overwritten_by_a_page(
-    files: tuple[str, ...], capsys: Captured
-) -> None:
+def test_another_file_is_not_overwritten_by_a_page(files, capsys) -> None:
     Path("mine.html").write_text("mine")
     assert run((*files, "--html", "mine.html")) == 2
     assert "mine.html exists already" in capsys.readouterr().err
@@ -92,9 +88,7 @@ def test_another_file_is_not_overwritten_by_a_page(
         (("--sharding", "megatron"), "nobody knows the operators of this model"),
     ),
 )
-def test_a_mistake_is_one_line_and_exit_code_2(
-    files: tuple[str, ...], change: tuple[str, ...], words: str, capsys: Captured
-) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(files, change, words, capsys) -> None:
     assert run((*files, *change)) == 2
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
@@ -113,9 +107,7 @@ def test_truncated_files_are_refused_by_name(files: tuple[str, ...], capsys: Cap
     assert "model.json: a profile of 4 layers has weights for 3" in capsys.readouterr().err
 
 
-def test_profiles_of_different_models_are_refused_by_their_first_layer(
-    files: tuple[str, ...], capsys: Captured
-) -> None:
+def test_profiles_of_different_models_are_refused_by_their_first_layer(files, capsys) -> None:
     chain([1.0] * 5).save("other.json")
     assert run((*files, "--profile", "other.json")) == 2
     assert "another model: it has 5 layers" in capsys.readouterr().err
@@ -123,20 +115,13 @@ def test_profiles_of_different_models_are_refused_by_their_first_layer(
 
 
 @pytest.mark.slow
-def test_a_recipe_is_planned_for_accelerators_without_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_recipe_is_planned_for_accelerators_without_its_weights(capsys: Captured) -> None:
     digits = "digits"
     assert run(("plan", digits, "--cluster", "dgx-a100", "--num-ranks", "2")) == 0
     assert "11 layers as " in capsys.readouterr().out
 
 
-def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(capsys: Captured) -> None:
     counted = ("profile", "gpt.toml", "--device", "h100", "--microbatch-size", "3")
     assert run((*counted, "--save", "shapes.json")) == 0
     here = f"data.path={ROOT / 'README.md'}"
@@ -146,11 +131,7 @@ def test_a_text_that_is_not_there_is_planned_for_by_its_shapes(
     assert "5 layers as 1 stage x 1 replica on 1 rank" in capsys.readouterr().out
 
 
-def test_stages_on_sub_meshes_are_planned_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+def test_stages_on_sub_meshes_are_planned_and_saved(capsys: Captured) -> None:
     command = ("plan", "gpt.toml", "--cluster", "dgx-a100", "--sharding", "megatron")
     written = ("--save", "plan.json", "--html", "plan.html")
     assert run((*command, "--num-microbatches", "2", *written)) == 0
@@ -166,11 +147,7 @@ def test_stages_on_sub_meshes_are_planned_and_saved(
     assert "few.toml" in capsys.readouterr().err
 
 
-def test_the_fastest_of_both_kinds_of_plans_is_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
+def test_the_fastest_of_both_kinds_of_plans_is_chosen(capsys: Captured) -> None:
     few_devices(2, torch_type="cuda").save("here.toml")
     steps_s = {}
     for sharding in ("auto", "none", "zero1"):
@@ -181,10 +158,8 @@ def test_the_fastest_of_both_kinds_of_plans_is_chosen(
 
 
 def test_layers_of_a_recipe_are_measured_where_its_cluster_has_such_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    capsys: Captured,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("gpt.toml").write_text(TEXT.replace("PATH", "none.txt"))
     few_devices(2, torch_type="vulkan").save("away.toml")
     command = ("plan", "gpt.toml", "--num-microbatches", "2", "--json", "--cluster", "away.toml")
     assert run(command) == 0
@@ -201,28 +176,13 @@ def test_layers_of_a_recipe_are_measured_where_its_cluster_has_such_devices(
         ("translation_T6_8192_16", "data/parallel does not exist"),
     ),
 )
-def test_data_whose_shapes_no_recipe_says_are_named_in_one_line(
-    recipe: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert (
-        run(
-            (
-                "plan",
-                recipe,
-                "--cluster",
-                "h100",
-            )
-        )
-        == 2
-    )
+def test_data_whose_shapes_no_recipe_says_are_named_in_one_line(recipe, words, capsys) -> None:
+    assert run(("plan", recipe, "--cluster", "h100")) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
 
 
-def test_one_rank_runs_the_schedule_that_was_asked_for(
-    files: tuple[str, ...], capsys: Captured
-) -> None:
+def test_one_rank_runs_the_schedule_that_was_asked_for(files, capsys) -> None:
     assert run((*files, "--num-ranks", "1", "--schedule", "one_f_one_b", "--json")) == 0
     plan = Plan.from_json(capsys.readouterr().out)
     assert (plan.num_stages, plan.schedule) == (1, one_f_one_b)

@@ -13,7 +13,6 @@ TWO = profile(at_size(4), at_size(8))
 
 
 def taken(found: AtSize, number: int = 0) -> tuple[float, ...]:
-    """Return all seconds of a layer."""
     names = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
     return tuple(getattr(found.seconds(number), name) for name in names)
 

@@ -57,10 +57,7 @@ def test_a_calibration_is_a_cluster_that_a_file_gives_again(tmp_path: Path) -> N
 def test_a_calibration_on_a_busy_machine_says_so() -> None:
     device = Device(name="a", flops_per_s={"float32": 1.0}, bytes_per_s=1, memory_bytes=1)
     cluster = Cluster(
-        name="x",
-        devices={"a": device},
-        hosts=(Host(name="h", devices=("a",)),),
-        links={},
+        name="x", devices={"a": device}, hosts=(Host(name="h", devices=("a",)),), links={}
     )
     busy = Calibration(cluster=cluster, figures=(), had_core=0.5)
     assert "had a core for 50% of the time" in busy.warning
@@ -165,10 +162,7 @@ def test_the_command_measures_prints_and_saves(tmp_path: Path, capsys: Captured)
     [
         (["--save", "c.toml"], "--save is for --calibrate"),
         (["--calibrate", "--num-processes", "2"], "without --num-processes"),
-        (
-            ["--calibrate", "--save", "absent/c.toml"],
-            "absent/c.toml: it cannot be written: No such",
-        ),
+        (["--calibrate", "--save", "absent/c.toml"], "absent/c.toml: it cannot be written: No"),
         (["--calibrate", "--save", "."], "is a directory"),
         (["--calibrate", "--save", "/proc/c.toml"], "it cannot be written"),
         (["--calibrate", "--budget", "0"], "--budget"),
@@ -186,9 +180,7 @@ def test_what_cannot_be_calibrated_is_said_at_once(
     assert expected in capsys.readouterr().err
 
 
-def test_a_process_of_a_job_does_not_calibrate(
-    monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_a_process_of_a_job_does_not_calibrate(monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(["doctor", "--calibrate"]) == 2
     assert "without torchrun" in capsys.readouterr().err

@@ -72,9 +72,7 @@ def test_a_quota_below_the_visible_cores_is_what_counts(ranks: list[RankFacts]) 
 
 
 @pytest.mark.skipif("CUDA_VISIBLE_DEVICES" in os.environ, reason="GPUs are hidden")
-def test_gpus_that_torch_does_not_see_are_a_warning(
-    ranks: list[RankFacts], tmp_path: Path
-) -> None:
+def test_gpus_that_torch_does_not_see_are_a_warning(ranks, tmp_path) -> None:
     text = line(list(check_together(ranks, 64.0, tmp_path)), is_error=False)
     assert "has NVIDIA GPUs that torch" in text
 
@@ -123,9 +121,7 @@ def test_alone_it_compares_a_tiny_pipeline_with_the_unsplit_model(capsys: Captur
     assert "self-test: cpu: EQUAL: all 16 tensors of K=2, M=4 are the unsplit model's" in text
 
 
-def test_a_torch_that_does_not_repeat_itself_ends_with_1(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_does_not_repeat_itself_ends_with_1(capsys, monkeypatch) -> None:
     calls = iter(range(1000))
     monkeypatch.setattr("torch.nn.Tanh.forward", lambda self, x: x + next(calls))
     assert run(["doctor"]) == 1
@@ -135,9 +131,7 @@ def test_a_torch_that_does_not_repeat_itself_ends_with_1(
     assert said.out.endswith("training could not work\n")
 
 
-def test_a_rank_that_would_train_alone_is_an_error(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_would_train_alone_is_an_error(capsys, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert run(["doctor"]) == 1
     assert "RANK is set, but WORLD_SIZE is not" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -49,16 +50,10 @@ def report(*middle: nn.Module) -> penstock.CheckReport:
     layers = nn.Sequential(
         nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), *middle, nn.Linear(8, 3)
     )
-    return penstock.check(
-        layers,
-        torch.randn(11, 4),
-        torch.randint(0, 3, (11,)),
-        loss=nn.CrossEntropyLoss(),
-        num_stages=3,
-        num_microbatches=4,
-        schedule=one_f_one_b,
-        recompute=Recompute.STAGE,
-    )
+    batch = torch.randn(11, 4), torch.randint(0, 3, (11,))
+    how: dict[str, Any] = {"schedule": one_f_one_b, "recompute": Recompute.STAGE}
+    how |= {"num_stages": 3, "num_microbatches": 4}
+    return penstock.check(layers, *batch, loss=nn.CrossEntropyLoss(), **how)
 
 
 def test_a_sound_model_is_equal_and_every_tensor_is_listed() -> None:
@@ -67,12 +62,7 @@ def test_a_sound_model_is_equal_and_every_tensor_is_listed() -> None:
     assert found.verdict.startswith("EQUAL: all")
     assert {row.kind for row in found.rows} == {"loss", "gradient", "buffer", "output"}
     assert [row.name for row in found.rows if row.kind == "gradient"] == [
-        "0.weight",
-        "0.bias",
-        "1.weight",
-        "1.bias",
-        "4.weight",
-        "4.bias",
+        *("0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"),
     ]
     assert json.loads(found.to_json())["equal"] is True
 
@@ -80,9 +70,7 @@ def test_a_sound_model_is_equal_and_every_tensor_is_listed() -> None:
 @pytest.mark.parametrize(
     "draw", (random.random, lambda: numpy.random.rand(), lambda: torch.rand(()))
 )
-def test_a_layer_that_draws_from_global_generators_in_both_modes_is_equal(
-    draw: Callable[[], float],
-) -> None:
+def test_a_layer_that_draws_from_global_generators_in_both_modes_is_equal(draw) -> None:
     assert report(Draws(draw)).equal
 
 
@@ -136,14 +124,9 @@ class Weighing(nn.Module):
 
 def test_a_loss_that_is_a_module_is_compared_and_left_as_it_was() -> None:
     loss, x = Weighing(), torch.randn(5, 4, requires_grad=True)
-    found = penstock.check(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)),
-        x,
-        torch.randn(5, 3),
-        loss=loss,
-        num_stages=2,
-        num_microbatches=2,
-    )
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    sizes: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
+    found = penstock.check(layers, x, torch.randn(5, 3), loss=loss, **sizes)
     assert found.equal, found
     assert {"loss.scale", "loss.calls"} <= {row.name for row in found.rows}
     assert loss.scale.grad is None
@@ -163,14 +146,9 @@ class Zeros(nn.Module):
 
 def test_minus_zero_is_not_zero() -> None:
     Zeros.calls = 0
-    found = penstock.check(
-        nn.Sequential(nn.Linear(4, 4), Zeros()),
-        torch.randn(5, 4),
-        torch.randn(5, 4),
-        loss=nn.MSELoss(),
-        num_stages=1,
-        num_microbatches=1,
-        recompute=Recompute.NEVER,
-    )
+    layers, batch = nn.Sequential(nn.Linear(4, 4), Zeros()), torch.randn(2, 5, 4)
+    sizes: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
+    how: dict[str, Any] = {"loss": nn.MSELoss(), "recompute": Recompute.NEVER}
+    found = penstock.check(layers, *batch, **sizes, **how)
     assert not found.equal
     assert found.first_difference == "the forward of layer '1' (Zeros)"

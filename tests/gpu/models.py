@@ -31,7 +31,6 @@ def products(device: str, width: int = 64, batch: int = 32) -> Subject:
 
 
 def words_loss(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a language model."""
     return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
@@ -58,7 +57,6 @@ def unsplit(subject: Subject, num_microbatches: int) -> tuple[Tensor, dict[str, 
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all gradients, by name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -19,14 +19,8 @@ WAYS = [(sharding, dropout) for sharding in ("megatron", "zero1", "zero3") for d
 
 def train(subject: Subject, **options: Any) -> dict[str, Any]:
     """Take two steps; return what there is to compare."""
-    pipe = penstock.Pipeline(
-        subject.model,
-        num_microbatches=2,
-        loss=subject.loss,
-        example_inputs=subject.inputs,
-        seed=3,
-        **options,
-    )
+    options |= {"num_microbatches": 2, "loss": subject.loss, "seed": 3}
+    pipe = penstock.Pipeline(subject.model, example_inputs=subject.inputs, **options)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     found: dict[str, Any] = {}
     for step in range(2):

@@ -16,6 +16,9 @@ from tests.ways import IN_ONE_PROCESS
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+OPTIONS: Any = {"num_microbatches": 4, "loss": nn.CrossEntropyLoss(), "devices": "cuda:0"}
+
+
 def convolutions() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -45,23 +48,11 @@ def test_every_number_of_stages_gives_the_same_bits(
     num_stages: int, schedule: Any, recompute: Recompute, transport: Transport
 ) -> None:
     one, many = convolutions(), convolutions()
-    options: dict[str, Any] = {
-        "num_microbatches": 4,
-        "loss": nn.CrossEntropyLoss(),
-        "devices": "cuda:0",
-    }
+    plain: Any = {"recompute": Recompute.NEVER, "transport": Transport.LOOPBACK}
+    how: Any = {"schedule": schedule, "recompute": recompute, "transport": transport}
     with (
-        penstock.Pipeline(
-            one, 1, recompute=Recompute.NEVER, transport=Transport.LOOPBACK, **options
-        ) as a,
-        penstock.Pipeline(
-            many,
-            num_stages,
-            schedule=schedule,
-            recompute=recompute,
-            transport=transport,
-            **options,
-        ) as b,
+        penstock.Pipeline(one, 1, **plain, **OPTIONS) as a,
+        penstock.Pipeline(many, num_stages, **how, **OPTIONS) as b,
     ):
         for _ in range(3):
             assert torch.equal(a.train_step(*batch()), b.train_step(*batch()))
@@ -77,14 +68,7 @@ def test_every_number_of_stages_gives_the_same_bits(
 def test_check_says_equal_without_dropout(num_stages: int) -> None:
     layers = convolutions().cuda()
     layers[7] = nn.Identity()
-    report = penstock.check(
-        layers,
-        *batch(),
-        loss=nn.CrossEntropyLoss(),
-        num_stages=num_stages,
-        num_microbatches=4,
-        devices="cuda:0",
-    )
+    report = penstock.check(layers, *batch(), num_stages=num_stages, **OPTIONS)
     assert report.equal, report.verdict
 
 
@@ -107,14 +91,7 @@ def test_the_module_form_does_not_hang() -> None:
 
 def test_a_traced_step_gives_the_devices_own_times() -> None:
     layers = copy.deepcopy(convolutions())
-    with penstock.Pipeline(
-        layers,
-        2,
-        num_microbatches=4,
-        loss=nn.CrossEntropyLoss(),
-        devices="cuda:0",
-        trace=Trace.TIME,
-    ) as pipe:
+    with penstock.Pipeline(layers, 2, trace=Trace.TIME, **OPTIONS) as pipe:
         pipe.train_step(*batch())
         assert pipe.last_timeline is not None
         assert pipe.last_timeline.step_s > 0

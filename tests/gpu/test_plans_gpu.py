@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from math import isfinite
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -69,9 +68,7 @@ def test_one_line_plans_for_the_gpu_that_is_here(device: str) -> None:
 
 
 @ON_GPU
-def test_a_calibrated_gpu_has_memory_and_rates_and_a_file_gives_it_again(
-    device: str, tmp_path: Path
-) -> None:
+def test_a_calibrated_gpu_has_memory_and_rates_and_a_file_gives_it_again(device, tmp_path) -> None:
     found = QUICK()
     own = found.cluster.device_of(0)
     assert own.torch_type == torch.device(device).type

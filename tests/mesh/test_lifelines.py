@@ -11,15 +11,7 @@ from ipaddress import ip_address
 import pytest
 
 from penstock.errors import PeerError
-from penstock.mesh.lifelines import (
-    _HELLO,
-    _Address,
-    _admit,
-    _Failure,
-    _reach,
-    listen,
-    own_host,
-)
+from penstock.mesh.lifelines import _HELLO, _Address, _admit, _Failure, _reach, listen, own_host
 
 SECRET = b"sixteen letters."
 
@@ -70,9 +62,7 @@ def test_the_interface_that_gloo_was_told_to_use_is_used(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked for their address")
-def test_only_the_interface_that_others_know_is_listened_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_the_interface_that_others_know_is_listened_on(monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     for chosen, master in (("lo", "192.0.2.1"), ("", "127.0.0.1"), ("", "localhost")):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)

@@ -13,25 +13,12 @@ import penstock
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "recipes" / "penstock_recipes").rglob("*.py"))
 PUBLIC = (
-    "penstock",
-    "penstock.checkpoint",
-    "penstock.cli",
-    "penstock.doctor",
-    "penstock.errors",
-    "penstock.mesh",
-    "penstock.schedules",
-    "penstock.trace",
-    "penstock.trace.page",
-    "penstock.trace.units",
+    *("penstock", "penstock.checkpoint", "penstock.cli", "penstock.doctor"),
+    *("penstock.errors", "penstock.mesh", "penstock.schedules", "penstock.trace"),
+    *("penstock.trace.page", "penstock.trace.units"),
 )
 """The modules whose names are kept for users: those in `__all__`, or all where there is none."""
-ROOMS = (
-    {"errors"},
-    {"zoo", "data"},
-    {"optim", "recipe"},
-    {"train"},
-    {"commands"},
-)
+ROOMS = ({"errors"}, {"zoo", "data"}, {"optim", "recipe"}, {"train"}, {"commands"})
 """Who may import whom in penstock_recipes: a module takes from its own folder, and from above."""
 SELF_CONTAINED = {"zoo"}
 """Plain modules, which take nothing of penstock but its errors."""

@@ -67,7 +67,6 @@ MORE_RANKS, MORE_MICROBATCHES = st.integers(9, 24), st.integers(1, 64)
 
 @cache
 def made(family: Family, num_ranks: int, num_microbatches: int) -> Schedule:
-    """Give the schedule for so many ranks."""
     return family(num_ranks * family.stages_per_rank, num_microbatches)
 
 
@@ -114,9 +113,7 @@ def check_laws(family: Family, num_ranks: int, num_microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_every_size_is_complete_and_ends_and_runs_in_the_order_that_was_predicted(
-    family: Family,
-) -> None:
+def test_every_size_is_complete_and_ends_and_runs_in_the_order_that_was_predicted(family) -> None:
     for num_ranks, num_microbatches in SIZES:
         if num_ranks * family.stages_per_rank <= 8:
             check_laws(family, num_ranks, num_microbatches)
@@ -228,7 +225,6 @@ SECONDS = st.integers(1, 9)
 
 @st.composite
 def unequal_costs(draw: st.DrawFn, num_stages: int) -> Costs:
-    """Draw costs of each stage."""
     each = st.tuples(*[SECONDS] * num_stages)
     forwards, inputs, weights = draw(each), draw(each), draw(each)
     return Costs(
@@ -272,9 +268,7 @@ def test_zb_v_is_never_longer_than_1f1b_of_what_each_rank_runs_as_one_stage(
 
 
 @given(st.sampled_from((zb_v, v_half, v_min)), st.data(), st.integers(1, 4), st.integers(1, 12))
-def test_on_a_v_any_costs_can_be_run_within_the_same_memory(
-    make: Callable[[Costs | None], Family], data: st.DataObject, num_ranks: int, m: int
-) -> None:
+def test_on_a_v_any_costs_can_be_run_within_the_same_memory(make, data, num_ranks, m) -> None:
     schedule = make(data.draw(unequal_costs(2 * num_ranks)))(2 * num_ranks, m)
     chain = chain_transfers(2 * num_ranks)
     verify(add_communication(schedule, chain), chain)

@@ -24,13 +24,6 @@ SIZES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
 """Ranks, stages on each, micro-batches: also fewer than ranks, and no multiple of them."""
 
 
-def test_a_rank_takes_a_group_of_micro_batches_through_one_stage_after_the_other() -> None:
-    assert interleaved_1f1b(stages_per_rank=2)(4, 4) == parse("""
-        rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
-        rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
-    """)
-
-
 def test_of_an_incomplete_group_the_missing_micro_batches_are_struck_out() -> None:
     assert interleaved_1f1b(stages_per_rank=2)(4, 3) == parse("""
         rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 2B1 2F2 0B0 0B1 2B2 0B2
@@ -66,9 +59,7 @@ def test_every_size_is_proved_free_of_deadlock_and_exact(sizes: tuple[int, int, 
 
 
 @given(SIZES)
-def test_the_bubble_is_that_of_1f1b_divided_by_the_stages_of_a_rank(
-    sizes: tuple[int, int, int],
-) -> None:
+def test_the_bubble_is_that_of_1f1b_divided_by_the_stages_of_a_rank(sizes) -> None:
     num_ranks, stages_per_rank, groups = sizes
     num_microbatches = num_ranks * groups
     schedule = interleaved_1f1b(stages_per_rank)(num_ranks * stages_per_rank, num_microbatches)
@@ -138,14 +129,27 @@ def pipeline(schedule: object, **options: object) -> penstock.Pipeline:
     )
 
 
-def test_stages_that_cannot_be_dealt_out_are_refused_with_what_could_be() -> None:
-    with pytest.raises(ConfigError, match=r"num_stages=5 is not a multiple.*choose 4 or 6 stages"):
-        pipeline(interleaved_1f1b(2), num_stages=5)
+def idle(num_stages: int, num_microbatches: int) -> Schedule:
+    """Give the first rank nothing to do."""
+    return Schedule(((), *one_f_one_b(1, num_microbatches).programs))
 
 
-def test_what_makes_families_in_place_of_a_family_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"is no schedule; give a family.* called as it has arg"):
-        pipeline(interleaved_1f1b, num_stages=4)
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "is_meshed", "said"),
+    [
+        (interleaved_1f1b(2), 5, False, r"num_stages=5 is not a multiple.*choose 4 or 6 stages"),
+        (interleaved_1f1b, 4, False, r"is no schedule; give a family, .* called as it has arg"),
+        (interleaved_1f1b(2), 6, True, "has 2 ranks a pipeline, the schedule runs 6 stages on 3"),
+        (one_f_one_b, 4, True, "has 2 ranks a pipeline, the schedule runs 4 stages on 4"),
+        (idle, 1, True, "gives rank 0 of the mesh no stage"),
+    ],
+)
+def test_stages_that_cannot_be_dealt_out_are_refused(
+    schedule, num_stages, is_meshed, said
+) -> None:
+    options = {"mesh": penstock.init_mesh(2)} if is_meshed else {}
+    with pytest.raises(ConfigError, match=said):
+        pipeline(schedule, num_stages=num_stages, **options)
 
 
 def test_a_mesh_of_ranks_holds_as_many_stages_as_the_schedule_says() -> None:
@@ -153,26 +157,6 @@ def test_a_mesh_of_ranks_holds_as_many_stages_as_the_schedule_says() -> None:
     for options in ({}, {"num_stages": 6}, {"partition": [1] * 6}):
         assert pipeline(interleaved_1f1b(3), mesh=mesh, **options).num_stages == 6
     assert pipeline(one_f_one_b, mesh=mesh).num_stages == 2
-
-
-@pytest.mark.parametrize(
-    "schedule, num_stages, ranks", [(interleaved_1f1b(2), 6, 3), (one_f_one_b, 4, 4)]
-)
-def test_a_schedule_for_another_number_of_ranks_than_the_mesh_has_is_refused(
-    schedule: object, num_stages: int, ranks: int
-) -> None:
-    said = f"the mesh has 2 ranks a pipeline, the schedule runs {num_stages} stages on {ranks}"
-    with pytest.raises(ConfigError, match=said):
-        pipeline(schedule, mesh=penstock.init_mesh(2), num_stages=num_stages)
-
-
-def test_a_rank_of_the_mesh_without_a_stage_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gives rank 0 of the mesh no stage"):
-        pipeline(
-            lambda k, m: Schedule(((), *one_f_one_b(1, m).programs)),
-            mesh=penstock.init_mesh(2),
-            num_stages=1,
-        )
 
 
 def test_a_rank_per_thread_and_torchs_threads_divided_among_ranks() -> None:

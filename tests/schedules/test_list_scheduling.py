@@ -125,7 +125,6 @@ def test_no_rank_keeps_more_than_it_may(run: Run) -> None:
 def schedule_by(
     policy: Policy, num_microbatches: int, costs: Costs, most_live: tuple[int, int]
 ) -> Schedule:
-    """Make a schedule of two stages."""
     memory = AtMostBytes(Sizes(kept_bytes=1), most_live)
     problem = problem_of(costs, memory, (0, 1), num_microbatches, ())
     answer = built(problem, policy)
@@ -163,11 +162,7 @@ def test_two_parts_stay_two_where_they_are_faster_than_one() -> None:
 
 def test_a_patient_rank_waits_for_what_comes_in_before_a_weights_part_would_end() -> None:
     costs = Costs(
-        forward_s=(3, 1),
-        backward_s=11,
-        recompute_s=0,
-        backward_input_s=1,
-        backward_weight_s=10,
+        forward_s=(3, 1), backward_s=11, recompute_s=0, backward_input_s=1, backward_weight_s=10
     )
     first = parse("rank 0 | 0F0 0F1 0B0 0B1\nrank 1 | 1F0 1I0 1W0 1F1 1I1 1W1")
     later = parse("rank 0 | 0F0 0F1 0B0 0B1\nrank 1 | 1F0 1I0 1F1 1I1 1W0 1W1")

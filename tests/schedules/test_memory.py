@@ -22,9 +22,7 @@ SIZES = Sizes(kept_bytes=100, input_bytes=10, weight_bytes=40)
         ("0F0 0F0>1 0C 0B0 0G", [100, 100, 100, 0, 0]),
     ),
 )
-def test_bytes_are_kept_from_a_forward_to_the_end_of_its_backward(
-    program: str, live: list[int]
-) -> None:
+def test_bytes_are_kept_from_a_forward_to_the_end_of_its_backward(program, live) -> None:
     (only,) = parse(f"rank 0 | {program}").programs
     assert list(live_bytes(only, SIZES.of_stages(1))) == live
 

@@ -13,7 +13,6 @@ from penstock.planner.plan import Plan
 from penstock.schedules import (
     ALL_SCHEDULES,
     AtMostBytes,
-    Family,
     Schedule,
     Sizes,
     gpipe,
@@ -76,9 +75,7 @@ def lowered(schedule: Schedule, recompute: tuple[int, ...] = ()) -> Schedule:
 
 
 @pytest.mark.parametrize("num_stages, num_microbatches", ((2, 5), (4, 8), (6, 3)))
-def test_a_search_ends_never_later_than_a_named_family(
-    num_stages: int, num_microbatches: int
-) -> None:
+def test_a_search_ends_never_later_than_a_named_family(num_stages, num_microbatches) -> None:
     random = Random(num_stages)
     for like in (one_f_one_b, interleaved_1f1b(2), zb_v()):
         costs = drawn_costs(random, num_stages)
@@ -155,9 +152,7 @@ def test_a_stage_of_ten_seconds_for_weights_and_one_of_none_beat_every_named_fam
 
 @pytest.mark.parametrize("num_drawn", (2, pytest.param(5, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("recompute", ((), pytest.param((0, 1, 2), marks=pytest.mark.slow), (1,)))
-def test_the_search_prices_as_the_simulator_does(
-    recompute: tuple[int, ...], num_drawn: int
-) -> None:
+def test_the_search_prices_as_the_simulator_does(recompute, num_drawn) -> None:
     random = Random(3)
     for _ in range(num_drawn):
         exact = drawn_costs(random, 3)
@@ -206,32 +201,30 @@ def test_a_limit_that_no_schedule_keeps_to_is_refused_with_the_least_that_would_
     assert looped(AtMostBytes(Sizes(kept_bytes=400), 800))(4, 4)
 
 
+priced, EDGES = partial(replace, UNIT_COSTS), [(0, 1), (1, 2), (2, 3)]
+
+
 @pytest.mark.parametrize(
-    ("family", "message"),
+    ("how", "message"),
     (
-        (searched(replace(UNIT_COSTS, forward_s=(1, 2))), "forward_s has 2 entries, .* 3 stages"),
-        (searched(replace(UNIT_COSTS, transfer_s={(0, 1): 1})), r"no entry for edge \(1, 2\)"),
+        ({"costs": priced(forward_s=(1, 2))}, "forward_s has 2 entries, .* 3 stages"),
+        ({"costs": priced(transfer_s={(0, 1): 1})}, r"no entry for edge \(1, 2\)"),
         (
-            searched(replace(UNIT_COSTS, transfer_s={(0, 1): 1, (1, 2): 1, (2, 3): 1})),
-            "transfer_s names stage 3, and the 3 stages are 0 to 2",
+            {"costs": priced(transfer_s=dict.fromkeys(EDGES, 1))},
+            "names stage 3, and the 3 stages",
         ),
-        (searched(UNIT_COSTS, AtMostBytes(SIZES, (4, 4))), "limit_bytes has 2 entries"),
+        ({"memory": AtMostBytes(SIZES, (4, 4))}, "limit_bytes has 2 entries"),
         (
-            searched(UNIT_COSTS, AtMostBytes(Sizes(kept_bytes=(1, 1)), 4)),
-            "Sizes.kept_bytes has 2 entries, the schedule has 3",
+            {"memory": AtMostBytes(Sizes(kept_bytes=(1, 1)), 4)},
+            "kept_bytes has 2 entries, the",
         ),
-        (searched(UNIT_COSTS, recompute=(3,)), "recompute names stage 3"),
+        ({"memory": 4}, "memory=4 is no limit of bytes: write AtMostBytes"),
+        ({"recompute": (3,)}, "recompute names stage 3"),
     ),
 )
-def test_costs_and_limits_of_another_size_are_refused(family: Family, message: str) -> None:
+def test_costs_and_limits_of_another_size_or_kind_are_refused(how: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        family(3, 4)
-
-
-def test_a_limit_of_another_kind_is_refused() -> None:
-    memory: Any = 4
-    with pytest.raises(ConfigError, match="memory=4 is no limit of bytes: write AtMostBytes"):
-        searched(UNIT_COSTS, memory)
+        searched(**{"costs": UNIT_COSTS, **how})(3, 4)
 
 
 def test_the_drawn_schedule_is_what_a_search_gives() -> None:

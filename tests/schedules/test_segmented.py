@@ -1,17 +1,16 @@
 """Segments: the base family's schedule, stage for stage, and one segment's graph at a time."""
 
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.planner.plan import Plan
 from penstock.schedules import (
     AtMostBytes,
     Costs,
-    Family,
     Forward,
     Schedule,
     Sizes,
@@ -30,7 +29,6 @@ from penstock.schedules.memory import peak_bytes
 from penstock.schedules.passes import add_recompute
 from penstock.schedules.transfers import chain_transfers
 from penstock.simulator import simulate
-from tests.planner.plans import plan
 
 BASES = (one_f_one_b, eager_1f1b, gpipe, zb_h1(), interleaved_1f1b(), zb_v())
 
@@ -48,9 +46,7 @@ def joined(schedule: Schedule, sizes: tuple[int, ...]) -> tuple[list[object], ..
 @given(
     st.sampled_from(BASES), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 6)
 )
-def test_segments_run_as_their_stages_do_in_the_base_family(
-    base: Family, drawn: list[int], m: int
-) -> None:
+def test_segments_run_as_their_stages_do_in_the_base_family(base, drawn, m) -> None:
     sizes = tuple(drawn) * base.stages_per_rank
     family, count = segmented(sizes, base), sum(sizes)
     schedule, whole = family(count, m), base(len(sizes), m)
@@ -74,12 +70,7 @@ def test_a_recomputing_rank_holds_the_graph_of_one_segment() -> None:
     assert [x.stage for x in schedule.programs[0] if isinstance(x, Forward)][:2] == [0, 1]
 
 
-@pytest.mark.parametrize("base", [gpipe, zb_h1(Costs(forward_s=(1, 2), backward_s=3))], ids=str)
-def test_a_plan_keeps_it_in_its_file(base: Family) -> None:
-    made = plan(1, 1, 1, schedule=segmented((1, 2), base))
-    again = Plan.from_json(made.to_json())
-    assert again == made
-    assert again.schedule(3, 4) == segmented((1, 2), base)(3, 4)
+LIMITED = critical_path(memory=AtMostBytes(Sizes(kept_bytes=1), 4))
 
 
 @pytest.mark.parametrize(
@@ -90,19 +81,11 @@ def test_a_plan_keeps_it_in_its_file(base: Family) -> None:
         ((2, 0), one_f_one_b, "whole numbers of at least 1"),
         ((2, 2), "gpipe", "base='gpipe': only stages of a synchronous family"),
         ((2, 2), pipedream(), "only stages of a synchronous family"),
-        (
-            (2, 2),
-            critical_path(memory=AtMostBytes(Sizes(kept_bytes=1), 4)),
-            "without a limit of memory",
-        ),
+        ((2, 2), LIMITED, "without a limit of memory"),
         ((2, 2, 2), interleaved_1f1b(), "not a multiple of stages_per_rank=2"),
+        ((2, 2), one_f_one_b, "is for 4 stages, and there are 5: make one for"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(sizes: object, base: object, words: str) -> None:
+def test_what_cannot_be_cut_is_refused(sizes: Any, base: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        segmented(sizes, base)  # type: ignore[arg-type] # what is refused
-
-
-def test_another_number_of_stages_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is for 4 stages, and there are 5: make one for"):
-        segmented((2, 2)).ranks(5)
+        segmented(sizes, base).ranks(5)

@@ -34,7 +34,6 @@ def test_a_process_that_is_left_is_listed(tmp_path: Path) -> None:
 
 
 def run(test: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """Run it on a file with one test."""
     (folder / "test_one.py").write_text(test)
     quiet = ("-q", "-p", "no:cacheprovider", "-c", os.devnull)
     return subprocess.run(

@@ -65,9 +65,7 @@ def between(model: Any, num_samples: int, mesh: Sequence[int], sharding: str) ->
         ("megatron", 8, {()}),
     ],
 )
-def test_each_axis_has_a_state_of_its_own_between_layers(
-    sharding: str, num_samples: int, wanted: set[Layout]
-) -> None:
+def test_each_axis_has_a_state_of_its_own_between_layers(sharding, num_samples, wanted) -> None:
     found = between(made(), num_samples, (2, 2), sharding)
     assert found and found <= wanted
 
@@ -112,10 +110,7 @@ def stepped(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
     return found | {"gradients": pipe.shards.whole(gradients), "table": str(pipe.sharding)}
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "sharding"),
-    [*product([1, 2], GRIDS)],
-)
+@pytest.mark.parametrize(("num_stages", "sharding"), [*product([1, 2], GRIDS)])
 @pytest.mark.slow
 def test_along_data_gradients_move_and_the_output_and_no_other_byte(
     num_stages: int, sharding: str, tmp_path: Path

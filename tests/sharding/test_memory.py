@@ -76,9 +76,7 @@ def _gathered(mesh: Mesh, plan: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_no_weight_stays_whole_after_a_layer_and_only_gathered_ones_come_again(
-    tmp_path: Path,
-) -> None:
+def test_no_weight_stays_whole_after_a_layer_and_only_gathered_ones_come_again(tmp_path) -> None:
     placement = Placement.of(range(1), num_shards=NUM_SHARDS)
     gathers = {"zero3": True, "megatron": False}  # where they are used as they are held
     for found in call(gathered, placement, tmp_path, plans=tuple(gathers)):

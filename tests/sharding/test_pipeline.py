@@ -1,6 +1,7 @@
 """A pipeline whose stages are divided among processes trains as the unsplit model does."""
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,8 @@ WORDS = torch.randint(0, 32, (5, 8), generator=torch.Generator().manual_seed(0))
 
 def made(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "num_layers": 4,
-        "width": 16,
-        "num_heads": 4,
-        "num_words": 32,
-        "max_length": 8,
-    }
-    return gpt(**sizes, dropout=0.1).double()
+    sizes: dict[str, Any] = {"num_layers": 4, "width": 16, "num_heads": 4, "num_words": 32}
+    return gpt(**sizes, max_length=8, dropout=0.1).double()
 
 
 def loss(output: Tensor, targets: Tensor) -> Tensor:
@@ -72,6 +67,24 @@ def in_shards(mesh: Mesh, where: str) -> dict[str, Any]:
     return found | {"shapes": shapes, "table": str(pipe.sharding), "plan": str(pipe.plan)}
 
 
+def assert_trained(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """See that a process has trained as the unsplit model does."""
+    exact: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+    assert torch.allclose(torch.stack(found["losses"]), torch.stack(wanted["losses"]), **exact)
+    assert torch.allclose(found["output"], wanted["output"], **exact)
+    assert torch.allclose(found["norm"], wanted["norm"], rtol=0, atol=1e-6)
+    assert found["gradients"]
+    for name, gradient in found["gradients"].items():
+        assert torch.allclose(gradient, wanted["gradients"][name], **exact), name
+
+
+def assert_loads(folder: Path, wanted: Mapping[str, Tensor]) -> None:
+    """See that a checkpoint gives the unsplit model these parameters."""
+    model = made(9)
+    penstock.load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
+    assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
+
+
 UNLIKE = {
     "1 + 2": (((0,),), ((1, 2),)),
     "2 + 1": (((0, 1),), ((2,),)),
@@ -87,24 +100,10 @@ def test_stages_of_unlike_meshes_train_as_the_unsplit_model(name: str, tmp_path:
     wanted = two_steps(as_one(num_microbatches=2 * placement.num_replicas), WORDS)
     own = {name: p.shape for name, p in made(0).named_parameters()}
     for rank, found in enumerate(call(in_shards, placement, tmp_path, where=str(tmp_path))):
-        for key in ("losses", "output", "norm"):
-            assert torch.allclose(
-                torch.stack([*found[key]]) if key == "losses" else found[key],
-                torch.stack([*wanted[key]]) if key == "losses" else wanted[key],
-                rtol=0,
-                atol=1e-12 if key != "norm" else 1e-6,
-            )
-        assert found["gradients"]
-        for name, gradient in found["gradients"].items():
-            assert torch.allclose(gradient, wanted["gradients"][name], rtol=0, atol=1e-12), name
+        assert_trained(found, wanted)
         is_cut = [n for n, shape in found["shapes"].items() if shape != own[n] and 0 not in shape]
         assert bool(is_cut) == (len(placement.peers(rank, "shard")) > 1)
-    model = made(9)
-    optimizer = torch.optim.AdamW(model.parameters())
-    penstock.load_checkpoint(tmp_path / "first", model, optimizer)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), made(0).parameters(), strict=True)
-    )
+    assert_loads(tmp_path / "first", dict(made(0).named_parameters()))
 
 
 def goes_on(mesh: Mesh, where: str) -> Tensor:
@@ -130,24 +129,13 @@ def test_shards_train_as_the_unsplit_model_and_their_checkpoint_is_its_own(
     placement = Placement.of(range(stages), replicas, num_shards=shards)
     wanted = two_steps(as_one(num_microbatches=2 * replicas), WORDS)
     for found in call(in_shards, placement, tmp_path, where=str(tmp_path)):
-        for mine, own in zip(found["losses"], wanted["losses"], strict=True):
-            assert torch.allclose(mine, own, rtol=0, atol=1e-12)
-        assert torch.allclose(found["output"], wanted["output"], rtol=0, atol=1e-12)
-        assert torch.allclose(found["norm"], wanted["norm"])
-        assert found["gradients"]
-        for name, gradient in found["gradients"].items():
-            assert torch.allclose(gradient, wanted["gradients"][name], rtol=0, atol=1e-12), name
+        assert_trained(found, wanted)
         assert "linear" in found["table"] and "sharding=megatron" in found["plan"]
         cut = [
             n for n, p in made(0).named_parameters() if found["shapes"].get(n, p.shape) != p.shape
         ]
         assert any(name.endswith("widen.weight") for name in cut)
-    model = made(9)
-    optimizer = torch.optim.AdamW(model.parameters())
-    penstock.load_checkpoint(tmp_path / "first", model, optimizer)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), made(0).parameters(), strict=True)
-    )
+    assert_loads(tmp_path / "first", dict(made(0).named_parameters()))
 
 
 @pytest.mark.slow
@@ -212,10 +200,7 @@ def test_other_slices_go_on_from_slices_and_so_does_the_unsplit_model(tmp_path: 
     for found in in_shards:  # replicas have other masks, and the same batch twice
         mine, own = torch.stack(found["losses"]), torch.stack(saved[0]["losses"])
         assert torch.allclose(mine, own, rtol=0, atol=1e-12)
-    model = made(9)
-    optimizer = torch.optim.AdamW(model.parameters())
-    penstock.load_checkpoint(tmp_path / "saved", model, optimizer)
-    assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
+    assert_loads(tmp_path / "saved", wanted)
 
 
 def by_every_plan(mesh: Mesh) -> dict[str, dict[str, Any]]:
@@ -256,9 +241,7 @@ def by_every_plan(mesh: Mesh) -> dict[str, dict[str, Any]]:
     ],
     ids=["2 shards", "2 stages of 2 shards", "2 x 2 shards"],
 )
-def test_every_ready_plan_trains_as_the_unsplit_model(
-    placement: Placement, tmp_path: Path
-) -> None:
+def test_every_ready_plan_trains_as_the_unsplit_model(placement, tmp_path) -> None:
     pipe = as_one()
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     losses = []
@@ -420,9 +403,6 @@ def test_what_cannot_work_is_refused_by_all(tmp_path: Path) -> None:
         )
         assert len(said) == len(wanted)
         assert all(text in own for text, own in zip(wanted, said, strict=True)), said
-
-
-def test_a_way_to_divide_needs_shards() -> None:
     with pytest.raises(penstock.PenstockError, match="give a name of a ready plan with init_mesh"):
         piped(made(0), partition=[7], sharding="megatron")
 
@@ -437,10 +417,7 @@ def checked(mesh: Mesh) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
-    [
-        Placement.of(range(1), num_shards=2),
-        Placement(UNLIKE["1 + 2"], ("cpu", "cpu")),
-    ],
+    [Placement.of(range(1), num_shards=2), Placement(UNLIKE["1 + 2"], ("cpu", "cpu"))],
     ids=["2", "1 + 2"],
 )
 def test_check_spans_shards_and_stages(placement: Placement, tmp_path: Path) -> None:

@@ -82,27 +82,19 @@ class Applied(nn.Module):
     ],
     ids=["x*2", "x/2", "x*x", "2/x", "floor", "x@x", "bits"],
 )
-def test_only_what_is_linear_gives_partial_sums_of_partial_sums(
-    function: Callable[[Tensor], Tensor], is_linear: bool
-) -> None:
+def test_only_what_is_linear_gives_partial_sums_of_partial_sums(function, is_linear) -> None:
     graph = graph_of(Applied(function), shape=(8, 8))
     (call,) = graph.of_layer(1)
     found = choices(Seen.of(graph, call), 2)
     assert any(P in choice.gives and P in choice.takes for choice in found) == is_linear
 
 
-class Views(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], x.shape[1], 4, 2).transpose(1, 2).flatten(2)
-
-
-class AlongAxis(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.softmax(axis=0)  # type: ignore[call-arg]  # as in numpy
-
-
 def test_a_dimension_that_is_called_axis_stays_whole_too() -> None:
-    assert {choice.cut for choice in choices_of(AlongAxis())} == {"", "b", "c"}
+    assert {choice.cut for choice in choices_of(Applied(lambda x: x.softmax(axis=0)))} == {
+        "",
+        "b",
+        "c",
+    }
 
 
 class BiasFirst(nn.Linear):
@@ -116,7 +108,7 @@ def test_arguments_may_be_named_in_any_order() -> None:
 
 
 def test_the_first_dimension_of_a_group_keeps_its_slices() -> None:
-    graph = graph_of(Views())
+    graph = graph_of(Applied(lambda x: x.view(2, 3, 4, 2).transpose(1, 2).flatten(2)))
     view, transpose, flatten = (Seen.of(graph, call) for call in graph.of_layer(1))
     assert Choice((S(2),), (S(2),), "c") in choices(view, 2)
     assert Choice((S(2),), (S(1),), "c") in choices(transpose, 2)
@@ -124,11 +116,7 @@ def test_the_first_dimension_of_a_group_keeps_its_slices() -> None:
 
 
 def test_a_function_without_a_rule_is_done_by_all_alike_and_named() -> None:
-    class Transformed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.fft.fft(x).real
-
-    graph = graph_of(Transformed())
+    graph = graph_of(Applied(lambda x: torch.fft.fft(x).real))
     found = plan_sharding("megatron", graph, ["0", "1"], Costs.usual((2,)))
     assert found.unknown == ("torch.fft.fft", "torch.Tensor.real.__get__")
     assert "done by all alike: torch.fft.fft, " in str(found)
@@ -151,8 +139,7 @@ class Changed(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("change", "may"),
-    [("new", True), ("another", True), ("viewed", False), ("given", False)],
+    ("change", "may"), [("new", True), ("another", True), ("viewed", False), ("given", False)]
 )
 def test_only_what_nothing_shares_memory_with_is_changed_in_shards(change: str, may: bool) -> None:
     graph = graph_of(nn.Linear(8, 8), Changed(change))
@@ -236,20 +223,31 @@ def test_the_columns_and_rows_of_megatron_are_found() -> None:
     assert "blocks" in str(found) or f"as {names[1]}" in str(found)
 
 
+RING = ((0, 1), (1, 2, 3), (2, 4), (3, 4, None), (4, 5), (5, 6), (None, 0, 6))
+"""Nodes in a ring with chords, values with one user, several and fixed ends."""
+BLOCK = ((None, 0, 6), (0, 1), (1, 2, 3, 4), (2, 5), (3, 5), (4, 5), (5, 6), (6, 7, None))
+"""Queries, keys and values of one product meet again, and so do branches of a residual."""
+
+
+@pytest.mark.parametrize("ends", [RING, BLOCK], ids=["ring", "block"])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_best_of_all_states_is_found(seed: int) -> None:
-    """Nodes in a ring with chords, values with one user, several and fixed ends."""
+def test_the_best_of_all_states_is_found(seed: int, ends: Any, monkeypatch) -> None:
+    """That of a block needs no linear program."""
+    if ends is BLOCK:
+        monkeypatch.setattr("penstock.sharding.choose._Table.solve", pytest.fail)
     rng = numpy.random.default_rng(seed)
-    sizes = rng.integers(1, 4, 7).tolist()
+    sizes = rng.integers(1, 4, len(ends)).tolist()
     problem = Problem([rng.integers(0, 9, n).astype(float) for n in sizes])
 
     def side(node: int | None) -> Side:
         return Side(node, rng.integers(0, 3, 1 if node is None else sizes[node]))
 
-    for first, *users in ((0, 1), (1, 2, 3), (2, 4), (3, 4, None), (4, 5), (5, 6), (None, 0, 6)):
+    for first, *users in ends:
         seconds = rng.integers(0, 9, (3, 3)).astype(float)
         problem.convert(side(first), [side(user) for user in users], seconds)
-    more = [rng.integers(0, 9, n).astype(float) for n in sizes] if seed % 2 else []
+    more = (
+        [rng.integers(0, 9, n).astype(float) for n in sizes] if seed % 2 and ends is RING else []
+    )
     added = more or [numpy.zeros(n) for n in sizes]
 
     def cost(states: Mapping[int, int]) -> float:
@@ -259,27 +257,6 @@ def test_the_best_of_all_states_is_found(seed: int) -> None:
     assert found is not None
     every = itertools.product(*map(range, sizes))
     assert cost(found) == pytest.approx(min(cost(dict(enumerate(own))) for own in every))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_block_needs_no_linear_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries, keys and values of one product meet again, and so do branches of a residual."""
-    monkeypatch.setattr("penstock.sharding.choose._Table.solve", pytest.fail)
-    rng = numpy.random.default_rng(seed)
-    sizes = rng.integers(1, 4, 8).tolist()
-    problem = Problem([rng.integers(0, 9, n).astype(float) for n in sizes])
-
-    def side(node: int | None) -> Side:
-        return Side(node, rng.integers(0, 3, 1 if node is None else sizes[node]))
-
-    ends = ((None, 0, 6), (0, 1), (1, 2, 3, 4), (2, 5), (3, 5), (4, 5), (5, 6), (6, 7, None))
-    for first, *users in ends:
-        seconds = rng.integers(0, 9, (3, 3)).astype(float)
-        problem.convert(side(first), [side(user) for user in users], seconds)
-    found = problem.solve([], 0.0)
-    assert found is not None
-    every = itertools.product(*map(range, sizes))
-    assert problem.cost(found) == min(problem.cost(dict(enumerate(own))) for own in every)
 
 
 def test_only_problems_of_the_same_numbers_have_the_same_digest() -> None:

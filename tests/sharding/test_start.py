@@ -131,9 +131,7 @@ def starts(mesh: Mesh, where: str, sharding: str) -> dict[str, dict[str, Any]]:
     ],
     ids=["2 shards", "2 stages of 2 shards", "3 shards", "2 replicas", "2 replicas of 2 shards"],
 )
-def test_a_device_holds_its_slices_and_one_layer(
-    placement: Placement, sharding: str, tmp_path: Path
-) -> None:
+def test_a_device_holds_its_slices_and_one_layer(placement, sharding, tmp_path) -> None:
     wanted, more, whole = {}, {}, {}
     for name in MODELS:
         for case, device in (("values", "cpu"), ("drawn", "meta"), ("read", "cpu")):

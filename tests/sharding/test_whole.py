@@ -124,9 +124,7 @@ def test_the_table_of_the_docs_is_as_the_script_writes_it() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_of_models_train_under_every_plan_as_the_docs_say(
-    family: str, mesh: tuple[int, ...]
-) -> None:
+def test_families_of_models_train_under_every_plan_as_the_docs_say(family, mesh) -> None:
     said, name = read(PAGE.read_text()), "x".join(map(str, mesh))
     runs = [plan for plan in PLANS if {name, f"{name}*"} & {*said[family, plan]}]
     cells = [*cells_of(family, mesh, runs)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.schedules import Family, gpipe, ir, one_f_one_b, pipedream_2bw, zb_h1
+from penstock.schedules import gpipe, ir, one_f_one_b, pipedream_2bw, zb_h1
 from penstock.schedules.memory import Sizes, peak_bytes
 from penstock.schedules.passes import add_communication, add_offload, add_recompute
 from penstock.schedules.transfers import chain_transfers
@@ -50,9 +50,7 @@ def test_a_message_counts_at_its_receiver_while_it_is_on_its_way() -> None:
 
 @pytest.mark.parametrize("family", (gpipe, one_f_one_b, zb_h1()))
 @pytest.mark.parametrize("recompute", (False, True))
-def test_the_peak_of_activations_is_the_one_the_program_says(
-    family: Family, recompute: bool
-) -> None:
+def test_the_peak_of_activations_is_the_one_the_program_says(family, recompute) -> None:
     schedule = family(4, 6)
     if recompute:
         schedule = add_offload(add_recompute(schedule, (0, 2)), (1,))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedules import (
-    Family,
     Schedule,
     gpipe,
     interleaved_1f1b,
@@ -127,9 +126,7 @@ SMALL: st.SearchStrategy[Any] = st.integers(0, 6).map(lambda n: Fraction(n, 2))
 
 @pytest.mark.parametrize("family", (gpipe, one_f_one_b, zb_h1(), interleaved_1f1b(2)))
 @pytest.mark.parametrize("num_microbatches", (1, 4, 9))
-def test_the_step_alone_is_the_timelines_to_the_last_digit(
-    family: Family, num_microbatches: int
-) -> None:
+def test_the_step_alone_is_the_timelines_to_the_last_digit(family, num_microbatches) -> None:
     random = Random(num_microbatches)
     schedule = add_recompute(family(4, num_microbatches))
     schedule = add_communication(add_reductions(schedule), chain_transfers(4))
@@ -150,9 +147,7 @@ def test_the_step_alone_is_the_timelines_to_the_last_digit(
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_times_are_those_of_a_simulator_that_looks_at_every_rank_each_time(
-    data: st.DataObject,
-) -> None:
+def test_times_are_those_of_a_simulator_that_looks_at_every_rank_each_time(data) -> None:
     num_stages, num_microbatches = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4))
     family = data.draw(st.sampled_from([gpipe, one_f_one_b, zb_h1()]))
     transfers = [*chain_transfers(num_stages)]
@@ -191,11 +186,7 @@ def test_times_are_those_of_a_simulator_that_looks_at_every_rank_each_time(
     names = ("forward_s", "backward_s", "recompute_s", "backward_input_s", "backward_weight_s")
     costs: dict[str, Any] = {name: data.draw(each) for name in names}
     kinds: tuple[type, ...] = (
-        ir.Forward,
-        ir.Backward,
-        ir.Recompute,
-        ir.BackwardInput,
-        ir.BackwardWeight,
+        *(ir.Forward, ir.Backward, ir.Recompute, ir.BackwardInput, ir.BackwardWeight),
     )
     told = simulate(schedule, Costs(**costs), sharing=sharing(ways, *pools))
     found = [[s.end_s for s in told.spans if s.rank == rank] for rank in range(num_stages)]

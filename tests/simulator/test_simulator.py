@@ -33,12 +33,6 @@ def boxes(timeline: Timeline) -> dict[str, tuple[object, object]]:
 @pytest.mark.parametrize("num_microbatches", range(1, 9))
 @pytest.mark.parametrize("num_stages", range(1, 6))
 class TestLaws:
-    def test_the_step_takes_m_plus_p_minus_1_forwards_and_backwards(
-        self, num_stages, num_microbatches, schedule
-    ):
-        timeline = simulate(schedule(num_stages, num_microbatches), UNIT_COSTS)
-        assert timeline.step_s == (num_microbatches + num_stages - 1) * (1 + 2)
-
     def test_the_bubble_is_p_minus_1_of_m_plus_p_minus_1(
         self, num_stages, num_microbatches, schedule
     ):

@@ -44,9 +44,7 @@ def test_what_is_quick_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
-def test_a_file_gets_no_lines_but_the_log_does(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_gets_no_lines_but_the_log_does(capsys, caplog) -> None:
     with caplog.at_level(logging.INFO, "penstock"):
         progress.say("counting")
     assert capsys.readouterr().err == "" and caplog.messages == ["counting"]

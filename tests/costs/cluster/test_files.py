@@ -105,18 +105,10 @@ def test_kinds_in_turn_are_written_one_by_one() -> None:
         ('network = "net"', 'network = "net"\nmemory_bytes = 0', r"hosts\[0\].memory_bytes is 0"),
         ('network = "net"', 'network = "net"\nbusy_speed = [1, 1.5]', r"\[0\].busy_speed\[1\]"),
         ('network = "net"', 'network = "net"\nbusy_speed = [0]', r"\[0\].busy_speed\[0\] is 0"),
-        (
-            'network = "net"',
-            'network = "net"\nprocess_bytes = 9',
-            r"\[0\].process_bytes is read no",
-        ),
+        ('network = "net"', 'network = "net"\nprocess_bytes = 9', r"\[0\].process_bytes is read"),
         ("a = 2, b = 1", "", r"hosts\[0\].devices is empty"),
         ("a = 2, b = 1", "a = 2, c = 1", r"hosts\[0\].devices\[2\] is 'c', .* in devices"),
-        (
-            "a = 2, b = 1",
-            "a = 0",
-            r"hosts\[0\].devices.a must be a whole number from 1 to 1048576",
-        ),
+        ("a = 2, b = 1", "a = 0", r"hosts\[0\].devices.a must be a whole number from 1 to"),
         ("a = 2, b = 1", "a = 1e9", r"hosts\[0\].devices.a must be a whole number"),
         ("a = 2, b = 1", "a = 99999999999", r"hosts\[0\].devices.a must be .* is 99999999999"),
         ("{ a = 2, b = 1 }", '"a"', r"hosts\[0\].devices must be a list, and is \"a\""),
@@ -139,9 +131,7 @@ def test_kinds_in_turn_are_written_one_by_one() -> None:
         ("[devices.a]", '[devices.a]\npreset = "x1"', "devices.a.preset is 'x1', .* presets are"),
     ],
 )
-def test_what_cannot_be_is_one_line_that_names_field_and_file(
-    tmp_path: Path, old: str, new: str, words: str
-) -> None:
+def test_what_cannot_be_is_one_line_that_names_field_and_file(tmp_path, old, new, words) -> None:
     assert old in GOOD
     path = tmp_path / "cluster.toml"
     path.write_text(GOOD.replace(old, new, 1))
@@ -207,10 +197,7 @@ def test_a_preset_can_be_taken_several_times() -> None:
     pod = Cluster.load("16 x tpu-v3-8")
     assert len(pod.places) == 128
     assert [lane.what for lane in pod.route(0, 127).lanes] == [
-        "port",
-        "network",
-        "network",
-        "port",
+        *("port", "network", "network", "port"),
     ]
     with pytest.raises(UnreadableError, match="tpu-v3: no such file, and no such preset"):
         Cluster.load("2 x tpu-v3")

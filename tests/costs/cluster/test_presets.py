@@ -35,9 +35,7 @@ def test_a_device_is_called_as_its_file_and_says_where_each_figure_is_from(name:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_large_product_takes_longer_than_its_peak_and_less_than_four_times_as_long(
-    name: str,
-) -> None:
+def test_a_large_product_takes_longer_than_its_peak_and_less_than_four_times_as_long(name) -> None:
     device = device_preset(name)
     size = 8192
     for dtype, peak in device.flops_per_s.items():

@@ -16,7 +16,6 @@ from penstock.runtime.planning import StageCalls
 
 
 def measured(layers: Layers, inputs: Tensor, how: How | None = None) -> list[LayerSeconds]:
-    """Measure layers on one thread; return the seconds of each."""
     found = measure(layers, inputs, how or How())
     return [found.seconds(n) for n in range(len(layers))]
 
@@ -120,31 +119,13 @@ class Counted(nn.Module):
         ([{"drops": 0.0}, {"drops": 0.1}, {"drops": 0.2}, {"drops": 0.3}], 2),
     ],
 )
-def test_of_layers_that_are_alike_one_runs_backward_at_a_time(
-    options: list[dict[str, Any]], kinds: int
-) -> None:
+def test_of_layers_that_are_alike_one_runs_backward_at_a_time(options, kinds) -> None:
     counted = (Counted(index, **some) for index, some in enumerate(options, start=1))
     layers = as_layers(nn.Sequential(nn.Linear(4, 4), *counted))
     Counting.num_backwards = 0
     times = measured(layers, torch.randn(2, 4))
     assert Counting.num_backwards == kinds * (TO_BALANCE.warming + TO_BALANCE.counting)
     assert len(set(times[1:])) == kinds
-
-
-class ColdAtFirst(Slow):
-    """Takes longer at its first call, as a process's first convolution does."""
-
-    num_calls = 0
-
-    def forward(self, x: Tensor, before: Tensor | None = None) -> Tensor:
-        ColdAtFirst.num_calls += 1
-        time.sleep(0.7 if ColdAtFirst.num_calls == 1 else 0.0)
-        return super().forward(x, before)
-
-
-def test_what_a_process_does_once_is_no_cost_of_a_layer() -> None:
-    layers = as_layers(nn.Sequential(ColdAtFirst(0.0, 0.0), nn.Linear(4, 4)))
-    assert measured(layers, torch.randn(2, 4))[0].forward_s < 0.5
 
 
 class Remembers(nn.Module):

@@ -52,9 +52,7 @@ class Fused(nn.Module):
 
 
 @pytest.mark.parametrize("keep", (into_grad, into_main_grad, into_new_attribute))
-def test_gradients_that_functions_keep_are_those_of_the_first_step(
-    keep: Callable[..., None],
-) -> None:
+def test_gradients_that_functions_keep_are_those_of_the_first_step(keep) -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(4, 4), Fused(keep))]
     twins = copy.deepcopy(layers)

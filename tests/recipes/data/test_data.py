@@ -17,24 +17,17 @@ def digits() -> Split:
     return load_digits()
 
 
-def test_every_digit_is_in_exactly_one_part(digits: Split) -> None:
-    assert len(digits.train) + len(digits.test) == 1797
-    rows = {tuple(image.flatten().tolist()) for image in digits.train.inputs}
-    assert rows.isdisjoint(tuple(image.flatten().tolist()) for image in digits.test.inputs)
-
-
-def test_images_are_scaled_floats_and_targets_are_class_numbers(digits: Split) -> None:
+def test_every_digit_is_in_one_part_which_has_its_share_of_every_class(digits: Split) -> None:
     inputs, targets = digits.train.inputs, digits.train.targets
+    assert len(digits.train) + len(digits.test) == 1797
+    rows = {tuple(image.flatten().tolist()) for image in inputs}
+    assert rows.isdisjoint(tuple(image.flatten().tolist()) for image in digits.test.inputs)
     assert inputs.shape[1:] == (1, 8, 8) and inputs.dtype == torch.float32
     assert inputs.min() == 0 and inputs.max() == 1
     assert targets.dtype == torch.int64 and targets.unique().tolist() == list(range(10))
-
-
-def test_the_split_takes_its_share_of_every_class(digits: Split) -> None:
     for label in range(10):
         in_test = int((digits.test.targets == label).sum())
-        in_all = in_test + int((digits.train.targets == label).sum())
-        assert in_test == round(0.2 * in_all)
+        assert in_test == round(0.2 * (in_test + int((targets == label).sum())))
 
 
 def test_the_seed_decides_the_split(digits: Split) -> None:
@@ -54,18 +47,17 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch: pytest.Monk
         load_digits()
 
 
-def test_an_epoch_sees_every_sample_once_in_its_own_order() -> None:
+def test_an_epoch_sees_every_sample_once_in_its_own_order_and_with_its_own_shifts() -> None:
+    before = torch.random.get_rng_state()
     order = epoch_order(10, seed=3, epoch=0)
     assert sorted(order.tolist()) == list(range(10))
     assert torch.equal(order, epoch_order(10, seed=3, epoch=0))
     assert not torch.equal(order, epoch_order(10, seed=3, epoch=1))
     assert not torch.equal(order, epoch_order(10, seed=4, epoch=0))
-
-
-def test_drawing_the_order_leaves_the_global_generator_alone() -> None:
-    before = torch.random.get_rng_state()
-    epoch_order(10, seed=0, epoch=0)
-    epoch_shifts(10, seed=0, epoch=0, max_shift=1)
+    shifts = epoch_shifts(100, seed=0, epoch=2, max_shift=1)
+    assert shifts.shape == (100, 2) and set(shifts.unique().tolist()) == {-1, 0, 1}
+    assert torch.equal(shifts, epoch_shifts(100, seed=0, epoch=2, max_shift=1))
+    assert not torch.equal(shifts, epoch_shifts(100, seed=0, epoch=3, max_shift=1))
     assert torch.equal(before, torch.random.get_rng_state())
 
 
@@ -78,27 +70,14 @@ def test_the_batches_of_an_epoch_are_its_order(num_samples: int, batch_size: int
     assert all(0 < len(part) <= batch_size for part in parts)
 
 
-def test_shifts_belong_to_epoch_and_sample() -> None:
-    shifts = epoch_shifts(100, seed=0, epoch=2, max_shift=1)
-    assert shifts.shape == (100, 2) and set(shifts.unique().tolist()) == {-1, 0, 1}
-    assert torch.equal(shifts, epoch_shifts(100, seed=0, epoch=2, max_shift=1))
-    assert not torch.equal(shifts, epoch_shifts(100, seed=0, epoch=3, max_shift=1))
-
-
 @pytest.mark.parametrize(
     "shift, expected",
     [
-        ([0, 0], [[1, 2], [3, 4]]),
-        ([1, 0], [[0, 0], [1, 2]]),
-        ([-1, 0], [[3, 4], [0, 0]]),
-        ([0, 1], [[0, 1], [0, 3]]),
-        ([1, -1], [[0, 0], [2, 0]]),
-        ([2, 2], [[0, 0], [0, 0]]),
+        *(([0, 0], [[1, 2], [3, 4]]), ([1, 0], [[0, 0], [1, 2]]), ([-1, 0], [[3, 4], [0, 0]])),
+        *(([0, 1], [[0, 1], [0, 3]]), ([1, -1], [[0, 0], [2, 0]]), ([2, 2], [[0, 0], [0, 0]])),
     ],
 )
-def test_an_image_moves_down_and_right_and_zeros_enter(
-    shift: list[int], expected: list[list[int]]
-) -> None:
+def test_an_image_moves_down_and_right_and_zeros_enter(shift, expected) -> None:
     def image(rows: list[list[int]]) -> Tensor:
         return torch.tensor([[rows]], dtype=torch.float32)
 

@@ -132,15 +132,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"train": {"photos": CLASSES["train"]}, "val": CLASSES["val"]},
-        "class, 'photos', .* one folder too deep, or too shal",
+        "'photos', .* one folder too deep",
     ),
     (
         CLASSES | {"train": {**CLASSES["train"], "bee": "0.gif"}},
-        r"1 classes of .*train have no images \(.*\): bee\. ",
+        r"1 classes .* no images .*: bee\. ",
     ),
     (
         CLASSES | {"train": {**CLASSES["train"], "bee": "empty.jpg"}},
-        r"bee; 1 files there are no images: .*bee/empty\.jpg\.",
+        r" no images: .*bee/empty\.jpg",
     ),
     (
         CLASSES | {"val": CLASSES["val"] | {f"new{n}": "0.png" for n in range(7)}},
@@ -161,9 +161,7 @@ def plant(folder: Path, content: Any) -> None:
 
 
 @pytest.mark.parametrize(("content", "words"), REFUSED)
-def test_what_is_no_folder_of_images_is_refused(
-    tmp_path: Path, content: dict[str, Any], words: str
-) -> None:
+def test_what_is_no_folder_of_images_is_refused(tmp_path, content, words) -> None:
     plant(tmp_path, content)
     with pytest.raises(ConfigError, match=words):
         image_folders(tmp_path)
@@ -181,9 +179,7 @@ def test_a_test_folder_may_lack_classes(tree: Path) -> None:
     assert test.classes == ("ant", "zebra") and test.target(0) == 1
 
 
-def test_without_pillow_the_error_names_the_extra(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pillow_the_error_names_the_extra(tree, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ConfigError, match=r"need PIL, .*pip install 'penstock-recipes\[images\]'"):
         image_folders(tree)

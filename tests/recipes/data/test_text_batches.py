@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from fractions import Fraction
@@ -29,11 +30,12 @@ from penstock_recipes.data.text.sampling import epoch_samples, language_places
 LONGEST = 20
 SAMPLE = st.tuples(st.integers(1, LONGEST), st.integers(1, LONGEST), st.integers(0, 3))
 TEMPERATURE = st.sampled_from([0.5, 1.0, MULTILINGUAL_BERT_TEMPERATURE, 5.0, 100.0])
+Corpus = tuple[Tensor, Tensor, BatchPlan]
 COUNTS = st.lists(st.integers(0, 1000), min_size=1, max_size=8)
 
 
 @st.composite
-def corpora(draw: st.DrawFn) -> tuple[Tensor, Tensor, BatchPlan]:
+def corpora(draw: st.DrawFn) -> Corpus:
     samples = draw(st.lists(SAMPLE, min_size=1, max_size=60))
     table = torch.tensor(samples, dtype=torch.int64)
     per_part = draw(st.integers(LONGEST, 5 * LONGEST))
@@ -55,9 +57,7 @@ def padded_tokens(lengths_N2: Tensor, part: Tensor) -> int:
 
 
 @given(corpora(), st.integers(0, 3))
-def test_an_epoch_holds_what_was_sampled_and_nothing_else(
-    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
-) -> None:
+def test_an_epoch_holds_what_was_sampled_and_nothing_else(corpus, epoch) -> None:
     lengths_N2, languages_N, plan = corpus
     drawn = epoch_samples(
         languages_N,
@@ -72,9 +72,7 @@ def test_an_epoch_holds_what_was_sampled_and_nothing_else(
 
 
 @given(corpora())
-def test_at_temperature_1_an_epoch_holds_every_sample_once(
-    corpus: tuple[Tensor, Tensor, BatchPlan],
-) -> None:
+def test_at_temperature_1_an_epoch_holds_every_sample_once(corpus) -> None:
     lengths_N2, languages_N, plan = corpus
     plan = replace(plan, temperature=1.0)
     assert sorted(flat(epoch_steps(lengths_N2, languages_N, plan, 0))) == list(
@@ -83,9 +81,7 @@ def test_at_temperature_1_an_epoch_holds_every_sample_once(
 
 
 @given(corpora(), st.integers(0, 3))
-def test_no_part_and_no_step_holds_more_tokens_than_it_may(
-    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
-) -> None:
+def test_no_part_and_no_step_holds_more_tokens_than_it_may(corpus, epoch) -> None:
     lengths_N2, languages_N, plan = corpus
     for step in epoch_steps(lengths_N2, languages_N, plan, epoch):
         tokens = [padded_tokens(lengths_N2, part) for part in step]
@@ -94,9 +90,7 @@ def test_no_part_and_no_step_holds_more_tokens_than_it_may(
 
 
 @given(corpora())
-def test_all_steps_but_the_last_have_all_their_parts(
-    corpus: tuple[Tensor, Tensor, BatchPlan],
-) -> None:
+def test_all_steps_but_the_last_have_all_their_parts(corpus) -> None:
     lengths_N2, languages_N, plan = corpus
     steps = epoch_steps(lengths_N2, languages_N, plan, 0)
     assert {len(step) for step in steps[:-1]} <= {plan.parts_per_step}
@@ -104,9 +98,7 @@ def test_all_steps_but_the_last_have_all_their_parts(
 
 
 @given(corpora())
-def test_a_part_takes_all_that_fits_in_order_of_length(
-    corpus: tuple[Tensor, Tensor, BatchPlan],
-) -> None:
+def test_a_part_takes_all_that_fits_in_order_of_length(corpus) -> None:
     lengths_N2, _, plan = corpus
     parts = parts_by_length(lengths_N2, plan.tokens_per_part)
     order = torch.cat(parts)
@@ -119,9 +111,7 @@ def test_a_part_takes_all_that_fits_in_order_of_length(
 
 
 @given(corpora(), st.integers(0, 3))
-def test_a_plan_is_the_same_at_every_call_and_draws_from_no_other_generator(
-    corpus: tuple[Tensor, Tensor, BatchPlan], epoch: int
-) -> None:
+def test_a_plan_is_the_same_at_every_call_and_draws_from_no_other_generator(corpus, epoch) -> None:
     lengths_N2, languages_N, plan = corpus
     before = torch.random.get_rng_state()
     first = epoch_steps(lengths_N2, languages_N, plan, epoch)
@@ -179,9 +169,7 @@ def test_shares_are_the_formula(counts: list[int], temperature: float) -> None:
 
 
 @given(COUNTS.filter(any), TEMPERATURE)
-def test_usual_temperatures_have_the_bits_of_the_formula(
-    counts: list[int], temperature: float
-) -> None:
+def test_usual_temperatures_have_the_bits_of_the_formula(counts, temperature) -> None:
     """A run that goes on has the shares that it began with."""
     raw = [(n / sum(counts)) ** (1 / temperature) if n else 0.0 for n in counts]
     assert language_shares(counts, temperature) == [weight / sum(raw) for weight in raw]
@@ -202,14 +190,9 @@ def test_a_high_temperature_takes_all_languages_alike(temperature: float) -> Non
 def test_the_temperatures_of_the_papers() -> None:
     million, thousand = 1_000_000, 1000
     assert language_shares([million, thousand], 1) == pytest.approx([1000 / 1001, 1 / 1001])
-    ratio = 1000**0.7
-    assert language_shares([million, thousand], MULTILINGUAL_BERT_TEMPERATURE) == pytest.approx(
-        [ratio / (ratio + 1), 1 / (ratio + 1)]
-    )
-    ratio = 1000**0.2
-    assert language_shares([million, thousand], 5) == pytest.approx(
-        [ratio / (ratio + 1), 1 / (ratio + 1)]
-    )
+    for temperature, power in ((MULTILINGUAL_BERT_TEMPERATURE, 0.7), (5, 0.2)):
+        expected = [1000**power / (1000**power + 1), 1 / (1000**power + 1)]
+        assert language_shares([million, thousand], temperature) == pytest.approx(expected)
 
 
 @given(COUNTS.filter(any), TEMPERATURE, st.integers(0, 500))
@@ -238,24 +221,30 @@ def test_over_epochs_all_samples_of_a_language_are_seen_equally_often(
         assert max(counts) - min(counts) <= 1
 
 
-def test_a_sample_longer_than_a_part_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sample 1 has 12 tokens, and tokens_per_part is 10"):
-        parts_by_length(torch.tensor([[3, 3], [4, 12]]), 10)
+def plan_of(per_step: int, per_part: int, temperature: float = 1.0) -> BatchPlan:
+    return BatchPlan(tokens_per_step=per_step, tokens_per_part=per_part, temperature=temperature)
 
 
-@pytest.mark.parametrize(("per_step", "per_part"), [(10, 11), (10, 0), (0, 0)])
-def test_numbers_of_tokens_that_do_not_fit_are_refused(per_step: int, per_part: int) -> None:
-    with pytest.raises(ConfigError, match=f"tokens_per_part={per_part} and tokens_per_step="):
-        BatchPlan(tokens_per_step=per_step, tokens_per_part=per_part)
+NOTHING = torch.empty(0, 2).long(), torch.empty(0).long()
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_temperature_that_is_not_above_0_is_refused(temperature: float) -> None:
-    with pytest.raises(ConfigError, match=f"temperature={temperature}: must be a number above 0"):
-        BatchPlan(tokens_per_step=1, tokens_per_part=1, temperature=temperature)
-
-
-def test_an_epoch_of_nothing_is_refused() -> None:
-    plan = BatchPlan(tokens_per_step=10, tokens_per_part=10)
-    with pytest.raises(ConfigError, match="there is no pair to learn from in any language"):
-        epoch_steps(torch.empty(0, 2).long(), torch.empty(0).long(), plan, 0)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: parts_by_length(torch.tensor([[3, 3], [4, 12]]), 10),
+            "sample 1 has 12 tokens",
+        ),
+        (lambda: plan_of(10, 11), "tokens_per_part=11 and tokens_per_step="),
+        (lambda: plan_of(10, 0), "tokens_per_part=0 and tokens_per_step="),
+        (lambda: plan_of(0, 0), "tokens_per_part=0 and tokens_per_step="),
+        (lambda: plan_of(1, 1, 0.0), "temperature=0.0: must be a number above 0"),
+        (lambda: plan_of(1, 1, -1.0), "temperature=-1.0: must be a number above 0"),
+        (lambda: plan_of(1, 1, float("inf")), "temperature=inf: must be a number above 0"),
+        (lambda: plan_of(1, 1, float("nan")), "temperature=nan: must be a number above 0"),
+        (lambda: epoch_steps(*NOTHING, plan_of(10, 10), 0), "there is no pair to learn from in"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()

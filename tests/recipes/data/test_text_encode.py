@@ -36,9 +36,7 @@ def encoded(corpus: ParallelCorpus, vocabulary: Vocabulary) -> EncodedPairs:
     return encode_part(corpus.train, vocabulary, max_length=200)
 
 
-def test_every_pair_becomes_a_sample_in_order(
-    corpus: ParallelCorpus, vocabulary: Vocabulary, encoded: EncodedPairs
-) -> None:
+def test_every_pair_becomes_a_sample_in_order(corpus, vocabulary, encoded) -> None:
     assert encoded.languages == LANGUAGES and encoded.num_dropped == {"de": 0, "ja": 0}
     assert len(encoded) == sum(map(len, corpus.train.values()))
     positions = encoded.by_language(encoded.positions_N.tolist())
@@ -55,9 +53,7 @@ def test_lengths_are_what_the_model_sees(encoded: EncodedPairs) -> None:
         assert encoded.lengths_N2[n].tolist() == shapes
 
 
-def test_a_batch_holds_the_texts_and_padding(
-    corpus: ParallelCorpus, vocabulary: Vocabulary, encoded: EncodedPairs
-) -> None:
+def test_a_batch_holds_the_texts_and_padding(corpus, vocabulary, encoded) -> None:
     samples = torch.tensor([5, 3, 900, 3])
     batch = collate(encoded, samples)
     longest = encoded.lengths_N2[samples].amax(dim=0).tolist()
@@ -82,16 +78,12 @@ def test_real_target_tokens_are_those_that_are_no_padding(encoded: EncodedPairs)
     assert int((batch.target_out_BT == EOS).sum()) == len(samples)
 
 
-def test_a_pair_longer_than_the_model_takes_is_refused(
-    corpus: ParallelCorpus, vocabulary: Vocabulary
-) -> None:
+def test_a_pair_longer_than_the_model_takes_is_refused(corpus, vocabulary) -> None:
     with pytest.raises(ConfigError, match=r"longer than the 10 tokens .*\(de \d+, ja \d+\)"):
         encode_part(corpus.train, vocabulary, max_length=10)
 
 
-def test_or_is_dropped_and_counted(
-    corpus: ParallelCorpus, vocabulary: Vocabulary, encoded: EncodedPairs
-) -> None:
+def test_or_is_dropped_and_counted(corpus, vocabulary, encoded) -> None:
     fewer = encode_part(corpus.train, vocabulary, max_length=10, too_long="drop")
     fits = encoded.lengths_N2.amax(dim=1) <= 10
     assert 0 < len(fewer) == int(fits.sum()) < len(encoded)
@@ -108,9 +100,7 @@ def test_a_length_that_just_fits_is_kept(vocabulary: Vocabulary, encoded: Encode
         encode_part(corpus.train, vocabulary, max_length=longest - 1)
 
 
-def test_unknown_words_for_what_is_too_long_are_refused(
-    corpus: ParallelCorpus, vocabulary: Vocabulary
-) -> None:
+def test_unknown_words_for_what_is_too_long_are_refused(corpus, vocabulary) -> None:
     with pytest.raises(ConfigError, match=r"too_long='cut': must be \"refuse\" or \"drop\""):
         encode_part(corpus.train, vocabulary, max_length=10, too_long="cut")  # type: ignore[arg-type]
 

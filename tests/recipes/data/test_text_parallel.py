@@ -194,9 +194,7 @@ REFUSED: list[tuple[dict[str, bytes], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("files", "words", "options"), REFUSED)
-def test_what_is_no_parallel_text_is_refused(
-    tmp_path: Path, files: dict[str, bytes], words: str, options: dict[str, Any]
-) -> None:
+def test_what_is_no_parallel_text_is_refused(tmp_path, files, words, options) -> None:
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=words):

@@ -92,36 +92,30 @@ def test_the_batches_of_an_epoch_are_its_windows() -> None:
 
 def test_a_text_that_just_fits_has_one_window() -> None:
     assert len(text_windows("12345", ByteVocabulary(), 4)) == 1
-    with pytest.raises(
-        ConfigError, match="has 5 tokens, and a window of 5 needs 6; give a longer"
+    for text, length, words in (
+        ("12345", 5, "has 5 tokens, and a window of 5 needs 6; give a longer"),
+        ("", 5, "has 0 tokens"),
+        ("12345", 0, "length=0: a window needs at least 1 token"),
     ):
-        text_windows("12345", ByteVocabulary(), 5)
-    with pytest.raises(ConfigError, match="has 0 tokens"):
-        text_windows("", ByteVocabulary(), 5)
-    with pytest.raises(ConfigError, match="length=0: a window needs at least 1 token"):
-        text_windows("12345", ByteVocabulary(), 0)
+        with pytest.raises(ConfigError, match=words):
+            text_windows(text, ByteVocabulary(), length)
 
 
-def test_text_that_is_not_utf_8_is_refused_with_its_place(file: Path) -> None:
-    file.write_bytes("eins\nzwei\ndrei Häuser".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"not UTF-8: byte 16 \(line 3\) is 0xe4; convert it"):
-        load_text(file)
-
-
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing does not exist; give a text file"):
-        load_text(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="is a folder; give a text file"):
-        load_text(tmp_path)
-
-
-def test_a_file_too_short_to_be_split_is_refused(file: Path) -> None:
-    file.write_text("short")
-    with pytest.raises(ConfigError, match=r"has 5 characters, too few to keep a share of 0\.05"):
-        load_text(file)
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_share_beyond_0_and_1_is_refused(file: Path, share: float) -> None:
-    with pytest.raises(ConfigError, match=f"valid_share={share}: give a share between 0 and 1"):
+@pytest.mark.parametrize(
+    ("content", "share", "words"),
+    [
+        ("eins\nzwei\ndrei Häuser", 0.05, r"not UTF-8: byte 16 \(line 3\) is 0xe4; convert it"),
+        ("short", 0.05, r"has 5 characters, too few to keep a share of 0\.05"),
+        ("plain " * 40, 0.0, "valid_share=0.0: give a share between 0 and 1"),
+        ("plain " * 40, 1.0, "valid_share=1.0: give a share between 0 and 1"),
+        (None, 0.05, "text.txt does not exist; give a text file"),
+    ],
+)
+def test_what_is_no_text_to_be_split_is_refused(file, content, share, words) -> None:
+    file.write_bytes((content or "").encode("latin-1"))
+    if content is None:
+        file.unlink()
+    with pytest.raises(ConfigError, match=words):
         load_text(file, share)
+    with pytest.raises(ConfigError, match="is a folder; give a text file"):
+        load_text(file.parent)

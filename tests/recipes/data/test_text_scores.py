@@ -43,12 +43,9 @@ def test_perfect_translations_score_100() -> None:
 
 
 def test_the_mean_counts_each_language_once() -> None:
-    scores = Scores(
-        {
-            "de": Score(bleu=10.0, chrf=30.0, num_texts=999),
-            "fr": Score(bleu=20.0, chrf=50.0, num_texts=1),
-        }
-    )
+    german = Score(bleu=10.0, chrf=30.0, num_texts=999)
+    french = Score(bleu=20.0, chrf=50.0, num_texts=1)
+    scores = Scores({"de": german, "fr": french})
     assert scores.mean_bleu == 15 and scores.mean_chrf == 40
     assert scores.only(["fr"]).mean_chrf == 50
 
@@ -76,12 +73,8 @@ def test_chinese_words_are_found_by_character() -> None:
 
 def test_a_table_has_a_line_for_each_language_and_one_for_the_mean() -> None:
     one = Scores({"de": Score(bleu=1.25, chrf=20.0, num_texts=1200)})
-    two = Scores(
-        {
-            "de": Score(bleu=30.0, chrf=45.25, num_texts=1200),
-            "fr": Score(bleu=50.0, chrf=100.0, num_texts=7),
-        }
-    )
+    german = Score(bleu=30.0, chrf=45.25, num_texts=1200)
+    two = Scores({"de": german, "fr": Score(bleu=50.0, chrf=100.0, num_texts=7)})
     assert compare({"identity": one, "model": two}) == (
         "language  texts  identity BLEU  identity chrF  model BLEU  model chrF\n"
         "de        1,200            1.2           20.0        30.0        45.2\n"
@@ -102,9 +95,7 @@ def test_another_number_of_translations_is_refused() -> None:
         score_translations({}, PART, target="en")
 
 
-def test_a_language_that_sacrebleu_cannot_cut_into_words_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_language_that_sacrebleu_cannot_cut_into_words_is_refused(monkeypatch) -> None:
     for module in ("MeCab", "ipadic"):
         monkeypatch.setitem(sys.modules, module, None)
     part = {"en": TextPairs(("the world",), ("世界",))}

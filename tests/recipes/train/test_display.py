@@ -1,26 +1,21 @@
 """What the end of a run shows, on consoles of any width."""
 
 import io
+from typing import Any
 
 from rich.console import Console
 
 from penstock_recipes.train.display import show_summary
 from penstock_recipes.train.scalars import StageMemory, Summary
 
+RAN: Any = {"run_folder": "runs/digits-1", "finished": True, "epochs": 2, "steps": 12}
+RAN |= {"unit": "samples", "num_skipped": 0, "result": "", "seconds": 1.5, "samples_per_s": 1000}
 SUMMARY = Summary(
-    run_folder="runs/digits-1",
-    finished=True,
-    epochs=2,
-    steps=12,
-    scores={"test_accuracy": 0.5},
-    shown={"test accuracy": "50.0%"},
-    unit="samples",
-    num_skipped=0,
-    result="",
-    seconds=1.5,
-    samples_per_s=1000,
+    **RAN,
     bubble=0.1,
     share_of_ideal=0.9,
+    scores={"test_accuracy": 0.5},
+    shown={"test accuracy": "50.0%"},
     stages=(
         StageMemory(stage=0, layers=("stem", "block"), peak_bytes=1024),
         StageMemory(stage=1, layers=("head",), peak_bytes=None),

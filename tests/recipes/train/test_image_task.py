@@ -25,12 +25,12 @@ def test_wide_images_can_be_judged_as_they_are_learnt(tmp_path: Path) -> None:
             name="image_folder",
             path=str(tmp_path),
             size=30,
+            num_workers=0,
             least_area=1.0,
             flip=0.0,
             colour=0.0,
             test_share=1.0,
             test_squeezed=squeezed,
-            num_workers=0,
         )
         images = open_images(section)
         [(learnt, _, _)] = images.batches(0, 0, 0, 2, slice)
@@ -45,10 +45,7 @@ def test_the_class_counts_if_it_is_among_the_best() -> None:
     tally = build_task(read_recipe(DIGITS)).tally
     outputs = torch.arange(10.0).expand(4, -1)
     assert tally(outputs, torch.tensor([9, 5, 4, -1])).tolist() == [
-        [1, 1, 1],
-        [0, 1, 1],
-        [0, 0, 1],
-        [0, 0, 0],
+        *([1, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 0]),
     ]
 
 

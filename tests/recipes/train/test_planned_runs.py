@@ -24,13 +24,11 @@ ONE_EPOCH = (*SMALL, "train.epochs=1", "train.log_every=1")
 
 
 def losses(folder: Path) -> list[Any]:
-    """Read the losses of a run."""
     return [line["loss"] for line in RunFolder(folder).read_metrics() if line["kind"] == "step"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a small run, and return its folder."""
     folder = tmp_path_factory.mktemp("runs") / "first"
     layout = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b", "pipeline.seed=5"]
     assert start_run(Request(DIGITS, [*ONE_EPOCH, *layout], folder), quiet(), Interrupt()).finished
@@ -61,9 +59,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_plans_that_cannot_be_followed_are_one_line(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_that_cannot_be_followed_are_one_line(finished, tmp_path, capsys) -> None:
     plan, changed = finished / "plan.json", tmp_path / "changed.json"
     text = plan.read_text()
     said = refused(capsys, "--plan", str(plan), "--set", "model.width=8")
@@ -86,9 +82,7 @@ def test_plans_that_cannot_be_followed_are_one_line(
     assert f"is for {last + 2} ranks" in said and f"has 1 process; start {last + 2}" in said
 
 
-def test_a_run_keeps_within_its_limit_and_computes_the_same(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_keeps_within_its_limit_and_computes_the_same(finished, tmp_path, capsys) -> None:
     asked = ("num_stages=3", "schedule=one_f_one_b", "seed=5", "partition=[4, 2, 2]")
     layout = [f"pipeline.{each}" for each in (*asked, "offload=true")]
     changes = [*layout, "pipeline.memory_limit_bytes=9"]

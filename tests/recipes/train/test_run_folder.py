@@ -104,9 +104,7 @@ def test_only_the_newest_checkpoints_stay(folder: RunFolder) -> None:
     assert folder.checkpoints() == [folder.checkpoint_path(300), folder.checkpoint_path(1_000_000)]
 
 
-def test_checkpoints_of_interruptions_do_not_take_the_place_of_those_that_are_due(
-    folder: RunFolder,
-) -> None:
+def test_checkpoints_of_interruptions_do_not_take_the_place_of_those_that_are_due(folder) -> None:
     for step in (10, 20, 23, 30, 37):
         folder.checkpoint_path(step).mkdir(parents=True)
     assert [path.name[-2:] for path in folder.due(10)] == ["10", "20", "30", "37"]

@@ -25,7 +25,6 @@ WITH_ALL = (*TWO_EPOCHS, "train.tensorboard=true", "train.max_grad_norm=1", "tra
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a small run, and return its folder."""
     folder = tmp_path_factory.mktemp("runs") / "small <b>"
     assert start_run(Request(DIGITS, WITH_ALL, folder), quiet(), Interrupt()).finished
     return folder
@@ -66,9 +65,7 @@ def test_a_page_holds_what_the_run_kept(finished: Path) -> None:
     assert list(sections)[3:] == titles and not page.notes
 
 
-def test_the_command_renews_a_report_and_nothing_else(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_renews_a_report_and_nothing_else(finished, tmp_path, capsys) -> None:
     report = finished / "report.html"
     before = report.read_text()
     assert run(["report", str(finished)]) == 0
@@ -158,9 +155,7 @@ def test_tensorboard_has_the_numbers_of_the_metrics(finished: Path) -> None:
     }
 
 
-def test_a_resumed_run_goes_on_in_tensorboard_with_each_step_once(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_in_tensorboard_with_each_step_once(finished, tmp_path) -> None:
     folder = shutil.copytree(finished, tmp_path / "run")
     *_, before, newest = RunFolder(folder).checkpoints()
     assert before.name == "step-000004"

@@ -153,9 +153,7 @@ def test_the_auxiliary_head_reads_the_last_cell_of_the_second_stack() -> None:
 @pytest.mark.parametrize(
     ("image_size", "side", "window"), [(224, 14, 4), (480, 30, 9), (32, 2, 1)]
 )
-def test_the_window_of_the_auxiliary_head_fits_the_image(
-    image_size: int, side: int, window: int
-) -> None:
+def test_the_window_of_the_auxiliary_head_fits_the_image(image_size, side, window) -> None:
     with torch.device("meta"):
         head = amoebanet_d(3, 16, image_size=image_size).auxiliary_head
     assert head is not None

@@ -32,10 +32,8 @@ def cell(genotype: CellGenotype, previous: Previous | None = None, **options: An
 @pytest.mark.parametrize(
     ("genotype", "outputs"),
     [
-        (AMOEBANET_D.normal, 4),
-        (AMOEBANET_D.reduction, 3),
-        (AMOEBANET_B.normal, 4),
-        (AMOEBANET_B.reduction, 2),
+        *((AMOEBANET_D.normal, 4), (AMOEBANET_D.reduction, 3)),
+        *((AMOEBANET_B.normal, 4), (AMOEBANET_B.reduction, 2)),
     ],
 )
 def test_a_cell_has_five_sums_of_known_operations(genotype: CellGenotype, outputs: int) -> None:
@@ -104,9 +102,7 @@ def test_pooling_leaves_the_padding_out(
 @pytest.mark.parametrize(
     ("window", "stride"), [((3, 3), (2, 2)), ((1, 7), (1, 2)), ((7, 1), (2, 1)), ((5, 5), (1, 1))]
 )
-def test_a_convolution_pads_the_odd_pixel_at_the_end(
-    window: tuple[int, int], stride: tuple[int, int], size: int
-) -> None:
+def test_a_convolution_pads_the_odd_pixel_at_the_end(window, stride, size) -> None:
     conv = SameConv2d(3, 2, window, stride)
     x = torch.randn(2, 3, size, 6)
     (top, bottom), (left, right) = map(same_padding, (size, 6), window, stride)
@@ -121,8 +117,7 @@ HALVING_ONLY = "max_pool_2x2"
 
 @pytest.mark.parametrize("channels", [8, 12])
 @pytest.mark.parametrize(
-    ("name", "stride"),
-    [(n, s) for n in OPERATIONS for s in (1, 2) if (n, s) != (HALVING_ONLY, 1)],
+    ("name", "stride"), [(n, s) for n in OPERATIONS for s in (1, 2) if (n, s) != (HALVING_ONLY, 1)]
 )
 def test_an_operation_gives_the_channels_and_resolution_that_are_asked_for(
     name: str, stride: int, channels: int

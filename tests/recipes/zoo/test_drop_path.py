@@ -23,11 +23,8 @@ def test_an_example_is_dropped_whole_or_kept_whole_and_scaled() -> None:
     assert torch.equal(y[~dropped], x[~dropped] * 4)
 
 
-def test_as_many_are_dropped_as_the_rate_says() -> None:
+def test_as_many_are_dropped_as_the_rate_says_and_the_mean_stays() -> None:
     assert kept_share(DropPath(0.3)) == pytest.approx(0.7, abs=0.03)
-
-
-def test_the_mean_stays() -> None:
     assert float(DropPath(0.3)(torch.ones(MANY, 1)).mean()) == pytest.approx(1, abs=0.05)
 
 
@@ -71,13 +68,10 @@ def test_dropped_examples_get_no_gradient() -> None:
     assert torch.equal(x.grad, y)
 
 
-@pytest.mark.parametrize("rate", [-0.1, 1.0, 70])
-def test_a_rate_that_is_no_chance_is_refused(rate: float) -> None:
-    with pytest.raises(ConfigError, match=rf"drop-path rate {rate}: .* from 0 to below 1"):
-        DropPath(rate)
-
-
-@pytest.mark.parametrize("progress", [-0.1, 1.5, float("nan")])
-def test_progress_that_is_no_share_is_refused(progress: float) -> None:
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_rate_or_a_progress_that_is_no_share_is_refused(share: float) -> None:
+    for rate in (share, 1.0, 70):
+        with pytest.raises(ConfigError, match=rf"drop-path rate {rate}: .* from 0 to below 1"):
+            DropPath(rate)
     with pytest.raises(ConfigError, match="share of all training steps that are done"):
-        set_drop_path_progress(nn.Identity(), progress)
+        set_drop_path_progress(nn.Identity(), share)

@@ -19,15 +19,8 @@ def test_it_is_a_plain_list_of_named_layers() -> None:
     assert type(model) is nn.Sequential
     assert [name for name, _ in model.named_children()] == (
         [
-            "stem",
-            "stem_norm",
-            "stem_relu",
-            "block0",
-            "block1",
-            "pool",
-            "flatten",
-            "dropout",
-            "head",
+            *("stem", "stem_norm", "stem_relu", "block0", "block1"),
+            *("pool", "flatten", "dropout", "head"),
         ]
     )
 

@@ -84,9 +84,7 @@ def test_gpt_has_the_parameters_of_its_name(size: str) -> None:
         ((64, 16384, 32), 6.0, 6.04, 6.10),
     ],
 )
-def test_translation_has_the_papers_parameters(
-    sizes: tuple[int, int, int], published: float, of_two: float, of_three: float
-) -> None:
+def test_translation_has_the_papers_parameters(sizes, published, of_two, of_three) -> None:
     """Counts without biases and norms are the derived ones to a digit of their last place."""
     two = count(translation_transformer, *sizes)
     three = count(translation_transformer, *sizes, tied="nothing")
@@ -244,14 +242,10 @@ def test_sizes_that_cannot_work_are_refused(build: Callable[[], Any], message: s
         build()
 
 
-@pytest.mark.parametrize("build", [language_model, decoder])
-def test_a_sequence_that_is_too_long_is_refused(build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("build", "lengths"),
+    [(language_model, [10]), (decoder, [10]), (translator, [10, 3]), (translator, [3, 10])],
+)
+def test_a_sequence_that_is_too_long_is_refused(build, lengths: list[int]) -> None:
     with pytest.raises(ConfigError, match="10 words is longer than the model's max_length=9"):
-        build()(torch.zeros(1, 10, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("lengths", [(10, 3), (3, 10)])
-def test_a_sentence_that_is_too_long_is_refused(lengths: tuple[int, int]) -> None:
-    batch = [torch.ones(1, length, dtype=torch.int64) for length in lengths]
-    with pytest.raises(ConfigError, match="10 words is longer than the model's max_length=9"):
-        translator()(*batch)
+        build()(*(torch.ones(1, length, dtype=torch.int64) for length in lengths))

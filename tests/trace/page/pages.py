@@ -31,7 +31,6 @@ def timeline(num_stages: int = 3, num_microbatches: int = 6, costs: Costs = COST
 
 
 def full_page() -> Page:
-    """Return a page with all that a page may have."""
     measured = replace(timeline(costs=SLOWER), memory=(MemorySample(0, 0.01, 5 << 20),))
     lines = [{"kind": "step", "step": n, "loss": 1 / n, "samples_per_s": 9.5} for n in range(1, 9)]
     lines.append({"kind": "epoch", "step": 8, "train_loss": 0.4, WICKED: 0.5})
@@ -49,10 +48,7 @@ def full_page() -> Page:
         facts=(Fact("accuracy", "98 %", WICKED), Fact(WICKED, WICKED)),
         sections=(
             Section("Curves", tuple(curves(lines)), is_grid=True),
-            Section(
-                f"Plan {WICKED}",
-                (Text(WICKED), Table(("layer", WICKED), ((WICKED, "12"),))),
-            ),
+            Section(f"Plan {WICKED}", (Text(WICKED), Table(("layer", WICKED), ((WICKED, "12"),)))),
             Section("Recipe", (Text(f"name = {WICKED}\n" * 20, "code"),)),
         ),
         notes=(WICKED,),

@@ -83,9 +83,7 @@ def drag(tab: Tab, *, shift: bool = False) -> None:
         tab.keyboard.up("Shift")
 
 
-def test_all_charts_are_drawn_without_a_complaint_or_a_request(
-    context: BrowserContext, written: Path
-) -> None:
+def test_all_charts_are_drawn_without_a_complaint_or_a_request(context, written) -> None:
     tab, said = opened(context, written)
     assert said == [f"request: {written.as_uri()}"]
     assert tab.locator(".chart").count() == tab.locator(".chart .main-svg:first-child").count() > 5
@@ -93,9 +91,7 @@ def test_all_charts_are_drawn_without_a_complaint_or_a_request(
     assert num_boxes >= 2 * 3 * 6 * 2
 
 
-def test_dragging_zooms_shift_moves_and_a_double_click_goes_back(
-    context: BrowserContext, written: Path
-) -> None:
+def test_dragging_zooms_shift_moves_and_a_double_click_goes_back(context, written) -> None:
     tab, said = opened(context, written)
     whole = shown_s(tab)
     drag(tab)
@@ -122,9 +118,7 @@ def test_a_box_says_what_it_is_when_pointed_at(context: BrowserContext, written:
     assert "10 ms from 0" in (hover.text_content() or "")
 
 
-def test_dark_and_light_follow_the_system_until_someone_chooses(
-    context: BrowserContext, written: Path
-) -> None:
+def test_dark_and_light_follow_the_system_until_someone_chooses(context, written) -> None:
     tab, said = opened(context, written)
     ground = "getComputedStyle(document.body).backgroundColor"
     light = tab.evaluate(ground)
@@ -142,9 +136,7 @@ def test_dark_and_light_follow_the_system_until_someone_chooses(
 
 
 @pytest.mark.parametrize("width", [1280, 2560])
-def test_nothing_is_wider_than_the_window(
-    context: BrowserContext, written: Path, width: int
-) -> None:
+def test_nothing_is_wider_than_the_window(context, written, width) -> None:
     tab, _ = opened(context, written, width)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
 

@@ -55,7 +55,6 @@ class Reader(HTMLParser):
 
 
 def rendered(**step: Any) -> str:
-    """Return the page of a step."""
     return render_page(with_step(Page("x"), Step(**step)))
 
 
@@ -204,9 +203,7 @@ def test_each_number_has_a_curve_and_losses_share_one() -> None:
     assert found["lr"].note == "Of 7,000 points, one in 3 is drawn."
 
 
-def test_the_code_in_the_guide_makes_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_code_in_the_guide_makes_a_page(tmp_path, monkeypatch) -> None:
     guide = (Path(__file__).parents[3] / "docs" / "report.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     code = "\n".join(re.findall(r"```python\n(.*?)```", guide, re.DOTALL))
