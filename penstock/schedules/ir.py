@@ -124,7 +124,9 @@ class Communication:
     sign: ClassVar[str]
 
     def __str__(self) -> str:
-        return f"{self.stage}{'B' if self.gradient else 'F'}{self.microbatch}{self.sign}{self.peer}"
+        return (
+            f"{self.stage}{'B' if self.gradient else 'F'}{self.microbatch}{self.sign}{self.peer}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,17 +357,14 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks."""
         return len(self.programs)
 
     @property
     def num_stages(self) -> int:
-        """The number of stages, from the largest number of one."""
         return 1 + max({instruction.stage for instruction in self.instructions}, default=-1)
 
     @property
     def num_microbatches(self) -> int:
-        """The number of micro-batches, from the largest number of one that runs layers."""
         computes = {x.microbatch for x in self.instructions if x.__class__ in COMPUTES}
         return 1 + max(computes, default=-1)
 

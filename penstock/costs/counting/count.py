@@ -147,7 +147,7 @@ class _Count:
         recorder, layers = self._recorder, self._layers
         recorder.begin(0, is_between=True)
         with recorder.forward():
-            output, self._crossings = layers.source.run_noting(inputs, self._perform)
+            output, self._crossings = layers.run_noting(inputs, self._perform)
             recorder.begin(len(layers))
             self._has_loss = loss is not None
             if loss is not None:

@@ -55,7 +55,7 @@ class _Kept:
 
     def at_size(self, inputs: Any) -> AtSize:
         """Run the model, and return the bytes of each layer."""
-        _, crossings = self._layers.source.run_noting(inputs, self._perform)
+        _, crossings = self._layers.run_noting(inputs, self._perform)
         values, storages = values_of(crossings, self._same)
         numbers = range(len(self._layers))
         kept = [
