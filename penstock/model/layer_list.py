@@ -217,6 +217,7 @@ def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
 
 def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
     """Split layers that run one after the other into stages, and route values between them."""
+    # 1. Find the stages of each value, and the next stage that each one sends it to.
     stage_of = stage_of_layers(partition)
     holders: dict[Value, set[int]] = {}
     for step in steps:
@@ -227,6 +228,7 @@ def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[Stag
     plans = []
     for stage, exports in enumerate(sent):
         own = tuple(step for step in steps if stage_of[step.index] == stage)
+        # 2. Free a value after its last use on the stage, unless it leaves the stage.
         output = steps[-1].outputs if stage == max(stage_of) else ()
         leaving = {v for values in exports.values() for v in values} | set(output)
         last_use: dict[Value, int] = {}
@@ -236,6 +238,7 @@ def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[Stag
         for value, n in last_use.items():
             if value not in leaving:
                 dead_after[n].append(value)
+        # 3. Plan the stage.
         named = {f"{s.path}.{n}": p for s in own for n, p in s.module.named_parameters()}
         plans.append(
             StagePlan(
