@@ -69,7 +69,7 @@ class Costs:
     """True where a weight is gathered once, for all of a step."""
     gathers: bool = False
     """True where a weight is cut between steps, and gathered for each."""
-    _moves_s: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
+    _moves_s: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of moves, by axis, kind and bytes."""
     _calls_s: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of calls' forwards and backwards, by operators and number of parts."""

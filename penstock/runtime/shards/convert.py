@@ -184,9 +184,9 @@ class Regather:
         self._gathered: list[weakref.ref[_Whole]] = []
         self._hows: list[tuple[Any, ...]] = []
         # Hooks do not nest: torch runs the innermost pair only, so this pair calls the one around.
-        around: tuple[Callable[[Any], Any], Callable[[Any], Tensor]]
-        around = saving_hooks() or (as_it_is, as_it_is)
-        self._pack, self._unpack = around
+        around: Any = saving_hooks() or (as_it_is, as_it_is)
+        self._pack: Callable[[Tensor], Any] = around[0]
+        self._unpack: Callable[[Any], Tensor] = around[1]
 
     def note(self, made: Tensor, how: tuple[Any, ...]) -> None:
         """Note a converted weight, if it has its own memory."""
