@@ -455,7 +455,7 @@ class Pipeline(AbstractMovable):
             self._layers.elsewhere(self._engine.holds),
             is_part=self.mesh.world_size > 1,
             loss=self._engine.loss_here,
-            names=self._layers.source.names(),
+            names=self._layers.names(),
         )
 
     @property

@@ -23,7 +23,7 @@ from penstock.model.capture.captured import Captured
 from penstock.model.capture.events import EventKey, SealedHeader, ValueId
 from penstock.model.capture.ghost import CURRENT
 from penstock.model.capture.inputs import as_call
-from penstock.model.capture.source import CapturedForward
+from penstock.model.capture.source import CapturedLayers
 from penstock.model.capture.stages import CutModel
 from penstock.model.capture.watch import watch
 from penstock.model.layers import Layers
@@ -47,8 +47,8 @@ COLUMNS = (
 
 
 def _captured(layers: Layers) -> Captured:
-    assert isinstance(layers.source, CapturedForward)
-    return layers.source.captured
+    assert isinstance(layers, CapturedLayers)
+    return layers.captured
 
 
 class Measured:

@@ -70,11 +70,7 @@ def layer_costs(
                 seconds = _scaled(seconds, kind, device, like)
             return replace(kind, seconds=seconds or _by_roofline(kind, device))
 
-        return replace(
-            size,
-            kinds=tuple(map(on_device, size.kinds)),
-            loss=None if size.loss is None else on_device(size.loss),
-        )
+        return size.with_kinds(on_device)
 
     if low.microbatch_size == microbatch_size:
         return known(low)
@@ -85,7 +81,7 @@ def layer_costs(
 
 def _nearest(sizes: Sequence[AtSize], wanted: int) -> tuple[AtSize, AtSize]:
     """Return the two sizes on the line to a wanted one; that size, or an only one, twice."""
-    same = next((each for each in sizes if each.microbatch_size == wanted), None)
+    same = next((size for size in sizes if size.microbatch_size == wanted), None)
     if same is not None or len(sizes) == 1:
         return same or sizes[0], same or sizes[0]
     pairs = list(pairwise(sizes))
@@ -141,34 +137,31 @@ def _by_roofline(kind: LayerKind, device: Device | None) -> LayerSeconds:
     )
 
 
-def _of_nothing(found: AtSize) -> AtSize:
+def _of_nothing(costs: AtSize) -> AtSize:
     """Return the costs of 0 samples: only weights have bytes."""
-    none = dict.fromkeys(_SECONDS, 0.0)
+    zeros = dict.fromkeys(_SECONDS, 0.0)
 
     def empty(kind: LayerKind) -> LayerKind:
         assert kind.seconds is not None, "they are known on the device"
-        seconds = replace(kind.seconds, **none)  # type: ignore[arg-type]  # by name
+        seconds = replace(kind.seconds, **zeros)  # type: ignore[arg-type]  # by name
         return replace(kind, inner_bytes=0, left_bytes=0, seconds=seconds)
 
-    return replace(
-        found,
-        microbatch_size=0,
-        kinds=tuple(map(empty, found.kinds)),
-        values=tuple(v if v.is_weight else replace(v, num_bytes=0) for v in found.values),
-        loss=None if found.loss is None else empty(found.loss),
-        target_bytes=0,
-    )
+    values = tuple(v if v.is_weight else replace(v, num_bytes=0) for v in costs.values)
+    empty_costs = costs.with_kinds(empty)
+    return replace(empty_costs, microbatch_size=0, values=values, target_bytes=0)
 
 
 def _between(low: AtSize, high: AtSize, wanted: int) -> AtSize:
     """Return the costs on the line through two sizes."""
-    edges = [[(value.producer, value.consumers) for value in each.values] for each in (low, high)]
+    # 1. Check that both sizes have the same values between the same layers.
+    edges = [[(value.producer, value.consumers) for value in size.values] for size in (low, high)]
     if edges[0] != edges[1]:
         raise ConfigError(
             f"a profile has other values between layers for micro-batches of "
             f"{low.microbatch_size} samples than for those of {high.microbatch_size}, so nothing "
             f"is known of {wanted}; profile that size too"
         )
+    # 2. Put the line through both, for each pair of kinds that a layer has in the two.
     distance = high.microbatch_size - low.microbatch_size
     nearest = low if wanted < low.microbatch_size else high
     line = _Line((wanted - low.microbatch_size) / distance, wanted / nearest.microbatch_size)

@@ -40,6 +40,7 @@ class Profile:
         num_layers = len(self.layers)
         if not num_layers or not self.sizes:
             raise ConfigError("a profile needs at least one layer, and one micro-batch size")
+        # 1. Every list has an entry for each layer.
         for what, of_layers in (
             ("weights", self.weights),
             *((f"sizes[{n}].kind_of", each.kind_of) for n, each in enumerate(self.sizes)),
@@ -50,22 +51,23 @@ class Profile:
                     f"a profile of {num_layers} layers has {what} for {len(of_layers)}; give one "
                     "entry for each layer"
                 )
-        sizes = [each.microbatch_size for each in self.sizes]
+        # 2. Sizes rise, and name entries that there are; no number is below 0.
+        sizes = [size.microbatch_size for size in self.sizes]
         if sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ConfigError(
                 f"the micro-batch sizes of a profile are {sizes}; give each once, in order, from 1"
             )
-        for n, each in enumerate(self.sizes):
-            self._check(n, each)
+        for n, size in enumerate(self.sizes):
+            self._check(n, size)
         wrong = _below_zero(self.weights, "weights") or _below_zero(self.sizes, "sizes")
         if wrong:
             raise ConfigError(f"{wrong} in a profile; it must be at least 0")
 
-    def _check(self, n: int, each: AtSize) -> None:
+    def _check(self, n: int, size: AtSize) -> None:
         places: Sequence[tuple[str, Sequence[int], int]] = (
-            ("kind_of", each.kind_of, len(each.kinds)),
-            ("saved", [v for of_layer in each.saved for v in of_layer], len(each.values)),
-            ("loss_saved", each.loss_saved, len(each.values)),
+            ("kind_of", size.kind_of, len(size.kinds)),
+            ("saved", [v for of_layer in size.saved for v in of_layer], len(size.values)),
+            ("loss_saved", size.loss_saved, len(size.values)),
         )
         for what, numbers, count in places:
             wrong = [x for x in numbers if not 0 <= x < count]
@@ -145,8 +147,8 @@ def _below_zero(value: object, where: str) -> str:
         parts = [(f".{name}", getattr(value, name)) for name in names]
     else:
         return ""
-    found = (_below_zero(part, where + place) for place, part in parts)
-    return next(filter(None, found), "")
+    faults = (_below_zero(part, where + place) for place, part in parts)
+    return next(filter(None, faults), "")
 
 
 _HEAD = ("layer", "kind", "draws")
@@ -190,11 +192,11 @@ def _rows(profile: Profile, size: AtSize, *, is_priced: bool) -> Iterator[tuple[
 
 
 def _times(kind: LayerKind, *, has_spread: bool) -> tuple[str, ...]:
-    found = kind.seconds
-    if found is None:
+    times = kind.seconds
+    if times is None:
         return ("-",) * (len(_TIMES) + has_spread)
-    seconds = (found.forward_s, found.backward_s, found.weight_s, found.recompute_s)
-    return (*map(time_text, seconds), *([percent_text(found.spread)] if has_spread else []))
+    seconds = (times.forward_s, times.backward_s, times.weight_s, times.recompute_s)
+    return (*map(time_text, seconds), *([percent_text(times.spread)] if has_spread else []))
 
 
 def _counted(kind: LayerKind, kept: int, boundary: int, weights: LayerWeights) -> tuple[str, ...]:
@@ -205,21 +207,21 @@ def _counted(kind: LayerKind, kept: int, boundary: int, weights: LayerWeights) -
 
 def kept_bytes(size: AtSize) -> list[int]:
     """Return the bytes that each layer saves for its backward, each storage once."""
-    found = []
+    kept = []
     for n, places in enumerate(size.saved):
         storages = {size.values[p].storage: size.values[p].num_bytes for p in places}
-        found.append(size.layer(n).inner_bytes + sum(storages.values()))
-    return found
+        kept.append(size.layer(n).inner_bytes + sum(storages.values()))
+    return kept
 
 
 def boundary_bytes(size: AtSize) -> list[int]:
     """Return the bytes of values between each layer and the next one, each storage once."""
-    found = []
+    crossing = []
     for n in range(len(size.kind_of)):
         across = {
             value.storage: value.num_bytes
             for value in size.values
             if value.producer <= n < max(value.consumers, default=-1) and not value.is_weight
         }
-        found.append(sum(across.values()))
-    return found
+        crossing.append(sum(across.values()))
+    return crossing

@@ -3,8 +3,10 @@
 Equal layers share a `LayerKind`; `AtSize` has the kind of each layer.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Self
 
 
 class Part(Enum):
@@ -135,6 +137,11 @@ class AtSize:
     def layer(self, number: int) -> LayerKind:
         """Return the costs of a layer."""
         return self.kinds[self.kind_of[number]]
+
+    def with_kinds(self, change: Callable[[LayerKind], LayerKind]) -> Self:
+        """Return the costs with every kind of layer changed, and the loss."""
+        loss = None if self.loss is None else change(self.loss)
+        return replace(self, kinds=tuple(map(change, self.kinds)), loss=loss)
 
     def seconds(self, number: int) -> LayerSeconds:
         """Return the seconds of a layer, which have to be known."""

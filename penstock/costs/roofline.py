@@ -59,7 +59,7 @@ def operator_seconds(operator: Operator, device: Device) -> float:
 
 def operators_seconds(operators: Iterable[Operator], device: Device, part: Part) -> float:
     """Return the seconds of the operators in one part of a layer's work."""
-    return sum(operator_seconds(each, device) for each in operators if each.part is part)
+    return sum(operator_seconds(x, device) for x in operators if x.part is part)
 
 
 def _efficiency(operator: Operator, device: Device) -> float:

@@ -137,10 +137,10 @@ def _again(entry: Any, numbers: Sequence[int]) -> Any:
     if is_whole(entry):
         return value_in(entry)
     if isinstance(entry, Tensor):
-        found = entry.detach()[torch.tensor(numbers, device=entry.device)]
-        return found.requires_grad_(entry.requires_grad)
+        rows = entry.detach()[torch.tensor(numbers, device=entry.device)]
+        return rows.requires_grad_(entry.requires_grad)
     entry = value_in(entry)
     if isinstance(entry, numpy.ndarray):
         return entry[numbers]
-    rows = [entry[n] for n in numbers]
-    return rows if isinstance(entry, range) else type(entry)(rows)
+    entries = [entry[n] for n in numbers]
+    return entries if isinstance(entry, range) else type(entry)(entries)

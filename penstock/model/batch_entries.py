@@ -69,6 +69,7 @@ def entries_of(value: Any, what: str, elsewhere: int | None) -> tuple[list[Any],
     Raises:
         BatchError: see `flat_batch`.
     """
+    # 1. Take the batch apart into entries with rows, and values that are repeated whole.
     known = _num_beside_lists(value) if elsewhere is None else elsewhere
     entries, structure = flatten_by(value, partial(is_entry, count=known))
     rows = [entry for entry in entries if not is_whole(entry)]
@@ -78,6 +79,7 @@ def entries_of(value: Any, what: str, elsewhere: int | None) -> tuple[list[Any],
             f"{what} hold no tensor, no array and no list with one entry per sample, so there is "
             f"no batch to cut; got {type(value).__name__}"
         )
+    # 2. The tensors say how many samples there are, or else the first list.
     tensors = [row for row in rows if isinstance(row, Tensor)]
     if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors):
         raise BatchError(
@@ -94,6 +96,7 @@ def entries_of(value: Any, what: str, elsewhere: int | None) -> tuple[list[Any],
             "penstock.Whole(tensor)"
         )
     count = len(tensors[0] if tensors else rows[0])
+    # 3. Refuse other lengths, and values whose entries may or may not belong to the samples.
     _check_lengths(rows, count, what)
     if count == 0:
         shape = f" (shape {tuple(tensors[0].shape)})" if tensors else ""
@@ -186,8 +189,8 @@ def _holds_rows(value: Any) -> bool:
 def _check_lengths(rows: Sequence[Any], count: int, what: str) -> None:
     for row in rows:
         if len(row) != count:
-            own = value_in(row)
-            kind = "an array" if isinstance(own, numpy.ndarray) else f"a {type(own).__name__}"
+            entry = value_in(row)
+            kind = "an array" if isinstance(entry, numpy.ndarray) else f"a {type(entry).__name__}"
             raise BatchError(
                 f"the {what} hold {count} samples and {kind} of {len(row)} entries. An array, a "
                 "range, a tuple of plain values, and a list or deque without tensors hold one "
@@ -245,10 +248,10 @@ def _check_shared(rows: Sequence[Any], shared: Sequence[Any], what: str) -> None
     """Refuse shared tensors, and tensors in entries of lists, that require grad."""
     cut = {id(row) for row in rows}
     for row in rows:
-        own = value_in(row)
-        if isinstance(own, list | deque) and any(t.requires_grad for t in flatten(own)[0]):
+        entry = value_in(row)
+        if isinstance(entry, list | deque) and any(t.requires_grad for t in flatten(entry)[0]):
             raise BatchError(
-                f"a {type(own).__name__} of the {what} with one entry per sample holds a tensor "
+                f"a {type(entry).__name__} of the {what} with one entry per sample holds a tensor "
                 "that requires grad; give tensor.detach(), or all of them as one tensor"
             )
     for tensor in (leaf for whole in shared for leaf in flatten(value_in(whole))[0]):

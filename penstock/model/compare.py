@@ -51,9 +51,9 @@ def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, Any, An
     if type(one) is not type(other) or names != other_names:
         return path, one, other
     for name, child, twin in zip(names, parts[0], other_parts[0], strict=True):
-        found = first_difference(child, twin, path + name)
-        if found is not None:
-            return found
+        difference = first_difference(child, twin, path + name)
+        if difference is not None:
+            return difference
     return None
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 _CACHE_LINE_BYTES = 64
+"""Distance at which addresses are alike to a kernel that reads whole cache lines."""
 
 
 def no_leaf(tensor: Tensor) -> Tensor:
@@ -50,6 +51,7 @@ class _Identity(torch.autograd.Function):
 def _copy(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor.clone()
+    # Allocate room for the span of all strides, and begin where the cache line matches.
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     spare = _CACHE_LINE_BYTES // tensor.element_size()
     room = torch.empty(span + spare, dtype=tensor.dtype, device=tensor.device)

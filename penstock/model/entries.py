@@ -13,8 +13,10 @@ from penstock.torch_private import version_counter
 LASTING = "penstock_lasting"
 """The attribute of a tensor that is a parameter of another stage."""
 _LAYOUT = "penstock_layout"
+"""The attribute of a device's slice of a value, with its layout."""
 _PLAIN = {Tensor, type(None)}
 _NO_STATE = {LASTING, _LAYOUT, "_is_param"}
+"""Attributes without which a tensor can be rebuilt."""
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ def make_entry(tensor: Tensor, wants_grad: bool) -> Entry:
     leaf = as_plain(tensor).detach()
     if not wants_grad:
         return Entry(leaf)
+    # A leaf's gradient accumulator is found through any node that leads to it, such as a view's.
     view = leaf.requires_grad_().view_as(leaf)
     assert view.grad_fn is not None
     node, caught = view.grad_fn.next_functions[0][0], []

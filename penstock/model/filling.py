@@ -67,14 +67,14 @@ def _around(
 
 
 def _init_weights_of(module: nn.Module) -> InitWeights | None:
-    found: InitWeights | None = getattr(module, "_init_weights", None)
-    if not callable(found):
+    init_weights: InitWeights | None = getattr(module, "_init_weights", None)
+    if not callable(init_weights):
         return None
     try:
-        inspect.signature(found).bind(module)
+        inspect.signature(init_weights).bind(module)
     except TypeError:  # another function of that name
         return None
-    return found
+    return init_weights
 
 
 class _Filling(TorchDispatchMode):
@@ -97,10 +97,11 @@ class _Filling(TorchDispatchMode):
             key = blake2b(f"{self._place} {self._draws}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(key, "little"))
             self._draws += 1
+        # A tensor that an operator writes has values, whichever operator it is.
         arguments = arguments_of(func)
-        given = {**dict(zip((a.name for a in arguments), args, strict=False)), **(kwargs or {})}
+        values = {**dict(zip((a.name for a in arguments), args, strict=False)), **(kwargs or {})}
         for argument in arguments:
-            value = given.get(argument.name)
+            value = values.get(argument.name)
             if argument.is_write and isinstance(value, Tensor):
                 self.written.add(storage_id(value))
         return func(*args, **(kwargs or {}))

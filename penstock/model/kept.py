@@ -41,6 +41,7 @@ def as_before(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[
     with ExitStack() as after:
         after.enter_context(keeping_values(t for t in state.values() if t is not None))
         after.enter_context(keeping_generators())
+        # Callbacks run in reverse: attributes come back first, then tensors, then their values.
         after.callback(put_state, state)  # buffers of a scripted module are in no Python dict
         after.callback(put_back, kept_by(owners))
         yield

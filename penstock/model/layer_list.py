@@ -12,7 +12,7 @@ from penstock.schedules.transfers import Transfer
 from penstock.torch_private import children_of, has_hooks
 from penstock.trace.units import columns, count_text
 
-from .layers import Layers, Source
+from .layers import Layers
 from .materialize import Made, Mine, Placed, give_rest, move_or_make, tied_groups
 from .pytree import flatten
 from .stage_plan import (
@@ -52,12 +52,10 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class ListOfModules(Source):
-    """Runs layers one after the other."""
+class ListOfModules(Layers):
+    """Layers that run one after the other."""
 
-    steps: tuple[Step, ...]
-
-    def run(self, inputs: Any, perform: Perform | None) -> Any:
+    def run(self, inputs: Any, perform: Perform | None = None) -> Any:
         (whole,) = self.plan_stages((len(self.steps),))
         values: dict[Value, Any] = {MODEL_INPUT: inputs}
         whole.run(values, perform or (lambda step, function: function()))
@@ -74,8 +72,8 @@ class ListOfModules(Source):
         output = self.run(inputs, noted)
         readers = {v: tuple(s.index for s in self.steps if v in s.inputs) for v in given}
         crossings = (
-            Crossing(value[0], readers[value], tuple(flatten(what)[0]))
-            for value, what in given.items()
+            Crossing(value[0], readers[value], tuple(flatten(content)[0]))
+            for value, content in given.items()
             if readers[value] or value in self.steps[-1].outputs
         )
         return output, tuple(crossing for crossing in crossings if crossing.tensors)
@@ -160,8 +158,7 @@ def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> 
         )
     if not named:
         raise ConfigError("the model has no layers; a pipeline needs at least one")
-    steps = tuple(_resolve(named))
-    return Layers(steps, ListOfModules(steps))
+    return ListOfModules(tuple(_resolve(named)))
 
 
 def _resolve(named: list[tuple[str, Any]]) -> Iterator[Step]:
@@ -220,6 +217,7 @@ def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
 
 def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
     """Split layers that run one after the other into stages, and route values between them."""
+    # 1. Find the stages of each value, and the next stage that each one sends it to.
     stage_of = stage_of_layers(partition)
     holders: dict[Value, set[int]] = {}
     for step in steps:
@@ -230,6 +228,7 @@ def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[Stag
     plans = []
     for stage, exports in enumerate(sent):
         own = tuple(step for step in steps if stage_of[step.index] == stage)
+        # 2. Free a value after its last use on the stage, unless it leaves the stage.
         output = steps[-1].outputs if stage == max(stage_of) else ()
         leaving = {v for values in exports.values() for v in values} | set(output)
         last_use: dict[Value, int] = {}
@@ -239,6 +238,7 @@ def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[Stag
         for value, n in last_use.items():
             if value not in leaving:
                 dead_after[n].append(value)
+        # 3. Plan the stage.
         named = {f"{s.path}.{n}": p for s in own for n, p in s.module.named_parameters()}
         plans.append(
             StagePlan(

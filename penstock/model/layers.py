@@ -1,4 +1,4 @@
-"""A model as an ordered list of layers, and the source that runs them."""
+"""A model as an ordered list of layers, with the code that splits, places and runs them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +16,40 @@ from .owned import with_loss
 from .stage_plan import Crossing, Perform, StagePlan, Step
 
 
-class Source(ABC):
-    """The origin of layers, which runs them: a list of modules, or the forward of a model."""
+@dataclass(frozen=True, slots=True)
+class Layers(ABC):
+    """Layers in order: a list of modules, or the block calls of a captured model.
+
+    Iteration yields `Step`s.
+
+    Args:
+        steps: the layers.
+        model: the module whose forward calls them; None for a list.
+        together: first and last layer of ranges that stay on one stage; ranges do not overlap.
+    """
+
+    steps: tuple[Step, ...]
+    model: nn.Module | None = None
+    together: tuple[tuple[int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __str__(self) -> str:
+        return self.describe(self.parameter_counts())
+
+    # -- different for a list and a captured model ------------------------------------------------
 
     @abstractmethod
-    def run(self, inputs: Any, perform: Perform | None) -> Any:
-        """Run all layers as the unsplit model does; with `perform`, as `StagePlan.run` would."""
+    def run(self, inputs: Any, perform: Perform | None = None) -> Any:
+        """Run all layers as the unsplit model does.
+
+        With `perform`, run them as `StagePlan.run` does: by calling `perform` with each layer and
+        the partial function that runs it.
+        """
 
     @abstractmethod
     def run_noting(self, inputs: Any, perform: Perform) -> tuple[Any, tuple[Crossing, ...]]:
@@ -46,7 +74,11 @@ class Source(ABC):
 
     @abstractmethod
     def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return the arguments of a pipeline's call as one value, the model's input."""
+        """Return the arguments of a pipeline's call as one value, the model's input.
+
+        Raises:
+            ConfigError: the layers are a list, which takes one value, and the call has others.
+        """
 
     @abstractmethod
     def too_few(self, num_stages: int, most: int) -> Exception:
@@ -56,31 +88,7 @@ class Source(ABC):
     def describe(self, counts: Sequence[int]) -> str:
         """Return the layers as a table, with their numbers of parameters."""
 
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """Layers in order; iteration yields `Step`s.
-
-    Args:
-        steps: the layers.
-        source: runs them.
-        model: the module whose forward calls them; None for a list.
-        together: first and last layer of ranges that stay on one stage; ranges do not overlap.
-    """
-
-    steps: tuple[Step, ...]
-    source: Source
-    model: nn.Module | None = None
-    together: tuple[tuple[int, int], ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
-
-    def __str__(self) -> str:
-        return self.source.describe(self.parameter_counts())
+    # -- the same for both -----------------------------------------------------------------------
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -97,7 +105,7 @@ class Layers:
             CutError: there are too few, in a captured model.
         """
         if num_stages > len(self.spans):
-            raise self.source.too_few(num_stages, len(self.spans))
+            raise self.too_few(num_stages, len(self.spans))
 
     def parameter_counts(self) -> tuple[int, ...]:
         """Count the parameters of each layer; a shared one counts in its first layer."""
@@ -108,14 +116,6 @@ class Layers:
             seen |= new.keys()
             counts.append(sum(new.values()))
         return tuple(counts)
-
-    def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
-        """Split the layers into stages, and route every value between them."""
-        return self.source.plan_stages(partition)
-
-    def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
-        """Place the stages of this process on their devices; see `Source.place`."""
-        self.source.place(mine, seed, draws=draws, placed=placed)
 
     def check_sharing(self, stage_of: Sequence[int]) -> None:
         """Refuse a tensor that layers on different stages share, and a cut inside `together`.
@@ -164,15 +164,15 @@ class Layers:
 
     def places(self) -> list[tuple[dict[str, Any], str, Any]]:
         """List the parameters and blocks that must not be replaced: (dictionary, name, object)."""
-        found: list[tuple[dict[str, Any], str, Any]] = []
         if self.model is None:
-            return found
+            return []
+        places: list[tuple[dict[str, Any], str, Any]] = []
         for module in self.model.modules():
-            found += [(parameters_of(module), n, p) for n, p in parameters_of(module).items()]
+            places += [(parameters_of(module), n, p) for n, p in parameters_of(module).items()]
         for step in self.steps:
             path, _, last = step.path.rpartition(".")
-            found.append((children_of(self.model.get_submodule(path)), last, step.module))
-        return found
+            places.append((children_of(self.model.get_submodule(path)), last, step.module))
+        return places
 
     def holders(self) -> list[tuple[str, nn.Module]]:
         """List the modules of all parameters and buffers, each with the prefix of their names."""
@@ -185,22 +185,6 @@ class Layers:
         """The modules of the layers, and the model whose forward calls them."""
         of_layers = [step.module for step in self.steps]
         return of_layers if self.model is None else [*of_layers, self.model]
-
-    def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return the arguments of a pipeline's call as one value, the model's input.
-
-        Raises:
-            ConfigError: the layers are a list, which takes one value, and the call has others.
-        """
-        return self.source.as_one_value(args, keywords)
-
-    def run(self, inputs: Any, perform: Perform | None = None) -> Any:
-        """Run all layers as the unsplit model does.
-
-        With `perform`, run them as `StagePlan.run` does: by calling `perform` with each layer and
-        the partial function that runs it.
-        """
-        return self.source.run(inputs, perform)
 
 
 def _shared(

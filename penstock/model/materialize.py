@@ -66,6 +66,7 @@ def move_or_make(
     Raises:
         ConfigError: a module without values has no `reset_parameters`.
     """
+    # 1. A layer with values moves; of any other, find the modules that must give values.
     if not any(tensor.is_meta for tensor in tensors_of(step.module)):
         step.module.to(device)
         return
@@ -74,6 +75,7 @@ def move_or_make(
     for owner in owners:
         if reset_of(owner) is None or not all(t.is_meta for t in own_tensors(owner)):
             raise _cannot_make(step, owner)
+    # 2. Move the tensors with values, and give memory to all others.
     later = later and not draws and not owners
     move_values(step.module, device)
     named = chain(
@@ -82,6 +84,7 @@ def move_or_make(
     )
     devices = dict.fromkeys((name for name, _ in named), device)
     _give_memory(step.module, devices, {} if made is None else made, later=later)
+    # 3. Let the modules fill their tensors, and check by the version counters that they did.
     versions = {tensor: version_counter(tensor) for owner in owners for tensor in needed(owner)}
     with forked_random([device]):
         torch.manual_seed(
@@ -127,11 +130,13 @@ def move_or_make_stages(
     made, done = Made(), list[Place]()
     where = {step.index: device for plan, device in mine for step in plan.steps}
     kept = {name for plan, _ in mine for name in plan.parameters}
-    every = _devices(model, blocks, mine)
-    units = [([step for plan, _ in mine for step in plan.steps], every)]
+    # 1. Place all tensors at once; with `placed`, a group of layers that share weights at a time.
+    all_devices = _devices(model, blocks, mine)
+    units = [([step for plan, _ in mine for step in plan.steps], all_devices)]
     if placed is not None:
-        units = _units(model, units[0][0], every)
+        units = _units(model, units[0][0], all_devices)
     for steps, devices in units:
+        # 2. Move the blocks with values, and fill the new tensors that no file has.
         bare = [place for place in _held(model, devices) if place[2].is_meta]
         fresh = _give_memory(model, devices if draws else _unread(model, devices), made)
         for step in steps:
@@ -140,6 +145,7 @@ def move_or_make_stages(
             used = set(where.values())
             with forked_random(used), torch.no_grad(), _keeping_others(model, fresh):
                 fill(model, fresh, seed)
+        # 3. Give memory to the rest; the group's weights are hidden while the next is placed.
         _give_memory(model, devices, made, later=placed is not None and bool(steps))
         if placed is not None:
             with _hidden(model, kept):
@@ -154,19 +160,19 @@ def _devices(
     model: nn.Module, blocks: Mapping[str, nn.Module], mine: Mine
 ) -> dict[str, torch.device]:
     """Return the device of each parameter and buffer of this process, by each of its names."""
-    found: dict[str, torch.device] = {}
-    own: set[str] = set()
+    devices: dict[str, torch.device] = {}
+    blocks_here: set[str] = set()
     for plan, device in mine:
-        found.update(dict.fromkeys(plan.parameters, device))
+        devices.update(dict.fromkeys(plan.parameters, device))
         for block in {step.path: None for step in plan.steps}:
-            own.add(block)
+            blocks_here.add(block)
             buffers = blocks[block].named_buffers(prefix=block, remove_duplicate=False)
-            found.update(dict.fromkeys((name for name, _ in buffers), device))
-    elsewhere = tuple(f"{block}." for block in blocks if block not in own)
+            devices.update(dict.fromkeys((name for name, _ in buffers), device))
+    elsewhere = tuple(f"{block}." for block in blocks if block not in blocks_here)
     for name, _ in model.named_buffers(remove_duplicate=False):
         if mine and not name.startswith(elsewhere):
-            found.setdefault(name, mine[0][1])
-    return found
+            devices.setdefault(name, mine[0][1])
+    return devices
 
 
 def _units(
@@ -183,8 +189,8 @@ def _units(
     units = []
     for group in tied_groups(steps):
         ids = {id(tensor): None for step in group for tensor in tensors_of(step.module)}
-        units.append((group, {n: devices[n] for own in ids for n in names.pop(own, ())}))
-    return [*units, ([], {n: devices[n] for own in names.values() for n in own})]
+        units.append((group, {n: devices[n] for i in ids for n in names.pop(i, ())}))
+    return [*units, ([], {n: devices[n] for left in names.values() for n in left})]
 
 
 def _unread(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, torch.device]:
@@ -198,8 +204,8 @@ def _unread(model: nn.Module, devices: Mapping[str, torch.device]) -> dict[str, 
 @contextmanager
 def _hidden(model: nn.Module, kept: Collection[str]) -> Iterator[None]:
     """Hide all parameters except the `kept` ones in this context."""
-    every = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    others = _held(model, [name for name in every if name not in kept])
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    others = _held(model, [name for name in names if name not in kept])
     _put((places, name, None) for places, name, _ in others)
     try:
         yield
@@ -296,9 +302,9 @@ def tied_groups(steps: Iterable[Step]) -> list[list[Step]]:
         ids = set(map(id, step.module.parameters()))
         tied = [group for group in groups if group[0] & ids]
         groups = [group for group in groups if not group[0] & ids]
-        together = [*chain.from_iterable(own for _, own in tied), step]
+        together = [*chain.from_iterable(members for _, members in tied), step]
         groups.append((ids.union(*(known for known, _ in tied)), together))
-    return [own for _, own in groups]
+    return [members for _, members in groups]
 
 
 def forked_random(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
@@ -313,8 +319,8 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
 
 def unsaved_buffers(module: nn.Module) -> list[Tensor]:
     """Return the non-persistent buffers of a module itself."""
-    found = (buffers_of(module).get(name) for name in unsaved_buffers_of(module))
-    return [buffer for buffer in found if buffer is not None]
+    buffers = (buffers_of(module).get(name) for name in unsaved_buffers_of(module))
+    return [buffer for buffer in buffers if buffer is not None]
 
 
 def may_be_absent(original: nn.Module) -> Callable[[str], bool]:

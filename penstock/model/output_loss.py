@@ -21,8 +21,8 @@ def output_loss(output: Any, target: Any = None) -> Tensor:
     Raises:
         ConfigError: there is none.
     """
-    found = loss_in(output)
-    if found is None:
+    loss = loss_in(output)
+    if loss is None:
         first = output[0] if isinstance(output, tuple | list) and output else output
         if isinstance(first, Tensor) and first.dim() == 0:
             return first
@@ -32,7 +32,7 @@ def output_loss(output: Any, target: Any = None) -> Tensor:
             "that it computes one from with the inputs (train_step({..., 'labels': ...})), or "
             "Pipeline(..., loss=...)"
         )
-    return found
+    return loss
 
 
 def loss_in(output: Any) -> Tensor | None:

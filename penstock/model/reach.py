@@ -27,7 +27,9 @@ _FILLS = frozenset(
 )
 """Methods that add to a container without reading it."""
 _LOCAL = ("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "LOAD_CLOSURE")
+"""Beginnings of instructions on local variables, which no other code reaches."""
 _OF_OBJECT = ("LOAD_ATTR", "LOAD_METHOD")
+"""Instructions that load an attribute of the object loaded before."""
 
 
 class Uses(NamedTuple):
@@ -79,7 +81,9 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 _MOST = 20_000
 """Most objects that the walk of a party visits."""
 _NOT_STATE = {BUFFERS, CHILDREN, PARAMETERS, "training", *UNCOUNTED}
+"""Attributes of a module that the walk follows otherwise, or that no layer shares."""
 _NOT_IN_A_STEP = ("__init__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__")
+"""Methods that Python calls implicitly, and never in a step."""
 FILLED = (dict, list, set, deque)
 """Containers with entries that can change."""
 
@@ -94,8 +98,7 @@ class Variables:
     def content(self) -> dict[str, Any]:
         """Return their current values."""
         if isinstance(self.of, CellType):
-            held = _held(self.of)
-            return dict.fromkeys(self.names, held)
+            return dict.fromkeys(self.names, _held(self.of))
         return {name: self.of[name] for name in self.names if name in self.of}
 
 
@@ -154,8 +157,7 @@ def parties_of(layers: Layers, loss: Any) -> list[Party]:
     walks = [_Walk(Party(f"layer {s.label}", s.index), s.module) for s in layers]
     for walk in of_loss:
         walk.add(loss, "loss", None)
-    every = [*walks, *of_loss]
-    return [walk.done(inside) for walk in every]
+    return [walk.done(inside) for walk in (*walks, *of_loss)]
 
 
 class _Walk:
@@ -246,12 +248,14 @@ class _Walk:
 
     def _count(self, function: FunctionType, path: str) -> None:
         """Add the names in a function, and follow its variables."""
+        # 1. Count each function once; libraries hold no state of the user's.
         if function in self._counted or not _is_users(function):
             return
         self._counted.add(function)
         reads, writes = uses_of(function.__code__)
         self.party.reads |= reads
         self.party.writes |= writes
+        # 2. Follow closure variables, the globals that its code names, and default values.
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             variable = Variables(cell, frozenset((name,)))

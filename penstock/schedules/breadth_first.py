@@ -37,12 +37,10 @@ def breadth_first(stages_per_rank: int = 2) -> Family:
 
 def _schedule(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     num_ranks = num_stages // stages_per_rank
-    return Schedule(
-        tuple(
-            (
-                *(Forward(s, i) for s in stages for i in range(num_microbatches)),
-                *(Backward(s, i) for s in reversed(stages) for i in range(num_microbatches)),
-            )
-            for stages in (range(rank, num_stages, num_ranks) for rank in range(num_ranks))
+    return Schedule.of(
+        (
+            *(Forward(s, i) for s in stages for i in range(num_microbatches)),
+            *(Backward(s, i) for s in reversed(stages) for i in range(num_microbatches)),
         )
+        for stages in (range(rank, num_stages, num_ranks) for rank in range(num_ranks))
     )

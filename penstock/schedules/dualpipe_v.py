@@ -30,11 +30,9 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
     """
     num_ranks = num_stages // 2
     whole = max(num_microbatches, 2 * num_ranks)
-    return Schedule(
-        tuple(
-            tuple(x for x in _program(rank, num_ranks, whole) if x.microbatch < num_microbatches)
-            for rank in range(num_ranks)
-        )
+    return Schedule.of(
+        (x for x in _program(rank, num_ranks, whole) if x.microbatch < num_microbatches)
+        for rank in range(num_ranks)
     )
 
 

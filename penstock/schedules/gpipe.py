@@ -23,7 +23,7 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
         for i in range(num_microbatches):
             yield Backward(stage, i)
 
-    return Schedule(tuple(tuple(program(stage)) for stage in range(num_stages)))
+    return Schedule.of(program(stage) for stage in range(num_stages))
 
 
 gpipe = Family("gpipe", _schedule)

@@ -3,6 +3,8 @@
 Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, section 2.2.
 """
 
+from collections.abc import Iterator
+
 from penstock.errors import check_count
 
 from .family import Family
@@ -39,17 +41,14 @@ def interleaved_1f1b(stages_per_rank: int = 2) -> Family:
 
 def _schedule(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
     num_ranks = num_stages // stages_per_rank
-    return Schedule(
-        tuple(
-            _program(rank, num_ranks, num_microbatches, stages_per_rank)
-            for rank in range(num_ranks)
-        )
+    return Schedule.of(
+        _program(rank, num_ranks, num_microbatches, stages_per_rank) for rank in range(num_ranks)
     )
 
 
 def _program(
     rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[Instruction, ...]:
+) -> Iterator[Instruction]:
     # 1. the order of each direction: R micro-batches through a stage, then through the next
     whole = -(-num_microbatches // num_ranks) * num_ranks
     forwards = [
@@ -74,4 +73,4 @@ def _program(
         *backwards[len(forwards) - warmup :],
     ]
     # 3. strike out the micro-batches that only fill up the last R
-    return tuple(x for x in order if x.microbatch < num_microbatches)
+    return (x for x in order if x.microbatch < num_microbatches)

@@ -5,7 +5,7 @@ Letters in the "Roughly" lines: s a stage, i a micro-batch, x its input values, 
 gradients.  kept[s, i] are the activations that a forward leaves for its backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -13,6 +13,31 @@ from typing import ClassVar, get_args
 
 Message = tuple[bool, int, int, int]
 """(is a gradient, from stage, to stage, micro-batch): the key of a send and its receive."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfStage:
+    """An instruction of a stage, once a mini-batch."""
+
+    stage: int
+
+    letter: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}"
+
+
+@dataclass(frozen=True, slots=True)
+class OfMicrobatch:
+    """An instruction of a stage for one micro-batch."""
+
+    stage: int
+    microbatch: int
+
+    letter: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.letter}{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +65,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(OfMicrobatch):
     """Run the forward of `stage` on `microbatch` again, with the same bits, and keep its graph.
 
     Roughly: kept[s, i] = graph of stage[s](kept[s, i])
@@ -49,29 +74,21 @@ class Recompute:
     Buffers end as they were before; random numbers are those of the Forward.
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}R{self.microbatch}"
+    letter = "R"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(OfMicrobatch):
     """Add the parameter gradients of `stage` for `microbatch`; free its activations.
 
     Roughly: g_x[s, i], g_w += vjp(kept.pop((s, i)), g_y[s, i])
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}B{self.microbatch}"
+    letter = "B"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardInput:
+class BackwardInput(OfMicrobatch):
     """Compute the gradients that other stages wait for; leave those of weights to BackwardWeight.
 
     Roughly: g_x[s, i] = vjp_x(kept[s, i], g_y[s, i]); kept[s, i] = operands of the weights' part
@@ -80,15 +97,11 @@ class BackwardInput:
     in BackwardWeight only.  Frees the graph (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}I{self.microbatch}"
+    letter = "I"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWeight:
+class BackwardWeight(OfMicrobatch):
     """Add the parameter gradients of `stage` for `microbatch` that its BackwardInput has left.
 
     Roughly: g_w += vjp_w(kept.pop((s, i)))
@@ -96,11 +109,7 @@ class BackwardWeight:
     Waits for nobody, so it may fill a bubble.  Frees all that is still kept for the pair.
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}W{self.microbatch}"
+    letter = "W"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +121,34 @@ class Communication:
     peer: int
 
     gradient: ClassVar[bool]
+    sign: ClassVar[str]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.stage}{'B' if self.gradient else 'F'}{self.microbatch}{self.sign}{self.peer}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Communication):
     """A message that `stage` hands over to stage `peer`."""
 
+    sign = ">"
+
     @property
     def message(self) -> Message:
         return self.gradient, self.stage, self.peer, self.microbatch
-
-    def __str__(self) -> str:
-        return f"{self.stage}{'B' if self.gradient else 'F'}{self.microbatch}>{self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
 class Receive(Communication):
     """A message that `stage` awaits from stage `peer`."""
 
+    sign = "<"
+
     @property
     def message(self) -> Message:
         return self.gradient, self.peer, self.stage, self.microbatch
-
-    def __str__(self) -> str:
-        return f"{self.stage}{'B' if self.gradient else 'F'}{self.microbatch}<{self.peer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +194,7 @@ class ReceiveGradient(Receive):
 
 
 @dataclass(frozen=True, slots=True)
-class CommitStatistics:
+class CommitStatistics(OfStage):
     """Move the BatchNorm running statistics of `stage` once, by the pooled moments of the
     mini-batch.
 
@@ -190,10 +203,7 @@ class CommitStatistics:
     Comes after the last Forward of the stage.  Frees the moments.
     """
 
-    stage: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}C"
+    letter = "C"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +231,7 @@ class PostReceive:
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceGradients:
+class ReduceGradients(OfStage):
     """Add up the gradients of `stage` over all replicas of the pipeline.
 
     Roughly: g_w = sum over replicas of g_w
@@ -230,14 +240,11 @@ class ReduceGradients:
     wait for them.  They run beside backwards of other stages; the end of the program awaits them.
     """
 
-    stage: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}G"
+    letter = "G"
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class Offload(OfMicrobatch):
     """Move the activations of `stage` for `microbatch` out of the device's memory, to its host's,
     or on a CPU to a file.
 
@@ -246,15 +253,11 @@ class Offload:
     Weights, buffers and the caller's batch stay where they are.  A Fetch brings the rest back.
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}H{self.microbatch}"
+    letter = "H"
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(OfMicrobatch):
     """Bring back the activations that an Offload of the pair moved away, with the same bits.
 
     Roughly: kept[s, i] = away.pop((s, i))
@@ -262,15 +265,11 @@ class Fetch:
     Comes before the Recompute, the Backward or the BackwardInput of the pair.
     """
 
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}D{self.microbatch}"
+    letter = "D"
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateWeights:
+class UpdateWeights(OfStage):
     """Let the optimizer move the weights of `stage` by the gradients since its last update.
 
     Roughly: w[s, v + 1] = optimizer(w[s, v], g_w); g_w = 0; v += 1
@@ -279,10 +278,7 @@ class UpdateWeights:
     w[s, v + 1] takes its memory.
     """
 
-    stage: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}U"
+    letter = "U"
 
 
 Compute = Forward | Recompute | Backward | BackwardInput | BackwardWeight
@@ -307,6 +303,7 @@ Instruction = (
     | UpdateWeights
 )
 Program = tuple[Instruction, ...]
+"""The instructions of a rank, in the order in which it runs them."""
 
 WORDS: Mapping[str, Callable[..., Instruction]] = {
     "0F0": Forward,
@@ -370,6 +367,11 @@ class Schedule:
     def num_microbatches(self) -> int:
         computes = {x.microbatch for x in self.instructions if x.__class__ in COMPUTES}
         return 1 + max(computes, default=-1)
+
+    @classmethod
+    def of(cls, programs: Iterable[Iterable[Instruction]]) -> "Schedule":
+        """Return the schedule of these programs, one for each rank."""
+        return cls(tuple(map(tuple, programs)))
 
     @property
     def instructions(self) -> Iterator[Instruction]:

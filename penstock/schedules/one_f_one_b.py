@@ -31,9 +31,6 @@ def alternating(warmups: Sequence[int], num_microbatches: int) -> Schedule:
         for i in range(num_microbatches - warmup, num_microbatches):
             yield Backward(stage, i)
 
-    return Schedule(
-        tuple(
-            tuple(program(stage, min(warmup, num_microbatches)))
-            for stage, warmup in enumerate(warmups)
-        )
+    return Schedule.of(
+        program(stage, min(warmup, num_microbatches)) for stage, warmup in enumerate(warmups)
     )

@@ -202,4 +202,4 @@ def backward_half(schedule: Schedule) -> Schedule:
 
 
 def _rewrite(schedule: Schedule, rewrite: Callable[[Program], Iterable[Instruction]]) -> Schedule:
-    return Schedule(tuple(tuple(rewrite(program)) for program in schedule.programs))
+    return Schedule.of(map(rewrite, schedule.programs))

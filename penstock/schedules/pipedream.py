@@ -36,7 +36,7 @@ def without_flush(
                 yield UpdateWeights(stage)
                 updates += 1
 
-    return Schedule(tuple(tuple(program(stage)) for stage in range(num_stages)))
+    return Schedule.of(program(stage) for stage in range(num_stages))
 
 
 def pipedream(vertical_sync: bool = False) -> Family:

@@ -198,8 +198,9 @@ def answer_of(problem: Problem, schedule: Schedule) -> Answer:
 def schedule_of(problem: Problem, answer: Answer) -> Schedule:
     """Read a schedule from its numbers."""
     size, m = problem.size, problem.num_microbatches
-    programs = ((KINDS[op // size](*divmod(op % size, m)) for op in program) for program in answer)
-    return Schedule(tuple(map(tuple, programs)))
+    return Schedule.of(
+        (KINDS[op // size](*divmod(op % size, m)) for op in program) for program in answer
+    )
 
 
 def joined(problem: Problem, answer: Answer) -> Answer:

@@ -63,4 +63,4 @@ def _schedule(
                 yield from (type(x)(segment, i) for segment in reversed(segments[stage]))
 
     programs = base(len(sizes), num_microbatches).programs
-    return Schedule(tuple(tuple(chain(*map(cut, program))) for program in programs))
+    return Schedule.of(chain.from_iterable(map(cut, program)) for program in programs)

@@ -136,11 +136,10 @@ def _schedule(num_stages: int, num_microbatches: int, source: str) -> Schedule:
     whole = _read(source)
     _check_size("stages", num_stages, whole.num_stages, exactly=True)
     _check_size("micro-batches", num_microbatches, whole.num_microbatches, exactly=False)
-    programs = (
+    return Schedule.of(
         (x for x in program if isinstance(x, ir.Compute) and x.microbatch < num_microbatches)
         for program in whole.programs
     )
-    return Schedule(tuple(map(tuple, programs)))
 
 
 def _check_size(noun: str, asked: int, count: int, *, exactly: bool) -> None:
@@ -178,7 +177,7 @@ def _read(text: str) -> Schedule:
         raise ScheduleError(f"line {line} has no action: each line is a rank, and runs a stage")
 
     # 3. prove the schedule with its communication
-    schedule = Schedule(tuple(map(tuple, programs)))
+    schedule = Schedule.of(programs)
     transfers = chain_transfers(schedule.num_stages)
     try:
         verify(add_communication(schedule, transfers), transfers)

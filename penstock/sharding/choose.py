@@ -80,12 +80,12 @@ class Problem:
 
     def cost(self, states: Mapping[int, int]) -> float:
         """Return the cost of these states."""
-        found = sum(float(own[states[k]]) for k, own in enumerate(self.costs))
-        found += sum(float(own[states[i], states[j]]) for (i, j), own in self.pairs.items())
+        total = sum(float(costs[states[k]]) for k, costs in enumerate(self.costs))
+        total += sum(float(table[states[i], states[j]]) for (i, j), table in self.pairs.items())
         for before, users, seconds in self.shared:
             row = seconds[_layout(before, states)]
-            found += sum(float(row[n]) for n in {_layout(user, states) for user in users})
-        return found
+            total += sum(float(row[n]) for n in {_layout(user, states) for user in users})
+        return total
 
     def digest(self, more: Sequence[Numbers], gap: float) -> bytes:
         """Return a digest of all numbers that `solve` reads."""
@@ -103,19 +103,17 @@ class Problem:
 
         `more` are further costs of nodes, if there are any.
         """
-        # 1. eliminate nodes, then the users of shared conversions, as long as any can be
-        costs = dict(enumerate(self.costs))
-        if more:
-            costs = {k: own + more[k] for k, own in costs.items()}
+        # 1. Eliminate nodes, then the users of shared conversions, as long as any can be.
+        costs = {k: own + more[k] if more else own for k, own in enumerate(self.costs)}
         pairs, shared = dict(self.pairs), list(self.shared)
         gone = _eliminate(costs, pairs, set(_nodes(shared)))
         while joined := next(filter(None, (_join(costs, pairs, shared, x) for x in shared)), None):
             gone += joined + _eliminate(costs, pairs, set(_nodes(shared)))
-        # 2. solve the rest as a linear or integer program
+        # 2. Solve the rest as a linear or integer program.
         states = _of_the_rest(costs, pairs, shared, gap)
         if states is None:
             return None
-        # 3. look up the eliminated nodes' best states, the last eliminated first
+        # 3. Look up the eliminated nodes' best states, the last eliminated first.
         for k, near, best in reversed(gone):
             states[k] = int(best[tuple(states[j] for j in near)])
         return states
@@ -147,8 +145,7 @@ def _eliminate(
     costs: dict[int, Numbers], pairs: dict[tuple[int, int], Numbers], kept: set[int | None]
 ) -> list[_Gone]:
     """Take nodes with at most two neighbours out of costs and pairs, except the `kept` ones."""
-    gone: list[_Gone] = []
-    before = -1
+    gone, before = list[_Gone](), -1
     while len(gone) > before:
         before = len(gone)
         for k in [k for k in costs if k not in kept]:
@@ -193,6 +190,7 @@ def _join(
     maker ──► conversion ──► user 1 ──► end      The maker and the end stay.  The end may be a
                          └─► user 2 ──┘          user, too.
     """
+    # 1. Choose the end, if there is one and the tables stay small.
     (maker, which), users, seconds = own
     ends = _ends(pairs, shared, own)
     rows = seconds[which[:1] if maker is None else which]
@@ -201,6 +199,7 @@ def _join(
         return []
     end, wants, free = ends[0], [], []
     num_ends = 1 if end is None else len(costs[end])
+    # 2. Find the least cost of each user, by layout that it takes and state of the end.
     for place, (node, layouts) in enumerate(users):
         total = numpy.zeros((1, num_ends))
         if node is not None and node == end:
@@ -210,12 +209,12 @@ def _join(
             total = total + costs.pop(node)[:, None]
             if end is not None and _near(pairs, node):
                 total = total + _pop(pairs, node, end)
-        # the least cost [layout, end] of the user, and the state that has it
         is_in = layouts[: len(total)] == numpy.arange(rows.shape[1])[:, None]
         by_layout = numpy.where(is_in[:, :, None], total, numpy.inf)
         wants.append((by_layout.min(axis=1), by_layout.argmin(axis=1)))
+    # 3. Part the users into sets that share a conversion; its cost remains with maker and end.
     least, best = _parted(rows, wants)
-    shared[:] = [each for each in shared if each is not own]
+    shared[:] = [other for other in shared if other is not own]
     left = tuple(k for k in (maker, end) if k is not None)
     shape = [len(costs[k]) for k in left]
     if len(left) == 2:
@@ -232,10 +231,10 @@ def _ends(
     nodes = {user.node for user in own.users if user.node is not None}
     near = {k: _near(pairs, k) for k in nodes}
     uses = Counter(_nodes(shared))
-    every = [*sorted(nodes.union(*near.values()) - {own.before.node}), None]
+    candidates = [*sorted(nodes.union(*near.values()) - {own.before.node}), None]
     return [
         end
-        for end in every
+        for end in candidates
         if nodes - {end} and all(uses[k] == 1 and near[k] <= {end} for k in nodes - {end})
     ]
 
@@ -321,13 +320,13 @@ class _Table:
 
         A side without variables has the sum 1.
         """
-        found = self.variables(costs)
-        for lines, (variables, which) in zip((found, found.T), sides, strict=True):
+        cells = self.variables(costs)
+        for lines, (variables, which) in zip((cells, cells.T), sides, strict=True):
             fixed = numpy.full(len(lines), 0.0 if variables.size else 1.0)
             rows = self.rows(fixed, fixed)
             self.add(rows[:, None], lines, 1.0)
             self.add(rows[which[: variables.size]], variables, -1.0)
-        return found
+        return cells
 
     def solve(self, gap: float) -> Numbers | None:
         """Return the values of all variables; None if the solver finds none."""
@@ -341,14 +340,14 @@ class _Table:
         for is_again in (False, True):
             if is_again:
                 solver.setOptionValue("presolve", "choose")
-                every = numpy.arange(len(is_whole), dtype=numpy.int32)
-                solver.changeColsIntegrality(len(every), every, is_whole.astype(numpy.uint8))
+                columns = numpy.arange(len(is_whole), dtype=numpy.int32)
+                solver.changeColsIntegrality(len(columns), columns, is_whole.astype(numpy.uint8))
             solver.run()  # other threads go on
             if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
                 return None
             values: Numbers = numpy.array(solver.getSolution().col_value)
-            own = values[is_whole]
-            if numpy.abs(own - own.round()).max() < _WHOLE:
+            wholes = values[is_whole]
+            if numpy.abs(wholes - wholes.round()).max() < _WHOLE:
                 break
         return values
 
@@ -377,12 +376,14 @@ def _of_the_rest(
     if not costs:
         return {}
     table, none = _Table(), numpy.zeros(0, dtype=int)
-    nodes = {k: table.one_of(own) for k, own in costs.items()}
-    for (i, j), own in pairs.items():
-        table.cells(own, [(nodes[k], numpy.arange(len(nodes[k]))) for k in (i, j)])
-    for before, users, every in shared:
+    # 1. Add a variable for each state of a node, and for each pair of states that has a cost.
+    nodes = {k: table.one_of(node_costs) for k, node_costs in costs.items()}
+    for (i, j), pair_costs in pairs.items():
+        table.cells(pair_costs, [(nodes[k], numpy.arange(len(nodes[k]))) for k in (i, j)])
+    # 2. Add the conversions: one is done if any user needs it.
+    for before, users, all_seconds in shared:
         layouts, begin = numpy.unique(before.which, return_inverse=True)
-        seconds = every[layouts]
+        seconds = all_seconds[layouts]
         done = table.variables(seconds)
         start = none if before.node is None else nodes[before.node]
         for node, which in users:
@@ -394,5 +395,6 @@ def _of_the_rest(
             rows = table.rows(numpy.zeros(cells.shape), numpy.full(cells.shape, numpy.inf))
             table.add(rows, done[:, columns], 1.0)
             table.add(rows, cells, -1.0)
-    found = table.solve(gap)
-    return None if found is None else {k: int(found[own].argmax()) for k, own in nodes.items()}
+    # 3. The state of a node is the one with the variable 1.
+    values = table.solve(gap)
+    return None if values is None else {k: int(values[x].argmax()) for k, x in nodes.items()}

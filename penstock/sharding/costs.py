@@ -8,8 +8,8 @@ activations    bytes saved by all micro-batches in flight
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from typing import Any, Self
 
@@ -34,6 +34,9 @@ _EACH_CONVERSION_S = 1e-7
 """Seconds added to each conversion, so that the program prefers fewer of them."""
 USUAL_CLUSTER = "dgx-a100"
 """The default cluster: eight well connected devices."""
+
+
+_Cache = dict[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ class Costs:
     """True where a weight is gathered once, for all of a step."""
     gathers: bool = False
     """True where a weight is cut between steps, and gathered for each."""
+    _moves_s: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of moves, by axis, kind and bytes."""
+    _calls_s: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of calls' forwards and backwards, by operators and number of parts."""
+    _tables_s: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Seconds of conversions, [before, after], by the value and both lists of layouts."""
 
     @classmethod
     def usual(cls, mesh: Sequence[int], num_microbatches: int = 1, num_in_flight: int = 1) -> Self:
@@ -83,12 +92,12 @@ class Costs:
         """Return the seconds of a call's forward, and of its backward."""
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
         key = call.operators, parts
-        if key not in self._known_operators:
+        if key not in self._calls_s:
             both = [0.0, 0.0]
             for operator in call.operators:
                 both[operator.part is not Part.FORWARD] += self._operator_s(operator, parts)
-            self._known_operators[key] = both[0], both[1]
-        forward_s, rest_s = self._known_operators[key]
+            self._calls_s[key] = both[0], both[1]
+        forward_s, rest_s = self._calls_s[key]
         factor = self.factor(call.layer)
         return forward_s * factor, rest_s * factor
 
@@ -126,7 +135,7 @@ class Costs:
         """
         value = spec.num_bytes, spec.wants_gradient, times
         key = value, tuple(before), tuple(after)
-        if key not in self._known_tables:
+        if key not in self._tables_s:
             moves, places, differs = _moves_between(tuple(before), tuple(after))
             each_s = [
                 self._move_s(axis, move, spec.num_bytes / prod(self.mesh[n] for n in cut))
@@ -134,8 +143,8 @@ class Costs:
             ]
             both_s = numpy.array(each_s)[places].sum(axis=-1)  # [before, after, value or gradient]
             seconds = both_s @ (times, float(spec.wants_gradient))
-            self._known_tables[key] = seconds + _EACH_CONVERSION_S * differs
-        return self._known_tables[key]
+            self._tables_s[key] = seconds + _EACH_CONVERSION_S * differs
+        return self._tables_s[key]
 
     def times(self, is_saved: bool) -> float:
         """Return the all-gathers of a weight for each micro-batch.
@@ -209,8 +218,8 @@ class Costs:
         """Return the bytes of a layer on a device: weights, gradients, optimizer state, and the
         activations of all micro-batches in flight.
         """
-        found = sum(self.weight_bytes(*own) for own in self._at_rest(graph, calls, name, plan))
-        return found + self.activation_bytes(graph, calls, plan)
+        weights = sum(self.weight_bytes(*pair) for pair in self._at_rest(graph, calls, name, plan))
+        return weights + self.activation_bytes(graph, calls, plan)
 
     def _at_rest(
         self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
@@ -247,32 +256,20 @@ class Costs:
         if move is Move.NONE:
             return 0.0
         key = axis, move.value, num_bytes
-        if key not in self._known:
+        if key not in self._moves_s:
             inner = prod(self.mesh[axis + 1 :])
             group = [self._place(n) for n in range(0, inner * self.mesh[axis], inner)]
             collective = _COLLECTIVES.get(move)
             if collective is None:
                 rate = self.cluster.device_of(self._place(0)).bytes_per_s
-                self._known[key] = 2 * num_bytes / rate  # read once, written once
+                self._moves_s[key] = 2 * num_bytes / rate  # read once, written once
             else:
                 sent = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes
-                self._known[key] = collective(self.cluster, group, sent)
-        return self._known[key]
+                self._moves_s[key] = collective(self.cluster, group, sent)
+        return self._moves_s[key]
 
     def _place(self, number: int) -> int:
         return self.devices[number] if self.devices else number
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, str, float], float]:
-        return {}
-
-    @cached_property
-    def _known_operators(self) -> dict[tuple[tuple[Operator, ...], int], tuple[float, float]]:
-        return {}
-
-    @cached_property
-    def _known_tables(self) -> dict[object, Any]:
-        return {}
 
 
 def weights_of(graph: Graph, calls: Sequence[Call]) -> Iterator[TensorSpec]:

@@ -92,8 +92,8 @@ def _grid(site: Site, axis: int, choice: Choice) -> bool:
 def _is_small(site: Site) -> bool:
     """Tell if a call's weights stay whole: it is no product, or no choice cuts them."""
     is_product = base_name(site.call.function) in _PRODUCTS
-    every = (choice for own in site.by_axis for choice in own)
-    return not is_product or not any(_cuts_a_weight(site, choice) for choice in every)
+    choices = (choice for of_axis in site.by_axis for choice in of_axis)
+    return not is_product or not any(_cuts_a_weight(site, choice) for choice in choices)
 
 
 def _data(site: Site, axis: int, choice: Choice) -> bool:

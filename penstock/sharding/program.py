@@ -208,17 +208,18 @@ class LayerProgram:
         whole = (I,) * len(task.mesh)
         if layer not in task.known:
             task.known[layer] = _Choices(graph, layer, task)
-        own = task.known[layer]
-        self.calls, self._weights = own.calls, own.weights
-        self.sites, self._states = own.sites, own.states
-        self._problem = Problem([*own.seconds])
-        for tensor, users in own.users.items():
-            found = own.inner.get(tensor)
-            if found is None:
+        choices = task.known[layer]
+        self.calls, self._weights = choices.calls, choices.weights
+        self.sites, self._states = choices.sites, choices.states
+        self._problem = Problem([*choices.seconds])
+        for tensor, users in choices.users.items():
+            conversions = choices.inner.get(tensor)
+            if conversions is None:
                 border: _Held = None, [borders.get(tensor, whole)]
-                others = [border] if tensor in own.outside else []
-                found = own.conversions(tensor, own.makers.get(tensor, border), [*users, *others])
-            self._problem.convert(*found)
+                maker = choices.makers.get(tensor, border)
+                others = [border] if tensor in choices.outside else []
+                conversions = choices.conversions(tensor, maker, [*users, *others])
+            self._problem.convert(*conversions)
 
     def solve(self, byte_s: float = 0.0) -> Solved:
         """Return the best choices, if a resident byte costs `byte_s` seconds of a micro-batch.
@@ -226,16 +227,16 @@ class LayerProgram:
         Raises:
             PlanError: the solver finds none.
         """
-        own, more = self.begin(byte_s).result(), self._more(byte_s)
-        if own is None:
+        states, more = self.begin(byte_s).result(), self._more(byte_s)
+        if states is None:
             raise PlanError(f"no way to divide layer {self.layer} was found")
         num_sites = len(self.sites)
-        seconds = self._problem.cost(own) + self._task.known[self.layer].shared_s
+        seconds = self._problem.cost(states) + self._task.known[self.layer].shared_s
         return Solved(
-            [site.options[own[k]] for k, site in enumerate(self.sites)],
-            {n: self._states[k][own[num_sites + k]] for k, n in enumerate(self._weights)},
+            [site.options[states[k]] for k, site in enumerate(self.sites)],
+            {n: self._states[k][states[num_sites + k]] for k, n in enumerate(self._weights)},
             seconds,
-            seconds + sum(float(x[own[k]]) for k, x in enumerate(more)),
+            seconds + sum(float(x[states[k]]) for k, x in enumerate(more)),
         )
 
     def begin(self, byte_s: float, executor: Executor | None = None) -> "Future[States | None]":
@@ -263,27 +264,29 @@ class LayerProgram:
         names = [self._graph.tensors[n].name.removeprefix(f"{plan.name}.") for n in self._weights]
         chosen = [call.choices for call in plan.calls]
         states = {
-            k: [option.choices for option in site.options].index(own)
-            for k, (site, own) in enumerate(zip(self.sites, chosen, strict=True))
+            k: [option.choices for option in site.options].index(choices)
+            for k, (site, choices) in enumerate(zip(self.sites, chosen, strict=True))
         }
-        for k, (name, every) in enumerate(zip(names, self._states, strict=True)):
-            states[len(self.sites) + k] = every.index(plan.weights[name])
+        for k, (name, layouts) in enumerate(zip(names, self._states, strict=True)):
+            states[len(self.sites) + k] = layouts.index(plan.weights[name])
         calls = (self._compared(k, call, states) for k, call in enumerate(plan.calls))
         return replace(plan, calls=tuple(calls))
 
     def _compared(self, k: int, chosen: PlannedCall, states: dict[int, int]) -> PlannedCall:
+        # 1. Take the costs that change: of the call, and of weights that only it uses.
         used = Counter(n for call in self.calls for n in dict.fromkeys(call.takes))
-        own = [n for n in self._weights if n in self.calls[k].takes and used[n] == 1]
-        weights = [len(self.sites) + self._weights.index(n) for n in own]
+        only_here = [n for n in self._weights if n in self.calls[k].takes and used[n] == 1]
+        weights = [len(self.sites) + self._weights.index(n) for n in only_here]
         costs = self._problem.around({k, *weights})
         now, best = costs.cost(states), Instead((), inf)
+        # 2. Try each choice that cuts another letter, with the best layouts of these weights.
         for number, option in enumerate(self.sites[k].options):
             if option.cuts == chosen.cuts:
                 continue
             tried = {**states, k: number}
             for node in weights:
-                every = ({**tried, node: n} for n in range(len(costs.costs[node])))
-                tried = min(every, key=costs.cost)
+                candidates = ({**tried, node: n} for n in range(len(costs.costs[node])))
+                tried = min(candidates, key=costs.cost)
             other = Instead(option.choices, costs.cost(tried) - now)
             best = min(best, other, key=attrgetter("more_s"))
         return chosen if best.more_s == inf else replace(chosen, instead=best)
@@ -330,6 +333,7 @@ def priced(
     Each conversion counts once.  A value that leaves the layer is converted by the call that makes
     it.  Weights that are gathered once for a step count nothing.
     """
+    # 1. Find the values that leave the layer, and the weights that are gathered again.
     layouts, whole = {**borders, **solved.weights}, (I,) * len(costs.mesh)
     leaving = used_outside(graph, calls)
     maker = {n: (k, p) for k, call in enumerate(calls) for p, n in enumerate(call.gives)}
@@ -355,7 +359,7 @@ def priced(
         again_bytes = forward if tensor in again else 0
         return 0 if costs.keeps and tensor in cut else forward, backward + again_bytes
 
-    # in the order of calls, so that the first user of a layout pays for the conversion
+    # 2. Count in the order of calls, so that the first user of a layout pays for the conversion.
     for call, planned in zip(calls, solved.calls, strict=True):
         both = [sent(n, after) for n, after in zip(call.takes, planned.takes, strict=True)]
         layouts.update(zip(call.gives, planned.gives, strict=True))
@@ -364,6 +368,7 @@ def priced(
         changes = tuple(map(call.takes.index, call.changes))
         sent_now = {"forward_bytes": forward, "backward_bytes": backward}
         planned_calls.append(replace(planned, **sent_now, changes=changes))
+    # 3. Name the weights as in the layer, and the values at its borders by their places.
     names = {n: graph.tensors[n].name.removeprefix(f"{name}.") for n in solved.weights}
     entering = {n for call in calls for n in call.takes if n not in maker and n in borders}
     return LayerSharding(

@@ -70,7 +70,7 @@ class _Sum(NamedTuple):
     keeps: float
 
 
-class _Found(NamedTuple):
+class _Plans(NamedTuple):
     """Plans of all layers of a stage, their seconds and their bytes on a device."""
 
     seconds: float
@@ -145,11 +145,11 @@ class Search:
         # the price at which both plans cost the same finds a better one, until there is none
         while below.seconds - above.seconds > _CLOSE * below.seconds:
             byte_s = (below.seconds - above.seconds) / (above.num_bytes - below.num_bytes)
-            found = self._fastest(byte_s)
-            gained = below.seconds - found.seconds + byte_s * (below.num_bytes - found.num_bytes)
-            if gained < _CLOSE * below.seconds:
+            between = self._fastest(byte_s)
+            saved_bytes = below.num_bytes - between.num_bytes
+            if below.seconds - between.seconds + byte_s * saved_bytes < _CLOSE * below.seconds:
                 break
-            above, below = (found, below) if found.num_bytes > limit else (above, found)
+            above, below = (between, below) if between.num_bytes > limit else (above, between)
         return below.plans
 
     def compared(self, plans: Sequence[LayerSharding]) -> list[LayerSharding]:
@@ -212,15 +212,15 @@ class Search:
         A tensor that crosses where the range begins counts as a slice if the border is cut.
         """
         places = {layer: n for n, layer in enumerate(self._layers)}
-        found, parts = numpy.zeros((len(places), len(places) + 1)), prod(self._costs.mesh)
+        entering, parts = numpy.zeros((len(places), len(places) + 1)), prod(self._costs.mesh)
         is_cut = [self._cut_here(place) != self._whole for place in range(len(places))]
         for number, maker, users, num_bytes in self._graph.values:
-            own = [places[user] for user in users if user in places]
-            for first in range(places.get(maker, -1) + 1, max(own, default=-1) + 1):
+            uses = [places[user] for user in users if user in places]
+            for first in range(places.get(maker, -1) + 1, max(uses, default=-1) + 1):
                 is_slice = is_cut[first] and number in self._crossing[first]
                 size = num_bytes / (parts if is_slice else 1)
-                found[first, min(user for user in own if user >= first) + 1 :] += size
-        return found
+                entering[first, min(user for user in uses if user >= first) + 1 :] += size
+        return entering
 
     def _further(
         self, best: Mapping[Layout, Numbers], place: int, byte_s: float
@@ -261,7 +261,7 @@ class Search:
             self._sizes[key] = _Sum(*cost, forward_s, stays, updates, keeps)
         return self._sizes[key]
 
-    def _fastest(self, byte_s: float) -> "_Found":
+    def _fastest(self, byte_s: float) -> _Plans:
         """Return the plan with the least total for a price of a byte."""
         begin, end = self._ends
         best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {begin: (Cost(0.0, 0.0), [])}
@@ -278,7 +278,7 @@ class Search:
             self._costs.layer_bytes(self._graph, self._calls(n), self._names[n], plan)
             for n, plan in zip(self._layers, plans, strict=True)
         )
-        return _Found(cost.seconds, num_bytes, plans)
+        return _Plans(cost.seconds, num_bytes, plans)
 
     def _borders(self, place: int) -> Iterator[Layout]:
         """Yield the layouts that a layer's results may have."""
@@ -351,14 +351,15 @@ class Search:
         """Return the key of a layer's program, and the layouts at its borders."""
         if (place, before, after) in self._keys:
             return self._keys[place, before, after]
+        # 1. Find the layouts of the tensors that cross the layer's borders.
         layer = self._layers[place]
         entering = self._crossing[place] if before != self._whole else []
         leaving = self._crossing[place + 1] if after != self._whole else []
         borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
-        # tensors with a given layout by order of first use, which equal layers share
-        calls, given = self._graph.of_layer(layer), {**borders, **self._task.pins}
+        # 2. Name these tensors, and pinned weights, by order of first use, as equal layers share.
+        calls, fixed = self._graph.of_layer(layer), {**borders, **self._task.pins}
         met = dict.fromkeys(n for call in calls for n in (*call.takes, *call.gives))
-        places = tuple((k, given[n]) for k, n in enumerate(met) if n in given)
+        places = tuple((k, fixed[n]) for k, n in enumerate(met) if n in fixed)
         key = self._graph.signature(layer), self._costs.factor(layer), places
         self._keys[place, before, after] = key, borders
         return key, borders
@@ -383,8 +384,8 @@ class Search:
         made = {n for call in self._calls(maker) for n in call.gives}
         used = Counter(n for call in both for n in call.takes)
         crossing = made & {n for call in self._calls(user) for n in call.takes}
-        own = {n for n in crossing if used[n] == graph.num_uses[n]}
-        return sorted(own - set(graph.outputs))
+        between = {n for n in crossing if used[n] == graph.num_uses[n]}
+        return sorted(between - set(graph.outputs))
 
 
 _BYTE_S = 1e-13

@@ -49,18 +49,19 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     free = (own_weights(graph, routed_calls(graph, n)) for n in numbers if not why_whole(graph, n))
     may_be_cut = {*chain.from_iterable(free)}
     stages = stages or [numbers]
-    each = [costs] * len(stages) if isinstance(costs, Costs) else costs
-    pinned = {own.mesh: _pinned(pins or {}, graph, may_be_cut, own.mesh) for own in each}
-    # one search for each stage
+    of_stages = [costs] * len(stages) if isinstance(costs, Costs) else costs
+    meshes = [stage_costs.mesh for stage_costs in of_stages]
+    pinned = {mesh: _pinned(pins or {}, graph, may_be_cut, mesh) for mesh in meshes}
+    # 1. Search the best plan of each stage.
     of_layer: dict[int, LayerSharding] = {}
-    for n, (stage, own) in enumerate(zip(stages, each, strict=True)):
-        around = (each[k].mesh if 0 <= k < len(each) else None for k in (n - 1, n + 1))
-        part = Part(stage, pinned[own.mesh], *around)
-        search = Search(graph, layers, part, ready, own)
+    for n, (stage, stage_costs) in enumerate(zip(stages, of_stages, strict=True)):
+        around = (meshes[k] if 0 <= k < len(meshes) else None for k in (n - 1, n + 1))
+        part = Part(stage, pinned[stage_costs.mesh], *around)
+        search = Search(graph, layers, part, ready, stage_costs)
         chosen = search.within(memory_limit_bytes)
         chosen = search.compared(chosen) if compares else chosen
         of_layer.update(zip(stage, search.ended(chosen), strict=True))
-    # functions that run replicated, and reasons for whole layers
+    # 2. Name the functions that run replicated, and the reasons for whole layers.
     seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
     plans = tuple(of_layer[n] for n in numbers)
@@ -110,8 +111,9 @@ def _check_pin(spec: TensorSpec, layout: Layout, mesh: Sequence[int], *, is_free
             f"sharding pins {spec.name!r} to {layout_text(layout)}, and it stays whole (I): "
             "several layers use it, or what its layer does cannot be divided; leave it out"
         )
-    every: list[State] = [I, R, *(S(d) for d in range(len(spec.shape)))]
-    remain = [own for own in product(every, repeat=len(mesh)) if fits(spec.shape, own, mesh)]
+    states: list[State] = [I, R, *(S(d) for d in range(len(spec.shape)))]
+    layouts = product(states, repeat=len(mesh))
+    remain = [candidate for candidate in layouts if fits(spec.shape, candidate, mesh)]
     if layout not in remain:
         raise ConfigError(
             f"sharding pins {spec.name!r} of shape {spec.shape} to {layout_text(layout)}, and on "

@@ -133,7 +133,7 @@ FAULTS = (
     Fault(
         "what was gathered for a layer outlives its call",
         "penstock/runtime/shards/divided.py",
-        "self._lent_as[weight].become(weight, layout)",
+        "self._stand_ins[weight].become(weight, layout)",
         "pass",
         "tests/sharding/test_memory.py::"
         "test_no_weight_stays_whole_after_a_layer_and_only_gathered_ones_come_again",

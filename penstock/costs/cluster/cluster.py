@@ -75,8 +75,8 @@ class Cluster:
             UnreadableError: it is no TOML, or a value is missing, unknown or of another type.
             ConfigError: values do not fit together.
         """
-        found: Self = from_plain(cls, read_text(text))
-        return found
+        cluster: Self = from_plain(cls, read_text(text))
+        return cluster
 
     def to_toml(self, comment: str = "") -> str:
         """Return the text of a TOML file with this cluster, after lines of comment."""

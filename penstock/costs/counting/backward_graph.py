@@ -66,7 +66,7 @@ class BackwardLog:
         self.current = node
         self.ran.add(node)
 
-    def leave(self, node: int, gradients: Any, given: Any) -> None:
+    def leave(self, node: int, gradients: Any, received: Any) -> None:
         """Note that a node ends, and count the gradients that arrive at other nodes."""
         self.current = None
         for edge, gradient in zip(self.edges[node], gradients, strict=False):
@@ -113,10 +113,10 @@ class BackwardGraph:
         """Number all nodes, and list the edges that their gradients take."""
         self._numbers = {node: n for n, node in enumerate(dict.fromkeys(waiting))}
         waiting = list(self._numbers)
-        found: dict[int, list[Edge | None]] = {}
+        edges_of: dict[int, list[Edge | None]] = {}
         while waiting:
             node = waiting.pop()
-            edges = found[self._numbers[node]] = list[Edge | None]()
+            edges = edges_of[self._numbers[node]] = list[Edge | None]()
             for after, place in node.next_functions:
                 if after is None:
                     edges.append(None)
@@ -125,7 +125,7 @@ class BackwardGraph:
                     self._numbers[after] = len(self._numbers)
                     waiting.append(after)
                 edges.append((self._numbers[after], place))
-        self.edges = [found[n] for n in range(len(found))]
+        self.edges = [edges_of[n] for n in range(len(edges_of))]
 
     def _place_leaves(self) -> None:
         """Assign each parameter's node to the first call that uses it."""
@@ -146,25 +146,29 @@ class BackwardGraph:
         The graph runs twice: an operator that also runs for gradients of `boundaries` alone is in
         the input part.
         """
-        inputs = self._logged(recorder, boundaries, keeps=True)
-        every = self._logged(recorder, [*boundaries, *weights], keeps=False)
-        found: dict[int, list[Operator]] = {}
-        for node, logged in sorted(every.logged.items(), reverse=True):
-            known = Counter(each.key for each in inputs.logged.get(node, ()))
+        # 1. Run the backward for gradients of inputs only, then for those of weights too.
+        of_inputs = self._logged(recorder, boundaries, keeps=True)
+        of_all = self._logged(recorder, [*boundaries, *weights], keeps=False)
+        # 2. Match the operators of each node: those that only the second run has are for weights.
+        operators: dict[int, list[Operator]] = {}
+        for node, logged in sorted(of_all.logged.items(), reverse=True):
+            unmatched = Counter(entry.key for entry in of_inputs.logged.get(node, ()))
             for key, operator in logged:
-                known[key] -= 1
-                part = Part.INPUT if known[key] >= 0 else Part.WEIGHT
-                found.setdefault(self.calls[node], []).append(replace(operator, part=part))
-        return found
+                unmatched[key] -= 1
+                part = Part.INPUT if unmatched[key] >= 0 else Part.WEIGHT
+                operators.setdefault(self.calls[node], []).append(replace(operator, part=part))
+        return operators
 
     def _logged(self, recorder: Recorder, wanted: Sequence[Tensor], *, keeps: bool) -> BackwardLog:
         """Return the log of one backward; `keeps` the graph for another one."""
+        # 1. Find the wanted tensors that the graph leads to; without any there is no backward.
         backward = BackwardLog(self.edges)
         ends = [(tensor, _edge_of(tensor)[0]) for tensor in wanted]
         known = [(tensor, self._numbers[end]) for tensor, end in ends if end in self._numbers]
         if not known:
             return backward
         backward.arrived.update((self._numbers[node], place) for node, place in self._starts)
+        # 2. Run it with hooks around each node; an error is that of the call that made the node.
         seeds = [torch.empty_like(root) for root in self._roots]
         with self._hooked(backward), recorder.backward(backward.note):
             try:
@@ -179,8 +183,9 @@ class BackwardGraph:
                 if backward.current is not None:
                     recorder.blame(self.calls[backward.current])
                 raise
+        # 3. Drop sums at nodes that did not run: the engine does not compute them.
         needed = backward.ran | {number for _, number in known}
-        for node in backward.logged.keys() - needed:  # sums that the engine leaves out
+        for node in backward.logged.keys() - needed:
             del backward.logged[node]
         return backward
 

@@ -17,13 +17,13 @@ def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator,
 
     The backward of a convolution has up to three: for its input, its weight and its bias.
     """
-    # 1. operators without work
+    # 1. Leave out operators without work; a convolution's backward has several products.
     name = str(func.overloadpacket).removeprefix("aten.")
     if name.startswith(("empty", "new_empty")) or _is_view(func, (args, kwargs), result):
         return ()
     if name == "convolution_backward":
         return tuple(_convolution_backward(args, result))
-    # 2. bytes of all arguments and results
+    # 2. Count the bytes of all arguments and results.
     only_writes = name.startswith(_ONLY_WRITE)
     read = list(tensors_in((args[1:] if only_writes else args, kwargs)))
     written = list(tensors_in(result))
@@ -32,15 +32,15 @@ def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator,
     floating = (t for t in tensors if t.is_floating_point() or t.is_complex())
     first = next(floating, tensors[0] if tensors else None)
     dtype = "float32" if first is None else dtype_name(first.dtype)
-    # 3. FLOPs of products; bytes of passes that the arguments do not show
+    # 3. Count the FLOPs of products, or the bytes of passes that the arguments do not show.
     product = _product(func, name, args, kwargs, result)
     if product is not None:
         kind, flops, dims, batch = product
         return (_operator(kind, flops, num_bytes, dims, batch, dtype),)
     kind = _class_of(name, func)
     if kind == "embedding":
-        given = _total(written)  # of a larger table, as much is read as is given
-        num_bytes = given + sum(min(_total([tensor]), given) for tensor in read)
+        looked_up = _total(written)  # only the rows that are looked up are read of a table
+        num_bytes = looked_up + sum(min(_total([tensor]), looked_up) for tensor in read)
     num_bytes += _more_passes(func, name, args, kwargs)
     return (_operator(kind, 0, num_bytes, (), 1, dtype),)
 
@@ -85,7 +85,7 @@ _ONLY_WRITE = ("zero_", "fill_", "copy_", "bernoulli_", "normal_", "uniform_", "
 
 def _total(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; each storage counts once."""
-    found: dict[int, dict[Any, int]] = {}
+    views: dict[int, dict[Any, int]] = {}
     whole: dict[int, int] = {}
     for tensor in tensors:
         if not _is_dense(tensor):
@@ -93,8 +93,8 @@ def _total(tensors: Iterable[Tensor]) -> int:
         storage = storage_id(tensor)
         whole[storage] = tensor.untyped_storage().nbytes()
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        found.setdefault(storage, {})[place] = tensor.numel() * tensor.element_size()
-    return sum(min(whole[storage], sum(of.values())) for storage, of in found.items())
+        views.setdefault(storage, {})[place] = tensor.numel() * tensor.element_size()
+    return sum(min(whole[storage], sum(sizes.values())) for storage, sizes in views.items())
 
 
 _TWO_PASSES = ("batch_norm", "group_norm")
@@ -148,10 +148,8 @@ _WORDS = (
 
 
 def _class_of(name: str, func: Any) -> str:
-    found = next((kind for kind, words in _WORDS if any(word in name for word in words)), None)
-    if found is None and torch.Tag.reduction in func.tags:
-        found = "reduce"
-    return found or "elementwise"
+    usual = "reduce" if torch.Tag.reduction in func.tags else "elementwise"
+    return next((kind for kind, words in _WORDS if any(word in name for word in words)), usual)
 
 
 # -- products -----------------------------------------------------------------------------------

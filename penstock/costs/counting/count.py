@@ -76,9 +76,7 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
         count = _Count(layers, left, inputs_on_meta(targets))
         with count.counted(example_inputs, torch_type, loss) as lent:
             lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
-            costs = count.found(lasting, size)
-        count.free()
-        return costs
+            return count.at_size(lasting, size)
 
     return run_unnoticed(layers.modules, run)
 
@@ -98,9 +96,7 @@ def record_graph(
     count = _Count(layers, None, inputs_on_meta(targets))
     counted = count.counted(example_inputs, torch_type, loss)
     with unnoticed(layers.modules, hooks=True), counted as lent:  # as they run in shards
-        graph = count.graph({storage_id(tensor) for tensor in lent.values()})
-    count.free()
-    return graph
+        return count.graph({storage_id(tensor) for tensor in lent.values()})
 
 
 def samples_in(inputs: Any) -> int:
@@ -134,20 +130,24 @@ class _Count:
             on_meta(modules) as lent,
             as_functions(modules),
             torch.enable_grad(),
-            self.explained(inputs),
+            self._explained(inputs),
         ):
             self._recorder = Recorder(_names(self._layers), torch_type)
-            self.run(inputs_on_meta(inputs), loss)
+            self._run(inputs_on_meta(inputs), loss)
             weights = (tensor for tensor in lent.values() if isinstance(tensor, nn.Parameter))
-            self.run_backward([weight for weight in weights if weight.requires_grad])
+            self._run_backward([weight for weight in weights if weight.requires_grad])
             yield lent
+        # Free all tensors, and then the graph behind them, which may be deep.
+        self._crossings, self._roots = (), []
+        if self._graph is not None:
+            self._graph.free()
 
-    def run(self, inputs: Any, loss: Loss | None) -> None:
+    def _run(self, inputs: Any, loss: Loss | None) -> None:
         """Run the model forward."""
         recorder, layers = self._recorder, self._layers
         recorder.begin(0, is_between=True)
         with recorder.forward():
-            output, self._crossings = layers.source.run_noting(inputs, self._perform)
+            output, self._crossings = layers.run_noting(inputs, self._perform)
             recorder.begin(len(layers))
             self._has_loss = loss is not None
             if loss is not None:
@@ -155,7 +155,7 @@ class _Count:
         recorder.end(flatten(output)[0])
         self._roots = [tensor for tensor in flatten(output)[0] if tensor.requires_grad]
 
-    def run_backward(self, weights: list[Tensor]) -> None:
+    def _run_backward(self, weights: list[Tensor]) -> None:
         """Run the model backward, twice; `weights` are the trained ones."""
         values = (crossing.tensors for crossing in self._crossings if not crossing.is_weight)
         crossed = {id(tensor): tensor for tensors in values for tensor in tensors}
@@ -163,12 +163,6 @@ class _Count:
         if self._roots:
             self._graph = BackwardGraph(self._roots, self._recorder.marks)
             self._operators = self._graph.run(self._recorder, boundaries, weights)
-
-    def free(self) -> None:
-        """Free all tensors, and the graph behind them, which may be deep."""
-        self._crossings, self._roots = (), []
-        if self._graph is not None:
-            self._graph.free()
 
     def _perform(self, step: Step, function: Any) -> Any:
         if step.index >= len(self._layers):  # a random operation between layers
@@ -178,25 +172,22 @@ class _Count:
         result = function()
         self._recorder.begin(step.index, is_between=True)
         if self._left_of is not None:
-            self._note_left(step, function, self._left_of)
+            # Run a layer of each kind again: the graph of these bytes must be the layer's alone.
+            kind = kind_of(step, (function.args, function.keywords))
+            if kind not in self._left_of_kind:
+                with self._recorder.paused():
+                    args, kwargs = tree_map(_alone, (function.args, function.keywords))
+                    results = flatten(function.func(*args, **kwargs))[0]
+                self._left_of_kind[kind] = self._left_of(step.module, results)
+            self._left[step.index] = self._left_of_kind[kind]
         return result
-
-    def _note_left(self, step: Step, function: Any, left_of: Left) -> None:
-        """Run a layer of each kind again, with a separate graph."""
-        kind = kind_of(step, (function.args, function.keywords))
-        if kind not in self._left_of_kind:
-            with self._recorder.paused():
-                args, kwargs = tree_map(_alone, (function.args, function.keywords))
-                results = flatten(function.func(*args, **kwargs))[0]
-            self._left_of_kind[kind] = left_of(step.module, results)
-        self._left[step.index] = self._left_of_kind[kind]
 
     def graph(self, lasting: set[int]) -> Graph:
         """Return the graph; `lasting` are storages of parameters and buffers."""
         custom = set() if self._graph is None else self._graph.custom
         return self._recorder.graph(self._operators, lasting, custom)
 
-    def found(self, lasting: set[int], microbatch_size: int) -> AtSize:
+    def at_size(self, lasting: set[int], microbatch_size: int) -> AtSize:
         """Return the costs; `lasting` are storages of parameters and buffers."""
         values, storages = values_of(self._crossings)
         # targets are kept in any case, like weights
@@ -211,10 +202,10 @@ class _Count:
             calls = graph.of_layer(n)
             counts = Counter(operator for call in calls for operator in call.operators)
             # 2. saved bytes: in values at the layer's borders, or inside
-            own = {s: size for s, size in of_layers.get(n, {}).items() if s not in lasting}
+            in_layer = {s: size for s, size in of_layers.get(n, {}).items() if s not in lasting}
             is_loss = n == len(self._layers)
             at_boundary = [not v.consumers if is_loss else v.touches(n) for v in values]
-            inner_bytes, places = divided_bytes(at_boundary, storages, own)
+            inner_bytes, places = divided_bytes(at_boundary, storages, in_layer)
             # 3. layers of equal classes and costs are of one kind
             kind = LayerKind(
                 operators=tuple(replace(x, count=count) for x, count in counts.items()),
@@ -226,20 +217,20 @@ class _Count:
             kind_numbers.append(numbers.setdefault((classes, kind), len(numbers)))
             saved.append(places)
         *kinds_of_layers, of_loss = kind_numbers
-        every = [kind for _, kind in numbers]
+        kinds = [kind for _, kind in numbers]
         return AtSize(
             microbatch_size=microbatch_size,
-            kinds=tuple(every),
+            kinds=tuple(kinds),
             kind_of=tuple(kinds_of_layers),
             values=values,
             saved=tuple(saved[:-1]),
             loss_saved=saved[-1],
-            loss=every[of_loss] if self._has_loss else None,
+            loss=kinds[of_loss] if self._has_loss else None,
             target_bytes=sum(tensor.numel() * tensor.element_size() for tensor in targets),
         )
 
     @contextmanager
-    def explained(self, inputs: Any) -> Iterator[None]:
+    def _explained(self, inputs: Any) -> Iterator[None]:
         """Turn errors of tensors without values into one with a remedy.
 
         Raises:

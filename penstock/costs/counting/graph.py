@@ -120,20 +120,20 @@ class Graph:
         for call in self.calls:
             for n in call.takes:
                 users.setdefault(n, {})[call.layer] = None
-        found = []
+        values = []
         for n, used in users.items():
             spec = self.tensors[n]
             if not spec.name:
                 maker = -1 if spec.maker is None else self.calls[spec.maker].layer
-                found.append(Value(n, maker, tuple(used), spec.num_bytes))
-        return tuple(found)
+                values.append(Value(n, maker, tuple(used), spec.num_bytes))
+        return tuple(values)
 
     @cached_property
     def _by_layer(self) -> dict[int, list[Call]]:
-        found: dict[int, list[Call]] = {}
+        by_layer: dict[int, list[Call]] = {}
         for call in self.calls:
-            found.setdefault(call.layer, []).append(call)
-        return found
+            by_layer.setdefault(call.layer, []).append(call)
+        return by_layer
 
     def signature(self, layer: int) -> str:
         """Return a text that is equal for layers with the same calls on tensors of the same sizes.
@@ -148,17 +148,12 @@ class Graph:
             seen = (*call.takes, *call.gives)
             for tensor in seen:
                 numbers.setdefault(tensor, len(numbers))
-            own = [
-                (
-                    numbers[t],
-                    replace(
-                        self.tensors[t], maker=None, name="named" * bool(self.tensors[t].name)
-                    ),
-                )
-                for t in seen
+            specs = [
+                (numbers[t], replace(spec, maker=None, name="named" * bool(spec.name)))
+                for t, spec in ((t, self.tensors[t]) for t in seen)
             ]
-            given = _renumbered((call.arguments, call.options), numbers)
-            facts.append((call.function, given, own))
+            arguments = _renumbered((call.arguments, call.options), numbers)
+            facts.append((call.function, arguments, specs))
         self._signatures[layer] = sha256(repr(facts).encode()).hexdigest()[:16]
         return self._signatures[layer]
 

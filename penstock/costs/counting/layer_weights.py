@@ -22,11 +22,11 @@ def layer_weights(layers: Layers, optimizer: MakeOptimizer) -> tuple[LayerWeight
     """
     seen: set[int] = set()
     known: dict[Any, int] = {}
-    found = []
+    weights = []
     for step in layers:
         parameters = _new(step.module.parameters(), seen)
         trained = [p for p in parameters if p.requires_grad]
-        found.append(
+        weights.append(
             LayerWeights(
                 parameter_bytes=_bytes(parameters),
                 gradient_bytes=_bytes(trained),
@@ -34,7 +34,7 @@ def layer_weights(layers: Layers, optimizer: MakeOptimizer) -> tuple[LayerWeight
                 buffer_bytes=_bytes(_new(step.module.buffers(), seen)),
             )
         )
-    return tuple(found)
+    return tuple(weights)
 
 
 def _new(tensors: Any, seen: set[int]) -> list[Tensor]:

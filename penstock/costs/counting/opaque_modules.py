@@ -63,8 +63,8 @@ def _like_experts(
 ) -> "Tensor":
     """Run the first expert once for each expert of a token."""
     rows = x.repeat_interleave(which.shape[1], 0)
-    found = _expert(module, rows, up[0], down[0]) * shares.reshape(-1, 1)
-    summed: Tensor = found.view(*which.shape, -1).sum(1).to(x.dtype)
+    weighted = _expert(module, rows, up[0], down[0]) * shares.reshape(-1, 1)
+    summed: Tensor = weighted.view(*which.shape, -1).sum(1).to(x.dtype)
     return summed
 
 
@@ -84,8 +84,8 @@ def _run_experts(  # noqa: PLR0913 - all that experts take
     result = torch.zeros_like(x)
     for number, (wide, narrow) in enumerate(zip(up, down, strict=True), starts.get("e", 0)):
         token, place = torch.where(which == number)
-        found = _expert(module, x[token], wide, narrow) * shares[token, place, None]
-        result = result.index_add(0, token, found.to(result.dtype))
+        weighted = _expert(module, x[token], wide, narrow) * shares[token, place, None]
+        result = result.index_add(0, token, weighted.to(result.dtype))
     return result
 
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from penstock.costs.records import Operator
-from penstock.model.capture.ghost import Ghost, is_question
+from penstock.model.capture.ghost import Ghost, is_question, map_tensors
 from penstock.torch_private import (
     TorchDispatchMode,
     next_node_number,
@@ -157,25 +157,27 @@ class Recorder:
             lasting: storages of parameters and buffers, which no call saves.
             custom: calls with a custom autograd function.
         """
-        every = [
+        # 1. Complete all drafts; leave out calls that run no operator.
+        drafted = [
             self._finished(draft, backward.get(number, ()), lasting)
             for number, draft in enumerate(self._drafts)
         ]
-        kept = [n for n, c in enumerate(every) if c.function or c.operators or n in custom]
+        kept = [n for n, c in enumerate(drafted) if c.function or c.operators or n in custom]
+        # 2. Number the remaining calls from 0, also as the makers of tensors.
         place = {number: place for place, number in enumerate(kept)}
         tensors = [
             spec if spec.maker is None else replace(spec, maker=place[spec.maker])
             for spec in self._specs
         ]
-        calls = tuple(every[number] for number in kept)
+        calls = tuple(drafted[number] for number in kept)
         return Graph(tuple(tensors), calls, self._outputs, self._entering)
 
     def saved_of_layers(self) -> dict[int, dict[int, int]]:
         """Return the bytes that each layer saves, by layer and storage."""
-        found: dict[int, dict[int, int]] = {}
+        saved: dict[int, dict[int, int]] = {}
         for draft in self._drafts:
-            found.setdefault(draft.layer, {}).update(draft.kept)
-        return found
+            saved.setdefault(draft.layer, {}).update(draft.kept)
+        return saved
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -285,9 +287,10 @@ class Recorder:
             draft.draws |= argument_of(func, args, kwargs, "dropout_p") != 0
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        kept = tensor.detach()
-        self._drafts[self._now].packed.append(weakref.ref(kept))
-        return kept
+        # The graph alone holds the detached tensor, so the reference ends with its node.
+        saved = tensor.detach()
+        self._drafts[self._now].packed.append(weakref.ref(saved))
+        return saved
 
 
 _SAID = (torch.dtype, torch.layout, torch.memory_format, slice, type(...))
@@ -341,7 +344,7 @@ class _Operators(TorchDispatchMode):
         if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
             if torch.Tag.data_dependent_output in func.tags:
                 raise NeedsValues(str(func))
-            args, kwargs = _as_meta(args), _as_meta(kwargs)
+            args, kwargs = map_tensors(_as_meta, (args, kwargs))
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("meta")
             if torch.Tag.dynamic_output_shape in func.tags:
@@ -359,11 +362,5 @@ _TRUTH = (torch.bool, torch.uint8)
 """Dtypes of masks: the number of true values decides the result's shape."""
 
 
-def _as_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value if value.is_meta else torch.empty_like(value, device="meta")
-    if isinstance(value, tuple | list):
-        return type(value)(map(_as_meta, value))
-    if isinstance(value, dict):
-        return {name: _as_meta(part) for name, part in value.items()}
-    return value
+def _as_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")

@@ -1,7 +1,7 @@
 """Run the layers of a model one by one, each with a separate graph."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from penstock.costs.counting.layer_calls import as_it_is
 from penstock.model.entries import Entry, make_entry
 from penstock.model.kept import as_before
 from penstock.model.layers import Layers
+from penstock.model.materialize import tensors_of
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Step
 from penstock.model.state import keeping_values
@@ -104,11 +105,6 @@ def device_of(module: nn.Module) -> torch.device | None:
     return next((tensor.device for tensor in tensors_of(module)), None)
 
 
-def tensors_of(module: nn.Module) -> chain[Tensor]:
-    """Iterate over parameters and buffers."""
-    return chain(module.parameters(), module.buffers())
-
-
 @contextmanager
 def named(step: Step) -> Iterator[None]:
     """Add the layer's name to an error."""
@@ -122,15 +118,11 @@ def named(step: Step) -> Iterator[None]:
 @contextmanager
 def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Record gradients and save tensors as usual; restore modules and generators afterwards."""
-    with as_before(modules), torch.enable_grad(), _saving_as_usual():
+    # The caller may be in a checkpoint, whose hooks would not save the layers' tensors.
+    is_hooked = saving_hooks() is not None
+    saving = saved_tensors_hooks(as_it_is, as_it_is) if is_hooked else nullcontext()
+    with as_before(modules), torch.enable_grad(), saving:
         yield
-
-
-def _saving_as_usual() -> AbstractContextManager[Any]:
-    """Replace hooks that change saved tensors: the caller may be in a checkpoint."""
-    if saving_hooks() is None:
-        return nullcontext()
-    return saved_tensors_hooks(as_it_is, as_it_is)
 
 
 @contextmanager
@@ -142,23 +134,17 @@ def untouched_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters]
     attributes = [dict(vars(parameter)) for parameter in parameters]
-    hooks = [(found, dict(found)) for p in parameters for found in gradient_hooks(p) if found]
+    hooks = [(held, dict(held)) for p in parameters for held in gradient_hooks(p) if held]
     values = [value for held in attributes for value in held.values() if isinstance(value, Tensor)]
     with keeping_values([*values, *(g for g in gradients if g is not None)]):
         try:
-            for found, _ in hooks:
-                found.clear()
+            for held, _ in hooks:
+                held.clear()
             yield
         finally:
-            for found, before in hooks:
-                found.update(before)
-            for parameter, gradient, held in zip(parameters, gradients, attributes, strict=True):
+            for held, before in hooks:
+                held.update(before)
+            for parameter, gradient, before in zip(parameters, gradients, attributes, strict=True):
                 parameter.grad = gradient
-                _put(vars(parameter), held)
-
-
-def _put(held: dict[str, Any], before: dict[str, Any]) -> None:
-    """Restore attributes if any was added, removed or replaced."""
-    if held.keys() != before.keys() or any(held[name] is not before[name] for name in held):
-        held.clear()
-        held.update(before)
+                vars(parameter).clear()
+                vars(parameter).update(before)

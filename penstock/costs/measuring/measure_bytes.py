@@ -12,6 +12,7 @@ from penstock.costs.records import AtSize, LayerKind
 from penstock.model.copies import no_leaf
 from penstock.model.kept import run_unnoticed
 from penstock.model.layers import Layers
+from penstock.model.materialize import tensors_of
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Step
 from penstock.torch_private import storage_id
@@ -21,7 +22,6 @@ from .layer_run import (
     call_alone,
     device_of,
     named,
-    tensors_of,
     untouched,
     wants_gradient,
 )
@@ -55,7 +55,7 @@ class _Kept:
 
     def at_size(self, inputs: Any) -> AtSize:
         """Run the model, and return the bytes of each layer."""
-        _, crossings = self._layers.source.run_noting(inputs, self._perform)
+        _, crossings = self._layers.run_noting(inputs, self._perform)
         values, storages = values_of(crossings, self._same)
         numbers = range(len(self._layers))
         kept = [
@@ -85,26 +85,29 @@ class _Kept:
             return function()
         device = device_of(step.module) if self._layers.model is None else None
         lent: dict[int, int] = {}  # storages of arguments, by storages of their copies
-        found: dict[int, int] = {}
+        saved: dict[int, int] = {}  # bytes by storage
 
         def enter(tensor: Tensor) -> Tensor:
             copy = tensor.detach().to(device, copy=True)
             if wants_gradient(tensor):
                 copy = no_leaf(copy.requires_grad_())  # which may be changed in place
-            own = storage_id(tensor)
-            lent[storage_id(copy)] = self._same.get(own, own)
+            storage = storage_id(tensor)
+            lent[storage_id(copy)] = self._same.get(storage, storage)
             return copy
 
         def pack(tensor: Tensor) -> Tensor:
-            found[storage_id(tensor)] = tensor.untyped_storage().nbytes()
+            saved[storage_id(tensor)] = tensor.untyped_storage().nbytes()
             return tensor.detach()
 
+        # 1. Run the layer on copies of its arguments, so that its graph is separate.
         args, keywords = tree_map(enter, (function.args, function.keywords))
         with named(step), saved_tensors_hooks(pack, as_it_is):
             result = self._call(step, partial(function.func, *args, **keywords))
+        # 2. Count what it saves beside its weights, by storages of the original arguments.
         for tensor in tensors_of(step.module):
-            found.pop(storage_id(tensor), None)
-        self._saved[step.index] = {lent.get(s, s): size for s, size in found.items()}
+            saved.pop(storage_id(tensor), None)
+        self._saved[step.index] = {lent.get(s, s): size for s, size in saved.items()}
+        # 3. Note results that share memory with arguments: a later layer may save them.
         results = flatten(result)[0]
         self._left[step.index] = self._left_of(step.module, results)
         own_storages = {storage_id(tensor) for tensor in results}

@@ -83,15 +83,15 @@ class Samples:
 
     def median(self, kinds: Collection[Hashable], part: str) -> float | None:
         """Return the median of a part over layers of these kinds; None if none was measured."""
-        found = self._of(kinds, part)
-        return median(found) if found else None
+        seconds = self._of(kinds, part)
+        return median(seconds) if seconds else None
 
     def spread(self, kinds: Collection[Hashable]) -> float:
         """Return half the interquartile range of forward plus backward, over their median."""
-        found = self._of(kinds, _BOTH)
-        if len(found) < 2:
+        seconds = self._of(kinds, _BOTH)
+        if len(seconds) < 2:
             return 0.0
-        low, middle, high = quantiles(found, n=4, method="inclusive")
+        low, middle, high = quantiles(seconds, n=4, method="inclusive")
         return (high - low) / 2 / middle if middle else 0.0
 
     def _of(self, kinds: Collection[Hashable], part: str) -> list[float]:
@@ -167,18 +167,18 @@ class StepTimer:
     def seconds(self, *numbers: int) -> LayerSeconds:
         """Return the seconds of a layer, or of several equal ones; 0 if none ran."""
         kinds = {self._kinds[number] for number in numbers if number in self._kinds}
-        found = {part: self.samples.median(kinds, part) for part in PARTS}
-        forward_s = found["forward_s"] or 0.0
-        backward_s = found["backward_s"]
+        medians = {part: self.samples.median(kinds, part) for part in PARTS}
+        forward_s = medians["forward_s"] or 0.0
+        backward_s = medians["backward_s"]
         if backward_s is None:
             backward_s = forward_s * BACKWARD_PER_FORWARD
-        recompute_s, input_s = found["recompute_s"], found["input_s"]
+        recompute_s, input_s = medians["recompute_s"], medians["input_s"]
         return LayerSeconds(
             forward_s=forward_s,
             recompute_s=forward_s if recompute_s is None else recompute_s,
             backward_s=backward_s,
             input_s=backward_s if input_s is None else input_s,
-            weight_s=found["weight_s"] or 0.0,
+            weight_s=medians["weight_s"] or 0.0,
             spread=self.samples.spread(kinds),
         )
 
@@ -250,21 +250,23 @@ class StepTimer:
 
     def _time_backward(self, layer: _Ran, part: str) -> None:
         """Time a backward in one part."""
+        # 1. A layer without gradients takes no time.
         weights, seeds = layer.weights, layer.seeds()
         wanted = [*(entry.tensor for entry in layer.entries), *weights]
         if not layer.roots or not wanted:
             now = mark(layer.device)
             self.samples.add(layer.step.index, layer.kind, part, now, now)
             return
+        # 2. Time the backward with the sum of gradients, as for micro-batches after the first.
         sums = [torch.zeros_like(weight) for weight in weights]
         keeps = self._keeps_graphs
         try:
             with untouched_gradients(layer.step.module.parameters()):
                 start = mark(layer.device)
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     layer.roots, wanted, seeds, allow_unused=True, retain_graph=keeps
                 )
-                _add_up(sums, found[len(layer.entries) :])
+                _add_up(sums, gradients[len(layer.entries) :])
                 self._add(layer, part, start)
         except RuntimeError as error:
             if not any(words in str(error) for words in _UNMEASURABLE):
@@ -316,7 +318,7 @@ def _has_older(tensors: Sequence[Tensor], number: int) -> bool:
 
 
 @torch.no_grad()
-def _add_up(sums: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-    for total, gradient in zip(sums, found, strict=True):
+def _add_up(sums: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for total, gradient in zip(sums, gradients, strict=True):
         if gradient is not None:
             total.add_(gradient)

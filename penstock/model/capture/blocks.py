@@ -56,14 +56,14 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
                 f"blocks={list(patterns)}: no module of {type(model).__name__} is called "
                 f"{pattern!r}; there are {there}{more}"
             )
-    found = {n: m for n, m in named if any(fits(n, pattern) for pattern in patterns)}
-    for name in found:
-        outer = next((other for other in found if name.startswith(f"{other}.")), None)
+    blocks = {n: m for n, m in named if any(fits(n, pattern) for pattern in patterns)}
+    for name in blocks:
+        outer = next((other for other in blocks if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise CutError(
                 f"blocks={list(patterns)} name {outer!r} and {name!r} inside it; name one of them"
             )
-    return found
+    return blocks
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -252,13 +252,15 @@ class Choice:
         """
         if self._patterns is not None:
             return False
+        # 1. Unite what all recordings say: the sources of each block, and blocks chosen by values.
         sources: dict[str, frozenset[str]] = {}
         chosen: set[str] = set()
         for recording in recordings:
-            in_mode, chosen_here = sources_of_blocks(recording.events)
+            sources_here, chosen_here = sources_of_blocks(recording.events)
             chosen |= chosen_here
-            for block, found in in_mode.items():
-                sources[block] = sources.get(block, frozenset()) | found
+            for block, blocks_before in sources_here.items():
+                sources[block] = sources.get(block, frozenset()) | blocks_before
+        # 2. Close the innermost module around a chosen block, if its parts are experts.
         innermost_first = sorted(chosen, key=lambda name: (-name.count("."), name))
         for block in innermost_first:
             path = module_around(self._model, block)
@@ -305,26 +307,26 @@ def find_groups(
         group: set[str] = set()
         for pattern in patterns:
             depth = pattern.count(".") + 1  # a block may have been opened since
-            found = {n for n in blocks if fits(".".join(n.split(".")[:depth]), pattern)}
-            if not found:
+            fitting = {n for n in blocks if fits(".".join(n.split(".")[:depth]), pattern)}
+            if not fitting:
                 raise CutError(
                     f"{argument} names {pattern!r}, which fits no block; there are "
                     f"{', '.join(blocks)}"
                 )
-            group |= found
+            group |= fitting
         groups.append(frozenset(group))
     return tuple(groups)
 
 
 def ranges_of(groups: Groups, calls: Sequence[BlockCall]) -> tuple[tuple[int, int], ...]:
     """Return the first and last call of each group; merge groups that overlap."""
-    found = []
+    ranges = []
     for group in groups:
         places = [place for place, (block, _) in enumerate(calls) if block in group]
         if places:
-            found.append((places[0], places[-1]))
+            ranges.append((places[0], places[-1]))
     merged: list[tuple[int, int]] = []
-    for first, last in sorted(found):
+    for first, last in sorted(ranges):
         if merged and first <= merged[-1][1]:
             first, last = merged[-1][0], max(last, merged.pop()[1])
         merged.append((first, last))

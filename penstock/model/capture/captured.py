@@ -146,13 +146,15 @@ def record_model(
     watch_functions()
     check_modules(model)
     call = as_call(example_inputs)
+    # Each error of these classes names a block that has to be chosen otherwise: record again.
     choice = Choice(model, blocks)
     while True:
-        found = choice.blocks()
+        found_blocks = choice.blocks()
         try:
-            kept = (name for group in find_groups(list(keep), found, "keep") for name in group)
-            groups, makers = find_groups(together, found), frozenset(choice.makers)
-            recorder = _Recorder(model, found, inputs, groups, frozenset(kept), makers)
+            returned = find_groups(list(keep), found_blocks, "keep")
+            groups, makers = find_groups(together, found_blocks), frozenset(choice.makers)
+            names = frozenset(name for group in returned for name in group)
+            recorder = _Recorder(model, found_blocks, inputs, groups, names, makers)
             recordings = recorder.in_modes(call)
             if choice.close_around_chosen(recordings.values()):
                 continue
@@ -215,6 +217,7 @@ class _Recorder:
             raise without_gradients(self.model, error) from error
 
     def _in_mode(self, given: Call, mode: Mode) -> Recording:
+        # 1. Run the model once, and find the settings that it has made.
         model, blocks = self.model, self.blocks.values()
         with as_it_was(model, training=mode.training), torch.set_grad_enabled(mode.with_grad):
             before = slots_outside(model, blocks)
@@ -224,6 +227,7 @@ class _Recorder:
             writes.check(self.groups, settings)
             if not settings:
                 return recording
+            # 2. Run it again: a setting is allowed if a later forward does not change it.
             with set_again(settings) as names:
                 again, writes = self._once(given)
             writes.check(self.groups)
@@ -250,9 +254,9 @@ class _Recorder:
 
     def captured(self, recordings: dict[Mode, Recording], choice: Choice) -> Captured:
         """Combine the recordings of all modes."""
-        model, found = self.model, list(recordings.values())
-        calls = calls_of(recording.events for recording in found)
-        draws = any(recording.draws_between for recording in found)  # and may go by what it draws
+        model, modes = self.model, list(recordings.values())
+        calls = calls_of(recording.events for recording in modes)
+        draws = any(recording.draws_between for recording in modes)  # and may go by what it draws
         return Captured(
             model,
             {name: self.blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
@@ -263,11 +267,11 @@ class _Recorder:
             # as many as the samples, so that the path depends on the batch.
             decides=bool(self.makers)
             or draws
-            or any(r.has_lists or any(e.decides for e in r.events) for r in found),
+            or any(r.has_lists or any(e.decides for e in r.events) for r in modes),
             draws_between=draws,
-            differentiates=any(recording.differentiates for recording in found),
-            needs_all=any(recording.needs_all for recording in found),
-            warnings=tuple(_warnings(found, choice)),
+            differentiates=any(recording.differentiates for recording in modes),
+            needs_all=any(recording.needs_all for recording in modes),
+            warnings=tuple(_warnings(modes, choice)),
             parameters=first_names(model.named_parameters(remove_duplicate=False)),
             sizes={name: parameter.numel() for name, parameter in model.named_parameters()},
             together=ranges_of(self.groups, calls),

@@ -41,7 +41,9 @@ from .stages import CutModel
 ROUNDING = 64
 """A difference below this many times the precision of the largest value is rounding."""
 _MOST_ROUNDING = 1e-2
+"""A larger share is no rounding, in any precision."""
 _MOST_STAGES = 8
+"""The number of stages that are compared, if the model has as many blocks."""
 _FEW = (1, 2)
 """Numbers of samples that are tried before the whole example."""
 _NOISY = (
@@ -110,6 +112,7 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     Raises:
         CheckError: outputs, gradients or buffers differ by more than rounding (E8).
     """
+    # 1. Run the unsplit model, then the stages, on as few samples as show something.
     model = captured.model
     chain = partial(_Chained, CutModel(captured, partition))
     with ExitStack() as after:
@@ -121,9 +124,9 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
         except RouteError:  # fewer samples may take another path, as in a loop over samples
             call = as_call(example_inputs)
             expected, found = (_in_both_modes(model, call, run) for run in (model, chain))
+        # 2. Compare; what differs between two runs of the model itself counts less.
         different = _differences(expected, found)
         if _worse_than_rounding(different):
-            # Find the tensors that differ between two runs of the model itself.
             one, other = (_run(model, call, model, "evaluation") for _ in range(2))
             noise = _differences(one, other, {name for _, name in one})
             if _worse_than_rounding(noise):

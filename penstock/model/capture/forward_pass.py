@@ -44,9 +44,9 @@ Random operations have their own count, so that no other operation changes their
 Maker = tuple[str, str]
 """The name of a function that makes a tensor between blocks, and the line that calls it."""
 GRADIENT_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
-
-
+"""Calls that ask for the gradient of a tensor between blocks."""
 _ADDRESSES = frozenset((Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__))
+"""Calls that ask where in memory a tensor is."""
 
 
 def maker(function: Any) -> Maker:
@@ -160,13 +160,14 @@ class Pass(AbstractPass, ABC):
 
     def execute(self, operation: Operation) -> Any:
         """Run an event on real tensors; return ghosts of its result, and add it to the header."""
+        # 1. Replace ghosts by their tensors, without recursion if no argument is a container.
         key, _, function, args, kwargs = operation
-        found: dict[int, Ghost] = {}
+        ghosts_by_id: dict[int, Ghost] = {}
         reals: list[Any] = []
         for part in args if not kwargs else (*args, *kwargs.values()):
             kind = type(part)
             if kind is Ghost and part.home is self.home and part.here is not None:
-                found[id(part)] = part
+                ghosts_by_id[id(part)] = part
                 reals.append(part.here)
             elif kind in PLAIN:
                 reals.append(part)
@@ -176,7 +177,8 @@ class Pass(AbstractPass, ABC):
                 return self._execute_on_nested(operation)
         if kwargs:
             kwargs = dict(zip(kwargs, reals[len(args) :], strict=True))
-        ghosts = [*found.values()]
+        # 2. Run it; a version counter that rises shows an argument that was changed in place.
+        ghosts = [*ghosts_by_id.values()]
         versions = [_version(ghost.here) for ghost in ghosts]
         result = self._natively(key, function, tuple(reals[: len(args)]), kwargs)
         for ghost, version in zip(ghosts, versions, strict=True):
@@ -186,26 +188,28 @@ class Pass(AbstractPass, ABC):
 
     def _execute_on_nested(self, operation: Operation) -> Any:
         """Run an event with containers, or with tensors that each stage makes, as arguments."""
+        # 1. Replace ghosts by their tensors; a block gets new containers, which it may fill.
         key, _, function, args, kwargs = operation
-        found: dict[int, Ghost] = {}
+        ghosts_by_id: dict[int, Ghost] = {}
         others: list[Tensor] = []
-        args = tuple([self._opened(part, found, others) for part in args])
-        kwargs = {n: self._opened(part, found, others) for n, part in kwargs.items()}
-        given: list[Any] = []
+        args = tuple([self._opened(part, ghosts_by_id, others) for part in args])
+        kwargs = {n: self._opened(part, ghosts_by_id, others) for n, part in kwargs.items()}
+        own_parts: list[Any] = []
         if any(map(can_change, (*args, *kwargs.values()))):
             if key.number:
-                given = parts((args, kwargs))
+                own_parts = parts((args, kwargs))
             else:
                 tensors, structure = flatten((args, kwargs))
                 function = on_copies(key, function, structure)
                 args, kwargs = tuple(tensors), {}
-        contents = entries_of(given)
-        ghosts = list(found.values())
+        # 2. Run it, and refuse changes that other stages would not see.
+        contents = entries_of(own_parts)
+        ghosts = list(ghosts_by_id.values())
         versions = [_version(ghost.here) for ghost in ghosts]
         before = [_version(tensor) for tensor in others] if key.number else ()
         result = self._natively(key, function, args, kwargs)
-        for number in changed(given, contents):
-            raise changes_container(given[number], key)
+        for number in changed(own_parts, contents):
+            raise changes_container(own_parts[number], key)
         for tensor, version in zip(others, before, strict=False):
             if _version(tensor) != version:
                 self.wrote_outside(tensor, operation)

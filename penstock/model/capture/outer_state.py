@@ -63,7 +63,7 @@ def slots_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Slots:
 
     They include attributes of their classes, and global variables that their methods name.
     """
-    found: dict[tuple[int, Any], Slot] = {}
+    slots: dict[tuple[int, Any], Slot] = {}
     inside = {id(part) for block in blocks for part in block.modules()}
     outside = ((path, m) for path, m in model.named_modules() if id(m) not in inside)
     attributes = ((path, m, *kept) for path, m in outside for kept in _attributes(m))
@@ -71,8 +71,8 @@ def slots_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Slots:
         for holder, content in ((module, {name: value}), *holders([value])):
             for key, part in content.items():
                 slot = Slot(holder, key, part, _version(part), path, name)
-                found.setdefault((id(holder), key), slot)
-    return found
+                slots.setdefault((id(holder), key), slot)
+    return slots
 
 
 def new_settings(before: Slots, after: Slots) -> list[Slot]:
@@ -115,13 +115,13 @@ def _is_setting(old: Slot | None, new: Slot) -> bool:
 @contextmanager
 def set_again(settings: Iterable[Slot]) -> Iterator[list[str]]:
     """Collect the names of settings of plain objects that are made again in this context."""
-    found: list[str] = []
+    names: list[str] = []
     places = {(id(slot.holder), slot.key) for slot in settings}
 
     def noting(native: Any) -> Any:
         def write(holder: Any, name: str, value: Any) -> None:
             if (id(holder), name) in places:
-                found.append(name)
+                names.append(name)
             native(holder, name, value)
 
         return write
@@ -133,7 +133,7 @@ def set_again(settings: Iterable[Slot]) -> Iterator[list[str]]:
             else:
                 after.callback(delattr, kind, "__setattr__")
             setattr(kind, "__setattr__", noting(kind.__setattr__))  # noqa: B010 - mypy knows its type
-        yield found
+        yield names
 
 
 def _version(value: Any) -> int:
@@ -205,13 +205,17 @@ def is_kept_by_one(model: nn.Module, path: str, name: str) -> bool:
 
 
 _ABSENT = object()
+"""Stands for the value of an attribute that a module lacks."""
 _PATCHING = threading.RLock()
+"""Held while functions of torch are replaced, which all threads see."""
 _SEEDING = (
     (torch, ("manual_seed", "seed", "set_rng_state")),
     (torch.random, ("manual_seed", "seed", "set_rng_state", "fork_rng")),
     (torch.cuda, ("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all")),
 )
+"""The functions that set torch's random state, by the module or class that has them."""
 _LIBRARIES = ("torch", "penstock")
+"""Packages that may set it."""
 _SAVING_MODES = ("torch.autograd", "torch.utils", "torch._", "penstock")
 """Modules that ask for the gradient mode only to restore it later."""
 

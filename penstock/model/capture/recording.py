@@ -34,6 +34,7 @@ from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .operations import decides, drawing_nothing, draws, makes_anew
 
 _MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
+"""Functions that move a tensor to another device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class Recording(Pass):
         self.infos.update((info.value, info) for info in told.infos)
 
     def event(self, operation: Operation) -> Any:
-        given = operation[3:]
+        # 1. Refuse what no stage could run: side channels, writes through views, other weights.
+        caller_arguments = operation[3:]
         if self._on_meta:
             operation = self._on_one_device(operation)
         operation = _uncompiled(operation)
@@ -122,6 +124,7 @@ class Recording(Pass):
         if key.number == 0:
             self._note_drawn()
             self._check_before(operation)
+        # 2. Run it; its own tensors may be used inside, and no others that a block made.
         if function in GRADIENT_HOOKS:  # there is no backward
             operation = operation._replace(function=lambda *_: RemovableHandle(OrderedDict()))
         reals = (self.real(t) if type(t) is Ghost else t for t in tensors)
@@ -129,9 +132,10 @@ class Recording(Pass):
         drawn = key.number == 0 or draws(function, args, kwargs)
         with nullcontext() if drawn else drawing_nothing(function):
             result = self.execute(operation)
-        self.filled += [(key, part) for part in filled(result, given)]
+        self.filled += [(key, part) for part in filled(result, caller_arguments)]
         if key.number == 0:
             self._outer_state = _random_states()
+        # 3. Record the event: values that it uses, makes and changes, parameters that it reads.
         told = self.header[key]
         for info in (*told.infos, *(info for _, info in told.changed)):
             self.infos[info.value] = info
@@ -158,11 +162,11 @@ class Recording(Pass):
         self, operation: Operation, result: Any, ghosts: list[Ghost], versions: list[int] | None
     ) -> Any:
         if operation.key.number == 0 and torch.is_grad_enabled():
-            given = {id(ghost.here) for ghost in ghosts}
+            arguments = {id(ghost.here) for ghost in ghosts}
 
             def without_graph(tensor: Tensor) -> Tensor:
                 """Free the block's graph, as there is no backward."""
-                if id(tensor) in given:
+                if id(tensor) in arguments:
                     return tensor
                 self._inner.pop(id(tensor), None)
                 return tensor if tensor.is_leaf else no_leaf(tensor.detach().requires_grad_())
@@ -241,10 +245,10 @@ class Recording(Pass):
     def _check_sideways(self, tensors: list[Tensor], user: EventKey | None) -> None:
         """Refuse a tensor that a block made but did not return, if it is used elsewhere (E2)."""
         for tensor in tensors:
-            found = self._inner.get(id(tensor))
-            if found is None or found[0]() is not tensor or found[1] == user:
+            made = self._inner.get(id(tensor))  # the id may be another tensor's by now
+            if made is None or made[0]() is not tensor or made[1] == user:
                 continue
-            maker = found[1].block
+            maker = made[1].block
             if user is not None and any({maker, user.block} <= set(g) for g in self._together):
                 continue
             where, remedy = "the code between blocks", ""
@@ -270,6 +274,8 @@ class Recording(Pass):
             if not sources or any(g.info.value.event[:2] != key[:2] for g in sources):
                 raise differentiates(operation)
             self.differentiates = True
+        # A value is as old as the event that names it.  If memory was written into since, its
+        # stage and the writer's must be the same: no cut may lie between the two.
         for ghost in ghosts:
             source, writer = self._written.get(storage_id(self.real(ghost)), (START, START))
             given = self._order.get(ghost.info.value.event, (0, 0))

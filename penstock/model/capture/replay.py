@@ -102,12 +102,13 @@ class Replay(Pass):
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Execute the stage's part; return None unless the stage is the last one."""
+        # The stage ends by an exception, which skips model code that would restore a mode.
         modes = [ask() for ask, _ in _MODES]
         try:
             output = super().run(model, args, kwargs)
         except _StageEnd:
             for (_, put), mode in zip(_MODES, modes, strict=True):
-                put(mode)  # the model's code was left before it could
+                put(mode)
             return None
         if self._is_over:
             raise CutError(
@@ -124,7 +125,7 @@ class Replay(Pass):
         return dict(self._leaving)
 
     def event(self, operation: Operation) -> Any:
-        if self._is_over:  # somebody caught it
+        if self._is_over:  # the model's code caught the exception
             raise _StageEnd
         key = operation.key
         if key.number == 0:
@@ -244,10 +245,10 @@ class Replay(Pass):
         return ghost.here
 
     def instead_of(self, tensor: Tensor) -> Tensor:
-        found = tensor if self._lent is None else self._lent.sent.get(id(tensor), tensor)
-        if type(found) is Absent:
-            raise found.is_read()
-        return found
+        sent = tensor if self._lent is None else self._lent.sent.get(id(tensor), tensor)
+        if type(sent) is Absent:
+            raise sent.is_read()
+        return sent
 
     def _end(self) -> None:
         """Leave the model's forward; keep the values that Python still refers to."""
@@ -281,11 +282,13 @@ class Replay(Pass):
                 "inputs only: look for a rank, the time, a generator of its own, or state that "
                 "an earlier step left"
             )
+        # 1. Without changes in place, the result has new tensors only: stand-ins for them.
         ghosts: list[Ghost] = []
         if told.changed or any(info.value.event != key for info in told.infos):
             ghosts = ghosts_in(operation.args, operation.kwargs)
         elif type(told.structure) is Leaf:
             return self.stand_in(told.infos[0])
+        # 2. Repeat the changes of arguments, then look up results that are arguments.
         for number, info in told.changed:
             ghosts[number].info, ghosts[number].here = info, self.received.get(info.value)
             self._pass_on(ghosts[number])

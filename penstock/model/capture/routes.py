@@ -52,14 +52,14 @@ def stages_of_events(
     events: Iterable[Event], stage_of: Mapping[BlockCall, int], num_stages: int
 ) -> list[Placed]:
     """Return each event with its stage, which is the stage of the last call before it."""
-    found, stage = [], 0
+    placed, stage = [], 0
     for event in events:
         if event.key == END:
             stage = num_stages - 1
         elif event.key.number == 0 and event.key.block:
             stage = max(stage, stage_of.get((event.key.block, event.key.call), stage))
-        found.append((event, stage))
-    return found
+        placed.append((event, stage))
+    return placed
 
 
 def sources_of_blocks(events: Iterable[Event]) -> tuple[dict[str, frozenset[str]], set[str]]:
@@ -68,26 +68,26 @@ def sources_of_blocks(events: Iterable[Event]) -> tuple[dict[str, frozenset[str]
     A chosen block is called right after code between blocks has looked at values.
     """
     behind: dict[ValueId, frozenset[str]] = {}
-    found: dict[str, frozenset[str]] = {}
+    sources_of: dict[str, frozenset[str]] = {}
     chosen: set[str] = set()
     is_decided = False
     for event in events:
         sources = frozenset[str]().union(*(behind.get(value, ()) for value in event.uses))
         block = event.key.block if event.key.number == 0 else ""
         if block:
-            found[block] = sources | found.get(block, frozenset())
+            sources_of[block] = sources | sources_of.get(block, frozenset())
             chosen |= {block} if is_decided else set()
             is_decided, sources = False, sources | {block}
         is_decided = is_decided or event.decides
         for value in (*event.gives, *(new for _, new in event.changes)):
             behind[value] = sources
-    return found, chosen
+    return sources_of, chosen
 
 
 def holders(events: Iterable[Placed]) -> dict[ValueId, tuple[int, ...]]:
     """Return the stages that hold each value in any recording, in order, its producer first."""
-    found: dict[ValueId, set[int]] = {}
+    stages_of: dict[ValueId, set[int]] = {}
     for event, stage in events:
         for value in (*event.gives, *event.uses, *(new for _, new in event.changes)):
-            found.setdefault(value, set()).add(stage)
-    return {value: tuple(sorted(stages)) for value, stages in found.items()}
+            stages_of.setdefault(value, set()).add(stage)
+    return {value: tuple(sorted(stages)) for value, stages in stages_of.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CutError
-from penstock.model.layers import Layers, Source
+from penstock.model.layers import Layers
 from penstock.model.materialize import Mine, Placed, move_or_make_stages
 from penstock.model.owned import Between
 from penstock.model.pytree import flatten
@@ -36,24 +36,27 @@ Bundle = tuple[SealedHeader | None, dict[ValueId, Tensor]]
 """A message to another stage: a header for the next stage, and values by name."""
 
 
-def captured_layers(captured: Captured) -> Layers:
+def captured_layers(captured: Captured) -> "CapturedLayers":
     """Return a captured model's block calls as layers."""
-    steps = {
+    by_call = {
         call: Step(index, name_of(*call), call[0], captured.blocks[call[0]], (), ((index, 0),))
         for index, call in enumerate(captured.calls)
     }
-    source = CapturedForward(captured, steps)
-    return Layers(tuple(steps.values()), source, captured.model, captured.together)
+    steps = tuple(by_call.values())
+    return CapturedLayers(
+        steps, captured.model, captured.together, captured=captured, by_call=by_call
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedForward(Source):
-    """Runs the layers by the forward of the captured model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedLayers(Layers):
+    """Layers that the forward of a captured model calls."""
 
     captured: Captured
-    steps: Mapping[BlockCall, Step]
+    by_call: Mapping[BlockCall, Step]
+    """The layer of each block call."""
 
-    def run(self, inputs: Any, perform: Perform | None) -> Any:
+    def run(self, inputs: Any, perform: Perform | None = None) -> Any:
         call = as_call(inputs)
         if perform is None:
             return self.captured.model(*call[0], **call[1])
@@ -66,6 +69,7 @@ class CapturedForward(Source):
         Operations between two calls belong to the first call, and operations before all calls to
         the first call of all.
         """
+        # 1. Find the values that cross if each call is a stage, and those of the model's inputs.
         captured, call, num_calls = self.captured, as_call(inputs), len(self.steps)
         alone = {call: number for number, call in enumerate(captured.calls)}
         events = [
@@ -78,6 +82,7 @@ class CapturedForward(Source):
             for value, at in holders(events).items()
             if len(at) > 1 or value.event.block.startswith(INPUT)
         }
+        # 2. Run one stage that has all calls, and keeps these values.
         parameters = (find_tensor(captured.model, name) for name in captured.parameters)
         part = StagePart(
             stage=0,
@@ -91,6 +96,7 @@ class CapturedForward(Source):
         positions = names_of_positions(captured.model)
         args, kwargs = arguments_for(replay, captured.inputs, call, positions)
         output, crossings = replay.run(captured.model, args, kwargs), list[Crossing]()
+        # 3. List inputs, values between calls, outputs, and parameters of several calls.
         for tensor in () if captured.inputs == ROUTED else flatten(call)[0]:
             crossings.append(Crossing(-1, (0,), (tensor,)))
         leaving = replay.leaving()
@@ -111,8 +117,7 @@ class CapturedForward(Source):
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
         cut = CutModel(self.captured, partition)
         starts = [sum(partition[:stage]) for stage in range(len(partition))]
-        steps = tuple(self.steps.values())
-        rows = [steps[n : n + count] for n, count in zip(starts, partition, strict=True)]
+        rows = [self.steps[n : n + count] for n, count in zip(starts, partition, strict=True)]
         return tuple(self._plan_stage(cut, stage, steps) for stage, steps in enumerate(rows))
 
     def _plan_stage(self, cut: CutModel, stage: int, steps: tuple[Step, ...]) -> StagePlan:
@@ -179,7 +184,7 @@ class CapturedForward(Source):
 
         def run_event(key: EventKey, function: Any) -> Any:
             if not key.number:
-                return perform(self.steps[key.block, key.call], function)
+                return perform(self.by_call[key.block, key.call], function)
             # The number, and so the random numbers, depend on the event, not on the partition.
             index = len(self.steps) + 1 + crc32(repr(tuple(key)).encode())
             return perform(Step(index, str(key), "", _NO_MODULE, (), ()), function)
@@ -207,7 +212,7 @@ class CapturedForward(Source):
         kept = f", cut into {most} by together=" if self.captured.together else ""
         return CutError(
             f"{num_stages} stages asked, {len(self.steps)} block calls found{kept}: "
-            f"{', '.join(step.name for step in self.steps.values())}. Name finer blocks "
+            f"{', '.join(step.name for step in self.steps)}. Name finer blocks "
             "(capture(..., blocks=['encoder.layer.*'])), or ask for fewer stages"
         )
 
@@ -216,7 +221,7 @@ class CapturedForward(Source):
 
         *Live bytes before* are the bytes that would cross a cut before the layer.
         """
-        captured, steps = self.captured, self.steps.values()
+        captured, steps = self.captured, self.steps
         rows = [("layer", "block", "module", "parameters", "live bytes before")]
         for step, count, live in zip(steps, counts, captured.live_bytes(), strict=True):
             kind = type(step.module).__name__

@@ -115,6 +115,7 @@ class CutModel:
     def _part(self, stage: int) -> StagePart:
         if stage in self._parts:
             return self._parts[stage]
+        # 1. Find the parameters that the stage holds, lends, and borrows.
         captured, borrowed = self.captured, self._borrowed(stage)
         places = ((name, find_tensor(captured.model, name)) for name in captured.parameters)
         held = {name: place for name, place in places if place is not None}
@@ -125,6 +126,7 @@ class CutModel:
             if tied.stages[0] == stage
         }
         sends_on = frozenset(v for values in self.sends[stage].values() for v in values)
+        # 2. Find the blocks that read borrowed parameters.
         reads = {block: set(captured.names_in(block)) for block in captured.blocks}
         for event, _ in self._events:  # a block may also read parameters of other modules
             if event.key.number == 0 and event.key.block in reads:

@@ -67,9 +67,9 @@ def find_tied(
         for name in event.parameters:
             users.setdefault(parameters[name], set()).add(stage)
     return tuple(
-        Tied(tuple(n for n, first in parameters.items() if first == name), tuple(sorted(found)))
-        for name, found in users.items()
-        if len(found) > 1
+        Tied(tuple(n for n, first in parameters.items() if first == name), tuple(sorted(stages)))
+        for name, stages in users.items()
+        if len(stages) > 1
     )
 
 
@@ -99,8 +99,8 @@ def find_tensor(model: nn.Module, name: str) -> Tensor | None:
     """Return the parameter `name`, or its stand-in on a stage that borrows it."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
-    found: Tensor | None = owner.__dict__.get(last, parameters_of(owner).get(last))
-    return found
+    tensor: Tensor | None = owner.__dict__.get(last, parameters_of(owner).get(last))
+    return tensor
 
 
 def release(model: nn.Module, kept: Collection[str]) -> None:

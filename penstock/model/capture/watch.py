@@ -54,12 +54,12 @@ def _watch(block: nn.Module) -> None:
 def _watched(kind: type[nn.Module], block: nn.Module) -> type[nn.Module]:
     # Leave the forward of a compiled module: torch decides by its source file how to compile it.
     sees_forward = isfunction(getattr_static(kind, "forward")) and uncompiled(block) is None
-    found = _WATCHED.get((kind, sees_forward))
-    if found is None:
-        found = _WATCHED[kind, sees_forward] = _make_watched(kind)
+    watched = _WATCHED.get((kind, sees_forward))
+    if watched is None:
+        watched = _WATCHED[kind, sees_forward] = _make_watched(kind)
         if sees_forward:
-            setattr(found, "forward", _watched_forward(kind))  # noqa: B010 - typed as a method
-    return found
+            setattr(watched, "forward", _watched_forward(kind))  # noqa: B010 - typed as a method
+    return watched
 
 
 def original_class(module: nn.Module) -> type:
@@ -131,14 +131,14 @@ def _observers(module: nn.Module) -> dict[int, _Outside]:
 
     Hooks of torch.distributed and of Penstock belong to the block, and run where it runs.
     """
-    found = {}
+    observers = {}
     for number, hook in list(forward_hooks_of(module).items()):
         if not isinstance(hook, _Outside):
             if getattr(hook, "__module__", "").startswith(_PARTS_OF_BLOCKS):
                 continue
             hook = forward_hooks_of(module)[number] = _Outside(hook)
-        found[number] = hook
-    return found
+        observers[number] = hook
+    return observers
 
 
 def _observed_call(

@@ -83,15 +83,15 @@ class Gathered:
         """Add whole weights, in calls laid out as in `cut`; return those that are sliced."""
         axes, added = self._axes, dict[Tensor, Cut]()
         for weight in weights:
-            own = cut.get(weight)
-            shape = tuple(weight.shape) if own is None else own.shape
-            layout = () if own is None else own.layout
+            in_call = cut.get(weight)
+            shape = tuple(weight.shape) if in_call is None else in_call.shape
+            layout = () if in_call is None else in_call.layout
             in_step = (*layout, *(I,) * (len(axes) - len(layout)))
             rest = shrunk(in_step, shape, [axis.size for axis in axes])
             if rest != in_step:
                 added[weight] = Cut(size_like(rest, shape, in_step, axes), axes, shape)
                 self._in_step[weight] = in_step
-                if own is None and not weight.is_contiguous() and has_memory(weight):
+                if in_call is None and not weight.is_contiguous() and has_memory(weight):
                     self._strides[weight] = weight.stride()
         self.cut |= added
         return added
@@ -107,12 +107,12 @@ class Gathered:
             shapes = {weight: weight.shape for weight in self.cut}
             yield
         finally:
-            for weight, own in slices.items():
-                weight.data = own
+            for weight, part in slices.items():
+                weight.data = part
             # A gradient of the whole shape is new; one of the slice's shape is from before.
-            for weight, own in slices.items():
+            for weight, part in slices.items():
                 gradient = weight.grad
-                if gradient is not None and gradient.shape == shapes.get(weight) != own.shape:
+                if gradient is not None and gradient.shape == shapes.get(weight) != part.shape:
                     rest = self.cut[weight].layout
                     weight.grad = None
                     weight.grad = convert(gradient, self._in_step[weight], rest, self._axes)
@@ -128,9 +128,11 @@ class Gathered:
             for bucket in cut_into_buckets(held):
                 self._gather_along(number, bucket)
         for weight, strides in self._strides.items():
-            own = weight.data
-            lies = torch.empty_strided(own.shape, strides, dtype=own.dtype, device=own.device)
-            weight.data = lies.copy_(own)
+            whole = weight.data
+            strided = torch.empty_strided(
+                whole.shape, strides, dtype=whole.dtype, device=whole.device
+            )
+            weight.data = strided.copy_(whole)
 
     def _gather_along(self, number: int, weights: Sequence[Tensor]) -> None:
         """Gather the slices of some weights along one axis, in one all-gather."""
@@ -199,8 +201,8 @@ class CutWeights:
 
         A name is a weight's; one of an optimizer state is "weight.state".
         """
-        found = {name: self._cut.get(weight_of(name, of_optimizer)) for name in names}
-        return {name: cut.own for name, cut in found.items() if cut is not None}
+        cuts = {name: self._cut.get(weight_of(name, of_optimizer)) for name in names}
+        return {name: cut.own for name, cut in cuts.items() if cut is not None}
 
     def is_first(self, name: str, axes: "Axes") -> bool:
         """Tell whether this process is the first along `axes` to hold its part of a weight."""
@@ -208,13 +210,13 @@ class CutWeights:
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather whole weights, or gradients; all processes that share them must call this."""
-        found = {}
-        for name in sorted(tensors):  # in the same order on each
-            found[name], cut = tensors[name], self._cut.get(name)
-            if cut is not None and found[name].shape == cut.own.lengths:
+        wholes = {}
+        for name in sorted(tensors):  # all processes gather in this order
+            wholes[name], cut = tensors[name], self._cut.get(name)
+            if cut is not None and wholes[name].shape == cut.own.lengths:
                 with torch.no_grad():
-                    found[name] = convert(found[name], cut.layout, cut.whole, cut.axes)
-        return found
+                    wholes[name] = convert(wholes[name], cut.layout, cut.whole, cut.axes)
+        return wholes
 
 
 def weight_of(key: str, of_optimizer: bool) -> str:

@@ -2,7 +2,7 @@
 
 convert        for each use
 convert_kept   once for a step
-Regather          for a layer's forward, and again for its backward; freed in between
+Regather       for a layer's forward, and again for its backward; freed in between
 """
 
 import weakref
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.costs.counting.layer_calls import as_it_is
 from penstock.errors import sparse_gradient
 from penstock.sharding.layouts import Layout, Move, S, State, moves, steps
 from penstock.torch_private import saving_hooks, storage_id
@@ -182,8 +183,10 @@ class Regather:
         self._made: dict[int, tuple[Tensor, _Whole]] = {}
         self._gathered: list[weakref.ref[_Whole]] = []
         self._hows: list[tuple[Any, ...]] = []
-        around: tuple[Callable[[Any], Any], ...] = saving_hooks() or (_same, _same)
-        self._pack, self._unpack = around
+        # Hooks do not nest: torch runs the innermost pair only, so this pair calls the one around.
+        around: Any = saving_hooks() or (as_it_is, as_it_is)
+        self._pack: Callable[[Tensor], Any] = around[0]
+        self._unpack: Callable[[Any], Tensor] = around[1]
 
     def note(self, made: Tensor, how: tuple[Any, ...]) -> None:
         """Note a converted weight, if it has its own memory."""
@@ -207,23 +210,23 @@ class Regather:
                 tensor.register_hook(self._gather)
 
     def _gather(self, gradient: Tensor) -> None:
+        # The hook of each result calls this; the first one to arrive gathers all weights.
         hows, self._hows = self._hows, []
         for (local, *how), gathered in zip(hows, self._gathered, strict=bool(hows)):
-            made = convert(local.detach(), *how)
+            made = convert(local.detach(), *how)  # also where no node is left: all devices call it
             whole = gathered()
             if whole is not None:
                 whole.tensor = made
 
     def _packed(self, tensor: Tensor) -> Any:
-        found = self._made.get(storage_id(tensor))
-        if found is None:
+        made = self._made.get(storage_id(tensor))
+        if made is None:
             return self._pack(tensor)
-        return _Saved(found[1], (tensor.shape, tensor.stride(), tensor.storage_offset()))
+        return _Saved(made[1], (tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def _unpacked(self, saved: Any) -> Tensor:
         if not isinstance(saved, _Saved):
-            found: Tensor = self._unpack(saved)
-            return found
+            return self._unpack(saved)
         assert saved.whole.tensor is not None, "a backward that began inside a layer"
         return saved.whole.tensor.as_strided(*saved.place)
 
@@ -239,7 +242,3 @@ class _Saved(NamedTuple):
 
     whole: _Whole
     place: tuple[Any, ...]
-
-
-def _same(value: Any) -> Any:
-    return value

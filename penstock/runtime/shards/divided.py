@@ -77,7 +77,7 @@ class DividedLayer:
             {weight: {} for weight in self.cut} if keeps else None
         )
         """Conversions of weights that last for a step, if the layer `keeps` them."""
-        self._lent_as: dict[Tensor, ShardedTensor] = {}
+        self._stand_ins: dict[Tensor, ShardedTensor] = {}
         """The stand-in for each weight: made once, without conversions between calls."""
         self._again = {
             parameter
@@ -125,13 +125,16 @@ class DividedLayer:
         layouts: Sequence[Layout | None],
         structure: Any,
     ) -> Any:
+        """Run the layer's own Python on stand-ins, which record and check its calls."""
+        # 1. Put stand-ins in the place of inputs and weights, and run the layer's forward.
         run = LayerRun(self.plan, self.axes, self._known)
-        wrapped = [run.entered(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+        wrapped = [run.wrapped(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
         again = Regather() if self._again else None
         saving = nullcontext() if again is None else again.hooks()
         with self._lent(run, again), as_functions(self._opaque), saving:
             result = function(*args, **kwargs)
+        # 2. Unwrap the results; their gradients make the backward gather the weights again.
         run.check_ended()
         result = tree_map(run.left, result)
         if again is not None:
@@ -139,15 +142,15 @@ class DividedLayer:
         return result
 
     @contextmanager
-    def _instead(self, of: Callable[[Tensor, Layout], Tensor]) -> Iterator[None]:
-        """Replace each weight in the modules by `of(weight, layout)` inside."""
-        own = [(parameters, name, parameters[name]) for parameters, name, _ in self._places]
+    def _instead(self, replace: Callable[[Tensor, Layout], Tensor]) -> Iterator[None]:
+        """Replace each weight in the modules by `replace(weight, layout)` inside."""
+        weights = [parameters[name] for parameters, name, _ in self._places]
         try:
-            for (parameters, name, weight), (*_, layout) in zip(own, self._places, strict=True):
-                parameters[name] = of(weight, layout)
+            for (parameters, name, layout), weight in zip(self._places, weights, strict=True):
+                parameters[name] = replace(weight, layout)
             yield
         finally:
-            for parameters, name, weight in own:
+            for (parameters, name, _), weight in zip(self._places, weights, strict=True):
                 parameters[name] = weight
 
     def _whole(self, weight: Tensor, layout: Layout) -> Tensor:
@@ -157,25 +160,25 @@ class DividedLayer:
     def _lent(self, run: "LayerRun", again: Regather | None) -> Iterator[None]:
         """Put the stand-ins of the weights into the modules inside."""
         held = [(parameters[name], layout) for parameters, name, layout in self._places]
-        num_known = len(self._lent_as)
+        num_known = len(self._stand_ins)
 
         def lent(weight: Tensor, layout: Layout) -> Tensor:
-            found = self._lent_as.get(weight)
-            if found is None:
-                found = self._lent_as[weight] = run.wrapped(weight, layout)
-                found.kept = (self.kept or {}).get(weight)
-            found.run, found.again = run, again if weight in self._again else None
-            return found
+            stand_in = self._stand_ins.get(weight)
+            if stand_in is None:
+                stand_in = self._stand_ins[weight] = run.wrapped(weight, layout)
+                stand_in.kept = (self.kept or {}).get(weight)
+            stand_in.run, stand_in.again = run, again if weight in self._again else None
+            return stand_in
 
         try:
             with self._instead(lent):
                 yield
         finally:
             for weight, layout in held:
-                if weight in self._lent_as:
-                    self._lent_as[weight].become(weight, layout)
-            if len(self._lent_as) > num_known:  # drop stand-ins of weights that were replaced
-                self._lent_as = {w: self._lent_as[w] for w, _ in held if w in self._lent_as}
+                if weight in self._stand_ins:
+                    self._stand_ins[weight].become(weight, layout)
+            if len(self._stand_ins) > num_known:  # drop stand-ins of weights that were replaced
+                self._stand_ins = {w: self._stand_ins[w] for w, _ in held if w in self._stand_ins}
 
 
 class WholeLayer:
@@ -217,8 +220,9 @@ class Alike:
 def _wholes(
     tensors: Sequence[Tensor], layouts: Sequence[Layout | None], axes: Axes
 ) -> list[Tensor]:
+    """Return the whole tensors of slices."""
     pairs, whole = zip(tensors, layouts, strict=True), (I,) * len(axes)
-    return [t if own is None else convert(t, own, whole, axes) for t, own in pairs]
+    return [t if layout is None else convert(t, layout, whole, axes) for t, layout in pairs]
 
 
 Called = DividedLayer | WholeLayer | Alike
@@ -296,21 +300,21 @@ class Shards:
 
         # 2. Slice further weights between steps only (ZeRO's first stage).
         if self._gathered is not None:
-            every = dict.fromkeys(w for step in steps for w in step.module.parameters())
-            trained = [w for w in every if w.requires_grad and not w.is_meta]
+            weights = dict.fromkeys(w for step in steps for w in step.module.parameters())
+            trained = [w for w in weights if w.requires_grad and not w.is_meta]
             cut |= self._gathered.add(trained, cut)
 
         # 3. Copy whole values from the first device, then keep slices.
-        what = "for the weights that others keep slices of"
+        purpose = "for the weights that others keep slices of"
         with_values = [weight for weight in cut if has_memory(weight)]
         has_values = torch.tensor([has_memory(weight) for weight in cut], dtype=torch.uint8)
         for group in (self._everyone, self._replicas) if cut else ():
-            if any(not row.equal(has_values) for row in group.all_gather(has_values, what)):
+            if any(not row.equal(has_values) for row in group.all_gather(has_values, purpose)):
                 raise ConfigError(
                     f"layer {steps[0].path!r} has values in some of the processes that share it, "
                     "and is on the meta device in others; build it alike in all of them"
                 )
-            group.copy_from_first(with_values, what)
+            group.copy_from_first(with_values, purpose)
         keep_slices(cut)
         self.cut |= cut
 
@@ -322,8 +326,8 @@ class Shards:
                 yield
         finally:
             for layer in self.layers.values():
-                for kept in (layer.kept or {}).values():
-                    kept.clear()
+                for conversions in (layer.kept or {}).values():
+                    conversions.clear()
 
     def start_equal(self, tensors: Iterable[Tensor]) -> None:
         """Copy tensors that are not sliced from the first shard to all."""

@@ -17,18 +17,17 @@ from penstock.sharding.layouts import S, Shape
 from penstock.sharding.rules import base_name
 
 from . import kernels_vision
-from .sizes import Kernel, Local
+from .sizes import Function, Kernel, Local
 
 
-def _opaque(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _opaque(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Call an opaque module with the starts of its arguments' slices."""
     starts = {
         letter: local.start(layout, dim)
         for letters, layout in zip(OPAQUE[func.__name__].letters, local.sized.takes, strict=False)
         for dim, letter in enumerate(letters)
     }
-    result: Tensor = func(*args, **kwargs, starts=starts)
-    return result
+    return func(*args, **kwargs, starts=starts)
 
 
 RESHAPES = ("view", "reshape", "flatten", "unflatten")
@@ -39,14 +38,14 @@ SHAPED = (*RESHAPES, *_MADE, "expand", "broadcast_to", "repeat_interleave")
 
 
 def shapes_given(
-    name: str, how: tuple[Any, Any, Any], given: Sequence[Any]
+    name: str, how: tuple[Any, Any, Any], arguments: Sequence[Any]
 ) -> tuple[Shape, ...] | None:
     """Return the shapes of the whole results of a function in `SHAPED`; None for others."""
     if name not in SHAPED:
         return None
     func, (_, *rest), kwargs = how
     asked = tuple(tuple(x) if isinstance(x, list | tuple) else x for x in rest)
-    return (_reshaped(func, given[0].whole_shape, asked, tuple(kwargs.items())),)
+    return (_reshaped(func, arguments[0].whole_shape, asked, tuple(kwargs.items())),)
 
 
 @lru_cache(maxsize=4096)
@@ -55,7 +54,7 @@ def _reshaped(func: Any, shape: Shape, asked: Any, options: Any) -> Shape:
     return tuple(whole.shape)
 
 
-def _reshape(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _reshape(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Reshape or expand to this device's part of the new shape."""
     tensor, shape = args[0], _shape_asked(local)
     is_expansion = base_name(func.__name__) in ("expand", "broadcast_to")
@@ -63,12 +62,11 @@ def _reshape(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return result
 
 
-def _make(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _make(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Make this device's part; of positional arguments only the value is no length."""
     value = args[2:] if base_name(func.__name__) == "new_full" else ()
-    options = {key: own for key, own in kwargs.items() if key != "size"}
-    made: Tensor = func(args[0], _shape_asked(local), *value, **options)
-    return made
+    options = {key: value for key, value in kwargs.items() if key != "size"}
+    return func(args[0], _shape_asked(local), *value, **options)
 
 
 def _shape_asked(local: Local) -> list[int]:
@@ -76,15 +74,15 @@ def _shape_asked(local: Local) -> list[int]:
     return local.shape_here(local.sized.shapes[0], local.sized.gives[0])
 
 
-def _dropout(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _dropout(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Draw the mask of the whole tensor, so that the numbers are those of one device."""
     (layout,) = local.sized.takes
     tensor, *rest = args
     options = {**dict(zip(("p", "training"), rest, strict=False)), **kwargs}
     drops = options.get("p", 0.5) > 0 and options.get("training", True)
     if not drops or not any(isinstance(state, S) for state in layout):
-        same: Tensor = func(*args, **kwargs)
-        return same
+        return func(*args, **kwargs)
+    # Every device draws the whole mask, so that all their generators stay in step.
     whole = local.whole_shape(tensor.shape, layout)
     ones = torch.ones(whole, dtype=tensor.dtype, device=tensor.device)
     mask = local.part_of(F.dropout(ones, *rest, **kwargs), layout)
@@ -92,12 +90,11 @@ def _dropout(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     return masked
 
 
-def _make_like(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _make_like(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Draw random numbers for the whole tensor, as dropout does."""
     (tensor, *rest), (layout,) = args, local.sized.takes
     if not func.__name__.startswith("rand") or not any(isinstance(x, S) for x in layout):
-        made: Tensor = func(*args, **kwargs)
-        return made
+        return func(*args, **kwargs)
     whole = tensor.new_empty(local.whole_shape(tensor.shape, layout))
     return local.part_of(func(whole, *rest, **kwargs), layout).clone()
 
@@ -126,11 +123,12 @@ class _Attention(NamedTuple):
             allowed = torch.ones(scores, dtype=torch.bool, device=self.query.device).tril()
         if allowed is None or allowed.dtype is not torch.bool:
             return allowed
-        nothing = torch.zeros_like(allowed, dtype=self.query.dtype)
-        return nothing.masked_fill(~allowed, float("-inf"))
+        zeros = torch.zeros_like(allowed, dtype=self.query.dtype)
+        return zeros.masked_fill(~allowed, float("-inf"))
 
     def weights(self) -> Tensor:
         """Compute the weights as torch does without a fused kernel."""
+        # Both factors are scaled by the root: the product of half-precision numbers stays small.
         scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
         key, half = self.for_each_head(self.key), abs(scale) ** 0.5
         sign = -half if scale < 0 else half
@@ -138,9 +136,9 @@ class _Attention(NamedTuple):
         if self.bias is not None:
             scores = scores + self.bias
         # A query that may attend to no key gets weights of 0 and gradients of 0, not NaN.
-        nothing = (scores == float("-inf")).all(-1, keepdim=True)
-        found: Tensor = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-        return found
+        no_key = (scores == float("-inf")).all(-1, keepdim=True)
+        weights: Tensor = scores.masked_fill(no_key, 0.0).softmax(-1).masked_fill(no_key, 0.0)
+        return weights
 
     def for_each_head(self, x: Tensor) -> Tensor:
         """Repeat keys or values for the query heads that share them."""
@@ -149,12 +147,11 @@ class _Attention(NamedTuple):
         return x.repeat_interleave(self.query.shape[-3] // x.shape[-3], -3)
 
 
-def _attention(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _attention(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Draw the dropout mask of all heads, so that the numbers are those of one device."""
     given, (layout,) = _Attention(*args, **kwargs), local.sized.gives
     if not given.dropout_p or not any(isinstance(state, S) for state in layout):
-        found: Tensor = func(*args, **kwargs)
-        return found
+        return func(*args, **kwargs)
     weights = given.weights()
     rows = local.whole_shape(weights.shape[:-1], layout)
     ones = torch.ones((*rows, weights.shape[-1]), dtype=weights.dtype, device=weights.device)

@@ -22,9 +22,9 @@ from penstock.costs.counting.classify import tensors_in
 from penstock.sharding.layouts import I, Layout, P, R, S, State, Whole
 
 from .convert import convert
-from .sizes import Kernel, Local
+from .sizes import Function, Kernel, Local
 
-_WHAT = "for the other shards of a vocabulary"
+_PURPOSE = "for the other shards of a vocabulary"
 
 
 class _Arguments(NamedTuple):
@@ -35,31 +35,30 @@ class _Arguments(NamedTuple):
 
     @classmethod
     def of(cls, local: Local, names: Sequence[str], args: Any, kwargs: Any) -> "_Arguments":
+        """Name the arguments; a plan's layouts come in the order of the distinct tensors."""
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         layouts = dict(zip(tensors, local.sized.takes, strict=True))
-        own = {n: layouts[id(x)] for n, x in values.items() if id(x) in layouts}
-        return cls(values, own)
+        return cls(values, {n: layouts[id(x)] for n, x in values.items() if id(x) in layouts})
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an argument."""
         return self.values.get(name, default)
 
 
-def _mean(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _mean(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     tensor, *rest = args
     (layout,) = local.sized.takes
     dims = kwargs.get("dim", rest[0] if rest else None)
     dims = (dims,) if isinstance(dims, int) else tuple(dims or range(tensor.dim()))
     if not any(local.is_cut(layout, dim % tensor.dim()) for dim in dims):
-        same: Tensor = func(*args, **kwargs)
-        return same
+        return func(*args, **kwargs)
     whole = local.whole_shape(tensor.shape, layout)
     mean: Tensor = tensor.sum(*rest, **kwargs) / prod(whole[dim] for dim in dims)
     return mean
 
 
-def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _convolution(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Convolve the groups on this device."""
     names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
     if func.__name__.startswith("conv_transpose"):
@@ -67,31 +66,27 @@ def _convolution(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     given = _Arguments.of(local, names, args, kwargs)
     groups = given.get("groups", 1)
     if groups == 1:
-        same: Tensor = func(*args, **kwargs)
-        return same
+        return func(*args, **kwargs)
     whole = local.whole_shape(given.get("weight").shape, given.layouts["weight"])[0]
     here = given.get("weight").shape[0]
-    result: Tensor = func(**{**given.values, "groups": groups * here // whole})
-    return result
+    return func(**{**given.values, "groups": groups * here // whole})
 
 
-def _group_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _group_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     given = _Arguments.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     x = given.get("input")
     channels = local.whole_shape(x.shape, given.layouts["input"])[1]
     groups = given.get("num_groups") * x.shape[1] // channels
-    result: Tensor = func(**{**given.values, "num_groups": groups})
-    return result
+    return func(**{**given.values, "num_groups": groups})
 
 
-def _instance_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _instance_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Also accept an empty batch, which torch's function of this name refuses."""
     names = ("input", "running_mean", "running_var", "weight", "bias")
     given = _Arguments.of(local, names, args, kwargs)
     x = given.get("input")
     if x.numel():
-        same: Tensor = func(*args, **kwargs)
-        return same
+        return func(*args, **kwargs)
     return F.group_norm(x, x.shape[1], given.get("weight"), given.get("bias"))
 
 
@@ -102,7 +97,7 @@ _BATCH_NORM = (
 )
 
 
-def _batch_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _batch_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Normalise by the statistics of the whole, and update all running statistics.
 
     Running statistics are whole on each device.  A device changes a copy of its channels, because
@@ -112,7 +107,7 @@ def _batch_norm(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
     layout = given.layouts["input"]
     own: tuple[State, ...] = tuple(_along(state, 1, 0) for state in layout)
     running = [given.get(name) for name in ("running_mean", "running_var")]
-    here = [None if each is None else local.part_of(each, own).clone() for each in running]
+    here = [None if buffer is None else local.part_of(buffer, own).clone() for buffer in running]
     values = {**given.values, "running_mean": here[0], "running_var": here[1]}
     training = given.get("training", False)
     if training and any(isinstance(state, S) and state.dim != 1 for state in layout):
@@ -162,9 +157,9 @@ def _normalized(values: dict[str, Any], local: Local, layout: Layout) -> Tensor:
     with torch.no_grad():
         momentum = values.get("momentum", 0.1)
         moved = (values["running_mean"], mean), (values["running_var"], variance)
-        for (running, found), times in zip(moved, (1, count / (count - 1)), strict=True):
+        for (running, moment), times in zip(moved, (1, count / (count - 1)), strict=True):
             if running is not None:
-                running.lerp_((found * times).to(running.dtype), momentum)
+                running.lerp_((moment * times).to(running.dtype), momentum)
     normalized: Tensor = result.to(x.dtype)
     return normalized
 
@@ -181,13 +176,12 @@ def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
 # -- vocabularies ---------------------------------------------------------------------------------
 
 
-def _embedding(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _embedding(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Look up words in this device's rows of a table; other words give zeros."""
     given = _Arguments.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
     words, table, layout = given.get("input"), given.get("weight"), given.layouts["weight"]
     if not local.is_cut(layout, 0):
-        same: Tensor = func(*args, **kwargs)
-        return same
+        return func(*args, **kwargs)
     start, here = local.start(layout, 0), table.shape[0]
     padding = given.get("padding_idx")
     if padding is not None:
@@ -205,14 +199,13 @@ _LOSS = (
 )
 
 
-def _loss(func: Any, args: Any, kwargs: Any, local: Local) -> Tensor:
+def _loss(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Compute the losses of the samples here; a mean divides by the weight of all samples."""
     given = _Arguments.of(local, _LOSS, args, kwargs)
     layout = given.layouts["input"]
     class_dim = 1 if given.get("input").dim() > 1 else 0
     if not any(isinstance(state, S) for state in layout):
-        same: Tensor = func(*args, **kwargs)
-        return same
+        return func(*args, **kwargs)
     if local.is_cut(layout, class_dim):
         losses = _of_cut_vocabulary(given, local, class_dim, is_log=func.__name__ == "nll_loss")
     else:
@@ -234,8 +227,8 @@ def _weight_of_all(given: _Arguments, local: Local, losses: Tensor) -> Tensor:
             counted = target != given.get("ignore_index", -100)
             weight = given.get("weight")
             words = target.masked_fill(~counted, 0)
-            each = losses.new_ones(()) if weight is None else weight[words]
-            here = (each * counted).sum()
+            weights = losses.new_ones(()) if weight is None else weight[words]
+            here = (weights * counted).sum()
         parts = tuple(P if isinstance(s, S) else I for s in given.layouts["target"])
         return convert(here, parts, (I,) * len(parts), local.axes)
 
@@ -248,12 +241,14 @@ def _of_cut_vocabulary(given: _Arguments, local: Local, class_dim: int, *, is_lo
     scores, target, layout = given.get("input"), given.get("target"), given.layouts["input"]
     smoothing = 0.0 if is_log else given.get("label_smoothing", 0.0)
     start, here = local.start(layout, class_dim), scores.shape[class_dim]
+    # 1. Take the score of each target that is a word of this device.
     # A target on another device scores 0 here; the sum over devices has its score once.
     places = target - start
     is_other = (places < 0) | (places >= here)
     index = places.masked_fill(is_other, 0).unsqueeze(class_dim)
-    own = scores.gather(class_dim, index).squeeze(class_dim).masked_fill(is_other, 0)
-    losses = (smoothing - 1) * own
+    scored = scores.gather(class_dim, index).squeeze(class_dim).masked_fill(is_other, 0)
+    losses = (smoothing - 1) * scored
+    # 2. Add the other terms of the loss: label smoothing, and the term of all words.
     if smoothing:
         count = local.whole_shape(scores.shape, layout)[class_dim]
         losses = losses - smoothing / count * scores.sum(class_dim)
@@ -274,7 +269,7 @@ def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tens
     # Subtract the maximum of all devices, so that no exponential overflows.
     highest = scores.detach().amax(dim)
     for axis in axes:
-        axis.all_reduce(highest, _WHAT, by=dist.ReduceOp.MAX)
+        axis.all_reduce(highest, _PURPOSE, by=dist.ReduceOp.MAX)
     exponentials = (scores - highest.unsqueeze(dim)).exp().sum(dim)
     total = convert(exponentials, (P,) * len(axes), (I,) * len(axes), axes)
     return total.log() + highest

@@ -9,7 +9,7 @@ A `ShardedTensor` reports the shape of the whole, so code that reads shapes need
 Autograd sees only the shards and the conversions between them.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn.functional import multi_head_attention_forward
 from torch.overrides import resolve_name
 
+from penstock.costs.counting.classify import tensors_in
 from penstock.costs.counting.fused_kernels import LOOKED_INTO
 from penstock.errors import PlanError
-from penstock.model.capture.ghost import OF_A_PART, bare, is_question
+from penstock.model.capture.ghost import OF_A_PART, bare, is_question, map_tensors
 from penstock.model.entries import mark_layout, whole_size
-from penstock.model.pytree import flatten, tree_map, unflatten
+from penstock.model.pytree import flatten, unflatten
 from penstock.sharding.layouts import I, Layout, S, Shape
 from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.rules import base_name
@@ -57,13 +58,10 @@ class ShardedTensor(Tensor):
             return _answer(func, args, kwargs)
         if func is multi_head_attention_forward:  # the plan has the calls inside it
             return LOOKED_INTO(*args, **kwargs)
-        given: dict[int, Tensor] = {}
-        _find_tensors(args, given)
-        if kwargs:
-            _find_tensors(kwargs.values(), given)
-        run = next(each.run for each in given.values() if isinstance(each, ShardedTensor))
+        tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        run = next(t.run for t in tensors.values() if isinstance(t, ShardedTensor))
         with without_torch_function():
-            return run.call(func, args, kwargs, given)
+            return run.call(func, args, kwargs, tensors)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types it as an instance's method
@@ -94,6 +92,7 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _NAMES: dict[Any, str] = {}
+"""Full names of functions of torch, which live as long as torch does."""
 
 
 def _name_of(func: Any) -> str:
@@ -103,40 +102,14 @@ def _name_of(func: Any) -> str:
         name = resolve_name(func)
         if not name:
             return getattr(func, "__name__", "")
-        _NAMES[func] = name  # what torch knows lives as long as it
+        _NAMES[func] = name
     return name
-
-
-def _find_tensors(values: Iterable[Any], found: dict[int, Tensor]) -> None:
-    """Add the distinct tensors among arguments to `found`, in order of first occurrence."""
-    for value in values:
-        if isinstance(value, Tensor):
-            found[id(value)] = value
-        elif isinstance(value, _HOLD_OTHERS):
-            _find_tensors(value.values() if isinstance(value, dict) else value, found)
-
-
-def _replaced(values: Iterable[Any], by: Mapping[int, Tensor]) -> list[Any]:
-    """Return arguments with each tensor replaced, by its id."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(by[id(value)])
-        elif type(value) is tuple or type(value) is list:
-            found.append(type(value)(_replaced(value, by)))
-        elif isinstance(value, _HOLD_OTHERS):
-            found.append(tree_map(lambda t: by[id(t)], value))
-        else:
-            found.append(value)
-    return found
-
-
-_HOLD_OTHERS = (tuple, list, dict)
 
 
 SizeCache = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
 """A cache for each call, by number: its last few shapes and layouts, with the sizes of slices."""
 _MOST_KNOWN = 16
+"""Most entries of the cache for a call."""
 
 
 class OtherPathError(PlanError):
@@ -155,12 +128,14 @@ class LayerRun:
         self._plan, self._axes, self._next, self._known = plan, axes, 0, known
         self._whole = (I,) * len(axes)
 
-    def wrapped(self, local: Tensor, layout: Layout) -> ShardedTensor:
-        """Wrap this device's part of a tensor, in a layout with sizes.
+    def wrapped(self, local: Tensor, layout: Layout | None = None) -> ShardedTensor:
+        """Wrap this device's part of a tensor, in a layout with sizes; None for a whole tensor.
 
         Raises:
             PlanError: the part's shape does not fit the layout.
         """
+        layout = self._whole if layout is None else layout
+        # 1. Check the slices, the last axis first: it cuts the slices of the axes before it.
         shape = list(local.shape)
         for axis, state in zip(reversed(self._axes), reversed(layout), strict=True):
             if isinstance(state, S):
@@ -170,16 +145,13 @@ class LayerRun:
                         f"into {state.sizes}"
                     )
                 shape[state.dim] = sum(state.sizes)
+        # 2. Make a tensor of the whole size without memory, which answers questions about shapes.
         strides = local.stride() if local.layout is torch.strided else None
         whole, strides = whole_size(tuple(local.shape), strides, layout)
-        found = bare(whole, strides, local.dtype).as_subclass(ShardedTensor)
-        found.run, found.whole_shape, found.made_by = self, whole, (-1, 0)
-        found.become(local, layout)
-        return found
-
-    def entered(self, tensor: Tensor, layout: Layout | None) -> ShardedTensor:
-        """Wrap an input of the layer: whole, or in a layout with sizes."""
-        return self.wrapped(tensor, self._whole if layout is None else layout)
+        sharded = bare(whole, strides, local.dtype).as_subclass(ShardedTensor)
+        sharded.run, sharded.whole_shape, sharded.made_by = self, whole, (-1, 0)
+        sharded.become(local, layout)
+        return sharded
 
     def left(self, tensor: Tensor) -> Tensor:
         """Unwrap a result of the layer: whole, or marked with the next layer's layout."""
@@ -208,46 +180,46 @@ class LayerRun:
         planned = self._planned(func)
         if len(tensors) != len(planned.takes):
             raise self._other_number("tensors", tensors, planned.takes)
-        given = [
-            tensor if isinstance(tensor, ShardedTensor) else self.wrapped(tensor, self._whole)
+        arguments = [
+            tensor if isinstance(tensor, ShardedTensor) else self.wrapped(tensor)
             for tensor in tensors.values()
         ]
-        sized = self._sizes(planned, given, (func, args, kwargs))
+        sized = self._sizes(planned, arguments, (func, args, kwargs))
         locals_ = [
             tensor.local if tensor.held is layout else self._held_as(tensor, layout)
-            for tensor, layout in zip(given, sized.takes, strict=True)
+            for tensor, layout in zip(arguments, sized.takes, strict=True)
         ]
         for place in planned.changes:  # an in-place change must not reach a cached conversion
-            if locals_[place] is not given[place].local:
+            if locals_[place] is not arguments[place].local:
                 locals_[place] = locals_[place].clone()
 
         # 2. Run the function, or its kernel, on the shards.
-        by = dict(zip(tensors, locals_, strict=True))
-        args = _replaced(args, by)
-        kwargs = dict(zip(kwargs, _replaced(kwargs.values(), by), strict=True))
+        local_of = dict(zip(tensors, locals_, strict=True))
+        args, kwargs = map_tensors(lambda tensor: local_of[id(tensor)], (args, kwargs))
         kernel = kernel_of(planned.function)
         if kernel is None:
             result = func(*args, **kwargs)
         else:
             result = kernel(func, args, kwargs, Local(sized, self._axes))
         for place in planned.changes:
-            given[place].become(result, sized.gives[0])
+            arguments[place].become(result, sized.gives[0])
 
         # 3. Wrap the results with their layouts.
         if isinstance(result, Tensor) and len(sized.gives) == 1:
-            return self._given(result, 0, sized.gives[0], given)
+            return self._result(result, 0, sized.gives[0], arguments)
         leaves, structure = flatten(result)
         if len(leaves) != len(sized.gives):
             raise self._other_number("results", leaves, sized.gives)
-        pairs = enumerate(zip(leaves, sized.gives, strict=True))
-        found = [self._given(local, place, layout, given) for place, (local, layout) in pairs]
-        return unflatten(structure, found)
+        places = enumerate(zip(leaves, sized.gives, strict=True))
+        results = [self._result(local, n, layout, arguments) for n, (local, layout) in places]
+        return unflatten(structure, results)
 
     def _sizes(
-        self, planned: PlannedCall, given: Sequence[ShardedTensor], how: tuple[Any, Any, Any]
+        self, planned: PlannedCall, arguments: Sequence[ShardedTensor], how: tuple[Any, Any, Any]
     ) -> Sized:
-        facts = [(tensor.whole_shape, tensor.held) for tensor in given]
-        shapes = shapes_given(base_name(planned.function), how, given)
+        """Return the current call's layouts with sizes, from the cache if they are there."""
+        facts = [(tensor.whole_shape, tensor.held) for tensor in arguments]
+        shapes = shapes_given(base_name(planned.function), how, arguments)
         known = self._known.setdefault(self._next, [])
         for last, result, sized in known:  # identical tuples compare at once
             if last == facts and result == shapes:
@@ -257,27 +229,26 @@ class LayerRun:
         known[:] = [(facts, shapes, sized), *known[: _MOST_KNOWN - 1]]
         return sized
 
-    def _given(
-        self, local: Tensor, place: int, layout: Layout, given: Sequence[ShardedTensor]
+    def _result(
+        self, local: Tensor, place: int, layout: Layout, arguments: Sequence[ShardedTensor]
     ) -> ShardedTensor:
         """Wrap a result; a function that returns its argument returns the same wrapper."""
-        for found in given:
-            if found.local is local and found.held == layout:
+        for result in arguments:
+            if result.local is local and result.held == layout:
                 break
         else:
-            found = self.wrapped(local, layout)
-        found.made_by = self._next - 1, place
-        return found
+            result = self.wrapped(local, layout)
+        result.made_by = self._next - 1, place
+        return result
 
     def _held_as(self, tensor: ShardedTensor, layout: Layout) -> Tensor:
         """Return this device's part of a tensor in another layout."""
         if layout == tensor.held:
             return tensor.local
-        known = tensor.known
+        known, for_step = tensor.known, tensor.kept
         if layout not in known:
             how = tensor.local, tensor.held, layout, self._axes
-            kept = tensor.kept
-            known[layout] = convert(*how) if kept is None else convert_kept(*how, kept)
+            known[layout] = convert(*how) if for_step is None else convert_kept(*how, for_step)
             if tensor.again is not None:
                 tensor.again.note(known[layout], how)
         return known[layout]
@@ -293,11 +264,11 @@ class LayerRun:
         return planned
 
     def _other_number(
-        self, what: str, found: Collection[Any], planned: Collection[Any]
+        self, noun: str, actual: Collection[Any], planned: Collection[Any]
     ) -> OtherPathError:
         """Return the error for the current call, whose number of tensors is not the plan's."""
         self._next -= 1
-        does = f"calls {self._plan.calls[self._next].function} with {len(found)} {what}"
+        does = f"calls {self._plan.calls[self._next].function} with {len(actual)} {noun}"
         return self._other_path(does, f"calls it with {len(planned)}")
 
     def _other_path(self, does: str, wanted: str = "") -> OtherPathError:

@@ -78,8 +78,10 @@ class Local(NamedTuple):
         return whole
 
 
-Kernel = Callable[[Any, Any, Any, Local], Any]
-"""(function, arguments, keyword arguments, places of the shards) -> result."""
+Function = Callable[..., Tensor]
+"""A function of torch, or of an opaque module."""
+Kernel = Callable[[Function, Any, Any, Local], Any]
+"""(function, arguments, keyword arguments, places of the shards) -> this device's result."""
 
 
 def size(
@@ -94,20 +96,22 @@ def size(
     If dimensions are merged or divided, `gives` are the shapes of the whole results.  Slices then
     begin at positions that exist in both shapes.
     """
+    # 1. Begin with the whole shapes; results whose shape is unknown follow the arguments.
     takes = [_Growing(shape) for shape in shapes]
     if gives is None:
         results = [_Growing(None) for _ in planned.gives]
     else:
         results = [_Growing(shape) for shape in gives]
+    # 2. Cut axis by axis: a later axis cuts the slices of the earlier ones.
     for number, (axis, choice) in enumerate(zip(axes, planned.choices, strict=True)):
         now = [layout[number] for layout in before]
         units, parts, length = _parts(choice, takes, results, now, axis.size)
         for states, growing in ((choice.takes, takes), (choice.gives, results)):
-            for state, own in zip(states, growing, strict=True):
-                own.grow(state, units, parts, (length, axis.rank))
+            for state, tensor in zip(states, growing, strict=True):
+                tensor.grow(state, units, parts, (length, axis.rank))
     return Sized(
-        tuple(_the_same(tuple(own.layout)) for own in takes),
-        tuple(_the_same(tuple(own.layout)) for own in results),
+        tuple(_the_same(tuple(tensor.layout)) for tensor in takes),
+        tuple(_the_same(tuple(tensor.layout)) for tensor in results),
         gives,
     )
 
@@ -122,16 +126,16 @@ def size_like(
     layout: Layout, shape: Shape, before: Layout, axes: "Sequence[Collectives]"
 ) -> Layout:
     """Return a layout with sizes for a whole tensor: its current slices if they fit, else even."""
-    own, keeps = _Growing(shape), True
+    tensor, keeps = _Growing(shape), True
     for axis, state, now in zip(axes, layout, before, strict=True):
-        length = own.length(state) or 0
+        length = tensor.length(state) or 0
         parts = even(length, axis.size)
         if keeps and isinstance(now, S) and isinstance(state, S) and now.dim == state.dim:
             parts = now.sizes
         keeps = keeps and isinstance(now, S) == isinstance(state, S)
-        own.grow(state, length, parts, (length, axis.rank))
-        keeps = keeps and (not isinstance(now, S) or own.layout[-1] == now)
-    return tuple(own.layout)
+        tensor.grow(state, length, parts, (length, axis.rank))
+        keeps = keeps and (not isinstance(now, S) or tensor.layout[-1] == now)
+    return tuple(tensor.layout)
 
 
 class _Growing:
@@ -149,6 +153,7 @@ class _Growing:
         return self.lengths[state.dim] if isinstance(state, S) and self.lengths else None
 
     def grow(self, state: State, units: int, parts: Sizes, known: tuple[int, int]) -> None:
+        """Add the state along the next axis; `known` is (length if the shape is unknown, rank)."""
         if isinstance(state, S):
             taken, rank = known
             length = self.length(state)
@@ -171,11 +176,13 @@ def _parts(
 
     The length is that of the cut dimension of the first tensor.
     """
-    known = [own.length(state) for state, own in zip(choice.takes, takes, strict=True)]
-    made = [own.length(state) for state, own in zip(choice.gives, results, strict=True)]
+    # 1. Find the unit: the longest length that divides all of the letter's dimensions.
+    known = [tensor.length(state) for state, tensor in zip(choice.takes, takes, strict=True)]
+    made = [tensor.length(state) for state, tensor in zip(choice.gives, results, strict=True)]
     lengths = [length for length in (*known, *made) if length is not None]
     first = lengths[0] if lengths else 0
     units = gcd(*lengths, first // choice.piece)
+    # 2. Share the units as an argument is cut already, if it is, so that nothing is sent.
     for length, wanted, state in zip(known, choice.takes, now, strict=True):
         if length and isinstance(wanted, S) and isinstance(state, S) and state.dim == wanted.dim:
             times = length // units

@@ -74,7 +74,7 @@ def check_what_is_saved(layers: Layers, inputs: Any) -> None:
         seen.append((inner, sum(sizes.values()) - inner))
         return result
 
-    layers.source.run(inputs, perform)
+    layers.run(inputs, perform)
     for number, kept in enumerate(seen):
         at_ends = {counted.values[p].storage: counted.values[p] for p in counted.saved[number]}
         found = counted.layer(number).inner_bytes, sum(v.num_bytes for v in at_ends.values())

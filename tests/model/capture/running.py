@@ -20,7 +20,7 @@ from penstock import Pipeline, Recompute, schedules
 from penstock.errors import BoundaryError
 from penstock.model.capture.captured import Captured, record_model
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED, as_call
-from penstock.model.capture.source import CapturedForward, captured_layers
+from penstock.model.capture.source import CapturedLayers, captured_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
 from tests.every_schedule import IN_TWO_PARTS
@@ -79,8 +79,8 @@ def run(model: AnyModel, way: Way) -> Found:
 
 
 def captured_of(layers: Layers) -> Captured:
-    assert isinstance(layers.source, CapturedForward)
-    return layers.source.captured
+    assert isinstance(layers, CapturedLayers)
+    return layers.captured
 
 
 def make_pipeline(layers: Layers, way: Way, mesh: penstock.Mesh | None = None) -> Pipeline:
