@@ -1,37 +1,99 @@
-"""Run a forward again under the same conditions: buffers, modes, weights and inputs.
+"""Drop what forwards save, and run them again under the same conditions, a segment at a time.
 
-    forward      note its conditions: modes, changing buffers, versions of weights and inputs,
-                 and one result; layers run, and autograd saves nothing
-    recompute    restore modes and buffers ──► layers run again ──► compare ──► undo
+                 a stage is one segment              some layers are segments of their own
+    forward      autograd saves nothing              layer ──► empty its slots, keep its inputs
+    recompute    all layers ──► a graph              ready the slots
+    backward                                         first slot asked for ──► its layer ──► fill
 
-Weights and inputs are the caller's.  If they changed in between, the recompute raises.
+The conditions are modes, changing buffers, weights and inputs.  The last two are the caller's: if
+they changed in between, the recompute raises.  With layers, the graph is that of the first run,
+and a backward holds what one layer saves at a time.  A backward in two parts, or one that may run
+layers again in the user's own checkpoint, has them all rebuilt before it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
+from penstock.model.copies import no_leaf
+from penstock.model.entries import is_plain_class, lasts, version_of
+from penstock.model.pytree import flatten, unflatten
+from penstock.model.stage_plan import Step
 from penstock.model.state import put_state, standing_at
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Context, LayersGuard
+from penstock.runtime.stage.guards import Context, InputGuard, LayersGuard, same_bits
 from penstock.runtime.stage.state import ChangingState
-from penstock.runtime.stage.tape import Conditions, Tape
+from penstock.runtime.stage.tape import Conditions, LayerInput, Segment, StageInput, Tape
 from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import buffers_of, version_counter
 
-from .slots import Slots
+from .slots import Filling, Slots
+
+Call = Callable[[Step, Callable[[], Any]], Any]
+"""(layer, its call) -> its result: a function with which a stage runs a layer."""
 
 
-class Repeatable(LayersGuard):
-    """Lets the layers of a stage repeat a forward that kept no graph.
+class Repeatable:
+    """Lets a segment, of these `modules`, repeat a forward.
 
-    `stateful` are the modules whose buffers and tensor attributes are restored.  If the code
-    between layers `differentiates`, the graph stays until that code has run.
+    `stateful` are the modules whose buffers and tensor attributes are restored.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], stateful: Sequence[nn.Module]) -> None:
+        self._modules, self._stateful = modules, stateful
+        self._state = ChangingState(stateful)
+
+    @contextmanager
+    def noting(self) -> Iterator[Conditions]:
+        """Note the modes of a forward, and the state that it changes."""
+        conditions = Conditions(modes=[module.training for module in self._modules])
+        modes = conditions.modes
+        is_new = modes != self._state.known_in
+        before = self._state.look(modes) if is_new or self._holds_state() else {}
+        yield conditions
+        if is_new or self._holds_state():
+            conditions.state = self._state.changed(before, modes)
+
+    @contextmanager
+    def restoring(self, conditions: Conditions) -> Iterator[None]:
+        """Restore modes and state as the forward saw them; undo it at the end."""
+        modes = [module.training for module in self._modules]
+        if not conditions.state and modes == conditions.modes:
+            yield
+            return
+        now = {place: standing_at(place) for place in conditions.state}
+        try:
+            self._set_modes(conditions.modes)
+            put_state(conditions.state)
+            yield
+        finally:
+            put_state(now)
+            self._set_modes(modes)
+
+    def _holds_state(self) -> bool:
+        return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
+
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
+            module.training = training
+
+
+class Segments(LayersGuard, InputGuard):
+    """Runs the segments of a stage, and runs them again.
+
+        first forward    layers drop saved tensors at its end, if no layer changed the inputs
+        later forwards   layers drop them right after they ran
+
+    `stateful` are the modules of the stage whose state is restored.  If the code between layers
+    `differentiates`, the graph stays until that code has run.  `_keeping` are layers whose inputs
+    are changed in place; they drop nothing.
     """
 
     def __init__(
@@ -42,86 +104,190 @@ class Repeatable(LayersGuard):
         *,
         differentiates: bool = False,
     ) -> None:
-        self._modules = modules
-        self._stateful = stateful
-        self._state = ChangingState(stateful)
-        self._weights = weights
+        self._whole = Repeatable(modules, stateful)
+        self._stateful, self._weights = set(stateful), weights
         self._compares = True
         self._drops: Callable[[], Context] = (
             _dropping_late if differentiates else partial(saved_tensors_hooks, _drop, _never)
         )
+        self._layers: dict[int, Repeatable] = {}
+        self._keeping: set[int] = set()
+        self._safe: set[int] = set()
+
+    def forget(self, error: BaseException) -> None:
+        self._keeping.clear()
+        self._safe.clear()
+
+    # -- a stage ------------------------------------------------------------------------------
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Note the conditions of a forward that will be recomputed; keep no graph."""
-        return self._noting(tape) if tape.graph_dropped or tape.dropped_layers else None
+        if tape.dropped_layers:
+            tape.conditions = Conditions(weights=self._weights.shown)
+        return self._noting(tape) if tape.graph_dropped else None
 
     @contextmanager
     def _noting(self, tape: Tape) -> Iterator[None]:
-        modes = [module.training for module in self._modules]
-        versions = list(map(version_counter, tape.inputs if tape.graph_dropped else ()))
-        conditions = Conditions({}, modes, self._weights.shown, versions)
-        is_new = modes != self._state.known_in
-        before = self._state.look(modes) if is_new or self._holds_state() else {}
-        with self._drops() if tape.graph_dropped else nullcontext():
+        weights, versions = self._weights.shown, list(map(version_counter, tape.inputs))
+        with self._whole.noting() as conditions, self._drops():
             yield
-        if is_new or self._holds_state():
-            conditions.state = self._state.changed(before, modes)
-        if tape.microbatch == 0 and self._compares and tape.graph_dropped:
+        conditions.weights, conditions.input_versions = weights, versions
+        if tape.microbatch == 0 and self._compares:
             conditions.result = first_floating(tape.results)
         tape.conditions = conditions
 
-    @contextmanager
-    def around_recompute(self, run: Run, tape: Tape) -> Iterator[None]:
-        """Restore the conditions of the forward, and compare a result.
+    def around_recompute(self, run: Run, tape: Tape) -> Context | None:
+        """Restore the conditions of the stage's forward, and compare a result.
 
         Raises:
             RecomputeError: weights or inputs changed since, or the result differs.
         """
-        conditions = tape.conditions
-        assert conditions is not None
-        undo = self._put_back(conditions, tape.inputs if tape.graph_dropped else ())
-        try:
+        return self._repeating(tape) if tape.graph_dropped else None
+
+    @contextmanager
+    def _repeating(self, tape: Tape) -> Iterator[None]:
+        conditions = self._unchanged(tape)
+        if conditions.input_versions != list(map(version_counter, tape.inputs)):
+            raise changed("an input", "leave the batch as it is until the backward has run")
+        with self._whole.restoring(conditions):
             yield
-        finally:
-            undo()
         if conditions.result is not None:
             compare(conditions.result, tape.results)
             self._compares = not conditions.result[0].is_cuda  # on a GPU the comparison must wait
             conditions.result = None
 
-    def _put_back(self, conditions: Conditions, inputs: Sequence[Tensor]) -> Callable[[], None]:
-        """Restore modes and state as the forward saw them; return a function that undoes it.
+    def _unchanged(self, tape: Tape) -> Conditions:
+        """Return the conditions of the forward.
 
         Raises:
-            RecomputeError: weights or inputs changed since.
+            RecomputeError: a weight changed since.
         """
-        if not self._weights.holds(conditions.weights):
+        assert tape.conditions is not None
+        if not self._weights.holds(tape.conditions.weights):
             raise changed(
                 "a weight",
                 "call optimizer.step() only after the backward; for a layer that changes its "
                 "weight in its own forward, as nn.Embedding(max_norm=...), leave out max_norm",
             )
-        if conditions.input_versions != [version_counter(t) for t in inputs]:
-            raise changed("an input", "leave the batch as it is until the backward has run")
-        modes = [module.training for module in self._modules]
-        if not conditions.state and modes == conditions.modes:
-            return lambda: None
-        now = {place: standing_at(place) for place in conditions.state}
-        self._set_modes(conditions.modes)
-        put_state(conditions.state)
+        return tape.conditions
 
-        def undo() -> None:
-            put_state(now)
-            self._set_modes(modes)
+    # -- layers -------------------------------------------------------------------------------
 
-        return undo
+    def run(self, tape: Tape, step: Step, function: Callable[[], Any], call: Call) -> Any:
+        """Run a layer, and drop its saved tensors."""
+        if step.index in self._keeping:
+            return call(step, function)
+        assert isinstance(function, partial)
+        slots, is_new = tape.slots, step.index not in self._safe
+        assert slots is not None
+        # 1. Keep the inputs, with copies if the layer may change them in place.
+        leaves, structure = flatten((function.args, function.keywords))
+        inputs = [_kept(leaf, slots) for leaf in leaves]
+        versions = [version_of(leaf) for leaf in leaves]
+        copies = [leaf.detach().clone() for leaf in leaves] if is_new else leaves
 
-    def _holds_state(self) -> bool:
-        return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
+        # 2. Run; the slots from `mark` on are the layer's.
+        mark = slots.mark()
+        with self._of_layer(step).noting() as conditions:
+            result = call(step, function)
+        is_same = versions == [version_of(leaf) for leaf in leaves]
+        if not is_same or (is_new and not all(map(_alike, leaves, copies))):
+            self._keeping.add(step.index)
+            return result
 
-    def _set_modes(self, modes: list[bool]) -> None:
-        for module, training in zip(self._modules, modes, strict=True):
-            module.training = training
+        # 3. Empty the slots now, or in `after_layers` if a later layer may change the inputs.
+        saved = slice(mark, slots.mark())
+        conditions.result = first_floating(flatten(result)[0]) if is_new else None
+        segment = Segment(step, function.func, inputs, structure, conditions, saved)
+        if not is_new:
+            segment.emptied = slots.empty(saved)
+        tape.segments.append(segment)
+        return result
+
+    def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
+        """Drop the saved tensors of layers that ran for the first time, if inputs are the same."""
+        for segment in [s for s in tape.segments if s.emptied is None]:
+            assert tape.slots is not None
+            if all(x.is_as_given for x in segment.inputs):
+                segment.emptied = tape.slots.empty(segment.saved)
+                self._safe.add(segment.step.index)
+            else:
+                tape.segments.remove(segment)
+                self._keeping.add(segment.step.index)
+
+    def ready(self, tape: Tape, rerun: Callable[[Tape, Segment], None]) -> None:
+        """Let emptied slots call `rerun` when autograd asks for what they held.
+
+        Raises:
+            RecomputeError: a weight changed since the forward.
+        """
+        self._unchanged(tape)
+        tape.rerun = rerun
+        segments, tape.segments = tape.segments, []
+        for segment in segments:
+            rebuild = partial(_rebuild, ref(tape), segment)
+            for slot, _ in segment.emptied or ():
+                if (empty := slot()) is not None:
+                    empty.rebuild = rebuild
+            if tape.may_rerun:  # autograd's surroundings are then those of the user's checkpoints
+                rebuild()
+
+    def rerun(self, tape: Tape, segment: Segment, call: Call) -> None:
+        """Run a layer again, and fill its slots.
+
+        Raises:
+            RecomputeError: the layer saves or returns other tensors than before.
+        """
+        assert tape.slots is not None
+        args, keywords = unflatten(segment.structure, [_again(x) for x in segment.inputs])
+        filling = Filling(tape.slots, segment.emptied or (), segment.step.label)
+        with self._of_layer(segment.step).restoring(segment.conditions), filling.hooks():
+            result = call(segment.step, partial(segment.function, *args, **keywords))
+        filling.check_all_full()
+        if segment.conditions.result is not None:
+            compare(segment.conditions.result, flatten(result)[0])
+
+    def _of_layer(self, step: Step) -> Repeatable:
+        if step.index not in self._layers:
+            modules = list(step.module.modules())
+            stateful = [module for module in modules if module in self._stateful]
+            self._layers[step.index] = Repeatable(modules, stateful)
+        return self._layers[step.index]
+
+
+def _rebuild(of: ref[Tape], segment: Segment) -> None:
+    """Run a layer again, once; several threads of autograd may ask."""
+    tape = of()
+    assert tape is not None
+    assert tape.rerun is not None
+    with segment.lock:
+        if segment.emptied:
+            tape.variables.copy().run(tape.rerun, tape, segment)
+            segment.emptied = ()
+
+
+def _kept(tensor: Tensor, slots: Slots) -> LayerInput:
+    """Keep an input of a layer: in a slot, or itself if it outlives the tape."""
+    stays = lasts(tensor) or not is_plain_class(tensor)
+    return LayerInput(tensor if stays else slots.keep(tensor), tensor.requires_grad)
+
+
+def _again(given: LayerInput) -> Tensor:
+    """Return an input for the layer's second run.
+
+    Raises:
+        RecomputeError: it was changed in place since.
+    """
+    if isinstance(given.kept, Tensor):
+        return given.kept
+    if not given.is_as_given:
+        raise changed("an input of a layer", "let the layers after it work on a copy (x.clone())")
+    twin = given.kept.take().detach()
+    return no_leaf(twin.requires_grad_()) if given.wants_grad else twin
+
+
+def _alike(tensor: Tensor, before: Tensor) -> bool:
+    return tensor.layout is not torch.strided or same_bits(tensor, before)
 
 
 @contextmanager

@@ -6,7 +6,7 @@
 With hooks torch does not check saved tensors for in-place changes; slots do that.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -40,9 +40,12 @@ class Layout(NamedTuple):
 
 
 class Slot:
-    """The place of one saved tensor; empty while its values are offloaded or dropped."""
+    """The place of one saved tensor; empty while its values are offloaded or dropped.
 
-    __slots__ = ("__weakref__", "_version", "tensor")
+    `rebuild` fills a slot, and all others of its layer, when autograd asks for a dropped tensor.
+    """
+
+    __slots__ = ("__weakref__", "_version", "rebuild", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None
@@ -51,6 +54,7 @@ class Slot:
     def fill(self, tensor: Tensor) -> None:
         """Hold a tensor, and note its version."""
         self.tensor, self._version = tensor, version_of(tensor)
+        self.rebuild: Callable[[], None] | None = None
 
     @property
     def is_as_saved(self) -> bool:
@@ -58,12 +62,14 @@ class Slot:
         return self.tensor is not None and version_of(self.tensor) == self._version
 
     def take(self) -> Tensor:
-        """Return the tensor.
+        """Return the tensor; recompute it if it was dropped.
 
         Raises:
-            RecomputeError: it was dropped, and is not recomputed yet.
+            RecomputeError: it was dropped, and the forward is not over.
             RuntimeError: it was changed in place since.
         """
+        if (rebuild := self.rebuild) is not None:
+            rebuild()
         if self.tensor is None:
             raise RecomputeError(
                 "gradients are computed in a forward (torch.autograd.grad, a penalty on a "
@@ -134,6 +140,55 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         """Yield the slots whose tensors may move, in the order of their saving."""
         return (slot for each in self._saved if (slot := each()) is not None)
+
+
+class Filling:
+    """Fills the emptied slots of a layer, named `label`, with what a rerun saves, in order."""
+
+    def __init__(self, slots: Slots, emptied: Sequence[Emptied], label: str) -> None:
+        self._slots, self._emptied, self._label = slots, emptied, label
+        self._count = 0
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, unpack)
+
+    def _pack(self, tensor: Tensor) -> Slot | Tensor:
+        if not is_plain_class(tensor):
+            return tensor
+        again = tensor.detach()
+        if self._slots.may_move(tensor):
+            if self._count == len(self._emptied):
+                raise self._differs("it saves more tensors than before")
+            slot, layout = self._emptied[self._count]
+            self._count += 1
+            found = Layout.of(again)
+            if layout is not None and found[:3] != layout[:3]:
+                was, now = (
+                    f"{x.dtype} of shape {tuple(x.shape)}, strides {x.stride}"
+                    for x in (layout, found)
+                )
+                raise self._differs(f"tensor {self._count} that it saves was {was}, and is {now}")
+            if (empty := slot()) is not None:
+                empty.fill(again)
+        return Slot(again)
+
+    def check_all_full(self) -> None:
+        """Check that the layer saved as many tensors as before.
+
+        Raises:
+            RecomputeError: it saved fewer.
+        """
+        if self._count < len(self._emptied):
+            raise self._differs(
+                f"it saves {self._count} tensors for its backward, and had saved "
+                f"{len(self._emptied)}"
+            )
+
+    def _differs(self, what: str) -> RecomputeError:
+        return RecomputeError(
+            f"layer {self._label} did not do what it did in its forward: {what}. It reads "
+            "something that changed; recompute other layers, or use recompute=Recompute.NEVER"
+        )
 
 
 def unpack(saved: Slot | Tensor) -> Tensor:
