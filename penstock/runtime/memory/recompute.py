@@ -12,7 +12,7 @@ layers again in the user's own checkpoint, has them all rebuilt before it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref

@@ -119,7 +119,7 @@ class Tape:
     offloaded ones; on a GPU the event `copied` marks their return.
 
     `dropped_layers` drop their saved tensors; `segments` are the layers that did, in order, until
-    `rerun` is there to rebuild one.  `variables` is the context of the thread that called autograd.
+    slots may call `rerun`.  `variables` is the context of the thread that called autograd.
     `layouts` are, by layer, the layouts of inputs in slices.  `tripwires` are hooks on received
     values with gradient hooks; they raise while layers run.
 
