@@ -124,7 +124,7 @@ class Odd(nn.Module):
         self.calls += 1
         match self.what:
             case "counts":
-                return x * self.calls
+                return (x * self.calls).tanh()
             case "saves more":
                 return (x.tanh() if self.calls > 4 else x * 2).tanh()
             case "saves less":

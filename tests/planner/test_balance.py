@@ -25,10 +25,11 @@ from penstock.schedules import (
     zb_h2,
 )
 from penstock.schedules.family import Family
+from penstock.schedules.ir import BackwardInput
 from penstock.schedules.memory import Sizes, live_bytes, num_versions, peak_bytes
 from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES
 from penstock.schedules.passes import add_offload, add_recompute
-from penstock.types import Recompute, RecomputePolicy
+from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 from tests.planner.at_sizes import drawn
 from tests.planner.plans import plan
 
@@ -182,9 +183,11 @@ def peaks(
     schedule = steady(asked.schedule, asked.num_stages, asked.num_microbatches)
     twice = [s for s, kind in enumerate(recompute) if kind is not Recompute.NEVER]
     away = [s for s, moves in enumerate(offload) if moves]
-    schedule = add_offload(add_recompute(schedule, twice), away)
+    by_layers = [s for s, kind in enumerate(recompute) if isinstance(kind, RecomputeLayers)]
+    schedule = add_offload(add_recompute(schedule, twice, by_layers), away)
+    divides = {x.stage for x in schedule.instructions if isinstance(x, BackwardInput)}
     of_stages = StageBytes(at, copies_weights=False)  # between threads
-    sizes = of_stages.sizes(asked.partition, recompute)
+    sizes = of_stages.sizes(asked.partition, recompute, divides)
     kept = sizes.of_stages(asked.num_stages)
     return [max(live_bytes(program, kept)) for program in schedule.programs]
 

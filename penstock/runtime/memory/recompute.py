@@ -26,63 +26,17 @@ from penstock.model.copies import no_leaf
 from penstock.model.entries import is_plain_class, lasts, version_of
 from penstock.model.pytree import flatten, unflatten
 from penstock.model.stage_plan import Step
-from penstock.model.state import put_state, standing_at
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import Context, InputGuard, LayersGuard, same_bits
 from penstock.runtime.stage.state import ChangingState
 from penstock.runtime.stage.tape import Conditions, LayerInput, Segment, StageInput, Tape
 from penstock.runtime.stage.weights import Weights
-from penstock.torch_private import buffers_of, version_counter
+from penstock.torch_private import version_counter
 
-from .slots import Filling, Slots
+from .slots import Slots
 
 Call = Callable[[Step, Callable[[], Any]], Any]
 """(layer, its call) -> its result: a function with which a stage runs a layer."""
-
-
-class Repeatable:
-    """Lets a segment, of these `modules`, repeat a forward.
-
-    `stateful` are the modules whose buffers and tensor attributes are restored.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], stateful: Sequence[nn.Module]) -> None:
-        self._modules, self._stateful = modules, stateful
-        self._state = ChangingState(stateful)
-
-    @contextmanager
-    def noting(self) -> Iterator[Conditions]:
-        """Note the modes of a forward, and the state that it changes."""
-        conditions = Conditions(modes=[module.training for module in self._modules])
-        modes = conditions.modes
-        is_new = modes != self._state.known_in
-        before = self._state.look(modes) if is_new or self._holds_state() else {}
-        yield conditions
-        if is_new or self._holds_state():
-            conditions.state = self._state.changed(before, modes)
-
-    @contextmanager
-    def restoring(self, conditions: Conditions) -> Iterator[None]:
-        """Restore modes and state as the forward saw them; undo it at the end."""
-        modes = [module.training for module in self._modules]
-        if not conditions.state and modes == conditions.modes:
-            yield
-            return
-        now = {place: standing_at(place) for place in conditions.state}
-        try:
-            self._set_modes(conditions.modes)
-            put_state(conditions.state)
-            yield
-        finally:
-            put_state(now)
-            self._set_modes(modes)
-
-    def _holds_state(self) -> bool:
-        return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
-
-    def _set_modes(self, modes: list[bool]) -> None:
-        for module, training in zip(self._modules, modes, strict=True):
-            module.training = training
 
 
 class Segments(LayersGuard, InputGuard):
@@ -104,13 +58,13 @@ class Segments(LayersGuard, InputGuard):
         *,
         differentiates: bool = False,
     ) -> None:
-        self._whole = Repeatable(modules, stateful)
+        self._whole = ChangingState(modules, stateful)
         self._stateful, self._weights = set(stateful), weights
         self._compares = True
         self._drops: Callable[[], Context] = (
             _dropping_late if differentiates else partial(saved_tensors_hooks, _drop, _never)
         )
-        self._layers: dict[int, Repeatable] = {}
+        self._layers: dict[int, ChangingState] = {}
         self._keeping: set[int] = set()
         self._safe: set[int] = set()
 
@@ -122,19 +76,18 @@ class Segments(LayersGuard, InputGuard):
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Note the conditions of a forward that will be recomputed; keep no graph."""
-        if tape.dropped_layers:
+        if tape.graph_dropped or tape.dropped_layers:
             tape.conditions = Conditions(weights=self._weights.shown)
-        return self._noting(tape) if tape.graph_dropped else None
+            return self._noting(tape, tape.conditions) if tape.graph_dropped else None
+        return None
 
     @contextmanager
-    def _noting(self, tape: Tape) -> Iterator[None]:
-        weights, versions = self._weights.shown, list(map(version_counter, tape.inputs))
-        with self._whole.noting() as conditions, self._drops():
+    def _noting(self, tape: Tape, conditions: Conditions) -> Iterator[None]:
+        conditions.input_versions = list(map(version_counter, tape.inputs))
+        with self._whole.noting(conditions), self._drops():
             yield
-        conditions.weights, conditions.input_versions = weights, versions
         if tape.microbatch == 0 and self._compares:
             conditions.result = first_floating(tape.results)
-        tape.conditions = conditions
 
     def around_recompute(self, run: Run, tape: Tape) -> Context | None:
         """Restore the conditions of the stage's forward, and compare a result.
@@ -182,13 +135,16 @@ class Segments(LayersGuard, InputGuard):
         assert slots is not None
         # 1. Keep the inputs, with copies if the layer may change them in place.
         leaves, structure = flatten((function.args, function.keywords))
-        inputs = [_kept(leaf, slots) for leaf in leaves]
+        inputs = [
+            LayerInput(x if lasts(x) or not is_plain_class(x) else slots.keep(x), x.requires_grad)
+            for x in leaves
+        ]
         versions = [version_of(leaf) for leaf in leaves]
         copies = [leaf.detach().clone() for leaf in leaves] if is_new else leaves
 
         # 2. Run; the slots from `mark` on are the layer's.
-        mark = slots.mark()
-        with self._of_layer(step).noting() as conditions:
+        mark, conditions = slots.mark(), Conditions()
+        with self._of_layer(step).noting(conditions):
             result = call(step, function)
         is_same = versions == [version_of(leaf) for leaf in leaves]
         if not is_same or (is_new and not all(map(_alike, leaves, copies))):
@@ -240,19 +196,18 @@ class Segments(LayersGuard, InputGuard):
         """
         assert tape.slots is not None
         args, keywords = unflatten(segment.structure, [_again(x) for x in segment.inputs])
-        filling = Filling(tape.slots, segment.emptied or (), segment.step.label)
-        with self._of_layer(segment.step).restoring(segment.conditions), filling.hooks():
-            result = call(segment.step, partial(segment.function, *args, **keywords))
-        filling.check_all_full()
+        step, filling = segment.step, tape.slots.filling(segment.emptied or (), segment.step.label)
+        with self._of_layer(step).restoring(segment.conditions), filling:
+            result = call(step, partial(segment.function, *args, **keywords))
         if segment.conditions.result is not None:
             compare(segment.conditions.result, flatten(result)[0])
 
-    def _of_layer(self, step: Step) -> Repeatable:
-        if step.index not in self._layers:
+    def _of_layer(self, step: Step) -> ChangingState:
+        if (found := self._layers.get(step.index)) is None:
             modules = list(step.module.modules())
-            stateful = [module for module in modules if module in self._stateful]
-            self._layers[step.index] = Repeatable(modules, stateful)
-        return self._layers[step.index]
+            found = ChangingState(modules, [m for m in modules if m in self._stateful])
+            self._layers[step.index] = found
+        return found
 
 
 def _rebuild(of: ref[Tape], segment: Segment) -> None:
@@ -264,12 +219,6 @@ def _rebuild(of: ref[Tape], segment: Segment) -> None:
         if segment.emptied:
             tape.variables.copy().run(tape.rerun, tape, segment)
             segment.emptied = ()
-
-
-def _kept(tensor: Tensor, slots: Slots) -> LayerInput:
-    """Keep an input of a layer: in a slot, or itself if it outlives the tape."""
-    stays = lasts(tensor) or not is_plain_class(tensor)
-    return LayerInput(tensor if stays else slots.keep(tensor), tensor.requires_grad)
 
 
 def _again(given: LayerInput) -> Tensor:

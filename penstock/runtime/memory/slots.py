@@ -7,6 +7,7 @@ With hooks torch does not check saved tensors for in-place changes; slots do tha
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -31,6 +32,9 @@ class Layout(NamedTuple):
     def of(cls, tensor: Tensor) -> "Layout":
         """Read the layout of a tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)}, strides {self.stride}"
 
     def view(self, storage: UntypedStorage, lead: int) -> Tensor:
         """Return the tensor with this layout in a storage, behind its first `lead` bytes."""
@@ -128,6 +132,44 @@ class Slots:
             emptied.append((each, layout))
         return emptied
 
+    @contextmanager
+    def filling(self, emptied: Sequence[Emptied], label: str) -> Iterator[None]:
+        """Fill the emptied slots of a layer, in order, with what autograd saves meanwhile.
+
+        Raises:
+            RecomputeError: the tensors are not those of the layer's forward.
+        """
+        count = 0
+
+        def differs(what: str) -> RecomputeError:
+            return RecomputeError(
+                f"layer {label} did not do what it did in its forward: {what}. It reads something "
+                "that changed; recompute other layers, or use recompute=Recompute.NEVER"
+            )
+
+        def pack(tensor: Tensor) -> Slot | Tensor:
+            nonlocal count
+            if not self.may_move(tensor):
+                return Slot(tensor.detach()) if is_plain_class(tensor) else tensor
+            if count == len(emptied):
+                raise differs("it saves more tensors than before")
+            slot, was = emptied[count]
+            count += 1
+            again = tensor.detach()
+            now = Layout.of(again)
+            if was is not None and now[:3] != was[:3]:
+                raise differs(f"tensor {count} that it saves was {was}, and is {now}")
+            if (empty := slot()) is not None:
+                empty.fill(again)
+            return Slot(again)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+        if count < len(emptied):
+            raise differs(
+                f"it saves {count} tensors for its backward, and had saved {len(emptied)}"
+            )
+
     def may_move(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is plain and dense, in memory that ends with the tape."""
         return (
@@ -140,55 +182,6 @@ class Slots:
     def __iter__(self) -> Iterator[Slot]:
         """Yield the slots whose tensors may move, in the order of their saving."""
         return (slot for each in self._saved if (slot := each()) is not None)
-
-
-class Filling:
-    """Fills the emptied slots of a layer, named `label`, with what a rerun saves, in order."""
-
-    def __init__(self, slots: Slots, emptied: Sequence[Emptied], label: str) -> None:
-        self._slots, self._emptied, self._label = slots, emptied, label
-        self._count = 0
-
-    def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._pack, unpack)
-
-    def _pack(self, tensor: Tensor) -> Slot | Tensor:
-        if not is_plain_class(tensor):
-            return tensor
-        again = tensor.detach()
-        if self._slots.may_move(tensor):
-            if self._count == len(self._emptied):
-                raise self._differs("it saves more tensors than before")
-            slot, layout = self._emptied[self._count]
-            self._count += 1
-            found = Layout.of(again)
-            if layout is not None and found[:3] != layout[:3]:
-                was, now = (
-                    f"{x.dtype} of shape {tuple(x.shape)}, strides {x.stride}"
-                    for x in (layout, found)
-                )
-                raise self._differs(f"tensor {self._count} that it saves was {was}, and is {now}")
-            if (empty := slot()) is not None:
-                empty.fill(again)
-        return Slot(again)
-
-    def check_all_full(self) -> None:
-        """Check that the layer saved as many tensors as before.
-
-        Raises:
-            RecomputeError: it saved fewer.
-        """
-        if self._count < len(self._emptied):
-            raise self._differs(
-                f"it saves {self._count} tensors for its backward, and had saved "
-                f"{len(self._emptied)}"
-            )
-
-    def _differs(self, what: str) -> RecomputeError:
-        return RecomputeError(
-            f"layer {self._label} did not do what it did in its forward: {what}. It reads "
-            "something that changed; recompute other layers, or use recompute=Recompute.NEVER"
-        )
 
 
 def unpack(saved: Slot | Tensor) -> Tensor:
