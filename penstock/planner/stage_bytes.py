@@ -174,7 +174,7 @@ class StageBytes:
     ) -> Kept:
         """Return what a stage of a run of layers keeps that recomputes by a policy.
 
-        A backward that `divides` has all its layers recomputed before it.
+        With `divides`, all layers are recomputed before a backward: it is in two parts, or may be.
         """
         graph, dropped = self.graph(*run), self.incoming(*run)
         if isinstance(policy, RecomputeLayers):

@@ -148,9 +148,9 @@ FAULTS = (
     ),
     Fault(
         "a recompute sees today's buffers instead of the forward's",
-        "penstock/runtime/memory/recompute.py",
-        "        put_state(conditions.state)\n",
-        "",
+        "penstock/runtime/stage/state.py",
+        "self._set(conditions.modes, conditions.state)\n",
+        "pass\n",
         "tests/laws/test_equality.py",
         "changing_buffers",
     ),
@@ -361,7 +361,7 @@ FAULTS = (
     Fault(
         "weights may change between a forward and its recompute",
         "penstock/runtime/memory/recompute.py",
-        "if not self._weights.holds(conditions.weights):",
+        "if not self._weights.holds(tape.conditions.weights):",
         "if False:",
         "tests/laws/test_one_owner.py",
         "weights_replaced",

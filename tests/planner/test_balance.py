@@ -134,7 +134,8 @@ def test_where_all_fits_nothing_is_recomputed() -> None:
 def test_the_layer_that_frees_most_bytes_a_second_comes_first() -> None:
     found = fit(limited(4 * ALL_OF_STAGE_0 - 1, 10**6))
     assert found.recompute == (Recompute.layers(1), Recompute.NEVER)
-    assert found.predicted_peak_bytes == (3 * 120 + 150, 4 * ALL_OF_STAGE_1)
+    again = 10 + 100 + 10 + 30 + 10  # while layer 1 runs again, its input is there too
+    assert found.predicted_peak_bytes == (3 * 120 + again, 4 * ALL_OF_STAGE_1)
 
 
 def test_a_stage_comes_after_its_layers_and_moving_away_last() -> None:
