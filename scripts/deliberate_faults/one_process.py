@@ -148,9 +148,9 @@ FAULTS = (
     ),
     Fault(
         "a recompute sees today's buffers instead of the forward's",
-        "penstock/runtime/stage/state.py",
-        "self._set(conditions.modes, conditions.state)\n",
-        "pass\n",
+        "penstock/runtime/memory/recompute.py",
+        "        put_state(conditions.state)\n",
+        "",
         "tests/laws/test_equality.py",
         "changing_buffers",
     ),

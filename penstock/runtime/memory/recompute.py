@@ -1,78 +1,81 @@
-"""Drop what forwards save, and run them again under the same conditions, a segment at a time.
+"""Run a forward again under the same conditions: buffers, modes, weights and inputs.
 
-                 a stage is one segment              some layers are segments of their own
-    forward      autograd saves nothing              layer ──► empty its slots, keep its inputs
-    recompute    all layers ──► a graph              ready the slots
-    backward                                         first slot asked for ──► its layer ──► fill
-
-The conditions are modes, changing buffers, weights and inputs.  The last two are the caller's: if
-they changed in between, the recompute raises.  With layers, the graph is that of the first run,
-and a backward holds what one layer saves at a time.  A backward in two parts, or one that may run
-layers again in the user's own checkpoint, has them all rebuilt before it.
+forward      note its conditions: modes, changing buffers, versions of weights and inputs,
+             and one result; layers run, and autograd saves nothing
+recompute    restore modes and buffers ──► layers run again ──► compare ──► undo
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import RecomputeError
-from penstock.model.copies import no_leaf
-from penstock.model.entries import is_plain_class, lasts, version_of
-from penstock.model.pytree import flatten, unflatten
-from penstock.model.stage_plan import Step
+from penstock.model.state import put_state, standing_at
 from penstock.runtime.run import Run
-from penstock.runtime.stage.guards import Context, InputGuard, LayersGuard, same_bits
+from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.state import ChangingState
-from penstock.runtime.stage.tape import Conditions, LayerInput, Segment, StageInput, Tape
+from penstock.runtime.stage.tape import Conditions, Tape
 from penstock.runtime.stage.weights import Weights
-from penstock.torch_private import version_counter
+from penstock.torch_private import buffers_of, version_counter
 
 from .slots import Slots
 
-Call = Callable[[Step, Callable[[], Any]], Any]
-"""(layer, its call) -> its result: a function with which a stage runs a layer."""
+
+class Repeatable:
+    """Lets `modules` repeat a forward; the state of those that are `stateful` is restored."""
+
+    def __init__(self, modules: Sequence[nn.Module], stateful: Sequence[nn.Module]) -> None:
+        self._modules, self._stateful = modules, stateful
+        self._state = ChangingState(stateful)
+
+    @contextmanager
+    def noting(self, conditions: Conditions) -> Iterator[None]:
+        """Note the modes of a forward, and the old values of state that it changes."""
+        conditions.modes = modes = [module.training for module in self._modules]
+        looks = modes != self._state.known_in or self._holds_state()
+        before = self._state.look(modes) if looks else {}
+        yield
+        if looks or self._holds_state():
+            conditions.state = self._state.changed(before, modes)
+
+    @contextmanager
+    def restoring(self, conditions: Conditions) -> Iterator[None]:
+        """Restore modes and state as the forward saw them; undo it at the end."""
+        modes = [module.training for module in self._modules]
+        now = {place: standing_at(place) for place in conditions.state}
+        self._set_modes(conditions.modes)
+        put_state(conditions.state)
+        try:
+            yield
+        finally:
+            put_state(now)
+            self._set_modes(modes)
+
+    def _holds_state(self) -> bool:
+        return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
+
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
+            if module.training != training:
+                module.training = training
 
 
-class Segments(LayersGuard, InputGuard):
-    """Runs the segments of a stage, and runs them again.
+class StageRecompute(LayersGuard):
+    """Drops the graphs of a stage's forwards, and lets its layers repeat them.
 
-        first forward    layers drop saved tensors at its end, if no layer changed the inputs
-        later forwards   layers drop them right after they ran
-
-    `stateful` are the modules of the stage whose state is restored.  If the code between layers
-    `differentiates`, the graph stays until that code has run.  `_keeping` are layers whose inputs
-    are changed in place; they drop nothing.
+    If the code between layers `differentiates`, the graph stays until that code has run.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        stateful: Sequence[nn.Module],
-        weights: Weights,
-        *,
-        differentiates: bool = False,
-    ) -> None:
-        self._whole = ChangingState(modules, stateful)
-        self._stateful, self._weights = set(stateful), weights
+    def __init__(self, whole: Repeatable, weights: Weights, *, differentiates: bool) -> None:
+        self._whole, self._weights = whole, weights
         self._compares = True
         self._drops: Callable[[], Context] = (
             _dropping_late if differentiates else partial(saved_tensors_hooks, _drop, _never)
         )
-        self._layers: dict[int, ChangingState] = {}
-        self._keeping: set[int] = set()
-        self._safe: set[int] = set()
-
-    def forget(self, error: BaseException) -> None:
-        self._keeping.clear()
-        self._safe.clear()
-
-    # -- a stage ------------------------------------------------------------------------------
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Note the conditions of a forward that will be recomputed; keep no graph."""
@@ -90,16 +93,12 @@ class Segments(LayersGuard, InputGuard):
             conditions.result = first_floating(tape.results)
 
     def around_recompute(self, run: Run, tape: Tape) -> Context | None:
-        """Restore the conditions of the stage's forward, and compare a result.
-
-        Raises:
-            RecomputeError: weights or inputs changed since, or the result differs.
-        """
+        """Restore the conditions of the stage's forward, and compare a result."""
         return self._repeating(tape) if tape.graph_dropped else None
 
     @contextmanager
     def _repeating(self, tape: Tape) -> Iterator[None]:
-        conditions = self._unchanged(tape)
+        conditions = self.unchanged(tape)
         if conditions.input_versions != list(map(version_counter, tape.inputs)):
             raise changed("an input", "leave the batch as it is until the backward has run")
         with self._whole.restoring(conditions):
@@ -109,7 +108,7 @@ class Segments(LayersGuard, InputGuard):
             self._compares = not conditions.result[0].is_cuda  # on a GPU the comparison must wait
             conditions.result = None
 
-    def _unchanged(self, tape: Tape) -> Conditions:
+    def unchanged(self, tape: Tape) -> Conditions:
         """Return the conditions of the forward.
 
         Raises:
@@ -123,120 +122,6 @@ class Segments(LayersGuard, InputGuard):
                 "weight in its own forward, as nn.Embedding(max_norm=...), leave out max_norm",
             )
         return tape.conditions
-
-    # -- layers -------------------------------------------------------------------------------
-
-    def run(self, tape: Tape, step: Step, function: Callable[[], Any], call: Call) -> Any:
-        """Run a layer, and drop its saved tensors."""
-        if step.index in self._keeping:
-            return call(step, function)
-        assert isinstance(function, partial)
-        slots, is_new = tape.slots, step.index not in self._safe
-        assert slots is not None
-        # 1. Keep the inputs, with copies if the layer may change them in place.
-        leaves, structure = flatten((function.args, function.keywords))
-        inputs = [
-            LayerInput(x if lasts(x) or not is_plain_class(x) else slots.keep(x), x.requires_grad)
-            for x in leaves
-        ]
-        versions = [version_of(leaf) for leaf in leaves]
-        copies = [leaf.detach().clone() for leaf in leaves] if is_new else leaves
-
-        # 2. Run; the slots from `mark` on are the layer's.
-        mark, conditions = slots.mark(), Conditions()
-        with self._of_layer(step).noting(conditions):
-            result = call(step, function)
-        is_same = versions == [version_of(leaf) for leaf in leaves]
-        if not is_same or (is_new and not all(map(_alike, leaves, copies))):
-            self._keeping.add(step.index)
-            return result
-
-        # 3. Empty the slots now, or in `after_layers` if a later layer may change the inputs.
-        saved = slice(mark, slots.mark())
-        conditions.result = first_floating(flatten(result)[0]) if is_new else None
-        segment = Segment(step, function.func, inputs, structure, conditions, saved)
-        if not is_new:
-            segment.emptied = slots.empty(saved)
-        tape.segments.append(segment)
-        return result
-
-    def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
-        """Drop the saved tensors of layers that ran for the first time, if inputs are the same."""
-        for segment in [s for s in tape.segments if s.emptied is None]:
-            assert tape.slots is not None
-            if all(x.is_as_given for x in segment.inputs):
-                segment.emptied = tape.slots.empty(segment.saved)
-                self._safe.add(segment.step.index)
-            else:
-                tape.segments.remove(segment)
-                self._keeping.add(segment.step.index)
-
-    def ready(self, tape: Tape, rerun: Callable[[Tape, Segment], None]) -> None:
-        """Let emptied slots call `rerun` when autograd asks for what they held.
-
-        Raises:
-            RecomputeError: a weight changed since the forward.
-        """
-        self._unchanged(tape)
-        tape.rerun = rerun
-        segments, tape.segments = tape.segments, []
-        for segment in segments:
-            rebuild = partial(_rebuild, ref(tape), segment)
-            for slot, _ in segment.emptied or ():
-                if (empty := slot()) is not None:
-                    empty.rebuild = rebuild
-            if tape.may_rerun:  # autograd's surroundings are then those of the user's checkpoints
-                rebuild()
-
-    def rerun(self, tape: Tape, segment: Segment, call: Call) -> None:
-        """Run a layer again, and fill its slots.
-
-        Raises:
-            RecomputeError: the layer saves or returns other tensors than before.
-        """
-        assert tape.slots is not None
-        args, keywords = unflatten(segment.structure, [_again(x) for x in segment.inputs])
-        step, filling = segment.step, tape.slots.filling(segment.emptied or (), segment.step.label)
-        with self._of_layer(step).restoring(segment.conditions), filling:
-            result = call(step, partial(segment.function, *args, **keywords))
-        if segment.conditions.result is not None:
-            compare(segment.conditions.result, flatten(result)[0])
-
-    def _of_layer(self, step: Step) -> ChangingState:
-        if (found := self._layers.get(step.index)) is None:
-            modules = list(step.module.modules())
-            found = ChangingState(modules, [m for m in modules if m in self._stateful])
-            self._layers[step.index] = found
-        return found
-
-
-def _rebuild(of: ref[Tape], segment: Segment) -> None:
-    """Run a layer again, once; several threads of autograd may ask."""
-    tape = of()
-    assert tape is not None
-    assert tape.rerun is not None
-    with segment.lock:
-        if segment.emptied:
-            tape.variables.copy().run(tape.rerun, tape, segment)
-            segment.emptied = ()
-
-
-def _again(given: LayerInput) -> Tensor:
-    """Return an input for the layer's second run.
-
-    Raises:
-        RecomputeError: it was changed in place since.
-    """
-    if isinstance(given.kept, Tensor):
-        return given.kept
-    if not given.is_as_given:
-        raise changed("an input of a layer", "let the layers after it work on a copy (x.clone())")
-    twin = given.kept.take().detach()
-    return no_leaf(twin.requires_grad_()) if given.wants_grad else twin
-
-
-def _alike(tensor: Tensor, before: Tensor) -> bool:
-    return tensor.layout is not torch.strided or same_bits(tensor, before)
 
 
 @contextmanager

@@ -25,8 +25,9 @@ from penstock.model.stage_plan import StagePlan, Step, join_output
 from penstock.runtime.batch_norm import Norms
 from penstock.runtime.devices import StageDevice
 from penstock.runtime.memory.kept_bytes import KeptBytes
+from penstock.runtime.memory.layer_recompute import LayerRecompute
 from penstock.runtime.memory.offload import Offloading, OutlivingTensors, Slotting
-from penstock.runtime.memory.recompute import Segments
+from penstock.runtime.memory.recompute import Repeatable, StageRecompute
 from penstock.runtime.memory.stores import MakeStore
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.random.generators import StreamBetween
@@ -112,15 +113,15 @@ class Stage:
         self._claims = LeafClaims(plan.index, decides=plan.decides) if has_peers else None
         everyone, norms = owned.everyone, set(self._norms.layers)
         self._stateful = [module for module in everyone if module not in norms]
-        self._segments = Segments(
-            everyone, self._stateful, self.weights, differentiates=plan.differentiates
-        )
+        self._layer_recompute = LayerRecompute(self._stateful)
+        whole = Repeatable(everyone, self._stateful)
+        self._whole = StageRecompute(whole, self.weights, differentiates=plan.differentiates)
         self._around_layers: list[LayersGuard] = [  # the outermost first
             *([self._slotting] if self._slotting else []),
-            self._segments,
+            self._whole,
             *([self._norms] if norms else []),
         ]
-        watching: list[InputGuard] = [self._segments] if self._slotting else []
+        watching: list[InputGuard] = [self._layer_recompute] if self._slotting else []
         self._of_inputs = [*watching, self._changes]
         of_norms: list[RerunGuard] = [self._norms] if norms else []
         self._around_reruns = [self._drawing, *of_norms]
@@ -188,18 +189,17 @@ class Stage:
             here.tapes[microbatch] = tape
 
     def recompute(self, run: Run, microbatch: int) -> None:
-        """Build the graph again, on the same inputs, buffers and random streams.
-
-        Layers that dropped their saved tensors are made ready to run again in the backward.
-        """
+        """Build the graph again; or let the backward run layers again, if these dropped theirs."""
         tape = self._tape(run, microbatch)
         self.weights.show(tape.version)
         try:
             if tape.dropped_layers:
-                self._segments.ready(tape, partial(self._rerun, run))
+                self._whole.unchanged(tape)
+                self._layer_recompute.ready(tape, partial(self._rerun, run))
             else:
                 caller = run.caller.entered() if run.output_gradients is not None else None
-                with inside([caller, *self._around_again(run, tape)]):
+                contexts = [guard.around_recompute(run, tape) for guard in self._watching]
+                with inside([caller, *contexts]):
                     self._run_layers(run, tape)
         except RecomputeError as error:
             note_failure(error, self.index, "the recompute", microbatch)
@@ -207,11 +207,10 @@ class Stage:
 
     def _rerun(self, run: Run, tape: Tape, segment: Segment) -> None:
         """Run one layer again, as in its forward, in the thread in which autograd needs it."""
-        with inside([run.caller.entered(), *self._around_again(run, tape)]):
-            self._segments.rerun(tape, segment, partial(self._perform, run, tape, again=True))
-
-    def _around_again(self, run: Run, tape: Tape) -> list[Context | None]:
-        return [guard.around_recompute(run, tape) for guard in self._watching]
+        contexts = [guard.around_recompute(run, tape) for guard in self._watching]
+        call = partial(self._perform, run, tape, again=True)
+        with inside([run.caller.entered(), *contexts]):
+            self._layer_recompute.rerun(tape, segment, call)
 
     def backward(self, run: Run, microbatch: int) -> None:
         """Run autograd once from all roots; leave the gradients to send; free the graph."""
@@ -309,14 +308,14 @@ class Stage:
     ) -> Any:
         """Run one layer, with its own random stream if it draws.
 
-        A layer that drops its saved tensors comes here twice: `Segments` calls the second
+        A layer that drops its saved tensors comes here twice: `LayerRecompute` calls the second
         time, with `again`, as in a recompute.
         """
         if not again:
             tape.layer_marks.append((next_node_number(), step))
             if step.index in tape.dropped_layers:
                 call = partial(self._perform, run, tape, again=True)
-                return self._segments.run(tape, step, function, call)
+                return self._layer_recompute.run(tape, step, function, call)
         training = step.module.training
         calls = self._divided
         if calls and (divided := calls.get(step.index) or calls.get(NO_LAYER)) is not None:

@@ -14,70 +14,36 @@ from torch import Tensor, nn
 
 from penstock.errors import RecomputeError, StateError
 from penstock.model.entries import version_of
-from penstock.model.state import ABSENT, Place, attributes, put_state, read_state, standing_at
+from penstock.model.state import ABSENT, Place, attributes, read_state
 from penstock.runtime.run import Run
 from penstock.torch_private import buffers_of, version_counter
 
 from .guards import Context, same_bits
-from .tape import Conditions, Tape
+from .tape import Tape
 from .weights import Weights
 
 
 class ChangingState:
-    """Finds the state that forwards of some modules change, and restores it for their recomputes.
-
-    `modules` have training modes, and those that are `stateful` buffers and tensor attributes.
+    """Finds the state that a stage's forwards change, and keeps the old values for recomputes.
 
     The first forward in a combination of training modes copies all state and compares it: some
     kernels (BatchNorm's) change a buffer without a new version.  Later forwards copy only state
     that changed in place before.  A buffer may be None, or not exist yet.
 
-    `_known_in` are the modes of the last first forward.  In these modes modules without buffers
-    and `_attributes` have no state.
+    `known_in` are the modes of the last first forward.  In these modes a stage without buffers and
+    `attributes` has no state.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], stateful: Sequence[nn.Module]) -> None:
-        self._modules, self._stateful = modules, stateful
-        self._attributes = attributes(stateful)
-        self._known_in: list[bool] | None = None
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self.attributes = attributes(modules)
+        self.known_in: list[bool] | None = None
         self._copied: set[Place] = set()
 
-    @contextmanager
-    def noting(self, conditions: Conditions) -> Iterator[None]:
-        """Note the modes of a forward, and the old values of state that it changes."""
-        conditions.modes = modes = [module.training for module in self._modules]
-        looks = modes != self._known_in or self._holds_state()
-        before = self._look(modes) if looks else {}
-        yield
-        if looks or self._holds_state():
-            conditions.state = self._changed(before, modes)
-
-    @contextmanager
-    def restoring(self, conditions: Conditions) -> Iterator[None]:
-        """Restore modes and state as the forward saw them; undo it at the end."""
-        modes = [module.training for module in self._modules]
-        if not conditions.state and modes == conditions.modes:
-            yield
-            return
-        now = {place: standing_at(place) for place in conditions.state}
-        self._set(conditions.modes, conditions.state)
-        try:
-            yield
-        finally:
-            self._set(modes, now)
-
-    def _set(self, modes: list[bool], state: dict[Place, Any]) -> None:
-        put_state(state)
-        for module, training in zip(self._modules, modes, strict=True):
-            module.training = training
-
-    def _holds_state(self) -> bool:
-        return bool(self._attributes) or any(map(buffers_of, self._stateful))
-
-    def _look(self, modes: list[bool]) -> dict[Place, Any]:
+    def look(self, modes: list[bool]) -> dict[Place, Any]:
         """Return the tensor at each place, its version, and a copy if it may change in place."""
-        is_new = modes != self._known_in  # a layer may change other state in other modes
-        before = read_state(self._stateful, self._attributes)
+        is_new = modes != self.known_in  # a layer may change other state in other modes
+        before = read_state(self._modules, self.attributes)
         return {
             place: (
                 tensor,
@@ -89,19 +55,19 @@ class ChangingState:
             for place, tensor in before.items()
         }
 
-    def _changed(self, before: dict[Place, Any], modes: list[bool]) -> dict[Place, Any]:
+    def changed(self, before: dict[Place, Any], modes: list[bool]) -> dict[Place, Any]:
         """Return the old values of state that the forward changed, in place or by assignment.
 
         Raises:
             RecomputeError: the forward changed a tensor in place that no earlier forward changed,
                 so the old value is lost.
         """
-        if modes != self._known_in:
-            self._attributes = attributes(self._stateful)
-            self._copied, self._known_in = set(), modes
+        if modes != self.known_in:
+            self.attributes = attributes(self._modules)
+            self._copied, self.known_in = set(), modes
         # State that is new was absent before; state with another version or other bits changed in
         # place; a place with another tensor was assigned.
-        now = read_state(self._stateful, self._attributes)
+        now = read_state(self._modules, self.attributes)
         old: dict[Place, Any] = dict.fromkeys(now.keys() - before.keys(), ABSENT)
         for place, (tensor, version, copy) in before.items():
             if tensor is not None and (

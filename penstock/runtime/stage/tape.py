@@ -23,7 +23,7 @@ from penstock.model.pytree import Structure
 from penstock.model.stage_plan import Step
 from penstock.model.state import Place
 from penstock.runtime.devices import Event
-from penstock.runtime.memory.slots import Emptied, Slot, Slots
+from penstock.runtime.memory.slots import Emptied, LayerInput, Slot, Slots
 from penstock.runtime.memory.slots import Layout as SlotLayout
 from penstock.runtime.memory.stores import AbstractStore
 from penstock.sharding.layouts import Layout
@@ -63,18 +63,6 @@ class Conditions:
     weights: list[tuple[int, int, int]] = field(default_factory=list)
     input_versions: list[int] = field(default_factory=list)
     result: tuple[Tensor, int] | None = None
-
-
-class LayerInput(NamedTuple):
-    """An input tensor of a layer, in a slot, or itself if it outlives the tape."""
-
-    kept: Slot | Tensor
-    wants_grad: bool
-
-    @property
-    def is_as_given(self) -> bool:
-        """True if the tensor was not changed in place since."""
-        return isinstance(self.kept, Tensor) or self.kept.is_as_saved
 
 
 @dataclass(slots=True)
