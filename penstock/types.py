@@ -33,6 +33,8 @@ class Recompute(Enum):
     def layers(*layers: int | str) -> "RecomputeLayers":
         """Keep everything but what these layers save: their inputs only.
 
+        A backward recomputes one layer at a time, so it holds what one of them saves.
+
         Args:
             layers: their names, or their numbers in the model; a stage recomputes those it has.
         """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .price import StagePrices, only, runs_of
-from .stage_work import held_by_rank
+from .stage_work import Kinds, held_by_rank, kinds_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ def predicted_s(
     """Return the seconds of a micro-batch on each stage, forward and backward, without
     messages.
     """
-    twice = frozenset(n for n, x in enumerate(policy.recompute) if x is not Recompute.NEVER)
-    work = prices.work_if(twice, frozenset(n for n, x in enumerate(policy.offload) if x))
+    work = prices.work_if(_kinds(policy))
     found = []
     for stage, run in enumerate(runs_of(partition)):
         device = prices.devices[prices.kinds[stage]]
@@ -94,6 +93,10 @@ def predicted_s(
             seconds += 2 * kept.inputs / device.host_bytes_per_s
         found.append(seconds)
     return tuple(found)
+
+
+def _kinds(policy: Policy) -> Kinds:
+    return kinds_of(policy.recompute, (n for n, moves in enumerate(policy.offload) if moves))
 
 
 def _policies(
@@ -134,11 +137,14 @@ def _peak_bytes(
     prices: StagePrices, stages: Sequence[int], runs: Sequence[tuple[int, int]], policy: Policy
 ) -> int:
     """Return the most that a rank keeps at one time by a policy, of all its stages."""
-    twice = frozenset(n for n in stages if policy.recompute[n] is not Recompute.NEVER)
-    away = frozenset(n for n in stages if policy.offload[n])
+    kinds = Kinds(*(each.intersection(stages) for each in _kinds(policy)))
     size = prices.num_stages, prices.num_microbatches
-    held = held_by_rank(prices.family, size, tuple(stages), (twice, away))
-    kept = [prices.of_stages.kept(runs[n], policy.recompute[n]) for n in stages]
+    held = held_by_rank(prices.family, size, tuple(stages), kinds)
+    work = prices.work_if(kinds_of((), ()))  # which parts a backward has
+    kept = [
+        prices.of_stages.kept(runs[n], policy.recompute[n], divides=work[n].halves > 0)
+        for n in stages
+    ]
     sizes = [(x.graph, x.inputs, x.weights, x.stays) for x in kept]
     return max(
         (

@@ -199,6 +199,11 @@ class Plan:
         return frozenset(stage for stage in range(self.num_stages) if self.recomputed(stage))
 
     @property
+    def by_layers(self) -> frozenset[int]:
+        """Those of them that do so layer by layer."""
+        return frozenset(stage for stage in self.recomputing if self.dropped_layers(stage))
+
+    @property
     def offloading(self) -> frozenset[int]:
         """The stages that move what their forwards keep away, and back."""
         return frozenset(stage for stage, moves in enumerate(self.offload) if moves)

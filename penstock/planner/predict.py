@@ -5,6 +5,7 @@ simulated; the others run alike beside it, and what they share with it, cores an
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -14,7 +15,7 @@ from penstock.costs.profile import Profile
 from penstock.costs.records import LayerSeconds
 from penstock.errors import ConfigError, PlanError, check_kind
 from penstock.schedules.costs import Costs
-from penstock.schedules.ir import Schedule
+from penstock.schedules.ir import BackwardInput, Schedule
 from penstock.schedules.lower import Lowering, lower, lower_unproved
 from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
@@ -138,6 +139,7 @@ class Prediction:
             ranks=plan.placement.places,
             transfers=tuple(Transfer(producer=a, consumer=b) for a, b in sorted(edges)),
             recompute=plan.recomputing,
+            by_layers=plan.by_layers,
             commits=tuple(
                 stage
                 for stage, run in enumerate(self._runs)
@@ -208,7 +210,11 @@ class Prediction:
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
         """Bytes that each stage keeps of one micro-batch."""
-        sizes = self._bytes.sizes(self.plan.partition, self.plan.recompute)
+        divides: Iterable[int] = ()
+        if self.plan.by_layers:
+            schedule = lower_unproved(self._lowering, self.plan.num_microbatches, make=made)
+            divides = (x.stage for x in schedule.instructions if isinstance(x, BackwardInput))
+        sizes = self._bytes.sizes(self.plan.partition, self.plan.recompute, set(divides))
         return sizes.of_stages(self.plan.num_stages)
 
     @cached_property

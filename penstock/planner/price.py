@@ -25,7 +25,16 @@ from penstock.types import Recompute, RecomputePolicy
 
 from .cuts import EVERYWHERE, Matrix, Setting, Window, between, upto
 from .stage_bytes import StageBytes
-from .stage_work import OnWay, StageWork, Tables, most_on_way, steady, work_of
+from .stage_work import (
+    Kinds,
+    OnWay,
+    StageWork,
+    Tables,
+    kinds_of,
+    most_on_way,
+    steady,
+    work_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,17 +174,13 @@ class StagePrices:
         return [self._first, self._made(whole, frozenset()), *moved]
 
     def _made(self, recompute: tuple[RecomputePolicy, ...], away: frozenset[int]) -> Option:
-        twice = frozenset(n for n, x in enumerate(recompute) if x is not Recompute.NEVER)
-        return Option(recompute, self.work_if(twice, away), away)
+        return Option(recompute, self.work_if(kinds_of(recompute, away)), away)
 
-    def work_if(self, twice: frozenset[int], away: frozenset[int]) -> tuple[StageWork, ...]:
-        """Return the work of stages where those of `twice` recompute, and those `away` move what
-        they keep.
-        """
-        key = twice, away
+    def work_if(self, key: Kinds) -> tuple[StageWork, ...]:
+        """Return the work of stages that recompute, or move what they keep, as `key` says."""
         if key not in self._works:
             size = self.num_stages, self.num_microbatches
-            self._works[key] = work_of(self.family, *size, twice, away)
+            self._works[key] = work_of(self.family, *size, *key)
         return self._works[key]
 
     @cached_property

@@ -346,7 +346,7 @@ def most_bytes_of_ranks(predicted: Prediction) -> list[float]:
     plan, num_bytes = predicted.plan, predicted.sharing.num_bytes
     work = work_of(
         *(plan.schedule, plan.num_stages, plan.num_microbatches, plan.recomputing),
-        plan.offloading,
+        *(plan.offloading, plan.by_layers),
     )
     arriving = [[0, 0] for _ in work]
     for (is_gradient, _, stage), size in num_bytes.items():

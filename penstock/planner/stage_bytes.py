@@ -11,7 +11,7 @@ and what it keeps and sends is known from its own start and end alone.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -117,6 +117,8 @@ class StageBytes:
         for layer, saved in enumerate(self._saved_by):
             for value in saved:
                 needs[value.storage].append(_Need(layer, MODEL_INPUT))
+        for value in self._saved_by_loss:
+            needs[value.storage].append(_Need(self._num_layers - 1, MODEL_INPUT))
         every = self._each_layer(self.inner_bytes, self._of_loss)
         return self._made((*every, *self._kept(needs), self._targets))
 
@@ -167,31 +169,61 @@ class StageBytes:
         own = {v.storage for n in at.saved[layer] if (v := at.values[n]).producer == layer}
         return self.inner_bytes[layer] + sum(self._bytes_of[storage] for storage in own)
 
-    def kept(self, run: tuple[int, int], policy: RecomputePolicy) -> Kept:
-        """Return what a stage of a run of layers keeps that recomputes by a policy."""
-        some = policy.layers if isinstance(policy, RecomputeLayers) else None
-        dropped = self.incoming(*run) if some is None else self._if_dropped(run, some)
-        return Kept(self.graph(*run), dropped, self.left(*run), self.given(*run))
+    def kept(
+        self, run: tuple[int, int], policy: RecomputePolicy, *, divides: bool = False
+    ) -> Kept:
+        """Return what a stage of a run of layers keeps that recomputes by a policy.
 
-    def _if_dropped(self, run: tuple[int, int], again: Sequence[int | str]) -> int:
-        """Return what is kept after a forward where some layers keep their inputs only."""
-        total, storages = 0, set[int]()
-        for layer in range(*run):
-            storages.update(v.storage for v in self._arrives_at[layer] if v.producer < run[0])
+        With `divides`, all layers are recomputed before a backward: it is in two parts, or may be.
+        """
+        graph, dropped = self.graph(*run), self.incoming(*run)
+        if isinstance(policy, RecomputeLayers):
+            dropped, most = self._by_layers(run, policy.layers)
+            graph = graph if divides else most
+        return Kept(graph, dropped, self.left(*run), self.given(*run))
+
+    def _by_layers(self, run: tuple[int, int], again: Sequence[int | str]) -> tuple[int, int]:
+        """Return what is kept after a forward where some layers keep their inputs only, and the
+        most until the end of the backward, which recomputes them one at a time, the last first.
+        """
+        storages, of_loss = set[int](), run[1] == self._num_layers
+
+        def more(values: Iterable[Value]) -> dict[int, int]:
+            found = {v.storage: self._bytes_of[v.storage] for v in values}
+            return {storage: found[storage] for storage in found.keys() - storages}
+
+        def add(values: Iterable[Value]) -> int:
+            found = more(values)
+            storages.update(found)
+            return sum(found.values())
+
+        came = (v for n in range(*run) for v in self._arrives_at[n] if v.producer < run[0])
+        total = most = add(came) + of_loss * self._at.target_bytes
+        for layer in range(*run):  # what it and the layers before it keep
             if layer in again:
-                storages.update(v.storage for v in self._given_to[layer])
+                total += add(self._given_to[layer])
+                inside = self.inner_bytes[layer] + sum(more(self._saved_by[layer]).values())
+                most = max(most, total + inside)
             else:
-                total += self.inner_bytes[layer]
-                storages.update(v.storage for v in self._saved_by[layer])
-        if run[1] == self._num_layers:
-            total += self._of_loss + self._at.target_bytes
-            storages.update(v.storage for v in self._saved_by_loss)
-        return total + sum(self._bytes_of[storage] for storage in storages)
+                total += self.inner_bytes[layer] + add(self._saved_by[layer])
+        if of_loss:
+            total += self._of_loss + add(self._saved_by_loss)
+        return total, max(most, total)
 
-    def sizes(self, partition: Sequence[int], recompute: Sequence[RecomputePolicy]) -> Sizes:
-        """Return what the stages of a partition keep, for `schedules.memory`."""
-        bounds = pairwise(accumulate(partition, initial=0))
-        each = [self.kept(run, policy) for run, policy in zip(bounds, recompute, strict=True)]
+    def sizes(
+        self,
+        partition: Sequence[int],
+        recompute: Sequence[RecomputePolicy],
+        divides: Collection[int] = (),
+    ) -> Sizes:
+        """Return what the stages of a partition keep, for `schedules.memory`; some divide their
+        backwards.
+        """
+        runs = pairwise(accumulate(partition, initial=0))
+        each = [
+            self.kept(run, policy, divides=stage in divides)
+            for stage, (run, policy) in enumerate(zip(runs, recompute, strict=True))
+        ]
         return Sizes(
             kept_bytes=tuple(kept.graph for kept in each),
             input_bytes=tuple(kept.inputs for kept in each),
@@ -227,11 +259,9 @@ class StageBytes:
 
     @cached_property
     def _saved_by(self) -> list[list[Value]]:
-        """What each layer saves of values; the last, too, what the loss saves of them."""
+        """What each layer saves of values."""
         values = self._at.values
-        found = [[values[n] for n in saved if not values[n].is_weight] for saved in self._at.saved]
-        found[-1].extend(self._saved_by_loss)
-        return found
+        return [[values[n] for n in saved if not values[n].is_weight] for saved in self._at.saved]
 
     @cached_property
     def _saved_by_loss(self) -> list[Value]:

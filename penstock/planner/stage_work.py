@@ -20,7 +20,7 @@ from penstock.schedules.family import Family
 from penstock.schedules.ir import Program, Schedule
 from penstock.schedules.memory import Kept, live_bytes
 from penstock.schedules.passes import add_offload, add_recompute
-from penstock.types import RecomputeLayers, RecomputePolicy
+from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .cuts import Matrix, Window
 
@@ -108,14 +108,15 @@ def work_of(
     num_microbatches: int,
     twice: Collection[int] = (),
     away: Collection[int] = (),
+    by_layers: Collection[int] = (),
 ) -> tuple[StageWork, ...]:
-    """Return the work of each stage where the stages `twice` recompute, all or some layers, and
-    those `away` move what they keep.
+    """Return the work of each stage where the stages `twice` recompute, those `by_layers` some
+    layers only, and those `away` move what they keep.
 
     Raises:
         ConfigError: the family makes no schedule of such a size.
     """
-    schedule = _with(steady(family, num_stages, num_microbatches), twice, away)
+    schedule = _with(steady(family, num_stages, num_microbatches), twice, away, by_layers)
     places, every = schedule.ranks, schedule.num_microbatches
     programs = [schedule.programs[places[stage]] for stage in range(num_stages)]
     own = [tuple(x for x in program if x.stage == n) for n, program in enumerate(programs)]
@@ -134,12 +135,30 @@ def held_by_rank(
     return _most_held(_with(only, *policy).programs[0], size[0], stages)
 
 
-Kinds = tuple[frozenset[int], frozenset[int]]
-"""The stages that recompute, and those that move away what they keep."""
+class Kinds(NamedTuple):
+    """The stages that recompute, those that move away what they keep, and those of the first that
+    recompute some layers only.
+    """
+
+    twice: frozenset[int]
+    away: frozenset[int]
+    by_layers: frozenset[int]
 
 
-def _with(schedule: Schedule, twice: Collection[int], away: Collection[int]) -> Schedule:
-    schedule = add_recompute(schedule, twice) if twice else schedule
+def kinds_of(recompute: Sequence[RecomputePolicy], away: Iterable[int]) -> Kinds:
+    """Return what the stages of these policies do, of which those `away` move what they keep."""
+    twice = (stage for stage, x in enumerate(recompute) if x is not Recompute.NEVER)
+    some = (stage for stage, x in enumerate(recompute) if isinstance(x, RecomputeLayers))
+    return Kinds(frozenset(twice), frozenset(away), frozenset(some))
+
+
+def _with(
+    schedule: Schedule,
+    twice: Collection[int],
+    away: Collection[int],
+    by_layers: Collection[int],
+) -> Schedule:
+    schedule = add_recompute(schedule, twice, by_layers) if twice else schedule
     return add_offload(schedule, away) if away else schedule
 
 

@@ -104,6 +104,7 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
         ranks=plan.placement.places,
         transfers=tuple(transfer for p in plans for transfer in p.transfers),
         recompute=plan.recomputing,
+        by_layers=plan.by_layers,
         offload=plan.offloading,
         commits=tuple(stage for stage, its in modules.items() if batch_norms(its)),
         posts=len(stages) < len(plans),

@@ -53,6 +53,8 @@ class Lowering:
     transfers: Transfers = ()
     recompute: Collection[int] = ()
     """The stages that drop their graphs."""
+    by_layers: Collection[int] = ()
+    """Those of them that do so layer by layer."""
     offload: Collection[int] = ()
     """The stages that move their activations away."""
     commits: Collection[int] = ()
@@ -142,7 +144,7 @@ def _can_be_hashed(how: Lowering) -> bool:
 
 def _saving_memory(schedule: Schedule, how: Lowering) -> Schedule:
     if how.recompute:
-        schedule = add_recompute(schedule, how.recompute)
+        schedule = add_recompute(schedule, how.recompute, how.by_layers)
     return add_offload(schedule, how.offload) if how.offload else schedule
 
 

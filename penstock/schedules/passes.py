@@ -15,13 +15,16 @@ from .ir import Instruction, Program, Schedule, is_backward_half
 from .transfers import Transfers, neighbours
 
 
-def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
+def add_recompute(
+    schedule: Schedule, stages: Collection[int] | None = None, by_layers: Collection[int] = ()
+) -> Schedule:
     """Drop the graphs of `stages` (None: of all) after their forwards and build them again before
     their backwards.
 
     0F0 0F1 0B0 0B1   ->   0f0 0f1 0R0 0B0 0R1 0B1
 
     A backward that follows its forward at once keeps the graph instead: dropping it saves nothing.
+    It does save memory on the stages `by_layers`, which hold the graph of a layer at a time.
     """
 
     def rewrite(program: Program) -> Iterator[Instruction]:
@@ -35,7 +38,7 @@ def add_recompute(schedule: Schedule, stages: Collection[int] | None = None) -> 
 
         def drops(stage: int, microbatch: int) -> bool:
             chosen = stages is None or stage in stages
-            return chosen and (stage, microbatch) not in at_once
+            return chosen and (stage in by_layers or (stage, microbatch) not in at_once)
 
         for instruction in program:
             match instruction:

@@ -45,9 +45,9 @@ FAULTS = (
     ),
     Fault(
         "some layers run twice: their slots are filled in another order than they were emptied",
-        "penstock/runtime/memory/layer_recompute.py",
-        "slot, layout = self._emptied[self._count]",
-        "slot, layout = self._emptied[-1 - self._count]",
+        "penstock/runtime/memory/slots.py",
+        "slot, was = emptied[count]",
+        "slot, was = emptied[-1 - count]",
         "tests/laws/test_memory_policies.py",
         "in_every_schedule and layers_again",
     ),

@@ -361,7 +361,7 @@ FAULTS = (
     Fault(
         "weights may change between a forward and its recompute",
         "penstock/runtime/memory/recompute.py",
-        "if not self._weights.holds(conditions.weights):",
+        "if not self._weights.holds(tape.conditions.weights):",
         "if False:",
         "tests/laws/test_one_owner.py",
         "weights_replaced",

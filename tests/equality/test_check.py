@@ -146,9 +146,9 @@ class Zeros(nn.Module):
 
 def test_minus_zero_is_not_zero() -> None:
     Zeros.calls = 0
-    layers, batch = nn.Sequential(nn.Linear(4, 4), Zeros()), torch.randn(2, 5, 4)
+    layers, (x, y) = nn.Sequential(nn.Linear(4, 4), Zeros()), torch.randn(2, 5, 4)
     sizes: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1}
     how: dict[str, Any] = {"loss": nn.MSELoss(), "recompute": Recompute.NEVER}
-    found = penstock.check(layers, *batch, **sizes, **how)
+    found = penstock.check(layers, x, y, **sizes, **how)
     assert not found.equal
     assert found.first_difference == "the forward of layer '1' (Zeros)"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, RandomnessError, RecomputeError
+from penstock.schedules import one_f_one_b
 from penstock.types import Recompute, Transport
 from tests.kept import most_kept_bytes
 
@@ -77,8 +78,24 @@ def test_what_is_kept_lies_between_all_and_the_inputs() -> None:
     inputs, wide = 16 * 32 * 4, 2 * 16 * 256 * 4  # of a micro-batch: a block's input, its inside
     assert kept_bytes(Recompute.NEVER) == 8 * 2 * (inputs + wide)
     assert kept_bytes(Recompute.layers(2)) == 8 * (2 * inputs + wide) + wide
-    assert kept_bytes(Recompute.layers(1, 2)) == 8 * 2 * inputs + 2 * wide
+    assert kept_bytes(Recompute.layers(1, 2)) == 8 * 2 * inputs + wide
     assert kept_bytes(Recompute.STAGE) == 8 * inputs + inputs + 2 * wide
+
+
+@pytest.mark.parametrize("num_layers", (2, 5))
+def test_a_backward_holds_what_one_layer_saves_at_a_time(num_layers: int) -> None:
+    inputs, wide = 16 * 32 * 4, 2 * 16 * 256 * 4  # of a micro-batch: a block's input, its inside
+    block = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+    options = {"num_microbatches": 8, "recompute": Recompute.layers(*range(1, num_layers + 1))}
+    blocks = [copy.deepcopy(block) for _ in range(num_layers)]
+    layers = [nn.Linear(32, 32), *blocks, nn.Linear(32, 1)]
+    of_middle = most_kept_bytes(layers, 128, 1, partition=[1, num_layers, 1], **options)
+    assert of_middle == 8 * num_layers * inputs + wide
+    # the last stage of 1F1B, whose backward follows its forward at once; the targets stay too
+    of_last = most_kept_bytes(
+        layers[:-1], 128, 32, partition=[1, num_layers], schedule=one_f_one_b, **options
+    )
+    assert of_last == (num_layers + 1) * inputs + wide
 
 
 class Odd(nn.Module):  # do something that cannot be repeated, as `what` says
@@ -90,7 +107,7 @@ class Odd(nn.Module):  # do something that cannot be repeated, as `what` says
         self.calls += 1
         match self.what:
             case "counts":
-                return x * self.calls
+                return (x * self.calls).tanh()
             case "saves more":
                 return (x.tanh() if self.calls > 4 else x * 2).tanh()
             case "saves less":

@@ -13,7 +13,7 @@ import penstock
 from benchmarks.blocks import conv_net, transformer
 from penstock import Pipeline, Profile, Recompute, Trace, Transport, capture
 from penstock.planner.predict import Prediction
-from penstock.schedules import BackwardInput, Family, Schedule, gpipe, one_f_one_b
+from penstock.schedules import Backward, BackwardInput, Family, Schedule, gpipe, one_f_one_b
 from penstock_recipes.zoo import amoebanet_d
 from penstock_recipes.zoo.resnet import residual_network
 from tests.every_schedule import EVERY_SCHEDULE, families
@@ -70,7 +70,13 @@ def check(name: str, num_stages: int, family: Family, recompute: Any) -> None:
             pipe.train_step(x, y)
         told = Prediction(pipe.plan, profiled(name), cluster(num_stages), len(x))
         assert pipe.last_timeline is not None
-        assert told.timeline.peak_bytes() == pipe.last_timeline.peak_bytes()
+        found, measured = told.timeline.peak_bytes(), pipe.last_timeline.peak_bytes()
+        for stage in range(num_stages):
+            kinds = {type(x) for x in told.schedule.instructions if x.stage == stage}
+            if stage in pipe.plan.by_layers and kinds >= {Backward, BackwardInput}:
+                assert found[stage] >= measured[stage]  # all backwards count as divided ones
+            else:
+                assert found[stage] == measured[stage]
 
 
 @pytest.mark.parametrize("num_stages", (1, 2, 4))

@@ -1,30 +1,30 @@
-"""Drop the saved tensors of some layers, and run only these again before the backward.
+"""Drop the saved tensors of some layers; the backward runs each again when it comes to it.
 
-    forward     layer ──► empty its slots, keep its inputs
-    recompute   inputs ──► layer ──► fill the slots in the order in which they were emptied
+    forward      layer ──► empty its slots, keep its inputs
+    backward     first slot that autograd asks for ──► its layer ──► fill the slots, in order
 
-The graph is that of the first run.  A layer that changes its inputs in place drops nothing.
+The graph is that of the first run, and holds what one layer saves at a time.  Before a backward in
+two parts, or one that may run layers again in the user's own checkpoint, all of them run again.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 
-from penstock.errors import RecomputeError
 from penstock.model.copies import no_leaf
 from penstock.model.entries import is_plain_class, lasts, version_of
 from penstock.model.pytree import flatten, unflatten
 from penstock.model.stage_plan import Step
 from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import InputGuard, same_bits
-from penstock.runtime.stage.tape import LayerInput, Rerun, StageInput, Tape
+from penstock.runtime.stage.tape import Conditions, Segment, StageInput, Tape
 
-from .recompute import changed, compare, first_floating
-from .slots import Layout, Slot, Slots, unpack
+from .recompute import Repeatable, changed, compare, first_floating
+from .slots import LayerInput
 
 Call = Callable[[Step, Callable[[], Any]], Any]
 """(layer, its call) -> its result: a function with which a stage runs a layer."""
@@ -36,10 +36,13 @@ class LayerRecompute(InputGuard):
         first forward    drop saved tensors at its end, if no layer changed the inputs
         later forwards   drop them right after the layer
 
-    `_keeping` are layers whose inputs are changed in place; they drop nothing.
+    State of the modules `stateful` is restored.  `_keeping` are layers whose inputs are changed in
+    place; they drop nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stateful: Sequence[nn.Module]) -> None:
+        self._stateful = set(stateful)
+        self._layers: dict[int, Repeatable] = {}
         self._keeping: set[int] = set()
         self._safe: set[int] = set()
 
@@ -56,13 +59,17 @@ class LayerRecompute(InputGuard):
         assert slots is not None
         # 1. Keep the inputs, with copies if the layer may change them in place.
         leaves, structure = flatten((function.args, function.keywords))
-        inputs = [_kept(leaf, slots) for leaf in leaves]
+        inputs = [
+            LayerInput(x if lasts(x) or not is_plain_class(x) else slots.keep(x), x.requires_grad)
+            for x in leaves
+        ]
         versions = [version_of(leaf) for leaf in leaves]
         copies = [leaf.detach().clone() for leaf in leaves] if is_new else leaves
 
         # 2. Run; the slots from `mark` on are the layer's.
-        mark = slots.mark()
-        result = call(step, function)
+        mark, conditions = slots.mark(), Conditions()
+        with self._of_layer(step).noting(conditions):
+            result = call(step, function)
         is_same = versions == [version_of(leaf) for leaf in leaves]
         if not is_same or (is_new and not all(map(_alike, leaves, copies))):
             self._keeping.add(step.index)
@@ -70,46 +77,67 @@ class LayerRecompute(InputGuard):
 
         # 3. Empty the slots now, or in `after_layers` if a later layer may change the inputs.
         saved = slice(mark, slots.mark())
-        seen = first_floating(flatten(result)[0]) if is_new else None
-        rerun = Rerun(step, function.func, inputs, structure, saved, seen)
+        conditions.result = first_floating(flatten(result)[0]) if is_new else None
+        segment = Segment(step, function.func, inputs, structure, conditions, saved)
         if not is_new:
-            rerun.emptied = slots.empty(saved)
-        tape.reruns.append(rerun)
+            segment.emptied = slots.empty(saved)
+        tape.segments.append(segment)
         return result
 
     def after_layers(self, run: Run, tape: Tape, inputs: Sequence[StageInput]) -> None:
         """Drop the saved tensors of layers that ran for the first time, if inputs are the same."""
-        for rerun in [r for r in tape.reruns if r.emptied is None]:
+        for segment in [s for s in tape.segments if s.emptied is None]:
             assert tape.slots is not None
-            if all(x.is_as_given for x in rerun.inputs):
-                rerun.emptied = tape.slots.empty(rerun.saved)
-                self._safe.add(rerun.step.index)
+            if all(x.is_as_given for x in segment.inputs):
+                segment.emptied = tape.slots.empty(segment.saved)
+                self._safe.add(segment.step.index)
             else:
-                tape.reruns.remove(rerun)
-                self._keeping.add(rerun.step.index)
+                tape.segments.remove(segment)
+                self._keeping.add(segment.step.index)
 
-    def rerun(self, tape: Tape, call: Call) -> None:
-        """Run the layers again, and fill their slots.
+    def ready(self, tape: Tape, rerun: Callable[[Tape, Segment], None]) -> None:
+        """Let emptied slots call `rerun` when autograd asks for what they held."""
+        tape.rerun = rerun
+        segments, tape.segments = tape.segments, []
+        for segment in segments:
+            rebuild = partial(_rebuild, ref(tape), segment)
+            for slot, _ in segment.emptied or ():
+                if (empty := slot()) is not None:
+                    empty.rebuild = rebuild
+            if tape.may_rerun:  # autograd's surroundings are then those of the user's checkpoints
+                rebuild()
+
+    def rerun(self, tape: Tape, segment: Segment, call: Call) -> None:
+        """Run a layer again, and fill its slots.
 
         Raises:
-            RecomputeError: a layer saves or returns other tensors than before.
+            RecomputeError: the layer saves or returns other tensors than before.
         """
         assert tape.slots is not None
-        while tape.reruns:
-            layer = tape.reruns.pop(0)
-            args, keywords = unflatten(layer.structure, [_again(x) for x in layer.inputs])
-            filling = _Filling(tape.slots, layer)
-            with filling.hooks():
-                result = call(layer.step, partial(layer.function, *args, **keywords))
-            filling.check_all_full()
-            if layer.result is not None:
-                compare(layer.result, flatten(result)[0])
+        args, keywords = unflatten(segment.structure, [_again(x) for x in segment.inputs])
+        step, filling = segment.step, tape.slots.filling(segment.emptied or (), segment.step.label)
+        with self._of_layer(step).restoring(segment.conditions), filling:
+            result = call(step, partial(segment.function, *args, **keywords))
+        if segment.conditions.result is not None:
+            compare(segment.conditions.result, flatten(result)[0])
+
+    def _of_layer(self, step: Step) -> Repeatable:
+        if (found := self._layers.get(step.index)) is None:
+            modules = list(step.module.modules())
+            found = Repeatable(modules, [m for m in modules if m in self._stateful])
+            self._layers[step.index] = found
+        return found
 
 
-def _kept(tensor: Tensor, slots: Slots) -> LayerInput:
-    """Keep an input of a layer: in a slot, or itself if it outlives the tape."""
-    stays = lasts(tensor) or not is_plain_class(tensor)
-    return LayerInput(tensor if stays else slots.keep(tensor), tensor.requires_grad)
+def _rebuild(of: ref[Tape], segment: Segment) -> None:
+    """Run a layer again, once; several threads of autograd may ask."""
+    tape = of()
+    assert tape is not None
+    assert tape.rerun is not None
+    with segment.lock:
+        if segment.emptied:
+            tape.variables.copy().run(tape.rerun, tape, segment)
+            segment.emptied = ()
 
 
 def _again(given: LayerInput) -> Tensor:
@@ -124,55 +152,6 @@ def _again(given: LayerInput) -> Tensor:
         raise changed("an input of a layer", "let the layers after it work on a copy (x.clone())")
     twin = given.kept.take().detach()
     return no_leaf(twin.requires_grad_()) if given.wants_grad else twin
-
-
-class _Filling:
-    """Fills the slots of one layer with autograd's saved tensors, in order."""
-
-    def __init__(self, slots: Slots, layer: Rerun) -> None:
-        self._slots, self._emptied, self._step = slots, layer.emptied or (), layer.step
-        self._count = 0
-
-    def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._pack, unpack)
-
-    def _pack(self, tensor: Tensor) -> Slot | Tensor:
-        if not is_plain_class(tensor):
-            return tensor
-        again = tensor.detach()
-        if self._slots.may_move(tensor):
-            if self._count == len(self._emptied):
-                raise self._differs("it saves more tensors than before")
-            slot, layout = self._emptied[self._count]
-            self._count += 1
-            found = Layout.of(again)
-            if layout is not None and found[:3] != layout[:3]:
-                was, now = (
-                    f"{x.dtype} of shape {tuple(x.shape)}, strides {x.stride}"
-                    for x in (layout, found)
-                )
-                raise self._differs(f"tensor {self._count} that it saves was {was}, and is {now}")
-            if (empty := slot()) is not None:
-                empty.fill(again)
-        return Slot(again)
-
-    def check_all_full(self) -> None:
-        """Check that the layer saved as many tensors as before.
-
-        Raises:
-            RecomputeError: it saved fewer.
-        """
-        if self._count < len(self._emptied):
-            raise self._differs(
-                f"it saves {self._count} tensors for its backward, and had saved "
-                f"{len(self._emptied)}"
-            )
-
-    def _differs(self, what: str) -> RecomputeError:
-        return RecomputeError(
-            f"layer {self._step.label} did not do what it did in its forward: {what}. It reads "
-            "something that changed; recompute other layers, or use recompute=Recompute.NEVER"
-        )
 
 
 def _alike(tensor: Tensor, before: Tensor) -> bool:

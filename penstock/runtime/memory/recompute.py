@@ -1,14 +1,12 @@
 """Run a forward again under the same conditions: buffers, modes, weights and inputs.
 
-    forward      note its conditions: modes, changing buffers, versions of weights and inputs,
-                 and one result; layers run, and autograd saves nothing
-    recompute    restore modes and buffers ──► layers run again ──► compare ──► undo
-
-Weights and inputs are the caller's.  If they changed in between, the recompute raises.
+forward      note its conditions: modes, changing buffers, versions of weights and inputs,
+             and one result; layers run, and autograd saves nothing
+recompute    restore modes and buffers ──► layers run again ──► compare ──► undo
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -27,25 +25,53 @@ from penstock.torch_private import buffers_of, version_counter
 from .slots import Slots
 
 
-class Repeatable(LayersGuard):
-    """Lets the layers of a stage repeat a forward that kept no graph.
+class Repeatable:
+    """Lets `modules` repeat a forward; the state of those that are `stateful` is restored."""
 
-    `stateful` are the modules whose buffers and tensor attributes are restored.  If the code
-    between layers `differentiates`, the graph stays until that code has run.
+    def __init__(self, modules: Sequence[nn.Module], stateful: Sequence[nn.Module]) -> None:
+        self._modules, self._stateful = modules, stateful
+        self._state = ChangingState(stateful)
+
+    @contextmanager
+    def noting(self, conditions: Conditions) -> Iterator[None]:
+        """Note the modes of a forward, and the old values of state that it changes."""
+        conditions.modes = modes = [module.training for module in self._modules]
+        looks = modes != self._state.known_in or self._holds_state()
+        before = self._state.look(modes) if looks else {}
+        yield
+        if looks or self._holds_state():
+            conditions.state = self._state.changed(before, modes)
+
+    @contextmanager
+    def restoring(self, conditions: Conditions) -> Iterator[None]:
+        """Restore modes and state as the forward saw them; undo it at the end."""
+        modes = [module.training for module in self._modules]
+        now = {place: standing_at(place) for place in conditions.state}
+        self._set_modes(conditions.modes)
+        put_state(conditions.state)
+        try:
+            yield
+        finally:
+            put_state(now)
+            self._set_modes(modes)
+
+    def _holds_state(self) -> bool:
+        return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
+
+    def _set_modes(self, modes: list[bool]) -> None:
+        for module, training in zip(self._modules, modes, strict=True):
+            if module.training != training:
+                module.training = training
+
+
+class StageRecompute(LayersGuard):
+    """Drops the graphs of a stage's forwards, and lets its layers repeat them.
+
+    If the code between layers `differentiates`, the graph stays until that code has run.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        stateful: Sequence[nn.Module],
-        weights: Weights,
-        *,
-        differentiates: bool = False,
-    ) -> None:
-        self._modules = modules
-        self._stateful = stateful
-        self._state = ChangingState(stateful)
-        self._weights = weights
+    def __init__(self, whole: Repeatable, weights: Weights, *, differentiates: bool) -> None:
+        self._whole, self._weights = whole, weights
         self._compares = True
         self._drops: Callable[[], Context] = (
             _dropping_late if differentiates else partial(saved_tensors_hooks, _drop, _never)
@@ -53,75 +79,49 @@ class Repeatable(LayersGuard):
 
     def around_forward(self, run: Run, tape: Tape) -> Context | None:
         """Note the conditions of a forward that will be recomputed; keep no graph."""
-        return self._noting(tape) if tape.graph_dropped or tape.dropped_layers else None
+        if tape.graph_dropped or tape.dropped_layers:
+            tape.conditions = Conditions(weights=self._weights.shown)
+            return self._noting(tape, tape.conditions) if tape.graph_dropped else None
+        return None
 
     @contextmanager
-    def _noting(self, tape: Tape) -> Iterator[None]:
-        modes = [module.training for module in self._modules]
-        versions = list(map(version_counter, tape.inputs if tape.graph_dropped else ()))
-        conditions = Conditions({}, modes, self._weights.shown, versions)
-        is_new = modes != self._state.known_in
-        before = self._state.look(modes) if is_new or self._holds_state() else {}
-        with self._drops() if tape.graph_dropped else nullcontext():
+    def _noting(self, tape: Tape, conditions: Conditions) -> Iterator[None]:
+        conditions.input_versions = list(map(version_counter, tape.inputs))
+        with self._whole.noting(conditions), self._drops():
             yield
-        if is_new or self._holds_state():
-            conditions.state = self._state.changed(before, modes)
-        if tape.microbatch == 0 and self._compares and tape.graph_dropped:
+        if tape.microbatch == 0 and self._compares:
             conditions.result = first_floating(tape.results)
-        tape.conditions = conditions
+
+    def around_recompute(self, run: Run, tape: Tape) -> Context | None:
+        """Restore the conditions of the stage's forward, and compare a result."""
+        return self._repeating(tape) if tape.graph_dropped else None
 
     @contextmanager
-    def around_recompute(self, run: Run, tape: Tape) -> Iterator[None]:
-        """Restore the conditions of the forward, and compare a result.
-
-        Raises:
-            RecomputeError: weights or inputs changed since, or the result differs.
-        """
-        conditions = tape.conditions
-        assert conditions is not None
-        undo = self._put_back(conditions, tape.inputs if tape.graph_dropped else ())
-        try:
+    def _repeating(self, tape: Tape) -> Iterator[None]:
+        conditions = self.unchanged(tape)
+        if conditions.input_versions != list(map(version_counter, tape.inputs)):
+            raise changed("an input", "leave the batch as it is until the backward has run")
+        with self._whole.restoring(conditions):
             yield
-        finally:
-            undo()
         if conditions.result is not None:
             compare(conditions.result, tape.results)
             self._compares = not conditions.result[0].is_cuda  # on a GPU the comparison must wait
             conditions.result = None
 
-    def _put_back(self, conditions: Conditions, inputs: Sequence[Tensor]) -> Callable[[], None]:
-        """Restore modes and state as the forward saw them; return a function that undoes it.
+    def unchanged(self, tape: Tape) -> Conditions:
+        """Return the conditions of the forward.
 
         Raises:
-            RecomputeError: weights or inputs changed since.
+            RecomputeError: a weight changed since.
         """
-        if not self._weights.holds(conditions.weights):
+        assert tape.conditions is not None
+        if not self._weights.holds(tape.conditions.weights):
             raise changed(
                 "a weight",
                 "call optimizer.step() only after the backward; for a layer that changes its "
                 "weight in its own forward, as nn.Embedding(max_norm=...), leave out max_norm",
             )
-        if conditions.input_versions != [version_counter(t) for t in inputs]:
-            raise changed("an input", "leave the batch as it is until the backward has run")
-        modes = [module.training for module in self._modules]
-        if not conditions.state and modes == conditions.modes:
-            return lambda: None
-        now = {place: standing_at(place) for place in conditions.state}
-        self._set_modes(conditions.modes)
-        put_state(conditions.state)
-
-        def undo() -> None:
-            put_state(now)
-            self._set_modes(modes)
-
-        return undo
-
-    def _holds_state(self) -> bool:
-        return bool(self._state.attributes) or any(map(buffers_of, self._stateful))
-
-    def _set_modes(self, modes: list[bool]) -> None:
-        for module, training in zip(self._modules, modes, strict=True):
-            module.training = training
+        return tape.conditions
 
 
 @contextmanager

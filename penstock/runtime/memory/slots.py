@@ -6,7 +6,8 @@
 With hooks torch does not check saved tensors for in-place changes; slots do that.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -32,6 +33,9 @@ class Layout(NamedTuple):
         """Read the layout of a tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)}, strides {self.stride}"
+
     def view(self, storage: UntypedStorage, lead: int) -> Tensor:
         """Return the tensor with this layout in a storage, behind its first `lead` bytes."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -40,9 +44,12 @@ class Layout(NamedTuple):
 
 
 class Slot:
-    """The place of one saved tensor; empty while its values are offloaded or dropped."""
+    """The place of one saved tensor; empty while its values are offloaded or dropped.
 
-    __slots__ = ("__weakref__", "_version", "tensor")
+    `rebuild` fills a slot, and all others of its layer, when autograd asks for a dropped tensor.
+    """
+
+    __slots__ = ("__weakref__", "_version", "rebuild", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None
@@ -51,6 +58,7 @@ class Slot:
     def fill(self, tensor: Tensor) -> None:
         """Hold a tensor, and note its version."""
         self.tensor, self._version = tensor, version_of(tensor)
+        self.rebuild: Callable[[], None] | None = None
 
     @property
     def is_as_saved(self) -> bool:
@@ -58,12 +66,14 @@ class Slot:
         return self.tensor is not None and version_of(self.tensor) == self._version
 
     def take(self) -> Tensor:
-        """Return the tensor.
+        """Return the tensor; recompute it if it was dropped.
 
         Raises:
-            RecomputeError: it was dropped, and is not recomputed yet.
+            RecomputeError: it was dropped, and the forward is not over.
             RuntimeError: it was changed in place since.
         """
+        if (rebuild := self.rebuild) is not None:
+            rebuild()
         if self.tensor is None:
             raise RecomputeError(
                 "gradients are computed in a forward (torch.autograd.grad, a penalty on a "
@@ -78,6 +88,18 @@ class Slot:
                 f"saved at version {self._version}"
             )
         return self.tensor
+
+
+class LayerInput(NamedTuple):
+    """An input tensor of a layer, in a slot, or itself if it outlives the tape."""
+
+    kept: Slot | Tensor
+    wants_grad: bool
+
+    @property
+    def is_as_given(self) -> bool:
+        """True if the tensor was not changed in place since."""
+        return isinstance(self.kept, Tensor) or self.kept.is_as_saved
 
 
 Emptied = tuple[ref[Slot], Layout | None]
@@ -121,6 +143,44 @@ class Slots:
                 layout, slot.tensor = Layout.of(slot.tensor), None
             emptied.append((each, layout))
         return emptied
+
+    @contextmanager
+    def filling(self, emptied: Sequence[Emptied], label: str) -> Iterator[None]:
+        """Fill the emptied slots of a layer, in order, with what autograd saves meanwhile.
+
+        Raises:
+            RecomputeError: the tensors are not those of the layer's forward.
+        """
+        count = 0
+
+        def differs(what: str) -> RecomputeError:
+            return RecomputeError(
+                f"layer {label} did not do what it did in its forward: {what}. It reads something "
+                "that changed; recompute other layers, or use recompute=Recompute.NEVER"
+            )
+
+        def pack(tensor: Tensor) -> Slot | Tensor:
+            nonlocal count
+            if not self.may_move(tensor):
+                return Slot(tensor.detach()) if is_plain_class(tensor) else tensor
+            if count == len(emptied):
+                raise differs("it saves more tensors than before")
+            slot, was = emptied[count]
+            count += 1
+            again = tensor.detach()
+            now = Layout.of(again)
+            if was is not None and now[:3] != was[:3]:
+                raise differs(f"tensor {count} that it saves was {was}, and is {now}")
+            if (empty := slot()) is not None:
+                empty.fill(again)
+            return Slot(again)
+
+        with saved_tensors_hooks(pack, unpack):
+            yield
+        if count < len(emptied):
+            raise differs(
+                f"it saves {count} tensors for its backward, and had saved {len(emptied)}"
+            )
 
     def may_move(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is plain and dense, in memory that ends with the tape."""

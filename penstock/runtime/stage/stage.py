@@ -10,6 +10,7 @@ a `Tape` holds both.  Guards (`guards.py`) check for causes of wrong gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from penstock.runtime.devices import StageDevice
 from penstock.runtime.memory.kept_bytes import KeptBytes
 from penstock.runtime.memory.layer_recompute import LayerRecompute
 from penstock.runtime.memory.offload import Offloading, OutlivingTensors, Slotting
-from penstock.runtime.memory.recompute import Repeatable
+from penstock.runtime.memory.recompute import Repeatable, StageRecompute
 from penstock.runtime.memory.stores import MakeStore
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.random.generators import StreamBetween
@@ -52,7 +53,7 @@ from .guards import (
 from .handover import Handover, once
 from .notes import backward_of, note_failure
 from .state import BackwardState
-from .tape import Tape
+from .tape import Segment, Tape
 from .weights import Owned, Weights
 
 
@@ -106,19 +107,21 @@ class Stage:
         self._offloading = make_store and Offloading(
             plan.index, outliving, partial(make_store, self.device)
         )
-        self._recompute = LayerRecompute()
         self._slotting = None if policy == _IN_MEMORY else Slotting(outliving)
         self._kept_bytes = KeptBytes(plan.index, outliving, self.weights)
         has_peers = bool(plan.imports or plan.exports)
         self._claims = LeafClaims(plan.index, decides=plan.decides) if has_peers else None
         everyone, norms = owned.everyone, set(self._norms.layers)
         self._stateful = [module for module in everyone if module not in norms]
+        self._layer_recompute = LayerRecompute(self._stateful)
+        whole = Repeatable(everyone, self._stateful)
+        self._whole = StageRecompute(whole, self.weights, differentiates=plan.differentiates)
         self._around_layers: list[LayersGuard] = [  # the outermost first
             *([self._slotting] if self._slotting else []),
-            Repeatable(everyone, self._stateful, self.weights, differentiates=plan.differentiates),
+            self._whole,
             *([self._norms] if norms else []),
         ]
-        watching: list[InputGuard] = [self._recompute] if self._slotting else []
+        watching: list[InputGuard] = [self._layer_recompute] if self._slotting else []
         self._of_inputs = [*watching, self._changes]
         of_norms: list[RerunGuard] = [self._norms] if norms else []
         self._around_reruns = [self._drawing, *of_norms]
@@ -186,20 +189,28 @@ class Stage:
             here.tapes[microbatch] = tape
 
     def recompute(self, run: Run, microbatch: int) -> None:
-        """Run the layers again on the same inputs, buffers and random streams; keep the graph."""
+        """Build the graph again; or let the backward run layers again, if these dropped theirs."""
         tape = self._tape(run, microbatch)
         self.weights.show(tape.version)
-        caller = run.caller.entered() if run.output_gradients is not None else None
-        contexts = [guard.around_recompute(run, tape) for guard in self._watching]
         try:
-            with inside([caller, *contexts]):
-                if tape.dropped_layers:
-                    self._recompute.rerun(tape, partial(self._perform, run, tape, again=True))
-                else:
+            if tape.dropped_layers:
+                self._whole.unchanged(tape)
+                self._layer_recompute.ready(tape, partial(self._rerun, run))
+            else:
+                caller = run.caller.entered() if run.output_gradients is not None else None
+                contexts = [guard.around_recompute(run, tape) for guard in self._watching]
+                with inside([caller, *contexts]):
                     self._run_layers(run, tape)
         except RecomputeError as error:
             note_failure(error, self.index, "the recompute", microbatch)
             raise
+
+    def _rerun(self, run: Run, tape: Tape, segment: Segment) -> None:
+        """Run one layer again, as in its forward, in the thread in which autograd needs it."""
+        contexts = [guard.around_recompute(run, tape) for guard in self._watching]
+        call = partial(self._perform, run, tape, again=True)
+        with inside([run.caller.entered(), *contexts]):
+            self._layer_recompute.rerun(tape, segment, call)
 
     def backward(self, run: Run, microbatch: int) -> None:
         """Run autograd once from all roots; leave the gradients to send; free the graph."""
@@ -304,7 +315,7 @@ class Stage:
             tape.layer_marks.append((next_node_number(), step))
             if step.index in tape.dropped_layers:
                 call = partial(self._perform, run, tape, again=True)
-                return self._recompute.run(tape, step, function, call)
+                return self._layer_recompute.run(tape, step, function, call)
         training = step.module.training
         calls = self._divided
         if calls and (divided := calls.get(step.index) or calls.get(NO_LAYER)) is not None:
@@ -326,9 +337,9 @@ class Stage:
         if roots:
             if self._claims is not None:
                 self._claims.claim(run, tape, roots)
-            if in_parts:
-                self._divide(run, tape, roots)
             try:
+                if in_parts:
+                    self._divide(run, tape, roots)
                 self._run_autograd(run, tape, partial(tape.backward, roots, gradients))
             except Exception as error:
                 what = backward_of(error, tape.layer_marks)
@@ -382,4 +393,5 @@ class Stage:
         if run.has_seeded or tape.may_rerun:
             contexts += [guard.around_rerun(run, tape) for guard in self._around_reruns]
         with inside(contexts):
+            tape.variables = copy_context()  # with the locks that this thread holds
             backward()

@@ -2,14 +2,16 @@
 
 forward ──► Tape ──┬──────────────────────────────────────► backward          as a rule
                    ├─► no graph, Conditions ───────► recompute ─► backward          of a stage
-                   ├─► emptied slots, reruns ► recompute ─► backward          of some layers
+                   ├─► emptied slots, segments ───► backward, which recomputes of some layers
                    ├─► emptied slots, away ──► fetch ─────► backward          offload
                    └─► backward_input ──────► parts ──────► backward_weight   a split backward
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from itertools import chain
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from penstock.model.pytree import Structure
 from penstock.model.stage_plan import Step
 from penstock.model.state import Place
 from penstock.runtime.devices import Event
-from penstock.runtime.memory.slots import Emptied, Slot, Slots
+from penstock.runtime.memory.slots import Emptied, LayerInput, Slot, Slots
 from penstock.runtime.memory.slots import Layout as SlotLayout
 from penstock.runtime.memory.stores import AbstractStore
 from penstock.sharding.layouts import Layout
@@ -56,28 +58,16 @@ class Conditions:
     of the results with its version, to compare with the recompute's.
     """
 
-    state: dict[Place, Any]
-    modes: list[bool]
-    weights: list[tuple[int, int, int]]
-    input_versions: list[int]
+    state: dict[Place, Any] = field(default_factory=dict)
+    modes: list[bool] = field(default_factory=list)
+    weights: list[tuple[int, int, int]] = field(default_factory=list)
+    input_versions: list[int] = field(default_factory=list)
     result: tuple[Tensor, int] | None = None
 
 
-class LayerInput(NamedTuple):
-    """An input tensor of a layer, in a slot, or itself if it outlives the tape."""
-
-    kept: Slot | Tensor
-    wants_grad: bool
-
-    @property
-    def is_as_given(self) -> bool:
-        """True if the tensor was not changed in place since."""
-        return isinstance(self.kept, Tensor) or self.kept.is_as_saved
-
-
 @dataclass(slots=True)
-class Rerun:
-    """A layer to run again: its inputs, the slots to fill, and a result to compare, if any.
+class Segment:
+    """A layer to run again: its inputs, the conditions of its forward, and the slots to fill.
 
     `saved` is the range of the layer's slots among the stage's; `emptied` are these once emptied.
     """
@@ -86,9 +76,10 @@ class Rerun:
     function: Callable[..., Any]
     inputs: Sequence[LayerInput]
     structure: Structure
+    conditions: Conditions
     saved: slice
-    result: tuple[Tensor, int] | None
     emptied: Sequence[Emptied] | None = None
+    lock: Lock = field(default_factory=Lock)
 
 
 @dataclass(slots=True)
@@ -104,7 +95,7 @@ class Offloaded:
     inputs: list[tuple[int, int, Slot, int]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Tape:
     """One micro-batch of a stage between its forward and the end of its backward.
 
@@ -115,7 +106,8 @@ class Tape:
     `slots` hold autograd's saved tensors, if they may be offloaded or dropped.  `away` has the
     offloaded ones; on a GPU the event `copied` marks their return.
 
-    `dropped_layers` drop their saved tensors; `reruns` are the layers that did, in order.
+    `dropped_layers` drop their saved tensors; `segments` are the layers that did, in order, until
+    slots may call `rerun`.  `variables` is the context of the thread that called autograd.
     `layouts` are, by layer, the layouts of inputs in slices.  `tripwires` are hooks on received
     values with gradient hooks; they raise while layers run.
 
@@ -141,7 +133,9 @@ class Tape:
     loss: Tensor | None = None
     parts: SplitBackward | None = None
     dropped_layers: frozenset[int] = frozenset()
-    reruns: list[Rerun] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    rerun: Callable[["Tape", Segment], None] | None = None
+    variables: Context = field(default_factory=copy_context)
     tripwires: list[RemovableHandle] = field(default_factory=list)
     slots: Slots | None = None
     layouts: dict[int, tuple[Layout | None, ...]] = field(default_factory=dict)
