@@ -18,7 +18,7 @@ from .cuts import Spans
 from .fit import NoRoom, Policy, fit, predicted_s
 from .plan import BalancedBy, Plan
 from .price import OnDevice, StagePrices
-from .search import best_cut
+from .search import best_cuts
 from .stage_bytes import StageBytes
 from .stage_work import steady
 
@@ -37,8 +37,8 @@ class Measured:
 
 
 def balanced(plan: Plan, measured: Measured, spans: Spans) -> Plan:
-    """Return the plan whose slowest stage is as fast as it can be, with what that predicts; the
-    layers of each stage are kept where they were given by hand.
+    """Return the plan whose cut is best by Alpa's formula (see `cuts`), with what that predicts;
+    the layers of each stage are kept where they were given by hand.
 
     A layer costs a stage its backward, and its forward as often as the schedule runs that: a stage
     whose backward follows at once recomputes nothing, and has time for more layers.  Where the
@@ -50,11 +50,11 @@ def balanced(plan: Plan, measured: Measured, spans: Spans) -> Plan:
     """
     prices = _prices(plan, measured)
     if plan.balanced_by is not BalancedBy.HAND:
-        partition = best_cut(prices, spans)
-        if partition is None:  # what is missing is told of the cut without a limit
-            partition = best_cut(_prices(replace(plan, memory_limit_bytes=None), measured), spans)
-        assert partition is not None, "no layer takes for ever"
-        plan = replace(plan, partition=partition, balanced_by=BalancedBy.TIME)
+        partitions = best_cuts(prices, spans)
+        if not partitions:  # what is missing is told of the cut without a limit
+            unlimited = replace(plan, memory_limit_bytes=None)
+            partitions = best_cuts(_prices(unlimited, measured), spans)
+        plan = replace(plan, partition=partitions[0], balanced_by=BalancedBy.TIME)
     policy = Policy(plan.recompute, plan.offload)
     if plan.memory_limit_bytes is not None:
         fitted = fit(prices, plan.partition)

@@ -1,12 +1,17 @@
 """Cut a chain of layers into balanced stages: search all cuts, and all orders of devices.
 
+Alpa's objective (Zheng et al. 2022, section 5), for M micro-batches and stages of t_i seconds:
+
+    sum of all t_i + (M - 1) x the greatest t_j          M -> infinity: the slowest stage alone
+
 What a stage costs may depend on its number and its device, and need not be the sum of what its
 layers cost: values that cross its ends count too, and infinity is what does not fit.
 
-A dynamic programme, twice over the same states: for the least slowest stage, and then, among the
-cuts that keep to it, for the least sum of squares.  A stage is looked at together with all that it
-could have, as one matrix: so K stages of L layers take K * L^2 / 2 steps of numpy's, whatever the
-costs are.  Less where it is known in advance between what layers a stage starts and ends.
+A dynamic programme over the same states finds the least slowest stage, and for a bound on that the
+least sum.  A greater bound never makes the sum greater: intervals of bounds are halved until they
+hold nothing better.  A stage is looked at together with all that it could have, as one matrix: so
+K stages of L layers take K * L^2 / 2 steps of numpy's, whatever the costs are.  Less where it is
+known in advance between what layers a stage starts and ends.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,6 +31,8 @@ Matrix = NDArray[Any]
 _Vector = NDArray[np.float64]
 ROUNDING = 1e-9
 """Stages whose costs differ by less, as a share, are equally slow: sums of floats differ so."""
+_GAP = 1e-3
+"""Relative optimality gap of a search."""
 
 
 class Window(NamedTuple):
@@ -69,25 +76,14 @@ _SLACK = 1
 
 
 class Setting(NamedTuple):
-    """The position of a stage: its number, the kind of its device, and of both neighbours.
-
-    `before` and `after` are None at the ends of the pipeline, and where nobody asks.
-    """
+    """The position of a stage: its number, and the kind of its device."""
 
     stage: int
     kind: int = 0
-    before: int | None = None
-    after: int | None = None
 
 
-class _State(NamedTuple):
-    """What matters of the stages so far: how many devices of each kind they use, and, where costs
-    depend on them, the kind of the last one and the one that was promised to be next.
-    """
-
-    used: tuple[int, ...]
-    last: int | None = None
-    promised: int | None = None
+_State = tuple[int, ...]
+"""How many devices of each kind the stages so far use."""
 
 
 class Part(NamedTuple):
@@ -119,43 +115,81 @@ class Search:
     """A search for the best cut at `edges` into `num_stages`, on `counts[kind]` devices of a kind.
 
     `cost` gives what layers take as a stage in a setting; infinity is what cannot be.  With
-    `looks_around` it is asked for each kind of device on both sides.  With `windows`, one for each
-    stage, it gives that part of the matrix, and nothing outside it can be.
+    `windows`, one for each stage, it gives that part of the matrix, and nothing outside it can be.
     """
 
     num_stages: int
     edges: NDArray[np.intp]
     cost: Callable[[Setting], Matrix]
     counts: tuple[int, ...]
-    looks_around: bool = False
     windows: Sequence[Window] | None = None
 
-    def best(self) -> list[Part] | None:
-        """Return the stages of the best cut; None if every one has a stage that cannot be."""
-        slowest = self._slowest()
+    def best(self, num_microbatches: float) -> list[list[Part]]:
+        """Return the stages of the best cut, and of that for the slowest stage where this is
+        another; nothing if every cut has a stage that cannot be.
+        """
+        slowest, later = self._least(np.maximum), num_microbatches - 1
         if not np.isfinite(slowest):
-            return None
-        bound = slowest * (1 + ROUNDING)
+            return []
+        best = evenest = self._within(slowest, _square)
+        if later in (0, np.inf):  # a single micro-batch gains nothing, and stages stay balanced
+            return [evenest]
+        # Stages may be slower if that makes their sum less by more: what the sum is at least, for
+        # each interval of bounds that is left, says whether.
+        best_s, least_sum_s = self._value(evenest, later), self._least(np.add)
+        intervals = [(slowest, slowest, least_sum_s)]
+        intervals.append((slowest, (best_s - least_sum_s) / later, least_sum_s))
+        while intervals:
+            low, high, least_sum_s = intervals.pop()
+            if least_sum_s + later * low >= best_s * (1 - _GAP):
+                continue
+            middle = (low + high) / 2
+            parts = self._within(middle, np.copy)
+            if (value_s := self._value(parts, later)) < best_s * (1 - ROUNDING):
+                best, best_s = parts, value_s
+            if low < high:
+                intervals.append((low, middle, sum(self._costs(parts))))
+                intervals.append((middle, high, least_sum_s))
+        return [best] if best is evenest else [best, evenest]
 
-        def add_square(least: Matrix, cost: Matrix) -> Matrix:
-            return least + np.where(cost <= bound, cost * cost, np.inf)
+    def _within(self, bound: float, charge: Callable[[Matrix], Matrix]) -> list[Part]:
+        """Return the cut whose stages keep to a bound with the least sum of what is charged."""
+        most = bound * (1 + ROUNDING)
 
-        return self._walked_back(self._levels(add_square), add_square)
+        def add(least: Matrix, cost: Matrix) -> Matrix:
+            return least + charge(np.where(cost <= most, cost, np.inf))
+
+        return self._walked_back(self._levels(add), add)
+
+    def _value(self, parts: Sequence[Part], later: float) -> float:
+        """Return the seconds of a step by the formula."""
+        costs = self._costs(parts)
+        return sum(costs) + later * max(costs)
+
+    def _costs(self, parts: Sequence[Part]) -> list[float]:
+        costs = []
+        for stage, (kind, start, end) in enumerate(parts):
+            first_start = first_end = 0
+            if self.windows is not None:
+                first_start, first_end = (own.start for own in self.windows[stage])
+            matrix = self.cost(Setting(stage, kind))
+            costs.append(float(matrix[start - first_start, end - first_end]))
+        return costs
+
+    def _least(self, join: _Join) -> float:
+        last = self._levels(join)[-1]
+        return min((float(least[-1]) for least in last.values()), default=np.inf)
 
     @property
     def _width(self) -> int:
         """Starts that a stage can have if every other stage has a layer."""
         return len(self.edges) - self.num_stages
 
-    def _slowest(self) -> float:
-        last = self._levels(np.maximum)[-1]
-        return min((float(least[-1]) for least in last.values()), default=np.inf)
-
     def _levels(self, join: _Join) -> list[_Level]:
         """Return the states after 0, 1, ... stages."""
         nothing = np.full(self._width, np.inf)
         nothing[0] = 0.0
-        levels: list[_Level] = [{_State((0,) * len(self.counts)): nothing}]
+        levels: list[_Level] = [{(0,) * len(self.counts): nothing}]
         for stage in range(self.num_stages):
             following: _Level = {}
             blocks: dict[Setting, _Block] = {}
@@ -194,18 +228,10 @@ class Search:
 
     def _moves(self, state: _State, stage: int) -> Iterator[tuple[Setting, _State]]:
         """Yield what the next stage may be on, and the state after it."""
-        kinds = self._left(state.used) if state.promised is None else (state.promised,)
-        for kind in kinds:
-            used = tuple(n + (k == kind) for k, n in enumerate(state.used))
-            if not self.looks_around:
-                yield Setting(stage, kind), _State(used)
-                continue
-            is_last = stage + 1 == self.num_stages
-            for after in (None,) if is_last else self._left(used):
-                yield Setting(stage, kind, state.last, after), _State(used, kind, after)
-
-    def _left(self, used: Sequence[int]) -> tuple[int, ...]:
-        return tuple(k for k, n in enumerate(used) if n < self.counts[k])
+        for kind, count in enumerate(self.counts):
+            if state[kind] < count:
+                used = tuple(n + (k == kind) for k, n in enumerate(state))
+                yield Setting(stage, kind), used
 
     def _block(self, setting: Setting) -> _Block:
         """Return the costs for those starts and ends that leave something for all other stages."""
@@ -249,36 +275,56 @@ Spans = Sequence[tuple[int, int]]
 """(start, end) of layers that are to be on one stage, in order, all layers in one."""
 
 
-def cut(
+def _square(costs: Matrix) -> Matrix:
+    return costs * costs
+
+
+def cuts(
     num_stages: int,
     cost: Callable[[int], Matrix],
     spans: Spans,
     windows: Sequence[Window] | None = None,
-) -> tuple[int, ...] | None:
-    """Compute the layers per stage that make the slowest stage as fast as it can be.
+    num_microbatches: float = np.inf,
+) -> list[tuple[int, ...]]:
+    """Compute the layers per stage for which the sum of stages and M - 1 times the slowest is
+    least; without M, or with M = 1, the cut whose slowest stage is fastest.
 
     `cost(stage)[start, end]` are the seconds of layers [start, end) on that stage, whatever these
     consist of, and infinity where the stage cannot be; entries without layers are not looked at.
-    It is asked three times for each stage, and may give one array for stages that are alike.
+    It is asked several times for each stage, and may give one array for stages that are alike.
 
-    Among the cuts with the same slowest stage, up to rounding, takes the one with the least sum
-    of squared stage costs.  Where all cuts cost the same in total that is the one whose stages
-    vary least, the paper's criterion (section 2.2); where they do not, evenness is not bought by
-    work that could be left out.
+    Among cuts with the same slowest stage, up to rounding, takes the one with the least sum of
+    squared stage costs, where no other is better.  Where all cuts cost the same in total that is
+    the one whose stages vary least, the paper's criterion (section 2.2).
 
     With `windows` (see `cuts.windows`) the array is that part of the whole one.
 
-    Exact for any cost; K * L^2 / 2 steps of numpy's, twice.  None if every cut has a stage that
-    cannot be.
+    Exact for any cost, but for a thousandth with M; K * L^2 / 2 steps of numpy's, three times, or
+    some tens of times where stages compete that cost unlike sums.
+
+    Returns:
+        That cut, then the one of the fastest slowest stage where it is another: a simulator knows
+        better.  Nothing if every cut has a stage that cannot be.
 
     Raises:
         PartitionError: there are fewer spans than stages, or no stage is asked for.
     """
     _check_enough(len(spans), num_stages)
     edges = np.array([0, *(end for _, end in spans)])
-    counts = (num_stages,)
-    found = Search(num_stages, edges, lambda at: cost(at.stage), counts, windows=windows).best()
-    return None if found is None else tuple(part.end - part.start for part in found)
+    search = Search(num_stages, edges, lambda at: cost(at.stage), (num_stages,), windows)
+    return [
+        tuple(part.end - part.start for part in parts) for parts in search.best(num_microbatches)
+    ]
+
+
+def cut(
+    num_stages: int,
+    cost: Callable[[int], Matrix],
+    spans: Spans,
+    windows: Sequence[Window] | None = None,
+) -> tuple[int, ...] | None:
+    """Compute the layers per stage whose slowest is fastest; None if there are none, as `cuts`."""
+    return next(iter(cuts(num_stages, cost, spans, windows)), None)
 
 
 class OnDevices(NamedTuple):
@@ -293,19 +339,15 @@ def cut_over_devices(
     num_stages: int,
     cost: Callable[[Setting], Matrix],
     spans: Spans,
-    *,
-    looks_around: bool = False,
+    num_microbatches: float = np.inf,
 ) -> OnDevices | None:
-    """Compute the layers per stage and the kind of its device, as `cut` does, over all orders.
+    """Compute the layers per stage and the kind of its device, as `cuts` does, over all orders.
 
     There are `counts[kind]` devices of each kind, one for a stage; some may stay unused.
-    `cost(Setting(stage, kind))` is as in `cut`.  With `looks_around` it is asked for the kinds of
-    the devices before and after, too: what a message costs depends on the link, and kinds may
-    be hosts as well.  It cannot know more of the order than that: not what a value costs that
-    skips stages, nor which other stages share a link.
+    `cost(Setting(stage, kind))` is as in `cuts`.
 
-    Exact for such costs.  For q kinds, the product of all (counts + 1) states, and q times as many
-    steps of L^2 / 2 (q^3 times with `looks_around`), twice: meant for few kinds.
+    For q kinds, the product of all (counts + 1) states, and q times as many steps of L^2 / 2, as
+    often as `cuts` takes: meant for few kinds.
 
     Raises:
         PartitionError: there are fewer spans or devices than stages, or no stage is asked for.
@@ -317,11 +359,10 @@ def cut_over_devices(
             f"at most {count_text(sum(counts), 'stage')}"
         )
     edges = np.array([0, *(end for _, end in spans)])
-    found = Search(num_stages, edges, cost, tuple(counts), looks_around).best()
-    if found is None:
-        return None
-    sizes = tuple(part.end - part.start for part in found)
-    return OnDevices(sizes, tuple(part.kind for part in found))
+    for parts in Search(num_stages, edges, cost, tuple(counts)).best(num_microbatches):
+        sizes = tuple(part.end - part.start for part in parts)
+        return OnDevices(sizes, tuple(part.kind for part in parts))
+    return None
 
 
 def sums(costs: Sequence[float]) -> Matrix:

@@ -326,9 +326,7 @@ class _Search:
         if plan is None:
             self._too_large.append((evaluator, size, family, with_messages))
             return None
-        return Prediction(
-            plan, evaluator.profile, evaluator.cluster, plan.batch_size, evaluator.pricing
-        )
+        return evaluator.predicted(plan)
 
     def _keep(self, evaluator: Evaluator, size: Size, predicted: Prediction) -> OnRanks | None:
         """Predict how long a plan takes, and keep it if it is the fastest of its kind that fits;

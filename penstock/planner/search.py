@@ -23,7 +23,7 @@ from penstock.types import Recompute, Transport
 
 from .bounds import Load, even_step_s, least_step_s
 from .candidates import Constraints, Size
-from .cuts import Setting, Spans, Window, cut, cut_over_devices, windows
+from .cuts import Setting, Spans, Window, cut, cut_over_devices, cuts, windows
 from .fit import Fitted, fit, predicted_s
 from .placement import Placement
 from .plan import BalancedBy, Plan
@@ -33,18 +33,18 @@ from .pricing import Pricing
 from .stage_work import Tables, most_on_way, work_of
 
 
-def best_cut(prices: StagePrices, spans: Spans) -> tuple[int, ...] | None:
-    """Return the layers per stage that make the slowest stage as fast as it can be, each by the
-    fastest option that fits; None if none fits.
+def best_cuts(prices: StagePrices, spans: Spans) -> list[tuple[int, ...]]:
+    """Return the layers per stage as `cuts` does, each stage by the fastest option that fits.
 
     Raises:
         PartitionError: there are fewer spans than stages.
         ConfigError: the schedule is made for no such size.
     """
-    partition = cut(prices.num_stages, prices.if_all_fits_s, spans, prices.windows)
-    if partition is not None and not prices.all_fits(partition):
-        partition = cut(prices.num_stages, prices.least_s, spans, prices.windows)
-    return partition
+    shared = spans, prices.windows, prices.num_microbatches
+    partitions = cuts(prices.num_stages, prices.if_all_fits_s, *shared)
+    if all(map(prices.all_fits, partitions)):
+        return partitions
+    return cuts(prices.num_stages, prices.least_s, *shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Excess:
 _MOST_STATES = 256
 """Numbers of devices of each kind in use, up to which all orders of unlike ones are searched."""
 _MOST_COSTS = 64
-"""What so many stages on a kind of device cost is kept: a search asks for it three times."""
+"""What so many stages on a kind of device cost is kept: a search asks for it several times."""
 _UNEVEN = 2
 """The heaviest layers of an uneven model take more than so many times as long as the median."""
 _CLOSE_BYTES = 2**20
@@ -132,7 +132,8 @@ class Evaluator:
         )
 
     def plan_of(self, size: Size, family: Family, *, with_messages: bool = False) -> Plan | None:
-        """Return the plan whose slowest stage is fastest, of all that fit; None if none does.
+        """Return the plan whose cut is best by the formula, of all that fit, or that for the
+        slowest stage where the simulator finds it faster; None if none fits.
 
         What the schedule keeps has to fit; `with_messages`, as many messages on their way as there
         can be as well.
@@ -144,8 +145,16 @@ class Evaluator:
         if windows is None:
             return None
         prices = self.prices(size, family, windows, with_messages=with_messages)
-        partition = best_cut(prices, self.profile.spans)
-        return None if partition is None else self._fitted(size, prices, partition)
+        partitions = best_cuts(prices, self.profile.spans)
+        plans = [self._fitted(size, prices, partition) for partition in partitions]
+        fitting = [plan for plan in plans if plan is not None]
+        if len(fitting) < 2:
+            return next(iter(fitting), None)
+        return min(fitting, key=lambda plan: self.predicted(plan).quick_step_s)
+
+    def predicted(self, plan: Plan) -> Prediction:
+        """Return the prediction of a plan of this evaluator."""
+        return Prediction(plan, self.profile, self.cluster, plan.batch_size, self.pricing)
 
     def plan_at(self, size: Size, family: Family, partition: tuple[int, ...]) -> Plan | None:
         """Return the plan with these layers on each stage; None if it does not fit."""
@@ -206,7 +215,8 @@ class Evaluator:
             neighbours=no_messages,
         )
         cost = lru_cache(_MOST_COSTS)(prices.seconds)
-        found = cut_over_devices(list(counts.values()), size.num_stages, cost, self.profile.spans)
+        shared = self.profile.spans, size.num_microbatches
+        found = cut_over_devices(list(counts.values()), size.num_stages, cost, *shared)
         if found is None:
             return None
         names, taken = list(counts), Counter[str]()

@@ -206,18 +206,14 @@ class Tuner:
         partition = tuple(b - a for a, b in pairwise(edges))
         own, size = self.evaluator, self._size(cut)
         draft = own.draft(size, critical_path(ranks=cut.ranks), partition)
-        costs = relative(self._prediction(draft))
+        costs = relative(self.evaluator.predicted(draft))
         found = own.plan_at(size, critical_path(costs, cut.ranks), partition)
         if found is not None and not found.recomputing:
-            return self._prediction(found)
+            return self.evaluator.predicted(found)
         memory = self._room(cut, partition)
         lean = memory and own.plan_at(size, critical_path(costs, cut.ranks, memory), partition)
-        both = [self._prediction(each) for each in (found, lean) if isinstance(each, Plan)]
+        both = [self.evaluator.predicted(each) for each in (found, lean) if isinstance(each, Plan)]
         return min(both, key=lambda each: each.quick_step_s, default=None)
-
-    def _prediction(self, plan: Plan) -> Prediction:
-        own = self.evaluator
-        return Prediction(plan, own.profile, own.cluster, plan.batch_size, own.pricing)
 
     def _room(self, cut: Cut, partition: tuple[int, ...]) -> AtMostBytes | None:
         """Return the memory that ranks have beside weights, in parts of the largest; None if it

@@ -17,6 +17,7 @@ from penstock.planner.cuts import (
     balance,
     cut,
     cut_over_devices,
+    cuts,
     each_layer,
     sums,
     windows,
@@ -36,6 +37,11 @@ def every_cut(spans: Spans, num_stages: int) -> Iterator[tuple[tuple[int, int], 
 def score(costs: Sequence[float]) -> tuple[float, float]:
     """Return what cuts are compared by: the slowest stage, then how much stages vary."""
     return (max(costs), sum(cost * cost for cost in costs)) if max(costs) < inf else NO_CUT
+
+
+def step_s(costs: Sequence[float], num_microbatches: int) -> float:
+    """Return the seconds of a step by Alpa's formula."""
+    return sum(costs) + (num_microbatches - 1) * max(costs)
 
 
 def drawn_costs(seed: int, num_layers: int, values: int, share_of_inf: float) -> Costs:
@@ -78,17 +84,23 @@ def check_cut(
     num_stages = data.draw(st.integers(1, len(spans)))
     cost = drawn_costs(seed, spans[-1][1], values, share_of_inf)
 
-    def scored(bounds: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        return score([cost(Setting(k))[a, b] for k, (a, b) in enumerate(bounds)])
+    def costs_of(bounds: Sequence[tuple[int, int]]) -> list[float]:
+        return [float(cost(Setting(k))[a, b]) for k, (a, b) in enumerate(bounds)]
 
-    best = min(map(scored, every_cut(spans, num_stages)))
-    found = cut(num_stages, lambda stage: cost(Setting(stage)), spans)
-    if found is None:
-        assert best == NO_CUT
-        return
-    bounds = tuple(pairwise(np.cumsum((0, *found)).tolist()))
-    assert bounds in set(every_cut(spans, num_stages))
-    assert scored(bounds) == best < NO_CUT
+    every = {bounds: costs_of(bounds) for bounds in every_cut(spans, num_stages)}
+    best = min(map(score, every.values()))
+    for number in (inf, 1, *data.draw(st.lists(st.integers(2, 64), max_size=2))):
+        made = cuts(num_stages, lambda k: cost(Setting(k)), spans, num_microbatches=number)
+        if not made:
+            assert best == NO_CUT
+            return
+        sizes = made[0]
+        costs = every[tuple(pairwise(np.cumsum((0, *sizes)).tolist()))]
+        if number in (1, inf):
+            assert score(costs) == best < NO_CUT
+        else:
+            least_s = min(step_s(own, int(number)) for own in every.values())
+            assert step_s(costs, int(number)) <= least_s * 1.0011 + 1e-9
 
 
 @settings(max_examples=600, deadline=None)
@@ -98,15 +110,9 @@ def check_cut(
     SEEDS,
     FEW_OR_MANY,
     INFINITE,
-    st.booleans(),
 )
 def test_devices_are_ordered_as_trying_every_order_finds(
-    counts: list[int],
-    data: st.DataObject,
-    seed: int,
-    values: int,
-    share_of_inf: float,
-    looks_around: bool,
+    counts: list[int], data: st.DataObject, seed: int, values: int, share_of_inf: float
 ) -> None:
     num_stages = data.draw(st.integers(1, min(4, sum(counts))))
     num_layers = data.draw(st.integers(num_stages, 6))
@@ -114,20 +120,23 @@ def test_devices_are_ordered_as_trying_every_order_finds(
     cost = drawn_costs(seed, num_layers, values, share_of_inf)
     devices = [kind for kind, count in enumerate(counts) for _ in range(count)]
 
-    def scored(kinds: Sequence[int], bounds: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        around = (None, *kinds, None) if looks_around else (None,) * (len(kinds) + 2)
-        places = [Setting(k, kinds[k], around[k], around[k + 2]) for k in range(len(kinds))]
-        return score([cost(p)[a, b] for p, (a, b) in zip(places, bounds, strict=True)])
+    def costs_of(kinds: Sequence[int], bounds: Sequence[tuple[int, int]]) -> list[float]:
+        placed = enumerate(zip(kinds, bounds, strict=True))
+        return [float(cost(Setting(k, kind))[a, b]) for k, (kind, (a, b)) in placed]
 
-    orders, cuts = set(permutations(devices, num_stages)), [*every_cut(spans, num_stages)]
-    best = min(scored(kinds, bounds) for kinds in orders for bounds in cuts)
-    found = cut_over_devices(counts, num_stages, cost, spans, looks_around=looks_around)
-    if found is None:
-        assert best == NO_CUT
-        return
-    assert found.kinds in orders
-    bounds = tuple(pairwise(np.cumsum((0, *found.partition)).tolist()))
-    assert scored(found.kinds, bounds) == best < NO_CUT
+    orders, borders = set(permutations(devices, num_stages)), [*every_cut(spans, num_stages)]
+    every = {(kinds, bounds): costs_of(kinds, bounds) for kinds in orders for bounds in borders}
+    for number in (inf, 3):
+        found = cut_over_devices(counts, num_stages, cost, spans, number)
+        best = min(map(score, every.values()))
+        if found is None:
+            assert best == NO_CUT
+            return
+        costs = every[found.kinds, tuple(pairwise(np.cumsum((0, *found.partition)).tolist()))]
+        if number == inf:
+            assert score(costs) == best < NO_CUT
+        else:
+            assert step_s(costs, 3) <= min(step_s(own, 3) for own in every.values()) * 1.0011
 
 
 @settings(max_examples=600, deadline=None)
@@ -163,8 +172,8 @@ def test_starts_beyond_those_looked_at_together_are_found() -> None:
     """The shortest chains that fill several rows of what is looked at together."""
     costs = [float(n % 7 + 1) for n in range(150)]
     for num_stages in (2, 3):
-        cuts = every_cut(each_layer(150), num_stages)
-        best = min(score([sum(costs[a:b]) for a, b in bounds]) for bounds in cuts)
+        every = every_cut(each_layer(150), num_stages)
+        best = min(score([sum(costs[a:b]) for a, b in bounds]) for bounds in every)
         sizes = balance(costs, num_stages)
         bounds = pairwise(np.cumsum((0, *sizes)).tolist())
         assert score([sum(costs[a:b]) for a, b in bounds]) == best

@@ -1,8 +1,8 @@
 """Prices of stages: what fits, on which device, and what messages add."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise
-from math import inf, isfinite
+from itertools import pairwise
+from math import isfinite
 from random import Random
 
 import pytest
@@ -82,16 +82,10 @@ def test_a_stage_fits_where_the_peak_of_its_rank_does(family: Family) -> None:
     assert seen == {False, True}
 
 
-def prices_of_chain(
-    routes: dict[tuple[int, int], Route] | None, *speeds: float, at: AtSize | None = None
-) -> StagePrices:
-    """Return the prices of 6 layers in three stages of 1F1B on devices of such speeds."""
-
-    def neighbours(setting: Setting) -> Neighbours:
-        sides = setting.before, setting.after
-        pairs = ((setting.kind, kind) for kind in sides)
-        return Neighbours(*(None if b is None else (routes or {}).get((a, b)) for a, b in pairs))
-
+def prices_of_chain(route: Route | None, *speeds: float, at: AtSize | None = None) -> StagePrices:
+    """Return the prices of 6 layers in three stages of 1F1B on devices of such speeds, with one
+    route between all stages.
+    """
     return StagePrices(
         family=one_f_one_b,
         num_stages=3,
@@ -101,7 +95,7 @@ def prices_of_chain(
         of_stages=StageBytes(at or chain(6)),
         lasting=[0] * 6,
         recompute=(Recompute.STAGE,) * 3,
-        neighbours=neighbours,
+        neighbours=lambda at: Neighbours(route, route),
     )
 
 
@@ -113,15 +107,15 @@ def test_the_last_stage_of_1f1b_has_most_layers_and_a_slow_device_fewest() -> No
 
 def test_messages_that_block_keep_a_stage_and_others_set_the_pace_of_their_link() -> None:
     """10 bytes leave a stage for each neighbour, as many come back."""
-    plain = prices_of_chain(None, 1.0).seconds(Setting(1, 0, 0, 0))[2, 4]
+    plain = prices_of_chain(None, 1.0).seconds(Setting(1))[2, 4]
     for route, more in (
         (Route((), 5.0, 10.0), 0.0),
         (Route((), 5.0, 1.0), 10.0 - plain),
         (Route((), 5.0, 10.0, overhead_s=0.25), 4 * 0.25),
         (Route((), 5.0, 10.0, blocks=True), 2 * (5.0 + 1.0)),
     ):
-        prices = prices_of_chain({(0, 0): route}, 1.0)
-        assert prices.seconds(Setting(1, 0, 0, 0))[2, 4] == plain + more
+        prices = prices_of_chain(route, 1.0)
+        assert prices.seconds(Setting(1))[2, 4] == plain + more
     assert plain == 2 * 4
 
 
@@ -129,34 +123,5 @@ def test_what_has_no_gradient_is_not_sent_back() -> None:
     at = chain(6)
     numbers = replace(at, values=tuple(replace(v, has_gradient=False) for v in at.values))
     route = Route((), 5.0, 10.0, blocks=True)
-    prices = prices_of_chain({(0, 0): route}, 1.0, at=numbers)
-    assert prices.seconds(Setting(1, 0, 0, 0))[2, 4] == 2 * 4 + (5.0 + 1.0) + 5.0
-
-
-def test_devices_are_put_so_that_a_slow_link_is_crossed_once() -> None:
-    """Two kinds alike, a host each: there and back would cross the link between them twice."""
-    near, far = Route((), 0.0, inf), Route((), 3.0, inf, blocks=True)
-    routes = {(a, b): near if a == b else far for a in (0, 1) for b in (0, 1)}
-    seconds = prices_of_chain(routes, 1.0, 1.0).seconds
-    found = cut_over_devices((2, 1), 3, seconds, each_layer(6), looks_around=True)
-    assert found is not None
-    assert sum(a != b for a, b in pairwise(found.kinds)) == 1
-
-
-def test_there_and_back_over_every_pair_of_hosts_is_what_trying_all_finds() -> None:
-    near, far = Route((), 0.5, inf, blocks=True), Route((), 3.0, inf, blocks=True)
-    routes = {(a, b): near if a == b else far for a in (0, 1) for b in (0, 1)}
-    seconds = prices_of_chain(routes, 1.0, 0.7).seconds
-    found = cut_over_devices((2, 2), 3, seconds, each_layer(6), looks_around=True)
-    assert found is not None
-
-    def slowest(kinds: tuple[int, ...], ends: tuple[int, ...]) -> float:
-        around = (None, *kinds, None)
-        settings = (Setting(k, kinds[k], around[k], around[k + 2]) for k in range(3))
-        return max(seconds(at)[run] for at, run in zip(settings, pairwise(ends), strict=True))
-
-    orders = [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1) if a + b + c in (1, 2)]
-    cuts = [(0, *inner, 6) for inner in combinations(range(1, 6), 2)]
-    best = min(slowest(kinds, ends) for kinds in orders for ends in cuts)
-    ends = (0, found.partition[0], 6 - found.partition[2], 6)
-    assert slowest(found.kinds, ends) == best
+    prices = prices_of_chain(route, 1.0, at=numbers)
+    assert prices.seconds(Setting(1))[2, 4] == 2 * 4 + (5.0 + 1.0) + 5.0
