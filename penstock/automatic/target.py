@@ -180,7 +180,9 @@ class Target:
         inputs = self._lowered(model, self.inputs)
         kind = device.torch_type
         found = profile(layers, inputs, measure=False, torch_type=kind, **options)
-        return replace(found, weights=weights)
+        pairs = zip(weights, found.weights, strict=True)  # bytes of the precision they are kept in
+        same = tuple(replace(own, num_norms=counted.num_norms) for own, counted in pairs)
+        return replace(found, weights=same)
 
     def _on(self, device: torch.device) -> tuple[Any, Any]:
         """Make the model on a device; return it and the inputs there."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.automatic.parallelize import plan_for
+from penstock.automatic.target import Target
 from penstock.errors import ConfigError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_task import MeshTask
@@ -137,3 +138,13 @@ def test_a_users_model_is_measured_where_it_is_or_not_at_all() -> None:
         layers, cluster(1, torch_type="cpu"), example_inputs=INPUTS, constraints=asked
     )
     assert plan.predicted_step_s
+
+
+def test_a_target_that_is_counted_commits_statistics_like_a_profile_of_its_layers() -> None:
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)]
+    inputs = torch.randn(8, 4)
+    device = next(iter(cluster(2).devices.values()))
+    counted = Target.of(layers, inputs).profile(device=device)
+    alike = penstock.profile(layers, inputs, measure=False)
+    norms = [own.num_norms for own in alike.weights]
+    assert norms == [0, 1, 0] == [own.num_norms for own in counted.weights]
