@@ -59,10 +59,15 @@ class Choice:
     @property
     def rows(self) -> Iterator[tuple[str, ...]]:
         """The heads of the table of candidates, and its rows: the best, and the unsplit model."""
-        best, unsplit = self.candidates[:_MOST_ROWS], self.unsplit_model
-        beside = () if unsplit is None or unsplit in best else (unsplit,)
+        best: dict[tuple[str, ...], Candidate] = {}
+        for own in self.candidates:  # of those that a row does not tell apart, the fastest
+            plan, words = own.plan, (own.stages_text, own.recompute_text)
+            numbers = plan.placement.num_replicas, plan.num_microbatches
+            best.setdefault((*words, plan.schedule.name, *map(str, numbers)), own)
+        rows, unsplit = [*best.values()][:_MOST_ROWS], self.unsplit_model
+        beside = [] if unsplit is None or unsplit in rows else [unsplit]
         yield HEADS
-        yield from candidate_rows((*best, *beside))
+        yield from candidate_rows([*rows, *beside])
 
     def __str__(self) -> str:
         """Return the plan, and the table of candidates."""

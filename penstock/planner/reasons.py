@@ -117,20 +117,28 @@ def why_best(
         yield _limit_text(plan, best)
     if best.update_s > _WORTH_SAYING * best.step_s:
         yield f"the optimizer takes {time_text(best.update_s)} of a step, where it takes longest"
-    why_slower = slower_than(best)
-    for name, decided in best.decisions.items():
-        others = (own for own in candidates[1:] if own.decisions[name] != decided)
-        other = min(others, key=lambda own: own.step_s, default=None)
-        if other is not None:
-            slower = other.step_s / best.step_s - 1
-            step = f"{_step_text(other)} ({slower:+.1%})"
-            why = "" if other.is_bound else f"; {why_slower(other)}"
-            yield f"with other {name}: {step}: {other}{why}"
+    yield from _otherwise(candidates)
     if plan.predicted_stages is not None:
         yield (
             "each device's bytes: weights with gradients and optimizer state, activations at "
             "most; to the next stage: of a micro-batch, and as much comes back"
         )
+
+
+def _otherwise(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Yield a line for each candidate that is the fastest of those that decide otherwise."""
+    best = candidates[0]
+    why_slower, otherwise = slower_than(best), dict[int, list[str]]()
+    for name, decided in best.decisions.items():
+        others = [n for n, own in enumerate(candidates) if own.decisions[name] != decided]
+        if others:
+            fastest = min(others, key=lambda n: candidates[n].step_s)
+            otherwise.setdefault(fastest, []).append(name)
+    for n, names in otherwise.items():
+        other = candidates[n]
+        step = f"{_step_text(other)} ({other.step_s / best.step_s - 1:+.1%})"
+        why = "" if other.is_bound else f"; {why_slower(other)}"
+        yield f"with other {', '.join(names)}: {step}: {other}{why}"
 
 
 def _limit_text(plan: Plan, best: Candidate) -> str:
