@@ -7,11 +7,8 @@ Alpa's objective (Zheng et al. 2022, section 5), for M micro-batches and stages 
 What a stage costs may depend on its number and its device, and need not be the sum of what its
 layers cost: values that cross its ends count too, and infinity is what does not fit.
 
-A dynamic programme over the same states finds the least slowest stage, and for a bound on that the
-least sum.  A greater bound never makes the sum greater: intervals of bounds are halved until they
-hold nothing better.  A stage is looked at together with all that it could have, as one matrix: so
-K stages of L layers take K * L^2 / 2 steps of numpy's, whatever the costs are.  Less where it is
-known in advance between what layers a stage starts and ends.
+A dynamic programme finds the least slowest stage, and for a bound on that the least sum.  Greater
+bounds never make the sum greater: intervals of bounds are halved until they hold nothing better.
 """
 
 from bisect import bisect_left, bisect_right
@@ -317,16 +314,6 @@ def cuts(
     ]
 
 
-def cut(
-    num_stages: int,
-    cost: Callable[[int], Matrix],
-    spans: Spans,
-    windows: Sequence[Window] | None = None,
-) -> tuple[int, ...] | None:
-    """Compute the layers per stage whose slowest is fastest; None if there are none, as `cuts`."""
-    return next(iter(cuts(num_stages, cost, spans, windows)), None)
-
-
 class OnDevices(NamedTuple):
     """Layers per stage, and the kind of device that each stage is on."""
 
@@ -343,11 +330,8 @@ def cut_over_devices(
 ) -> OnDevices | None:
     """Compute the layers per stage and the kind of its device, as `cuts` does, over all orders.
 
-    There are `counts[kind]` devices of each kind, one for a stage; some may stay unused.
-    `cost(Setting(stage, kind))` is as in `cuts`.
-
-    For q kinds, the product of all (counts + 1) states, and q times as many steps of L^2 / 2, as
-    often as `cuts` takes: meant for few kinds.
+    There are `counts[kind]` devices of each kind, one for a stage; some may stay unused.  Every
+    combination of numbers of devices in use is a state: meant for few kinds.
 
     Raises:
         PartitionError: there are fewer spans or devices than stages, or no stage is asked for.
@@ -387,9 +371,7 @@ def balance_spans(costs: Sequence[Sequence[float]], spans: Spans) -> tuple[int, 
     Raises:
         PartitionError: there are fewer spans than stages.
     """
-    found = cut(len(costs), lambda stage: sums(costs[stage]), spans)
-    assert found is not None, "no cost is infinite"
-    return found
+    return cuts(len(costs), lambda stage: sums(costs[stage]), spans)[0]
 
 
 def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -400,10 +382,8 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     Raises:
         PartitionError: there are fewer layers than stages, or no stage is asked for.
     """
-    together = sums(costs)
-    found = cut(num_stages, lambda stage: together, each_layer(len(costs)))
-    assert found is not None, "no cost is infinite"
-    return found
+    together = sums(costs)  # looked at several times for each stage
+    return cuts(num_stages, lambda stage: together, each_layer(len(costs)))[0]
 
 
 def each_layer(num_layers: int) -> Spans:

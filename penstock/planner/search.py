@@ -23,7 +23,7 @@ from penstock.types import Recompute, Transport
 
 from .bounds import Load, even_step_s, least_step_s
 from .candidates import Constraints, Size
-from .cuts import Setting, Spans, Window, cut, cut_over_devices, cuts, windows
+from .cuts import Setting, Spans, Window, cut_over_devices, cuts, windows
 from .fit import Fitted, fit, predicted_s
 from .placement import Placement
 from .plan import BalancedBy, Plan
@@ -118,8 +118,7 @@ class Evaluator:
         starts = [*(window.starts.stop - 1 for window in near), len(self.profile.layers)]
         most = prices.missing_bytes([b - a for a, b in pairwise(starts)])  # no cut is worse
         prices = replace(prices, windows=self._windows(size, family, most))
-        partition = cut(size.num_stages, prices.missing, self.profile.spans, prices.windows)
-        assert partition is not None, "no cost is infinite"
+        partition, *_ = cuts(size.num_stages, prices.missing, self.profile.spans, prices.windows)
         return Excess(prices.missing_bytes(partition), min(self.limits_of(size)))
 
     def fits(self, size: Size, predicted: Prediction) -> bool:

@@ -15,7 +15,6 @@ from penstock.planner.cuts import (
     Matrix,
     Setting,
     balance,
-    cut,
     cut_over_devices,
     cuts,
     each_layer,
@@ -154,11 +153,11 @@ def test_what_cannot_fit_is_left_out_of_what_is_searched_and_no_cut_is_another(
         return np.where(sums(amounts) <= limits[stage], costs(Setting(stage)), inf)
 
     found = windows(amounts, limits, [0, *(end for _, end in spans)])
-    whole = cut(num_stages, cost, spans)
+    whole = cuts(num_stages, cost, spans)
     if found is None:
-        assert whole is None
+        assert not whole
     else:
-        assert cut(num_stages, lambda n: cost(n)[found[n]], spans, found) == whole
+        assert cuts(num_stages, lambda n: cost(n)[found[n]], spans, found) == whole
 
 
 def test_a_long_chain_is_looked_at_only_where_it_may_be_cut() -> None:
@@ -183,7 +182,7 @@ def test_stages_that_rounding_tells_apart_are_equally_slow() -> None:
     """0.1 + 0.2 is a little more than 0.3, and the cut with it has less to do elsewhere."""
     table = np.array([[inf, 0.3, 0.1 + 0.2, inf], [inf] * 4, [inf] * 4, [inf] * 4])
     table[1, 3], table[2, 3] = 0.3, 0.1
-    assert cut(2, lambda stage: table, each_layer(3)) == (2, 1)
+    assert cuts(2, lambda stage: table, each_layer(3)) == [(2, 1)]
 
 
 def test_a_device_that_is_half_as_fast_gets_the_place_where_that_costs_least() -> None:
@@ -197,7 +196,7 @@ def test_a_device_that_is_half_as_fast_gets_the_place_where_that_costs_least() -
 
 def test_where_nothing_fits_there_is_no_cut() -> None:
     nothing = np.full((5, 5), inf)
-    assert cut(2, lambda stage: nothing, each_layer(4)) is None
+    assert not cuts(2, lambda stage: nothing, each_layer(4))
     assert cut_over_devices((1, 1), 2, lambda at: nothing, each_layer(4)) is None
 
 
