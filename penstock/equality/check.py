@@ -38,8 +38,7 @@ def check(
     The unsplit model runs here, in one thread, micro-batch after micro-batch.  Both sides are
     copies:
     the model given is not changed.  The report compares the loss, every parameter's gradient,
-    every
-    buffer, and the outputs in evaluation mode after the step.
+    every buffer, and the outputs in evaluation mode after the step.
 
     Args:
         layers, loss, num_microbatches: as for `Pipeline`; any module is captured with `inputs` as

@@ -112,8 +112,7 @@ class Background:
         processes.
 
         `what` completes "rank 1 (stage 1) waited ...".  `peer` is the rank waited for, if it is
-        only
-        one.
+        only one.
         """
         if isinstance(error, Empty | TimeoutError):
             return self.watch.overdue(what, self.timeout_s)

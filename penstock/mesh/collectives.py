@@ -210,8 +210,7 @@ class Collectives(Shared):
         """Run a collective on a tensor, and wait for it.
 
         On an accelerator this thread begins it, so that it follows this thread's work on the
-        current
-        stream.
+        current stream.
         """
         if self.size == 1:
             return begin().end()

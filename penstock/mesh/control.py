@@ -199,8 +199,7 @@ class Control(Shared):
         """Run a long job in every process; return its result, or raise its error, once all ended.
 
         The job has no deadline.  A process that has ended its own asks the others again and again,
-        in
-        short exchanges, if they are still at work.
+        in short exchanges, if they are still at work.
         """
         if self.size == 1:
             return job()

@@ -50,14 +50,10 @@ class Mesh(Shared):
     """The processes of a placement, and this one's place among them.
 
     `placement` maps stages to ranks; `num_stages` counts ranks if each runs several stages.
-    `world`
-    has all processes, `stages` those of this replica and shard.  `replicas` has those with the
-    same
-    stages and other samples, `shards` those that share these stages.  `shard_axes` are the axes
-    along
-    which the shards are arranged.  With all stages in threads of one process, each has that
-    process
-    alone, and `processes` is None.
+    `world` has all processes, `stages` those of this replica and shard.  `replicas` has those with
+    the same stages and other samples, `shards` those that share these stages.  `shard_axes` are
+    the axes along which the shards are arranged.  With all stages in threads of one process, each
+    has that process alone, and `processes` is None.
     """
 
     placement: Placement
@@ -133,8 +129,7 @@ class Mesh(Shared):
         """True if the values that this process tells its `stages` count.
 
         If stages have unlike meshes, the first shard of each speaks for all.  A process without a
-        stage
-        never speaks.
+        stage never speaks.
         """
         is_first = self.shard == 0 and self.rank not in self.placement.idle
         return self.placement.is_regular or is_first
@@ -184,8 +179,7 @@ class Mesh(Shared):
         """Run a job in a thread beside the training, in every process alike, after earlier ones.
 
         The process does not end before the job.  Its argument is a control of all processes over
-        another
-        process group than the training's.
+        another process group than the training's.
 
         Returns:
             A function that waits for its end.  Each wait inside the job has the deadline.

@@ -37,10 +37,8 @@ class PointToPoint:
     """Sends and receives of bytes in CPU memory, or in that of this process's device.
 
     On an accelerator a backend may match sends and receives by their order alone.  So each
-    direction
-    of an edge has its own group there, of all processes of the replica.  The thread `later` waits
-    for
-    sends that their receivers have not yet taken.
+    direction of an edge has its own group there, of all processes of the replica.  The thread
+    `later` waits for sends that their receivers have not yet taken.
     """
 
     def __init__(

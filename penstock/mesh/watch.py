@@ -71,8 +71,7 @@ class Watch:
         """Start the thread; call after the rendezvous.
 
         `attempt` is the name of this attempt at the job, the same in all processes: one store may
-        serve
-        several attempts.
+        serve several attempts.
         """
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if host is not None and port is not None:  # a connection that nobody else blocks
@@ -152,8 +151,7 @@ class Watch:
         all.
 
         The peer may have left because of another process's failure; it then stayed long enough for
-        its
-        report.
+        its report.
         """
         if isinstance(error, PeerError):
             return error if error.complete else PeerError(f"{error}; {self._waited(what)}")

@@ -35,13 +35,11 @@ def clip_grad_norm_(
     """Scale all gradients down so that their norm, over the whole model, is at most `max_norm`.
 
     Has the bits of `torch.nn.utils.clip_grad_norm_` on the unsplit model, for every number of
-    stages
-    and processes.  The norm is taken of the norms of single gradients, in the order of the model's
-    parameters; a parameter of several stages counts once.  With replicas or shards (`sharding=`)
-    norms are added in float64 instead, so that "zero1" has the bits of plain replicas.  In a mesh
-    of
-    processes all of them call this alike, after `train_step`; equal gradients of replicas count
-    once.
+    stages and processes.  The norm is taken of the norms of single gradients, in the order of the
+    model's parameters; a parameter of several stages counts once.  With replicas or shards
+    (`sharding=`) norms are added in float64 instead, so that "zero1" has the bits of plain
+    replicas.  In a mesh of processes all of them call this alike, after `train_step`; equal
+    gradients of replicas count once.
 
     Args:
         pipe: the pipeline.

@@ -60,10 +60,9 @@ class Activation:
 
     Sets are of places in `leaves`.  `aliases` share memory with another value, so that a change in
     place would have to appear in both.  `versions` are the tensors' version counters at the send;
-    a
-    later one shows that the sender has changed the tensor in place.  `lasting` are parameters, the
-    same for all micro-batches of a run.  `hooked` have hooks on their gradient, which their stage
-    runs.  `layouts` are the layouts of tensors in slices, None for a whole one.
+    a later one shows that the sender has changed the tensor in place.  `lasting` are parameters,
+    the same for all micro-batches of a run.  `hooked` have hooks on their gradient, which their
+    stage runs.  `layouts` are the layouts of tensors in slices, None for a whole one.
     """
 
     leaves: tuple[Tensor, ...]

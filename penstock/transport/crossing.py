@@ -219,8 +219,7 @@ class IncomingShares:
             link.forget_lasting()
 
     def post(self) -> None:
-        """Begin to receive the next message, while others are computed on; `bring`
-        is to follow.
+        """Begin to receive the next message, while others are computed on; `bring` is to follow.
         """
         for link in self._links:
             link.post()

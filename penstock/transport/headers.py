@@ -47,8 +47,7 @@ def _about(wants_grad: tuple[bool, ...], form: Any, *places: frozenset[int]) -> 
 
 
 class Header(NamedTuple):
-    """The description of a message; `about` is None for a gradient, `layouts` ()
-    if all is whole.
+    """The description of a message; `about` is None for a gradient, `layouts` () if all is whole.
     """
 
     kinds: tuple[TensorKind | Again | None, ...]
@@ -101,8 +100,7 @@ class HeaderWriter:
         return *self._number(header), tensors, header
 
     def _once(self, place: int, kind: TensorKind, payload: Activation) -> TensorKind | Again:
-        """Return the kind of a tensor, or a reference if it is lasting and was
-        sent in this run.
+        """Return the kind of a tensor, or a reference if it is lasting and was sent in this run.
         """
         if place not in payload.lasting:
             return kind
