@@ -187,15 +187,15 @@ class Pipeline(AbstractMovable):
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
-        own, draws = loss or resolved.own_loss, weights is None
-        computes = own is resolved.own_loss is not None
+        loss, draws = loss or resolved.own_loss, weights is None
+        computes = loss is resolved.own_loss is not None
         wanted = Call(plan.num_microbatches, reduction, computes_loss=computes)
         warn_of_other_reduction(resolved, example_inputs, wanted)
         with mesh.world.reporting(plan.placement.names):
             alike = {"check_batches": check_batches}
             plan, number, balances = agree(plan, resolved, mesh, part, alike, balances=balances)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
-            engine = make_engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
+            engine = make_engine(resolved, loss, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))
@@ -405,8 +405,8 @@ class Pipeline(AbstractMovable):
     @property
     def shards(self) -> CutWeights:
         """The slices of weights in this process."""
-        every = dict(self.named_parameters(remove_duplicate=False))
-        return CutWeights(every, self._engine.shards.cut)
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        return CutWeights(parameters, self._engine.shards.cut)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters of this process's stages.
@@ -414,8 +414,8 @@ class Pipeline(AbstractMovable):
         If none of them trains (frozen stages, an idle process), yield one more without elements,
         name or gradient, so that optimizers accept them; no checkpoint has it.
         """
-        own = [*super().parameters(recurse)]
-        return iter(own if any(p.requires_grad for p in own) else own + self._none)
+        here = [*super().parameters(recurse)]
+        return iter(here if any(p.requires_grad for p in here) else here + self._none)
 
     @property
     def num_stages(self) -> int:

@@ -81,8 +81,8 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         CheckpointError: not a checkpoint, of another version, or state.json is damaged.
     """
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give the folder of a checkpoint")
+        fault = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {fault}; give the folder of a checkpoint")
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -100,8 +100,8 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         )
     facts: dict[str, Any] = state.get("facts", {})
     digests: dict[str, str] = state.get("digests", {})
-    own = digests.pop(STATE, None) if isinstance(digests, dict) else None
-    if own != digest_of([facts, digests]):
+    noted_digest = digests.pop(STATE, None) if isinstance(digests, dict) else None
+    if noted_digest != digest_of([facts, digests]):
         raise damaged(path, STATE, _OTHER_DIGEST)
     for name in (*digests, *(facts.get("files") or {}), *facts.get("slices", {})):
         check_inside(path, name, STATE, follows_links=False)

@@ -41,20 +41,20 @@ def load_checkpoint(
     path = Path(path)
     share = begin("load_checkpoint", module)
     mesh, held, _ = share
-    what = "for the others to load the same checkpoint"
-    wanted, told = agreed(
+    purpose = "for the others to load the same checkpoint"
+    wanted, answers = agreed(
         mesh,
         partial(_Wanted.find, path, module, optimizer, share),
         lambda wanted: (wanted.sizes, wanted.saved.digest, str(path)),
-        what,
+        purpose,
     )
-    _check_same([content for _, content, _ in told], [path for *_, path in told])
-    verifiers = _verifiers([sizes for sizes, *_ in told])
+    _check_same([content for _, content, _ in answers], [path for *_, path in answers])
+    verifiers = _verifiers([sizes for sizes, *_ in answers])
     mine = [file for file, rank in verifiers.items() if rank == mesh.rank]
     here, owners, facts = held.state(), held.owners, wanted.saved.facts
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-        of_model, of_optimizer, wholes = mesh.world.work(partial(wanted.read, mine), what)
+        of_model, of_optimizer, wholes = mesh.world.work(partial(wanted.read, mine), purpose)
         faults = _model_faults(held, wanted.slices, of_model, wholes)
         if optimizer is not None and facts["optimizer"] is None:
             faults.append("it was saved without an optimizer; load it without one")
@@ -62,10 +62,10 @@ def load_checkpoint(
             faults += check_optimizer(optimizer, module, facts["optimizer"], of_optimizer)
         return of_model, of_optimizer, faults
 
-    (of_model, of_optimizer, _), told = agreed(
-        mesh, read, lambda own: (own[-1], [*here, *owners]), what
+    (of_model, of_optimizer, _), answers = agreed(
+        mesh, read, lambda result: (result[-1], [*here, *owners]), purpose
     )
-    known = set().union(*(names for _, names in told))
+    known = set().union(*(names for _, names in answers))
     strange = [
         f"{name} is not in the model"
         for name in {**wanted.saved.model, **wanted.saved.extra}
@@ -73,7 +73,7 @@ def load_checkpoint(
     ]
     refuse_foreign(
         f"{path} is of another model or optimizer; build the one it was saved from:",
-        [*(faults for faults, _ in told), strange],
+        [*(faults for faults, _ in answers), strange],
     )
     tensors = {n: v for n, v in of_model.items() if isinstance(v, Tensor) and n not in owners}
     module.load_state_dict({**here, **tensors}, strict=False)  # others have the rest
@@ -99,12 +99,12 @@ def _check_same(contents: Sequence[str], paths: Sequence[str]) -> None:
 def _verifiers(needs: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Deal out files to be verified, each to one of the ranks that read it, evenly by bytes."""
     loads = [0] * len(needs)
-    found = {}
+    verifier_of = {}
     for file, size in sorted({file: n for need in needs for file, n in need.items()}.items()):
         readers = [rank for rank, need in enumerate(needs) if file in need]
-        found[file] = min(readers, key=lambda rank: (loads[rank], rank))
-        loads[found[file]] += size
-    return found
+        verifier_of[file] = min(readers, key=lambda rank: (loads[rank], rank))
+        loads[verifier_of[file]] += size
+    return verifier_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class _Wanted:
         of_model = {name: saved.model[name] for name in names if name in saved.model}
         slices, of_optimizer = shards.slices(of_model), dict[str, Pieces]()
         if optimizer is not None and (facts := saved.facts["optimizer"]) is not None:
-            own, keys = select(optimizer, module, facts, saved.optimizer)
-            saved.facts["optimizer"] = own
+            facts_here, keys = select(optimizer, module, facts, saved.optimizer)
+            saved.facts["optimizer"] = facts_here
             of_optimizer = {key: saved.optimizer[key] for key in keys}
             slices |= shards.slices(of_optimizer, of_optimizer=True)
         needed = files_for(of_model, slices) | files_for(of_optimizer, slices)
@@ -170,8 +170,8 @@ def _model_faults(
         mine, saved = here[name], there[name]
         shape = slices[name].whole if name in slices else tuple(mine.shape)
         if shape != wholes[name] or mine.dtype != saved.dtype:
-            found, wanted = _kind(saved.dtype, wholes[name]), _kind(mine.dtype, shape)
-            faults.append(f"{name} is {found}, the model's is {wanted}")
+            saved_kind, wanted = _kind(saved.dtype, wholes[name]), _kind(mine.dtype, shape)
+            faults.append(f"{name} is {saved_kind}, the model's is {wanted}")
         if mine.is_meta:
             faults.append(f"{name} has no memory in the model: it is on the meta device")
             continue

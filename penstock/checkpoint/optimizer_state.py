@@ -34,8 +34,8 @@ def pack_optimizer(
     ]
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    own = ((names[id(p)], state) for p, state in optimizer.state.items() if id(p) in names)
-    for name, state in own:  # without that of what stands in for parameters
+    states = ((names[id(p)], state) for p, state in optimizer.state.items() if id(p) in names)
+    for name, state in states:  # without that of what stands in for parameters
         for key, value in state.items():
             target = tensors if isinstance(value, Tensor) else values
             target[f"{name}.{_escaped(str(key))}"] = value
@@ -75,15 +75,15 @@ def select(
     whose state `optimizer` holds.
     """
     names = parameter_names(module)
-    own, groups = {*names.values()}, optimizer.param_groups
+    names_here, groups = {*names.values()}, optimizer.param_groups
     held = {name for group in groups for name in _group_names(group, names)}
     facts = {
         **facts,
         "groups": [
-            {**group, "parameters": [name for name in group["parameters"] if name in own]}
+            {**group, "parameters": [name for name in group["parameters"] if name in names_here]}
             for group in facts["groups"]
         ],
-        "values": {k: v for k, v in facts["values"].items() if k.rpartition(".")[0] in own},
+        "values": {k: v for k, v in facts["values"].items() if k.rpartition(".")[0] in names_here},
     }
     return facts, {key for key in keys if key.rpartition(".")[0] in held}
 
@@ -155,14 +155,14 @@ def _unescaped(key: str) -> str:
 
 def _group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
     """Name the parameters of a group; what stands in where a process has none has no name."""
-    own = [p for p in group["params"] if p.numel() > 0 or id(p) in names]
-    for parameter in own:
+    parameters = [p for p in group["params"] if p.numel() > 0 or id(p) in names]
+    for parameter in parameters:
         if id(parameter) not in names:
             raise CheckpointError(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not "
                 "the model's; make the optimizer from the parameters of the model given here"
             )
-    return [names[id(parameter)] for parameter in own]
+    return [names[id(parameter)] for parameter in parameters]
 
 
 def _options(group: Mapping[str, Any]) -> Json:

@@ -68,12 +68,12 @@ def find_pieces(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Pi
         for file in (file.relative_to(path).as_posix() for file in files):
             with _opened(path, file) as opened:
                 noted[file] = opened.names()
-    found: dict[str, dict[str, Any]] = {}
+    places_of: dict[str, dict[str, Any]] = {}
     for file, names in noted.items():
         if file.startswith((f"{folder}/", name)):
             for tensor in names:
-                found.setdefault(tensor, {})[file] = slices.get(file, {}).get(tensor)
-    return {tensor: _pieces_of(places) for tensor, places in found.items()}
+                places_of.setdefault(tensor, {})[file] = slices.get(file, {}).get(tensor)
+    return {tensor: _pieces_of(places) for tensor, places in places_of.items()}
 
 
 def _pieces_of(places: Mapping[str, Any]) -> Pieces:
@@ -87,31 +87,31 @@ def _pieces_of(places: Mapping[str, Any]) -> Pieces:
     return tuple(map(Piece, places, parts))
 
 
-def files_for(pieces: Mapping[str, Pieces], own: Own) -> set[str]:
+def files_for(pieces: Mapping[str, Pieces], slices: Own) -> set[str]:
     """Name the files that are opened for what is wanted."""
-    return {piece.file for name, has in pieces.items() for piece in _needed(has, own.get(name))}
+    return {piece.file for name, has in pieces.items() for piece in _needed(has, slices.get(name))}
 
 
-def _needed(pieces: Pieces, own: Slice | None) -> Pieces:
+def _needed(pieces: Pieces, wanted: Slice | None) -> Pieces:
     """Leave out the pieces of which nothing is wanted, but for one that tells the type."""
     part = pieces[0].part
-    if own is None or part is None or part.whole != own.whole:
+    if wanted is None or part is None or part.whole != wanted.whole:
         return pieces
-    return tuple(p for p in pieces if p.part and _common(p.part, own)) or pieces[:1]
+    return tuple(p for p in pieces if p.part and _common(p.part, wanted)) or pieces[:1]
 
 
 def _common(one: Slice, other: Slice) -> Slice | None:
     """Return what two slices of a tensor share; None: nothing."""
     begins = tuple(map(max, one.offsets, other.offsets))
-    ends = (tuple(map(add, *own[:2])) for own in (one, other))
+    ends = (tuple(map(add, *part[:2])) for part in (one, other))
     lengths = tuple(map(sub, map(min, *ends), begins))
     return Slice(begins, lengths, one.whole) if all(n > 0 for n in lengths) else None
 
 
 def read_pieces(
-    path: Path, pieces: Mapping[str, Pieces], own: Own | None = None
+    path: Path, pieces: Mapping[str, Pieces], slices: Own | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Shape]]:
-    """Read what is `own` of each tensor, and the whole of those that have another shape than is
+    """Read the `slices` of tensors, and the whole of those that have another shape than is
     thought; each file is opened once.
 
     Returns:
@@ -120,10 +120,10 @@ def read_pieces(
     Raises:
         CheckpointError: one is no safetensors file, or lacks a tensor.
     """
-    own = own or {}
+    slices = slices or {}
     by_file: dict[str, list[tuple[str, Piece]]] = {}
     for name, has in pieces.items():
-        for piece in _needed(has, own.get(name)):
+        for piece in _needed(has, slices.get(name)):
             by_file.setdefault(piece.file, []).append((name, piece))
     tensors: dict[str, Tensor] = {}
     wholes: dict[str, Shape] = {}
@@ -131,9 +131,9 @@ def read_pieces(
         with _opened(path, file) as opened:
             for name, piece in its:
                 part = piece.part or Slice.of_all(opened.shape(name))
-                every = Slice.of_all(part.whole)
-                wanted = own.get(name, every)
-                wanted = wanted if wanted.whole == part.whole else every
+                whole = Slice.of_all(part.whole)
+                wanted = slices.get(name, whole)
+                wanted = wanted if wanted.whole == part.whole else whole
                 tensors[name] = _read(opened, (name, part), wanted, tensors.get(name))
                 wholes[name] = part.whole
     return tensors, wholes
@@ -158,11 +158,11 @@ def _read(
     both = _common(part, wanted)
     if both is None:  # its type only
         return opened.read(name, (slice(0, 1),) * len(part.whole)).new_empty(wanted.lengths)
-    found = opened.read(name, _within(both, part))
-    if found.shape == wanted.lengths:
-        return found
-    target = found.new_empty(wanted.lengths) if before is None else before
-    target[_within(both, wanted)] = found
+    values = opened.read(name, _within(both, part))
+    if values.shape == wanted.lengths:
+        return values
+    target = values.new_empty(wanted.lengths) if before is None else before
+    target[_within(both, wanted)] = values
     return target
 
 

@@ -32,8 +32,8 @@ class CheckpointReader:
         self.path = Path(path)
         self.facts, self._digests = read_state(self.path)
         self._verified: set[str] = set()
-        own = digest_of([self.facts, self._digests])
-        self.digest = digest_of({**self._digests, STATE: own})
+        state_digest = digest_of([self.facts, self._digests])
+        self.digest = digest_of({**self._digests, STATE: state_digest})
         """A digest of the whole checkpoint, which tells it from others."""
         self.state: dict[str, Any] = self.facts["state"]
         """The keyword arguments of `save_checkpoint`."""

@@ -114,13 +114,13 @@ def _begin(
             refuse_existing(target)
         return _collect(share, module, optimizer, state, copy=copy)
 
-    (files, facts), told = agreed(
+    (files, facts), answers = agreed(
         mesh,
         collect,
-        lambda own: {key: own[1][key] for key in ("optimizer", "files", "slices", EXTRA)},
+        lambda both: {key: both[1][key] for key in ("optimizer", "files", "slices", EXTRA)},
         "for the others to save the same checkpoint",
     )
-    parts = [part.pop("optimizer") for part in told]
+    parts = [part.pop("optimizer") for part in answers]
     without = [str(rank) for rank, part in enumerate(parts) if part is None]
     if without and len(without) < len(parts):
         raise CheckpointError(
@@ -130,8 +130,8 @@ def _begin(
     if not without:
         firsts = [rows[0][0] for rows in mesh.placement.meshes] if mesh.world_size > 1 else [0]
         facts["optimizer"] = merge_optimizers([parts[rank] for rank in firsts])
-    for key in told[0]:
-        facts[key] = {name: value for part in told for name, value in part[key].items()}
+    for key in answers[0]:
+        facts[key] = {name: value for part in answers for name, value in part[key].items()}
     write, finish = partial(_write, files), partial(write_state, facts)
     return write_together(mesh, target, refuse_existing, write, finish)
 
@@ -151,19 +151,19 @@ def _collect(
         noted = ("step", "evaluations", "seed")
         facts["pipeline"] = {name: getattr(module, name) for name in noted}
     extra, values = read_extra(held.owners)
-    found = {MODEL: {**held.state(), **extra}}
+    contents = {MODEL: {**held.state(), **extra}}
     if optimizer is not None:
-        found[OPTIMIZER], facts["optimizer"] = pack_optimizer(optimizer, module)
+        contents[OPTIMIZER], facts["optimizer"] = pack_optimizer(optimizer, module)
     facts = {**jsonable(facts), EXTRA: values if mesh.is_first_of_stage else {}}
     files, facts["files"], facts["slices"] = _Files(), {}, {}
-    for file, content in found.items():
+    for file, content in contents.items():
         written, slices = _own_of(content, share, of_optimizer=file == OPTIMIZER)
         if written or mesh.world_size == 1:
             if mesh.world_size > 1:
                 file = f"{file.removesuffix(SUFFIX)}/shard-{mesh.rank + 1:05d}{SUFFIX}"
             files[file] = storable(written, copy=copy), slices
             facts["files"][file] = list(written)
-            facts["slices"][file] = {n: own[:2] for n, own in slices.items() if n in written}
+            facts["slices"][file] = {n: part[:2] for n, part in slices.items() if n in written}
     return files, facts
 
 
@@ -176,7 +176,7 @@ def _own_of(
     mesh, _, shards = share
     axes = (*mesh.shard_axes, mesh.replicas.tensors)
     cut = shards.slices(content, of_optimizer=of_optimizer)
-    slices = {name: own for name, own in cut.items() if content[name].shape == own.lengths}
+    slices = {name: part for name, part in cut.items() if content[name].shape == part.lengths}
 
     def is_own(name: str, value: Any) -> bool:
         if name not in slices:

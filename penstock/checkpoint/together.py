@@ -52,7 +52,7 @@ def begin(call: str, module: nn.Module) -> Share:
 
 
 def agreed(
-    mesh: Mesh, job: Callable[[], Found], tell: Callable[[Found], Any], what: str
+    mesh: Mesh, job: Callable[[], Found], tell: Callable[[Found], Any], purpose: str
 ) -> tuple[Found, list[Any]]:
     """Run a job in every process; all refuse what one of them must refuse.
 
@@ -64,33 +64,33 @@ def agreed(
             process that is alone, whatever the job raised.
     """
     try:
-        found = job()
+        result = job()
     except (PeerError, WaitTimeout):  # there is nobody to agree with
         raise
     except Exception as error:
         if mesh.world_size == 1:
             raise
-        raise _refusal(mesh.world.gather((str(error), None), what)) from error
-    told = mesh.world.gather((None, tell(found)), what)
-    if any(problem is not None for problem, _ in told):
-        raise _refusal(told)
-    return found, [part for _, part in told]
+        raise _refusal(mesh.world.gather((str(error), None), purpose)) from error
+    answers = mesh.world.gather((None, tell(result)), purpose)
+    if any(problem is not None for problem, _ in answers):
+        raise _refusal(answers)
+    return result, [part for _, part in answers]
 
 
-def _refusal(told: list[tuple[str | None, Any]]) -> CheckpointError:
-    said = {rank: problem for rank, (problem, _) in enumerate(told) if problem is not None}
-    if len(said) == len(told) and len(set(said.values())) == 1:
+def _refusal(answers: list[tuple[str | None, Any]]) -> CheckpointError:
+    said = {rank: problem for rank, (problem, _) in enumerate(answers) if problem is not None}
+    if len(said) == len(answers) and len(set(said.values())) == 1:
         return CheckpointError(said[0])
     return CheckpointError("; ".join(f"rank {rank}: {problem}" for rank, problem in said.items()))
 
 
-def refuse_foreign(head: str, told: Iterable[Iterable[str]], *tail: str) -> None:
+def refuse_foreign(head: str, reports: Iterable[Iterable[str]], *tail: str) -> None:
     """Refuse what does not fit the model, if any process told of faults.
 
     Raises:
         CheckpointError: `head`, the faults, each once, and `tail`.
     """
-    faults = list(dict.fromkeys(fault for said in told for fault in said))
+    faults = list(dict.fromkeys(fault for said in reports for fault in said))
     if faults:
         lines = [f"  {fault}" for fault in faults[:_MOST_FAULTS]]
         if len(faults) > _MOST_FAULTS:
@@ -136,23 +136,23 @@ def write_together(
         CheckpointError: `refuse` did, or a disk refuses; on every process alike.
         PeerError: a process failed meanwhile.
     """
-    what = f"for all to write the checkpoint {path}"
+    purpose = f"for all to write the checkpoint {path}"
 
     def complete(unfinished: Path, digests: Digests) -> None:
         finish(unfinished, digests)
         put_in_place(unfinished, path, digests.keys())
 
     def write(world: Control) -> None:
-        world.from_first(partial(refuse, path), what)
-        parts = [world.from_first(partial(_try, world, _make_unfinished, path), what)]
+        world.from_first(partial(refuse, path), purpose)
+        parts = [world.from_first(partial(_try, world, _make_unfinished, path), purpose)]
         unfinished = parts[0][0]
         if unfinished is not None:
-            mine = world.work(partial(_try, world, write_own, unfinished), what)
-            parts = world.gather(mine, what)
+            mine = world.work(partial(_try, world, write_own, unfinished), purpose)
+            parts = world.gather(mine, purpose)
         if all(error is None for _, error in parts):
-            digests = {name: digest for own, _ in parts for name, digest in own.items()}
+            digests = {name: digest for written, _ in parts for name, digest in written.items()}
             job = partial(_try, world, complete, unfinished, digests)
-            parts = [world.from_first(job, what)]
+            parts = [world.from_first(job, purpose)]
         errors = dict.fromkeys(error for _, error in parts if error is not None)
         if errors:
             if world.rank == 0 and unfinished is not None:
@@ -163,7 +163,7 @@ def write_together(
                 f"of it. Make room, or choose another place{reached}"
             )
 
-    return Saving(path, mesh.begin_save(write, what))
+    return Saving(path, mesh.begin_save(write, purpose))
 
 
 def _make_unfinished(path: Path) -> Path:

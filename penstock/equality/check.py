@@ -56,12 +56,12 @@ def check(
         ConfigError: the stages are on several devices, the mesh has replicas, or the loss holds on
             to the model given.
     """
-    given = resolve_layers(layers, inputs)
-    loss = loss or given.own_loss
+    original = resolve_layers(layers, inputs)
+    loss = loss or original.own_loss
     if loss is None:
         raise ConfigError("check needs a loss, as train_step does: give loss=")
-    unsplit, loss_of_model = copy.deepcopy((given, loss))
-    twin, loss_of_twin = copy.deepcopy((given, loss))
+    unsplit, loss_of_model = copy.deepcopy((original, loss))
+    twin, loss_of_twin = copy.deepcopy((original, loss))
     if not all(p.is_leaf for _, holder in twin.holders() for p in holder.parameters()):
         raise ConfigError(
             "copy.deepcopy of the model gives parameters that are no leaves, so that its two "
@@ -72,7 +72,7 @@ def check(
         options.setdefault("example_inputs", inputs)  # operators are recorded with them
     with (
         Pipeline(twin, num_microbatches=num_microbatches, loss=loss_of_twin, **options) as pipe,
-        _untouched(given),
+        _untouched(original),
     ):
         _check_place(pipe)
         # The unsplit model, with the threads of a stage: kernels add in the same order.

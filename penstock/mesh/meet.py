@@ -118,7 +118,7 @@ def _name_for_all(store: Any, others: Sequence[int], deadline: float) -> str:
     """
     name, pause_s = uuid.uuid4().hex, _PAUSE_S
     answered: set[str] = set()
-    hellos, ready = ([f"{what}/{rank}" for rank in others] for what in ("hello", "ready"))
+    hellos, ready = ([f"{kind}/{rank}" for rank in others] for kind in ("hello", "ready"))
     while set(_read(store, ready)) - {name}:
         words = set(filter(None, _read(store, hellos))) - answered
         if words:

@@ -175,7 +175,7 @@ class Mesh(Shared):
         assert self.processes is not None, "there is one process only"
         return self.processes
 
-    def begin_save(self, job: Callable[[Control], None], what: str) -> Callable[[], None]:
+    def begin_save(self, job: Callable[[Control], None], purpose: str) -> Callable[[], None]:
         """Run a job in a thread beside the training, in every process alike, after earlier ones.
 
         The process does not end before the job.  Its argument is a control of all processes over
@@ -191,7 +191,7 @@ class Mesh(Shared):
         group = background.saving_group()
         tensors = replace(self.world.tensors, waits=waits, group=group)
         world = replace(self.world, tensors=tensors, long=background.saves_long)
-        return background.begin_save(partial(job, world), what)
+        return background.begin_save(partial(job, world), purpose)
 
     def close(self) -> None:
         """End the threads and process groups of the mesh; the end of the process does the same."""

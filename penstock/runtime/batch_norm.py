@@ -77,28 +77,28 @@ def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> No
 
 
 def _tracking(modules: Iterable[nn.Module]) -> list[AnyBatchNorm]:
-    found = {
+    norms = {
         m: None for module in modules for m in module.modules() if isinstance(m, AnyBatchNorm)
     }
-    for module in found:
+    for module in norms:
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigError(
                 "SyncBatchNorm normalises by statistics of all processes, which would make the "
                 "result depend on the layout; use BatchNorm (micro-batch statistics, pooled once "
                 "per mini-batch)"
             )
-    return [module for module in found if module.track_running_stats]
+    return [module for module in norms if module.track_running_stats]
 
 
 def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
     """Tell whether a call runs torch's own forward, with a momentum that can be set."""
     kind: Any = original_class(module)
-    own = vars(module)
+    attributes = vars(module)
     return (
         kind.forward is nn.BatchNorm1d.forward
         and kind.__call__ is nn.Module.__call__
-        and "forward" not in own
-        and "momentum" in own
+        and "forward" not in attributes
+        and "momentum" in attributes
     )
 
 

@@ -53,15 +53,15 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
 
 def _losses(model: nn.Module, batches: tuple[Any, ...]) -> list[float]:
     """Return the model's losses of batches; NaN if it raises or returns no loss."""
-    found = []
+    losses = []
     with as_it_was(model, training=False), torch.no_grad():
         for batch in batches:
             args, keywords = as_call(undeclared(batch))
             try:
-                found.append(float(output_loss(model(*args, **keywords))))
+                losses.append(float(output_loss(model(*args, **keywords))))
             except Exception:
-                found.append(math.nan)
-    return found
+                losses.append(math.nan)
+    return losses
 
 
 def _text(model: nn.Module, factor: float, call: Call) -> str:

@@ -78,8 +78,8 @@ def gather_noted(mesh: Mesh, recorded: Recorded, agreed_s: float) -> ProcessReco
     """Gather the records of a traced run from all stages of this replica."""
     times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
     mine = ProcessRecord(clock_name(), agreed_s, times_s, sent_bytes, memory)
-    told = mesh.stages.gather(mine if mesh.speaks else None, "for what the other stages traced")
-    return put_together([part for part in told if part is not None], mine)
+    records = mesh.stages.gather(mine if mesh.speaks else None, "for what the other stages traced")
+    return put_together([part for part in records if part is not None], mine)
 
 
 def put_together(parts: Sequence[ProcessRecord], mine: ProcessRecord) -> ProcessRecord:

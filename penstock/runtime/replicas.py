@@ -121,8 +121,8 @@ def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
         ConfigError: names the layer.
     """
     summed = {weight for _, weights in shards.partial for weight in weights}
-    every = ((step.label, module) for step in steps for module in step.module.modules())
-    for label, module in every:
+    modules = ((step.label, module) for step in steps for module in step.module.modules())
+    for label, module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             weight, whole = module.weight, (module.num_embeddings, module.embedding_dim)
             meets = shards.has_replicas or weight in summed or weight in shards.cut
@@ -144,9 +144,9 @@ def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
     return begun
 
 
-def _finish(group: Collectives, buckets: Sequence[_Bucket], what: str) -> None:
+def _finish(group: Collectives, buckets: Sequence[_Bucket], purpose: str) -> None:
     """Wait for sums, and put them into `.grad`."""
-    group.finish([one for bucket in buckets for one in bucket.sums], what)
+    group.finish([one for bucket in buckets for one in bucket.sums], purpose)
     for bucket in buckets:
         parts = bucket.flat.split([p.numel() for p in bucket.parameters])
         counts = bucket.has_gradient.tolist()

@@ -65,10 +65,10 @@ class QueueChannels(AbstractChannels):
             return queue.get(timeout=self._timeout_s)
         except Empty:
             is_gradient, source, target, microbatch = message
-            what = "gradient" if is_gradient else "activation"
+            kind = "gradient" if is_gradient else "activation"
             raise WaitTimeout(
                 f"stage {target} waited {self._timeout_s:g} s at "
-                f"{instruction} for the {what} of micro-batch {microbatch} "
+                f"{instruction} for the {kind} of micro-batch {microbatch} "
                 f"from stage {source}, which did not send it. If one layer may take that long, "
                 "raise timeout_s"
             ) from None

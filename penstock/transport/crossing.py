@@ -219,8 +219,7 @@ class IncomingShares:
             link.forget_lasting()
 
     def post(self) -> None:
-        """Begin to receive the next message, while others are computed on; `bring` is to follow.
-        """
+        """Begin to receive the next message, beside computation; `bring` waits for it."""
         for link in self._links:
             link.post()
 
@@ -267,8 +266,8 @@ class IncomingShares:
         tensors = [fill_rows(tensor, received, kind) for (received, tensor), kind in pairs]
         return self._links[0].payload(Came(header, tensors))
 
-    def _gathered(self, own: Tensor, size: int) -> list[Tensor]:
+    def _gathered(self, part: Tensor, size: int) -> list[Tensor]:
         """Return the bytes of each shard, of `size` in all."""
         shapes = [(e - b,) for b, e in (share.of_whole(size) for share in self._of_shards)]
         uneven = shapes if len(set(shapes)) > 1 else None
-        return self._mesh.shards.tensors.all_gather(own, self._what, uneven)
+        return self._mesh.shards.tensors.all_gather(part, self._what, uneven)

@@ -47,8 +47,7 @@ def _about(wants_grad: tuple[bool, ...], form: Any, *places: frozenset[int]) -> 
 
 
 class Header(NamedTuple):
-    """The description of a message; `about` is None for a gradient, `layouts` () if all is whole.
-    """
+    """The description of a message; a gradient has no `about`; () as `layouts` means all whole."""
 
     kinds: tuple[TensorKind | Again | None, ...]
     about: About | None
@@ -100,8 +99,7 @@ class HeaderWriter:
         return *self._number(header), tensors, header
 
     def _once(self, place: int, kind: TensorKind, payload: Activation) -> TensorKind | Again:
-        """Return the kind of a tensor, or a reference if it is lasting and was sent in this run.
-        """
+        """Return the kind of a tensor, or a reference to a lasting one sent before in this run."""
         if place not in payload.lasting:
             return kind
         tensor = payload.leaves[place]

@@ -68,8 +68,7 @@ class Came(NamedTuple):
 
 
 class Outgoing:
-    """The sending end, of `stage`, to process `rank`; a thread of the mesh waits for slow sends.
-    """
+    """The sending end of `stage`, to process `rank`; a thread of the mesh waits for slow sends."""
 
     def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
         self._stage, self.rank = stage, rank
@@ -172,8 +171,7 @@ class Incoming:
         self._headers.forget_lasting()
 
     def post(self) -> None:
-        """Begin to receive the next message, while others are computed on; `bring` is to follow.
-        """
+        """Begin to receive the next message, beside computation; `bring` waits for it."""
         if self._next is None:
             self._next = self._wires.receive(self._room, self.rank, self._tag)
 

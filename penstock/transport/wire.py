@@ -122,8 +122,7 @@ def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
 
 
 def fill(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
-    """Copy received bytes into their tensor, unless they are its memory; return it in its class.
-    """
+    """Copy received bytes into their tensor, unless they are its memory; restore its class."""
     layout = _layout(kind)
     if layout.is_dense or layout.num_bytes == 0:
         return _of_class(tensor, kind)

@@ -76,8 +76,8 @@ class Folder:
             CheckpointError: there is no folder, no safetensors file in it, or one is damaged.
         """
         if not path.is_dir():
-            what = "is a file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {what}; give the folder of a model")
+            fault = "is a file" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {fault}; give the folder of a model")
         values = _values(path)
         if (path / INDEX).is_file():
             files = {name: path / file for name, file in _weight_map(path).items()}
@@ -95,7 +95,7 @@ class Folder:
     @contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Callable[..., Any]]]:
         """Open the files that hold `names`; give functions to see a tensor's kind, as a tensor on
-        the meta device, and to read it, or its `own` slice, or a value.
+        the meta device, and to read it, or its `piece`, or a value.
 
         Raises:
             CheckpointError: a file is not there or damaged, or lacks what the index says.
@@ -118,11 +118,13 @@ class Folder:
                 dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
                 return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
-            def read(name: str, own: Slice | None = None) -> Any:
+            def read(name: str, piece: Slice | None = None) -> Any:
                 if name not in self.files:
                     return self.values[name]
                 file = opened[self.files[name]]
-                return file.get_tensor(name) if own is None else file.get_slice(name)[own.indices]
+                if piece is None:
+                    return file.get_tensor(name)
+                return file.get_slice(name)[piece.indices]
 
             yield look, read
 
@@ -144,8 +146,8 @@ def _values(path: Path) -> dict[str, Any]:
     """Read the extra state of modules that is no tensor."""
     file = path / EXTRA
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return dict(found.items())
+        values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return dict(values.items())
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged: {error}; copy it anew") from None
 
@@ -153,8 +155,8 @@ def _values(path: Path) -> dict[str, Any]:
 def _weight_map(path: Path) -> dict[str, str]:
     """Read an index; its files are in the folder, though links there may lead out of it."""
     try:
-        found = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): str(file) for name, file in found.items()}
+        weight_map = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path / INDEX} is no index of tensors ({type(error).__name__}: {error}); copy it "

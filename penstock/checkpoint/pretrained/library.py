@@ -78,10 +78,10 @@ def _converted(
     """Return what a rule of transformers makes of several tensors, or makes several of."""
 
     def make(read: Read) -> dict[str, Tensor]:
-        own = copy.deepcopy(converter)
+        fresh = copy.deepcopy(converter)
         for pattern, name in parts:
-            own.add_tensor(first, name, pattern, read(name))
-        made = own.convert(first, model=original, config=getattr(original, "config", None))
+            fresh.add_tensor(first, name, pattern, read(name))
+        made = fresh.convert(first, model=original, config=getattr(original, "config", None))
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
     return Source(tuple(name for _, name in parts), make)

@@ -36,9 +36,9 @@ class OutlivingTensors:
 
     def of(self, run: Run, tape: Tape) -> list[Tensor]:
         """Return these tensors for one micro-batch, as they are now."""
-        own = [*self._owned.parameters, *self._owned.buffers]
+        owned = [*self._owned.parameters, *self._owned.buffers]
         sent = [a.leaves[place] for a in tape.received.values() for place in a.lasting]
-        return own + sent + self.of_batch(run, tape)
+        return owned + sent + self.of_batch(run, tape)
 
     def of_batch(self, run: Run, tape: Tape) -> list[Tensor]:
         """Return the views of the caller's batch that the stage uses."""

@@ -182,9 +182,9 @@ def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
         )
 
 
-def changed(what: str, remedy: str) -> RecomputeError:
+def changed(name: str, remedy: str) -> RecomputeError:
     """Return the error for a weight or an input that changed before its recompute."""
     return RecomputeError(
-        f"{what} was changed in place between a forward and its recompute, so the activations "
+        f"{name} was changed in place between a forward and its recompute, so the activations "
         f"cannot be computed again as they were; {remedy}, or use recompute=Recompute.NEVER"
     )

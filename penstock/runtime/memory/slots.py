@@ -137,11 +137,11 @@ class Slots:
     def empty(self, which: slice) -> list[Emptied]:
         """Empty a range of slots."""
         emptied: list[Emptied] = []
-        for each in self._saved[which]:
-            slot, layout = each(), None
+        for reference in self._saved[which]:
+            slot, layout = reference(), None
             if slot is not None and slot.tensor is not None:
                 layout, slot.tensor = Layout.of(slot.tensor), None
-            emptied.append((each, layout))
+            emptied.append((reference, layout))
         return emptied
 
     @contextmanager
@@ -153,10 +153,10 @@ class Slots:
         """
         count = 0
 
-        def differs(what: str) -> RecomputeError:
+        def differs(fault: str) -> RecomputeError:
             return RecomputeError(
-                f"layer {label} did not do what it did in its forward: {what}. It reads something "
-                "that changed; recompute other layers, or use recompute=Recompute.NEVER"
+                f"layer {label} did not do what it did in its forward: {fault}. It reads "
+                "something that changed; recompute other layers, or use recompute=Recompute.NEVER"
             )
 
         def pack(tensor: Tensor) -> Slot | Tensor:
@@ -193,7 +193,7 @@ class Slots:
 
     def __iter__(self) -> Iterator[Slot]:
         """Yield the slots whose tensors may move, in the order of their saving."""
-        return (slot for each in self._saved if (slot := each()) is not None)
+        return (slot for reference in self._saved if (slot := reference()) is not None)
 
 
 def unpack(saved: Slot | Tensor) -> Tensor:

@@ -117,12 +117,12 @@ def find_aliases(
     """
     places = [(peer, place) for peer, leaves in exported.items() for place in range(len(leaves))]
     tensors = [exported[peer][place] for peer, place in places]
-    found: dict[int, set[int]] = {}
+    aliases: dict[int, set[int]] = {}
     for number in _overlapping([*tensors, *known]):
         if number < len(places):
             peer, place = places[number]
-            found.setdefault(peer, set()).add(place)
-    return {peer: frozenset(of_peer) for peer, of_peer in found.items()}
+            aliases.setdefault(peer, set()).add(place)
+    return {peer: frozenset(of_peer) for peer, of_peer in aliases.items()}
 
 
 def _overlapping(tensors: Sequence[Tensor]) -> Iterator[int]:

@@ -141,9 +141,9 @@ class LeafClaims:
         if here.has_claimed_leaves and not self._decides:
             return
         here.has_claimed_leaves = True
-        own = set(map(id, tape.entry_tensors))
+        entries = set(map(id, tape.entry_tensors))
         for leaf in _leaves(roots):
-            if id(leaf) in own:
+            if id(leaf) in entries:
                 continue
             other, _ = run.claimed.setdefault(id(leaf), (self._stage, leaf))
             if other != self._stage:

@@ -342,8 +342,8 @@ class Stage:
                     self._divide(run, tape, roots)
                 self._run_autograd(run, tape, partial(tape.backward, roots, gradients))
             except Exception as error:
-                what = backward_of(error, tape.layer_marks)
-                note_failure(error, self.index, what, tape.microbatch)
+                where = backward_of(error, tape.layer_marks)
+                note_failure(error, self.index, where, tape.microbatch)
                 raise
         for peer in tape.entries:
             self.handover.leave_gradient(run, here, tape, peer)
@@ -357,8 +357,8 @@ class Stage:
         """
         division = tape.divide(roots)
         if run.looks:
-            found = why_stage_unsplit(self._layers, division, tape.layer_marks)
-            run.stages[self.index].divided.append(found)
+            reasons = why_stage_unsplit(self._layers, division, tape.layer_marks)
+            run.stages[self.index].divided.append(reasons)
         if tape.parts is None:
             for _, earlier in sorted(run.stages[self.index].tapes.items()):
                 if earlier.parts is not None:

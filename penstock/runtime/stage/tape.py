@@ -180,9 +180,9 @@ class Tape:
 
     def divide(self, roots: Sequence[Tensor]) -> Division:
         """Split the backward in two parts if possible; return the division of the graph."""
-        every = [e for entries in self.entries.values() for e in entries if e.node is not None]
-        division = divide(roots, {entry.node for entry in every})
-        self.parts = split(division, every)
+        entries = [e for of_peer in self.entries.values() for e in of_peer if e.node is not None]
+        division = divide(roots, {entry.node for entry in entries})
+        self.parts = split(division, entries)
         return division
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
