@@ -161,6 +161,7 @@ class Pipeline(AbstractMovable):
         check_batches: CheckBatches = CheckBatches.FIRST,
         plan: Plan | None = None,
     ) -> None:
+        # 1. Make the plan of the arguments, or check the one that was given.
         resolved = resolve_layers(layers, example_inputs)
         arguments = Arguments(
             num_stages=num_stages,
@@ -191,6 +192,7 @@ class Pipeline(AbstractMovable):
         computes = loss is resolved.own_loss is not None
         wanted = Call(plan.num_microbatches, reduction, computes_loss=computes)
         warn_of_other_reduction(resolved, example_inputs, wanted)
+        # 2. Agree on it with the other processes; cut the layers into stages.
         with mesh.world.reporting(plan.placement.names):
             alike = {"check_batches": check_batches}
             plan, number, balances = agree(plan, resolved, mesh, part, alike, balances=balances)
@@ -257,6 +259,7 @@ class Pipeline(AbstractMovable):
             engine.drive(run, Mode.TRAIN)
             self._record, self._timeline = engine.record(run, Mode.TRAIN), None
             loss = engine.splitter.loss(run.losses)
+        # Outside the lock: hooks on the inputs' gradients may call the pipeline.
         if run.input_gradients:
             accumulate_into_inputs(inputs, run)
         return loss
@@ -307,6 +310,7 @@ class Pipeline(AbstractMovable):
             self._balance_by(cut[0].inputs[0])
             engine, step = self._engine, self.step
             self.step += len(cut)
+            # One run for all mini-batches: the schedule overlaps them.
             run = run_window(engine, cut, step, updating)
             self._record, self._timeline = engine.record(run, Mode.TRAIN), None
             return losses(engine, cut, run)
@@ -334,8 +338,7 @@ class Pipeline(AbstractMovable):
     def eval_step(self, *inputs: Any, **keywords: Any) -> Any:
         """Return the model's outputs for a batch, in evaluation mode and without gradients.
 
-        Every module is back in the mode it was in afterwards.  May be called at any time, also
-        between steps of training.
+        May be called between training steps: each module's mode is restored.
 
         Args:
             inputs: as in `forward`.
@@ -358,9 +361,8 @@ class Pipeline(AbstractMovable):
         passes and add to `.grad`, as in `train_step`.  Without gradients (torch.no_grad())
         nothing is kept.
 
-        The gradients of parameters are found in `.grad` only: parameters are not in the graph of
-        the outputs, so `torch.autograd.grad(loss, parameters)` has none, and
-        `torch.autograd.grad(loss, inputs)` adds those of the parameters to `.grad` too.
+        Parameters are not in the graph of the outputs: `torch.autograd.grad(loss, parameters)`
+        finds no gradients, and `torch.autograd.grad(loss, inputs)` also adds to their `.grad`.
 
         Args:
             inputs: the one value that the first layer is given; of a captured model, what its own
@@ -503,10 +505,7 @@ class Pipeline(AbstractMovable):
         return len(self._layers)
 
     def __getitem__(self, index: int | slice) -> "nn.Module | nn.Sequential":
-        """Return a layer, or a slice of layers as an nn.Sequential.
-
-        Layers of other processes have shapes only.
-        """
+        """Return a layer, or several as an nn.Sequential; other processes' have shapes only."""
         modules = [step.module for step in self._layers]
         return nn.Sequential(*modules[index]) if isinstance(index, slice) else modules[index]
 

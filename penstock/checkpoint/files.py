@@ -80,6 +80,7 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     Raises:
         CheckpointError: not a checkpoint, of another version, or state.json is damaged.
     """
+    # 1. Read state.json, and check that this version can read it.
     if not path.is_dir():
         fault = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {fault}; give the folder of a checkpoint")
@@ -98,11 +99,13 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{path} has format version {state.get('version')}, this Penstock reads versions up "
             f"to {VERSION}; load it with the version that wrote it"
         )
+    # 2. Compare the digest of what was read with the one that state.json has of itself.
     facts: dict[str, Any] = state.get("facts", {})
     digests: dict[str, str] = state.get("digests", {})
     noted_digest = digests.pop(STATE, None) if isinstance(digests, dict) else None
     if noted_digest != digest_of([facts, digests]):
         raise damaged(path, STATE, _OTHER_DIGEST)
+    # 3. Refuse names that lead out of the folder.
     for name in (*digests, *(facts.get("files") or {}), *facts.get("slices", {})):
         check_inside(path, name, STATE, follows_links=False)
     return facts, digests

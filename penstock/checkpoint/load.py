@@ -38,6 +38,7 @@ def load_checkpoint(
         CheckpointError: not a checkpoint, damaged, or of another model or optimizer; lists every
             tensor that is missing, unexpected or of another shape or type.
     """
+    # 1. Find the needed files, and check that all ranks load the same checkpoint.
     path = Path(path)
     share = begin("load_checkpoint", module)
     mesh, held, _ = share
@@ -49,6 +50,7 @@ def load_checkpoint(
         purpose,
     )
     _check_same([content for _, content, _ in answers], [path for *_, path in answers])
+    # 2. Read and compare.  Each file is verified once, by one of its readers.
     verifiers = _verifiers([sizes for sizes, *_ in answers])
     mine = [file for file, rank in verifiers.items() if rank == mesh.rank]
     here, owners, facts = held.state(), held.owners, wanted.saved.facts
@@ -65,6 +67,7 @@ def load_checkpoint(
     (of_model, of_optimizer, _), answers = agreed(
         mesh, read, lambda result: (result[-1], [*here, *owners]), purpose
     )
+    # 3. Refuse on all ranks alike, before any tensor is changed.
     known = set().union(*(names for _, names in answers))
     strange = [
         f"{name} is not in the model"
@@ -75,6 +78,7 @@ def load_checkpoint(
         f"{path} is of another model or optimizer; build the one it was saved from:",
         [*(faults for faults, _ in answers), strange],
     )
+    # 4. Copy the values.
     tensors = {n: v for n, v in of_model.items() if isinstance(v, Tensor) and n not in owners}
     module.load_state_dict({**here, **tensors}, strict=False)  # others have the rest
     set_extra(owners, of_model)
@@ -109,9 +113,7 @@ def _verifiers(needs: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What this process needs of a checkpoint: tensors, each with its pieces, slices of those that
-    are cut here, and the bytes of the files that they are in.
-    """
+    """The tensors that this process needs, by their pieces and slices, and the files' sizes."""
 
     saved: CheckpointReader
     of_model: dict[str, Pieces]

@@ -71,9 +71,7 @@ def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def select(
     optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, keys: Iterable[str]
 ) -> tuple[Json, set[str]]:
-    """Select what concerns this process: facts of the module's parameters, and the keys of those
-    whose state `optimizer` holds.
-    """
+    """Return the facts of this process's parameters, and the keys of the state held here."""
     names = parameter_names(module)
     names_here, groups = {*names.values()}, optimizer.param_groups
     held = {name for group in groups for name in _group_names(group, names)}

@@ -121,6 +121,7 @@ def read_pieces(
         CheckpointError: one is no safetensors file, or lacks a tensor.
     """
     slices = slices or {}
+    # Group by file; a slice may have pieces in several.
     by_file: dict[str, list[tuple[str, Piece]]] = {}
     for name, has in pieces.items():
         for piece in _needed(has, slices.get(name)):
@@ -130,6 +131,7 @@ def read_pieces(
     for file, its in by_file.items():
         with _opened(path, file) as opened:
             for name, piece in its:
+                # A tensor of another shape than expected is read whole: the caller reports it.
                 part = piece.part or Slice.of_all(opened.shape(name))
                 whole = Slice.of_all(part.whole)
                 wanted = slices.get(name, whole)

@@ -109,6 +109,7 @@ def _begin(
     share = begin("save_checkpoint", module)
     mesh = share.mesh
 
+    # 1. Collect the tensors and facts of each rank.
     def collect() -> tuple[_Files, dict[str, Any]]:
         if mesh.is_first_rank:
             refuse_existing(target)
@@ -120,6 +121,7 @@ def _begin(
         lambda both: {key: both[1][key] for key in ("optimizer", "files", "slices", EXTRA)},
         "for the others to save the same checkpoint",
     )
+    # 2. Merge the facts of all ranks; replicas have equal optimizer states.
     parts = [part.pop("optimizer") for part in answers]
     without = [str(rank) for rank, part in enumerate(parts) if part is None]
     if without and len(without) < len(parts):
@@ -132,6 +134,7 @@ def _begin(
         facts["optimizer"] = merge_optimizers([parts[rank] for rank in firsts])
     for key in answers[0]:
         facts[key] = {name: value for part in answers for name, value in part[key].items()}
+    # 3. Write in the background.
     write, finish = partial(_write, files), partial(write_state, facts)
     return write_together(mesh, target, refuse_existing, write, finish)
 
@@ -146,16 +149,19 @@ def _collect(
 ) -> tuple[_Files, dict[str, Any]]:
     """Gather what this process writes, and facts of the checkpoint."""
     mesh, held, _ = share
+    # 1. Facts of the pipeline.
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
     if is_pipeline(module):
         noted = ("step", "evaluations", "seed")
         facts["pipeline"] = {name: getattr(module, name) for name in noted}
+    # 2. Tensors, by file.
     extra, values = read_extra(held.owners)
     contents = {MODEL: {**held.state(), **extra}}
     if optimizer is not None:
         contents[OPTIMIZER], facts["optimizer"] = pack_optimizer(optimizer, module)
     facts = {**jsonable(facts), EXTRA: values if mesh.is_first_of_stage else {}}
     files, facts["files"], facts["slices"] = _Files(), {}, {}
+    # 3. Of each file, the tensors that this rank writes, in a file of its own.
     for file, content in contents.items():
         written, slices = _own_of(content, share, of_optimizer=file == OPTIMIZER)
         if written or mesh.world_size == 1:
@@ -170,8 +176,9 @@ def _collect(
 def _own_of(
     content: dict[str, Any], share: Share, *, of_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, Slice]]:
-    """Select what this process writes, replicated tensors from their first holder, sharded ones
-    from each holder; and say which slices of these are here.
+    """Return the tensors that this process writes, and the slices that it holds of them.
+
+    The first holder writes a replicated tensor; each holder writes its slice of a sharded one.
     """
     mesh, _, shards = share
     axes = (*mesh.shard_axes, mesh.replicas.tensors)

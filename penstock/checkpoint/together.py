@@ -30,9 +30,7 @@ _MOST_FAULTS = 100
 
 
 class Share(NamedTuple):
-    """The processes that hold parts of a model, and what this one holds: of weights `shards` that
-    several processes share, its slices.
-    """
+    """The mesh of a model, the state in this process, and its slices of shared weights."""
 
     mesh: Mesh
     held: Held
@@ -143,16 +141,20 @@ def write_together(
         put_in_place(unfinished, path, digests.keys())
 
     def write(world: Control) -> None:
+        # 1. Rank 0 makes the hidden folder.
         world.from_first(partial(refuse, path), purpose)
         parts = [world.from_first(partial(_try, world, _make_unfinished, path), purpose)]
         unfinished = parts[0][0]
+        # 2. Each rank writes its files.  Errors are gathered, not raised: all ranks get here.
         if unfinished is not None:
             mine = world.work(partial(_try, world, write_own, unfinished), purpose)
             parts = world.gather(mine, purpose)
+        # 3. Rank 0 writes state.json and renames the folder.
         if all(error is None for _, error in parts):
             digests = {name: digest for written, _ in parts for name, digest in written.items()}
             job = partial(_try, world, complete, unfinished, digests)
             parts = [world.from_first(job, purpose)]
+        # 4. Report the errors of any rank on all, and leave nothing behind.
         errors = dict.fromkeys(error for _, error in parts if error is not None)
         if errors:
             if world.rank == 0 and unfinished is not None:

@@ -60,6 +60,7 @@ def check(
     loss = loss or original.own_loss
     if loss is None:
         raise ConfigError("check needs a loss, as train_step does: give loss=")
+    # 1. Copy the model twice, so that the caller's stays as it is.
     unsplit, loss_of_model = copy.deepcopy((original, loss))
     twin, loss_of_twin = copy.deepcopy((original, loss))
     if not all(p.is_leaf for _, holder in twin.holders() for p in holder.parameters()):
@@ -75,7 +76,7 @@ def check(
         _untouched(original),
     ):
         _check_place(pipe)
-        # The unsplit model, with the threads of a stage: kernels add in the same order.
+        # 2. Run the unsplit model, with the threads of a stage: kernels add in the same order.
         for _, holder in unsplit.holders():
             holder.to(pipe.devices[0])
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
@@ -87,7 +88,7 @@ def check(
         finally:
             torch.set_num_threads(threads)
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
-        # The pipeline.
+        # 3. Run the pipeline, and compare.
         actual = _run_pipeline(pipe, twin, loss_of_twin, batch)
         setting = f"K={pipe.num_stages}, M={num_microbatches}"
         if pipe.sharding is not None:

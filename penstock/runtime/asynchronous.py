@@ -61,6 +61,7 @@ def check_updating(updating: WeightUpdater, parameters: Iterable[Tensor]) -> Non
     Raises:
         ConfigError: an argument has another type, or belongs to another model or optimizer.
     """
+    # Ranks whose stages are frozen have no parameters: any optimizer will do there.
     optimizer, scheduler = updating
     check_kind("optimizer", optimizer, Optimizer, "an optimizer of pipe.parameters()")
     held = {p for group in optimizer.param_groups for p in group["params"]}

@@ -60,6 +60,7 @@ class StepLock:
         Raises:
             PenstockError: another call holds it, or this process is a fork of the owner.
         """
+        # A call that waited for the lock could wait for itself: refuse at once instead.
         here = os.getpid()
         self._process = self._process or here
         if here != self._process:

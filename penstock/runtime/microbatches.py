@@ -266,6 +266,7 @@ def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
         BatchError: the inputs give the divisor of losses, and a function would weigh them again.
         UncountedError: that divisor, or the sum of all weights, is 0.
     """
+    # Some models divide by a count in their inputs: their losses then only add up.
     counted = max((h.counted for h in headers if h.counted is not None), default=None)
     if counted is None:
         is_function = not isinstance(call.reduction, Reduction)

@@ -84,14 +84,16 @@ def evaluate(engine: Engine, value: Any, call: Call, evaluation: int) -> Any:
         engine.drive(run, Mode.EVAL)
         return run
 
+    # 1. Run, trusting that no layer draws; if one does, run again.  A mesh cannot go back.
     is_several = engine.mesh.world_size > 1
     try:
         with rewound_default_generators(engine.devices):
             run = forwards(trusting=not (is_several or others_may_draw()))
-    except RandomnessError:  # a layer draws in evaluation: run again, and look at each layer
+    except RandomnessError:
         if is_several:
             raise
         run = forwards(trusting=False)
+    # 2. Give the outputs of the last stage to all stages.
     last = engine.mesh.speaker_of(engine.processes.places[-1])
     with torch.no_grad():
         parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]

@@ -79,6 +79,7 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
         PartitionError: the layers do not allow the partition.
         PlanError: the plan is for another model, other ranks, or devices that are missing.
     """
+    # 1. Resolve the arguments into a plan.
     resources = _resources(mesh)
     if plan is None:
         num_stages = resolve_num_stages(arguments, resources)
@@ -90,6 +91,7 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
             f"plan={plan!r:.80}; it must be a penstock.Plan, such as penstock.Plan.load(path) "
             "reads from a file"
         )
+    # 2. Or check a given plan against the model, the mesh and this host.
     arguments.check_none_beside_plan()
     plan.check_model(facts_of(layers))
     check_named_layers(plan)

@@ -94,10 +94,7 @@ def put_together(parts: Sequence[ProcessRecord], mine: ProcessRecord) -> Process
 
 
 def clock_name() -> str | None:
-    """Return a name of the clock behind time.perf_counter, equal for processes that share it.
-
-    None if the host does not tell.
-    """
+    """Return a name of the clock of time.perf_counter, by which processes share it, or None."""
     namespace = ""
     with suppress(OSError):
         namespace = str(Path("/proc/self/ns/time").readlink())

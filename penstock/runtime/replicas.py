@@ -95,10 +95,7 @@ class Replicas:
         self.hooks.run_added()
 
     def pool(self, moments: MomentsByModule, modules: Sequence[AnyBatchNorm]) -> MomentsByModule:
-        """Pool the moments of each BatchNorm layer over all replicas, in their order.
-
-        All replicas take part, even if a layer ran on some of them only.
-        """
+        """Pool each BatchNorm layer's moments over all replicas, in their order; all take part."""
         mine = [pooled(moments[m]) if m in moments else None for m in modules]
         sent = torch.cat([_as_row(m, of) for m, of in zip(modules, mine, strict=True)])
         rows = self._group.all_gather(sent, "for the BatchNorm moments of the other replicas")

@@ -90,6 +90,7 @@ def check_sharding(plan: Plan, part: Any) -> None:
         return
     from penstock.sharding.named import ready_plan  # the solver takes a while to import
 
+    # Weights gathered once per step would be older than the updates within it.
     name = ShardingRequest.of(plan.sharding).plan
     num_shards = plan.placement.most_shards
     ready = ready_plan(name)

@@ -1,7 +1,4 @@
-"""Explain which weight gradients cannot wait for the second part of a split backward.
-
-Also count the memory of those that can.
-"""
+"""Explain which weight gradients a split backward cannot defer; count the memory of the others."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

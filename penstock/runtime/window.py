@@ -30,10 +30,7 @@ class Window:
     uses: Mapping[int, Counter[int]]
 
     def moving(self, stage: int) -> tuple[Sequence[Tensor], Collection[Tensor]]:
-        """Return the parameters that a stage updates, and those of other stages in this process.
-
-        A frozen parameter has no gradient, and so one version.
-        """
+        """Return the parameters that a stage updates, and those of other stages here."""
         others = (o.parameters for at, o in self.optimizers.items() if at != stage)
         parameters = self.optimizers[stage].parameters
         moving = [p for p in parameters if p.requires_grad or p.grad is not None]
@@ -54,6 +51,7 @@ def joined(batches: Sequence[Batch], *, apart: bool) -> Batch:
             "give the small ones to a call of their own"
         )
     weights = list(chain.from_iterable(batch.weights for batch in batches))
+    # An update by one micro-batch uses its own mean, not its share of the mini-batch.
     if apart:
         if 0 in weights:
             raise BatchError(

@@ -98,16 +98,15 @@ class ThreadDriver(AbstractDriver):
         return ThreadDriver, (self._num_threads, self._timeout_s)  # a copy has its own threads
 
     def drive(self, work: Work) -> None:
+        # 1. Make the queues; with more ranks than cores, let them take turns.
         programs = work.schedule.programs
         workers = self._workers_for(len(programs))
         transfers = [t for stage in work.stages.values() for t in stage.plan.transfers]
         on_gpu = any(stage.device.is_cuda for stage in work.stages.values())
         is_crowded = len(programs) > self._most_at_once and not on_gpu
-        turns: AbstractContextManager[Any] = nullcontext()
-        if is_crowded:
-            turns = threading.Semaphore(self._most_at_once)
+        turns = threading.Semaphore(self._most_at_once) if is_crowded else nullcontext()
         channels = QueueChannels(transfers, self._timeout_s, turns)
-        # Each job puts one item into `done` when it ends, also after an error.
+        # 2. Hand out the jobs, and wait: each puts an item into `done` when it ends or raises.
         done: SimpleQueue[None] = SimpleQueue()
         jobs = [
             _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)

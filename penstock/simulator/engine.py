@@ -55,6 +55,7 @@ def compiled(schedule: ir.Schedule) -> Compiled:
     messages: dict[ir.Message, int] = {}
     edge_of: list[int] = []
 
+    # Number messages, edges and prices in the order in which they first come.
     def message(x: ir.Send | ir.Receive) -> int:
         key = x.message
         number = messages.get(key)

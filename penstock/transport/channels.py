@@ -1,7 +1,4 @@
-"""Messages between stages, activations and gradients, and the channels that carry them.
-
-Each transport has its own kind of channels.
-"""
+"""Messages between stages, activations and gradients, and the channels that carry them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

@@ -242,7 +242,7 @@ class IncomingShares:
         content = _Content.of(header, is_like=self._is_like)
         kinds = content.kinds_of_shard(place[1])
         rooms = [room_for_rows(kind, self._mesh.device) for kind in kinds]
-        # Copy this shard's parts.  `sent` are those of tensors that all shards hold whole.
+        # 1. Copy this shard's parts.  `sent` are those of tensors that all shards hold whole.
         sent: list[Tensor] = []
         for link, (_, contents) in zip(self._links, came, strict=True):
             parts = list(link.share.parts(content))
@@ -250,7 +250,7 @@ class IncomingShares:
                 begin = content.begin(number, *place)
                 rooms[number][0][first - begin : last - begin] = part
                 sent += [] if content.is_cut[number] else [part]
-        # Gather the other shards' parts of these.
+        # 2. Gather the other shards' parts of these: large tensors cross between stages once.
         rows: list[Tensor] = []
         if (size := content.num_whole) >= _FEW_BYTES and len(self._of_shards) > 1:
             rows = self._gathered(torch.cat(sent), size)

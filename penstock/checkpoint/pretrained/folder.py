@@ -100,6 +100,7 @@ class Folder:
         Raises:
             CheckpointError: a file is not there or damaged, or lacks what the index says.
         """
+        # 1. Open the files, and check that they hold the names.
         wanted = [name for name in names if name in self.files]
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
@@ -113,6 +114,7 @@ class Folder:
                         "folder anew"
                     )
 
+            # 2. Hand out two readers: of kinds, which read headers only, and of values.
             def look(name: str) -> Tensor:
                 part = opened[self.files[name]].get_slice(name)
                 dtype = _DTYPES.get(part.get_dtype(), torch.uint8)

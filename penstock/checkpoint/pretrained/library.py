@@ -53,6 +53,7 @@ def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Sour
         )
     except ImportError:  # one without such rules
         return
+    # Split the rules: renamings map one tensor to one, converters several to several.
     model: Any = original
     rules: Any = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -65,6 +66,7 @@ def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Sour
             parts.setdefault(known_as, []).append((pattern, name))
         elif known_as != name:
             yield known_as, as_it_is(name, known_as)
+    # Each converter makes all its targets at once: they share one source.
     for first, of_first in parts.items():
         converter = converter_of[of_first[0][0]]
         source = _converted(original, converter, first, of_first)

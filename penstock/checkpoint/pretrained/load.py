@@ -51,9 +51,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class _Match:
-    """What gives a tensor its values: (name, source), several if the folder has it more often; and
-    which part of the whole is here.
-    """
+    """A tensor, the (name, source) pairs in the folder that have its values, and its part here."""
 
     name: str
     tensor: Tensor
@@ -95,6 +93,7 @@ def _load(path: Path, share: Share) -> tuple[str, ...]:
     mesh, held, shards = share
     original, owners = held.original, held.owners
 
+    # 1. Match the folder with the model in each process; all refuse alike.
     def look() -> tuple[Folder, list[_Match], dict[str, tuple[str, Source]], list[str], set[str]]:
         folder = Folder.at(path)
         sources = Sources(original, folder.names)
@@ -120,6 +119,7 @@ def _load(path: Path, share: Share) -> tuple[str, ...]:
         lambda seen: (seen[3], sorted(seen[4])),
         "for the others to look into the same folder",
     )
+    # 2. A tensor is unknown only if no process has a place for it.
     unknown = _unknown(folder.names, (set(names) for _, names in answers), original)
     refuse_foreign(
         f"{path} is of another model:",
@@ -130,6 +130,7 @@ def _load(path: Path, share: Share) -> tuple[str, ...]:
         "save_pretrained(new_folder, save_original_format=False)",
     )
 
+    # 3. Copy the values, once nothing can fail any more on any rank.
     def fill() -> dict[str, Any]:
         with folder.reading(used) as (_, read), torch.no_grad():
             _fill(matches, read)
@@ -188,9 +189,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _fill(matches: Sequence[_Match], read: Callable[..., Any]) -> None:
-    """Copy the values; what several tensors are made of is read once, and of a tensor that is in
-    the folder as it is, only what is kept.
-    """
+    """Copy the values; read each source once, and of a plain one only the slice needed here."""
     users: dict[Source, list[tuple[str, _Match]]] = {}
     for one in matches:
         name, source = one.sources[0]
@@ -208,9 +207,7 @@ def _fill(matches: Sequence[_Match], read: Callable[..., Any]) -> None:
 def _unknown(
     there: Iterable[str], used: Iterable[set[str]], original: nn.Module
 ) -> tuple[str, ...]:
-    """Return the names that nobody used, but for buffers that are not loaded, and what the model's
-    class says to ignore.
-    """
+    """Return the names that no process used, except buffers and names that the class ignores."""
     names = list(there)
     buffers = Sources(original, names).of(name for name, _ in original.named_buffers())
     known = {name for _, source in buffers for name in source.names}.union(*used)

@@ -58,6 +58,7 @@ def save_pretrained(
     with mesh.reporting():
         tensors, values = _to_save(pipe, original)
         refuse_wide(tensors)
+    # Each process tells its sizes; all compute the same files from them.
     sizes = [(name, tensor.nbytes) for name, tensor in tensors.items()]
     everyone = mesh.world.gather((sizes, values), "for the others to save the same model")
     shards = _deal([sizes for sizes, _ in everyone], most)
@@ -70,9 +71,7 @@ def save_pretrained(
 
 
 def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what this process writes, each tensor under the name that the model's class keeps,
-    and extra state that is no tensor.
-    """
+    """Return the tensors that this process writes, by saved name, and other extra state."""
     tied = patterns_of(original, "all_tied_weights_keys", "_tied_weights_keys")
     ignored = patterns_of(original, "_keys_to_ignore_on_save")
     writes, shards, tensors = pipe.mesh.is_first_of_stage, pipe.shards, {}
@@ -90,9 +89,7 @@ def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], 
 
 
 def _deal(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> _Shards:
-    """Deal out tensors of so many bytes to files: one that several processes have, to the first of
-    them.
-    """
+    """Distribute tensors over files; the first process that has a tensor writes it."""
     known: set[str] = set()
     shards: list[tuple[int, list[str]]] = []
     for rank, sizes in enumerate(everyone):

@@ -48,11 +48,13 @@ class Repeatable:
         modes = [module.training for module in self._modules]
         now = {place: standing_at(place) for place in conditions.state}
         self._set_modes(conditions.modes)
-        put_state(conditions.state)
+        if now:
+            put_state(conditions.state)
         try:
             yield
         finally:
-            put_state(now)
+            if now:
+                put_state(now)
             self._set_modes(modes)
 
     def _holds_state(self) -> bool:

@@ -151,6 +151,7 @@ class Slots:
         Raises:
             RecomputeError: the tensors are not those of the layer's forward.
         """
+        # Autograd saves in the same order as in the forward: the n-th tensor fills the n-th slot.
         count = 0
 
         def differs(fault: str) -> RecomputeError:
@@ -165,6 +166,7 @@ class Slots:
                 return Slot(tensor.detach()) if is_plain_class(tensor) else tensor
             if count == len(emptied):
                 raise differs("it saves more tensors than before")
+            # Fill the slot of the first graph; the graph of this rerun gets a slot of its own.
             slot, was = emptied[count]
             count += 1
             again = tensor.detach()
@@ -204,10 +206,7 @@ setattr(unpack, NEVER_COMPUTES, True)
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype with one element of memory.
-
-    Gradients flow through unchanged.
-    """
+    """Return a tensor of that shape with one element of memory; gradients flow through it."""
     empty: Tensor = _WithoutValues.apply(tensor)  # type: ignore[no-untyped-call]  # torch
     return empty
 

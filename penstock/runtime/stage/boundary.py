@@ -30,6 +30,7 @@ def check_leaving(
             "dicts and dataclasses of them cross stages: return one of those, or keep the layers "
             "that use it on one stage"
         )
+    # A scalar of a micro-batch is not the batch's: receivers could not cut it.
     check_classes(leaves, f"leaves stage {stage} for stage {peer}")
     for leaf in leaves:
         if leaf.dim() == 0 and not any_shape:

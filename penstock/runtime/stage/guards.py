@@ -95,6 +95,7 @@ class InPlaceChanges(InputGuard):
             peer, place = value.key
             if value.copied and with_grad and peer != FROM_CALLER:
                 check_still_as_sent(value.sent, tape.received[peer].versions[place], peer)
+            # The first change without a copy is lost; with `_seen` the next run has a copy.
             changed = self._is_changed(value)
             if with_grad:
                 self._seen[value.key] = self._seen.get(value.key, False) or changed

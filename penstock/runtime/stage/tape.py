@@ -52,11 +52,7 @@ class StageInput(NamedTuple):
 
 @dataclass(slots=True)
 class Conditions:
-    """The conditions of a forward, for its recompute.
-
-    They are changing state, training modes, and versions of weights and inputs.  `result` is one
-    of the results with its version, to compare with the recompute's.
-    """
+    """The conditions of a forward that is recomputed, and one result of it to compare."""
 
     state: dict[Place, Any] = field(default_factory=dict)
     modes: list[bool] = field(default_factory=list)
