@@ -56,7 +56,7 @@ class Opened:
 
 
 def refuse_wide(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what a file for others cannot hold: they would read pairs of numbers.
+    """Refuse complex128 in a file for other libraries: they would read pairs of numbers.
 
     Raises:
         CheckpointError: names the first such tensor.

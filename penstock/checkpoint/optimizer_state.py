@@ -22,7 +22,7 @@ def pack_optimizer(
 ) -> tuple[dict[str, Tensor], Json]:
     """Split an optimizer's state into tensors by "<parameter name>.<state key>" and JSON values.
 
-    What follows the last dot is the state key; a dot in it is written as %2E.
+    The state key follows the last dot; a dot in the key itself is written as %2E.
 
     Raises:
         CheckpointError: a parameter is not the module's, or a value is neither tensor nor JSON.
@@ -35,7 +35,7 @@ def pack_optimizer(
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     states = ((names[id(p)], state) for p, state in optimizer.state.items() if id(p) in names)
-    for name, state in states:  # without that of what stands in for parameters
+    for name, state in states:  # the stand-in for parameters has no name, and no state
         for key, value in state.items():
             target = tensors if isinstance(value, Tensor) else values
             target[f"{name}.{_escaped(str(key))}"] = value
@@ -43,7 +43,7 @@ def pack_optimizer(
 
 
 def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make one optimizer's facts of those of all processes.
+    """Merge the facts of all processes' optimizers into those of one.
 
     Raises:
         CheckpointError: their optimizers are not of one kind with the same groups.
@@ -89,7 +89,7 @@ def select(
 def check_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    """List what keeps a saved state from being loaded into `optimizer`; empty if nothing does."""
+    """List the faults that keep a saved state from being loaded; empty if there are none."""
     kind = type(optimizer).__name__
     if facts["kind"] != kind:
         return [f"the optimizer is {kind}, the saved one {facts['kind']}"]
@@ -113,7 +113,7 @@ def check_optimizer(
 def unpack_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Load a state that `check_optimizer` found nothing wrong with."""
+    """Load a state that passed `check_optimizer`."""
     names = parameter_names(module)
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in (*tensors.items(), *facts["values"].items()):
@@ -152,7 +152,7 @@ def _unescaped(key: str) -> str:
 
 
 def _group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
-    """Name the parameters of a group; what stands in where a process has none has no name."""
+    """Name the parameters of a group, without the stand-in of a process that has none."""
     parameters = [p for p in group["params"] if p.numel() > 0 or id(p) in names]
     for parameter in parameters:
         if id(parameter) not in names:
@@ -172,7 +172,7 @@ def _options(group: Mapping[str, Any]) -> Json:
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Convert `value` to the type that JSON took from it: that of the present option."""
+    """Convert `value` to the type of the present option, which JSON did not keep."""
     if isinstance(current, Tensor):
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     return tuple(value) if isinstance(current, tuple) else value

@@ -1,12 +1,12 @@
-"""Tensors in the files of a checkpoint: where the pieces of each are, and reading what is wanted.
+"""Find the pieces of each tensor in the files of a checkpoint, and read the wanted slices.
 
-    weight 6 x 4 on three devices     files of two slices     what is wanted: rows 2 to 4
+    weight 6 x 4 on three devices     files of two slices     wanted: rows 2 to 4
 
     shard-00001   rows 0, 1
     shard-00002   rows 2, 3           overlaps                rows 2, 3 of it
     shard-00003   rows 4, 5           overlaps                row 4 of it
 
-A process reads the bytes that it keeps, however others had cut the tensor when it was written.
+A process reads only the bytes that it keeps, however the tensor was cut when it was written.
 The header of each file says where its slices begin in the way of torch.distributed.checkpoint,
 whose `HuggingFaceStorageReader` reads them too.
 """
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 Pieces = tuple[Piece, ...]
 Own = Mapping[str, Slice]
-"""What is wanted of tensors, by name: of those that are not here, all."""
+"""The wanted slices by name of the tensor; tensors without an entry are wanted whole."""
 
 
 def header_of(tensors: Mapping[str, Tensor], slices: Own) -> dict[str, str]:
@@ -53,7 +53,7 @@ def header_of(tensors: Mapping[str, Tensor], slices: Own) -> dict[str, str]:
 
 
 def find_pieces(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Pieces]:
-    """Map the tensors of what one process writes as `name` to the pieces that make each of them.
+    """Map each tensor of the files called `name`, the model's or the optimizer's, to its pieces.
 
     `facts` of a checkpoint name the tensors of all files; of an early one, the files are opened.
 
@@ -88,12 +88,12 @@ def _pieces_of(places: Mapping[str, Any]) -> Pieces:
 
 
 def files_for(pieces: Mapping[str, Pieces], slices: Own) -> set[str]:
-    """Name the files that are opened for what is wanted."""
+    """Return the files that must be opened for these slices."""
     return {piece.file for name, has in pieces.items() for piece in _needed(has, slices.get(name))}
 
 
 def _needed(pieces: Pieces, wanted: Slice | None) -> Pieces:
-    """Leave out the pieces of which nothing is wanted, but for one that tells the type."""
+    """Return the pieces that overlap the wanted slice; at least one, which tells the dtype."""
     part = pieces[0].part
     if wanted is None or part is None or part.whole != wanted.whole:
         return pieces
@@ -101,7 +101,7 @@ def _needed(pieces: Pieces, wanted: Slice | None) -> Pieces:
 
 
 def _common(one: Slice, other: Slice) -> Slice | None:
-    """Return what two slices of a tensor share; None: nothing."""
+    """Return the intersection of two slices of a tensor; None if it is empty."""
     begins = tuple(map(max, one.offsets, other.offsets))
     ends = (tuple(map(add, *part[:2])) for part in (one, other))
     lengths = tuple(map(sub, map(min, *ends), begins))
@@ -111,8 +111,7 @@ def _common(one: Slice, other: Slice) -> Slice | None:
 def read_pieces(
     path: Path, pieces: Mapping[str, Pieces], slices: Own | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Shape]]:
-    """Read the `slices` of tensors, and the whole of those that have another shape than is
-    thought; each file is opened once.
+    """Read the `slices` of tensors, others whole; open each file once.
 
     Returns:
         The tensors, in CPU memory, and the whole shape of each.
@@ -153,7 +152,7 @@ def _opened(path: Path, file: str) -> Iterator[Opened]:
 def _read(
     opened: Opened, stored: tuple[str, Slice], wanted: Slice, before: Tensor | None
 ) -> Tensor:
-    """Read what a file has of what is wanted, into what was read `before` of it."""
+    """Read the part of the `wanted` slice that is in one file, into `before` if that is there."""
     name, part = stored
     if wanted == part:
         return opened.read(name)

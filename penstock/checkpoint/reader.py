@@ -93,6 +93,6 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def remove_unfinished(folder: str | os.PathLike[str]) -> None:
-    """Delete what interrupted saves left in a folder of checkpoints, while none is under way."""
+    """Delete the remains of interrupted saves in a folder; no save may be under way there."""
     for path in Path(folder).glob(f".*{UNFINISHED}"):
         remove_checkpoint(path)

@@ -37,7 +37,7 @@ from .reader import CheckpointReader
 from .together import Digests, Saving, Share, agreed, begin, write_together
 
 _Files = dict[str, tuple[dict[str, Tensor], Mapping[str, Slice]]]
-"""What a process writes: tensors of each file, and of which parts some of them are."""
+"""By file: the tensors that a process writes, and the slices that some of them are."""
 
 
 def save_checkpoint(
@@ -99,8 +99,7 @@ def _begin(
     *,
     copy: bool,
 ) -> Saving:
-    """Gather what is saved, and begin to write it; in a mesh of processes, all of them raise what
-    one of them must.
+    """Gather what is saved, and begin to write it; an error of one process is raised on all.
 
     Raises:
         CheckpointError: something cannot be saved.
@@ -147,7 +146,7 @@ def _collect(
     *,
     copy: bool,
 ) -> tuple[_Files, dict[str, Any]]:
-    """Gather what this process writes, and facts of the checkpoint."""
+    """Return the files that this process writes, and its facts for state.json."""
     mesh, held, _ = share
     # 1. Facts of the pipeline.
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
@@ -194,7 +193,7 @@ def _own_of(
 
 
 def _write(files: _Files, folder: Path) -> Digests:
-    """Write files; force them to the disk, and give the digests."""
+    """Write files, and force them to the disk; return their digests."""
     digests = {}
     for name, (tensors, slices) in files.items():
         file = folder / name

@@ -1,7 +1,9 @@
-"""What the processes that hold a model do alike to save or load it: begin, refuse, write a folder.
+"""Save and load collectively: begin a call, raise errors on all ranks alike, write a folder.
 
-A folder is written in a thread of its own in every process, and over a process group of its own,
-so that training may go on beside it.  It has a hidden name until it is complete.
+Each process writes in a thread, over a separate process group, so that training may go on.
+
+    rank 0     make a hidden folder ──► write files ──► gather digests ──► state.json, rename
+    others     wait ──────────────────► write files ──► gather digests ──► wait
 """
 
 import shutil
@@ -25,7 +27,7 @@ from .files import UNFINISHED, put_in_place
 
 Found = TypeVar("Found")
 Digests = dict[str, str]
-"""Of what a process has written, by the name in the folder; empty ones where nobody asks."""
+"""Digests of the files that a process has written, by file name; "" if nothing reads them."""
 _MOST_FAULTS = 100
 
 
@@ -52,14 +54,14 @@ def begin(call: str, module: nn.Module) -> Share:
 def agreed(
     mesh: Mesh, job: Callable[[], Found], tell: Callable[[Found], Any], purpose: str
 ) -> tuple[Found, list[Any]]:
-    """Run a job in every process; all refuse what one of them must refuse.
+    """Run a job in every process; an error of one process is raised on all.
 
     Returns:
-        What the job found here, and what each process tells of that, in the order of ranks.
+        The job's result here, and `tell(result)` of each process, in the order of ranks.
 
     Raises:
-        CheckpointError: says what went wrong, and on which ranks where not on all alike; in a
-            process that is alone, whatever the job raised.
+        CheckpointError: has the problems, and their ranks unless all have the same one.  A
+            single process raises the job's own error.
     """
     try:
         result = job()
@@ -83,7 +85,7 @@ def _refusal(answers: list[tuple[str | None, Any]]) -> CheckpointError:
 
 
 def refuse_foreign(head: str, reports: Iterable[Iterable[str]], *tail: str) -> None:
-    """Refuse what does not fit the model, if any process told of faults.
+    """Refuse a checkpoint that does not fit the model, if any process has found faults.
 
     Raises:
         CheckpointError: `head`, the faults, each once, and `tail`.
@@ -125,10 +127,10 @@ def write_together(
     write_own: Callable[[Path], Digests],
     finish: Callable[[Path, Digests], None],
 ) -> Saving:
-    """Begin to write the folder `path`, unless `refuse` raises: all write their own into it, and
-    rank 0 finishes it, knowing what all have written.  No deadline runs on what they write.
+    """Begin to write the folder `path`, unless `refuse` raises.
 
-    What they write must not change until they have.
+    Every process writes its files by `write_own`; then rank 0 calls `finish` with all digests.
+    Writing has no deadline.  The tensors must not change until it has ended.
 
     Waiting for it raises:
         CheckpointError: `refuse` did, or a disk refuses; on every process alike.
@@ -177,7 +179,7 @@ def _make_unfinished(path: Path) -> Path:
 
 
 def _try(world: Control, job: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """Return the result of a job, and what went wrong, to be told to the other processes."""
+    """Return the result of a job and None, or None and the text of its error."""
     try:
         return job(*arguments), None
     except Exception as problem:

@@ -108,11 +108,9 @@ class Background:
         return lambda: self.wait(slot, purpose, has_deadline=False)
 
     def blame(self, error: Exception, purpose: str, peer: int | None) -> BaseException:
-        """Turn the error of a wait into one that names the culprit, and report it to all
-        processes.
+        """Turn the error of a wait into one that names the culprit; report it to all processes.
 
-        `purpose` completes "rank 1 (stage 1) waited ...".  `peer` is the rank waited for, if it is
-        only one.
+        `purpose` completes "rank 1 (stage 1) waited ...".  `peer` is the only rank waited for.
         """
         if isinstance(error, Empty | TimeoutError):
             return self.watch.overdue(purpose, self.timeout_s)

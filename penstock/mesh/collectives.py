@@ -97,10 +97,7 @@ class Collectives(Shared):
         return self._run(partial(self.begin_all_gather, tensor, shapes), tensor, purpose)
 
     def reduce_scatter(self, parts: Sequence[Tensor], purpose: str) -> Tensor:
-        """Return the sum of part `parts[rank]` of all processes; parts may be uneven.
-
-        They are added in the order of ranks, so that a sum is the same whatever the backend.
-        """
+        """Return the sum of part `parts[rank]` of all processes; parts may be uneven."""
         return self._run(partial(self.begin_reduce_scatter, parts), parts[0], purpose)
 
     def all_to_all(
@@ -165,6 +162,7 @@ class Collectives(Shared):
         exchanged = self._begin_all_to_all(parts, [parts[self.rank].shape] * self.size)
 
         def end() -> Tensor:
+            # Added here, in the order of ranks: a backend would choose an order of its own.
             first, *others = exchanged.end()
             total: Tensor = first.clone()
             for part in others:

@@ -198,8 +198,8 @@ class Control(Shared):
     def work(self, job: Callable[[], Any], purpose: str) -> Any:
         """Run a long job in every process; return its result, or raise its error, once all ended.
 
-        The job has no deadline.  A process that has ended its own asks the others again and again,
-        in short exchanges, if they are still at work.
+        The job has no deadline: until all have ended, processes exchange short messages, each of
+        which has one.
         """
         if self.size == 1:
             return job()

@@ -30,9 +30,7 @@ _ALONE = Control()
 
 @dataclass(slots=True, eq=False)
 class Processes:
-    """The threads and connections of one process of a mesh; `point_to_point` is made at its first
-    use.
-    """
+    """The threads and connections of a process; its first use makes `point_to_point`."""
 
     watch: Watch
     background: Background
@@ -73,9 +71,7 @@ class Mesh(Shared):
 
     @property
     def own_device(self) -> torch.device | None:
-        """The device of all stages of this process; None in one process, where the plan names
-        them.
-        """
+        """This process's device; None for a single process, where stages have their own."""
         return None if self.processes is None else self.device
 
     @property

@@ -28,7 +28,7 @@ _END = 2**31 - 1
 _MOST_GREETED = 64
 """Group size up to which all pairs connect at the start; in larger ones, at their first use."""
 _AT_ONCE = timedelta(milliseconds=1)
-"""Deadline of that receive."""
+"""Deadline of the receive that ends all others."""
 _WHAT = "for the others to connect"
 """Completes "rank 1 waited ..."."""
 

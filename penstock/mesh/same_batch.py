@@ -25,7 +25,7 @@ from .control import Control
 _NUM_FIRST = 8
 """Calls at the start whose values are compared."""
 _EACH = 100
-"""Calls from one comparison to the next after these."""
+"""Calls between two comparisons after these."""
 _MOST_ELEMENTS = 4096
 """Floats of a tensor that its digest reads, about."""
 _ABSENT = -1.0
@@ -61,9 +61,7 @@ NOTHING_SAID = Texts()
 
 
 class BatchCheck:
-    """Chooses the calls of a pipeline whose batches are compared; counts calls, alike on all
-    ranks.
-    """
+    """Chooses the calls whose batches are compared; counts calls, alike on all ranks."""
 
     def __init__(self, when: CheckBatches, *, num_shards: int) -> None:
         self._when = when

@@ -58,9 +58,10 @@ class Watch:
         self._waiting: dict[int, Any] = {}
         self._failure: Failure | None = None
         self._to_tell: Failure | None = None
+        # Set by the thread: this process's failure is told; a failure is known to this process.
         self._told, self._known = threading.Event(), threading.Event()
         self._counts: list[str] = []
-        self._counted = threading.Event()
+        self._counted = threading.Event()  # cleared to ask for new heartbeats
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"{THREAD_PREFIX}watch", daemon=True
@@ -147,11 +148,9 @@ class Watch:
             self._waiting.pop(id(slot), None)
 
     def explain(self, error: Exception, purpose: str, peer: int | None) -> BaseException:
-        """Turn the error of a broken wait for `peer` into one that names the culprit, and tell
-        all.
+        """Return the error of a broken wait for `peer`, with the culprit's name; tell all.
 
-        The peer may have left because of another process's failure; it then stayed long enough for
-        its report.
+        If the peer left because of another failure, it stayed until that was reported.
         """
         if isinstance(error, PeerError):
             return error if error.complete else PeerError(f"{error}; {self._waited(purpose)}")

@@ -37,6 +37,7 @@ class ProcessRecord:
         """Return the record with its times on the clock of `other`."""
         if self.clock is not None and self.clock == other.clock:
             return self
+        # Both clocks are read at one moment: when the last process had been heard from.
         later_s = other.agreed_s - self.agreed_s
         return ProcessRecord(
             other.clock,

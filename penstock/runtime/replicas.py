@@ -133,6 +133,7 @@ def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
     _check_can_be_summed(trained)
     begun = []
     for bucket in cut_into_buckets(trained):
+        # A parameter without a gradient here may have one elsewhere: all send zeros and a flag.
         has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
         has_gradient = has_gradient.to(bucket[0].device)
         flat = torch.cat([_flat_gradient(p) for p in bucket])

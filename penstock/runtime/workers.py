@@ -2,6 +2,9 @@
 
 One persistent thread per rank runs `_serve`, which runs one job per step.  Values are handed over
 in memory, without a copy.
+
+    caller ── job ──► inbox ──► rank 0 ◄══ queues ══► rank 1 ◄── inbox ◄── job ── caller
+    caller ◄─────────── done ◄────┴──────────────────────┘      each ends once, also by an error
 """
 
 import threading

@@ -106,10 +106,8 @@ class HeaderWriter:
         key = (tensor.data_ptr(), kind, version_of(tensor))
         if key in self._lasting:
             return self._lasting[key][0]
-        self._lasting[key] = (
-            Again(len(self._lasting)),
-            tensor,
-        )  # kept alive, so that no other takes its address
+        # Keep the tensor alive, so that no other takes its address.
+        self._lasting[key] = Again(len(self._lasting)), tensor
         return kind
 
     def _number(self, header: Header) -> tuple[int, bytes]:

@@ -37,7 +37,7 @@ _MOST_ROOM_BYTES = 1 << 22
 _MOST_BEGUN = 64
 """Sends after which a thread waits for them and frees their memory."""
 _MOST_HELD_BYTES = 1 << 20
-"""Bytes after which it does so."""
+"""Bytes of sends after which that thread does so."""
 
 
 def _room_after(room_bytes: int, num_bytes: int) -> int:
@@ -60,7 +60,7 @@ Values = list[tuple[Tensor, TensorKind]]
 """Tensors to send."""
 
 
-class Came(NamedTuple):
+class Received(NamedTuple):
     """A received header and its tensors."""
 
     header: Header
@@ -181,7 +181,7 @@ class Incoming:
         """Wait for the next message, as `bring`, and return it."""
         return self.payload(self.bring(microbatch, timeout_s))
 
-    def bring(self, microbatch: int, timeout_s: float | None = None) -> Came:
+    def bring(self, microbatch: int, timeout_s: float | None = None) -> Received:
         """Wait for the next message.
 
         Raises:
@@ -219,9 +219,9 @@ class Incoming:
         if num_bytes > len(self._bytes) and on_cpu:
             self._bytes = memoryview(bytearray(num_bytes))
             self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
-        return Came(header, tensors)
+        return Received(header, tensors)
 
-    def payload(self, came: Came) -> Payload:
+    def payload(self, came: Received) -> Payload:
         """Return the received message; called in the order of messages."""
         return self._headers.payload(*came)
 

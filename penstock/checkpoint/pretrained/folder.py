@@ -1,4 +1,4 @@
-"""A folder in the layout of Hugging Face's libraries, and which of its files holds which tensor.
+"""Read a folder in the layout of Hugging Face's libraries: which file holds which tensor.
 
 model.safetensors                all tensors, or
 model.safetensors.index.json     {"metadata": ..., "weight_map": {name: file}}, and
@@ -27,9 +27,9 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Tensors of the folder, and what they are in the model: `make(read)[name in the model]`.
+    """Tensors `names` of the folder; `make(read)` returns the model's tensors made of them.
 
-    Of a `plain` one, a slice of what is read is the same slice in the model.
+    With `plain`, a slice of the tensor in the folder is the same slice in the model.
     """
 
     names: tuple[str, ...]
@@ -57,12 +57,12 @@ _DTYPES = {
     "I8": torch.int8,
     "BOOL": torch.bool,
 }
-"""Of safetensors; what else it knows is packed or scaled, and taken for bytes."""
+"""Dtypes by safetensors' names; its other types are packed or scaled, and read as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of tensors; `files` gives the file of each, and `values` what is no tensor."""
+    """A folder; `files` has the file of each tensor, `values` the state that is no tensor."""
 
     path: Path
     files: Mapping[str, Path]

@@ -1,4 +1,4 @@
-"""What transformers knows of the names in files: of older files, and of those that others read."""
+"""The names under which transformers saves and loads tensors, older files' included."""
 
 import copy
 import re
@@ -18,7 +18,7 @@ def is_of_transformers(original: nn.Module) -> bool:
 
 
 def patterns_of(original: nn.Module, *attributes: str) -> list[str]:
-    """Return the patterns of names that a model's class gives for some purpose."""
+    """Return the name patterns in these attributes of a model's class."""
     return [pattern for name in attributes for pattern in getattr(original, name, None) or ()]
 
 
@@ -40,7 +40,7 @@ def as_saved(original: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Source]]:
-    """Yield the names under which transformers loads tensors, with what gives their values."""
+    """Yield the names under which transformers loads tensors, each with its source."""
     if not is_of_transformers(original):
         return
     try:
@@ -77,7 +77,7 @@ def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Sour
 def _converted(
     original: nn.Module, converter: Any, first: str, parts: list[tuple[str, str]]
 ) -> Source:
-    """Return what a rule of transformers makes of several tensors, or makes several of."""
+    """Return the source of the tensors that a converter of transformers makes of `parts`."""
 
     def make(read: Read) -> dict[str, Tensor]:
         fresh = copy.deepcopy(converter)

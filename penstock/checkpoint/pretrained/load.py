@@ -1,4 +1,4 @@
-"""Each process reads the tensors that it has, and all refuse what one of them must refuse."""
+"""Load a folder of Hugging Face's: each process reads its tensors; errors are raised on all."""
 
 import os
 import warnings
@@ -23,7 +23,7 @@ from .library import as_loaded, fits, patterns_of
 
 
 class Sources:
-    """Finds what gives a tensor its values, among the tensors `there` of a folder.
+    """Finds, among the tensors `there` of a folder, those that give a tensor its values.
 
     The names are the model's own, with or without the name of the base model.  Where transformers
     renames, fuses or splits tensors of older files as it loads them, its own rules are used.
@@ -36,7 +36,7 @@ class Sources:
         self._found = {**dict(as_loaded(original, list(self._found))), **self._found}
 
     def of(self, names: Iterable[str]) -> Iterator[tuple[str, Source]]:
-        """Yield what there is for a tensor with these names; mostly one, and its name there."""
+        """Yield (name, source) for each of a tensor's `names` that the folder has; mostly one."""
         candidates = dict.fromkeys(c for name in names for c in self._candidates(name))
         for name in candidates:
             if name in self._found:
@@ -164,7 +164,7 @@ def _misfit(one: _Match, look: Read, read: Read) -> Iterator[str]:
 
 
 def _unlike(one: _Match, name: str, source: Source, look: Read) -> Iterator[str]:
-    """Say what is other than in the model: a shape, or a kind of number."""
+    """Yield the differences from the model: in shape, or in the kind of number."""
     try:
         made = source.make(look)[name]
     except (RuntimeError, ValueError, LookupError) as error:

@@ -136,7 +136,8 @@ class Handover:
         """Bring tensors to this stage's device; on a CPU most need no work."""
         device = self._device.device
         lags = event is not None or self._device.is_cuda
-        lags = lags or any([t is not None and t.device != device for t in tensors])
+        for tensor in tensors:
+            lags = lags or (tensor is not None and tensor.device != device)
         return self._device.bring(tensors, event) if lags else tensors
 
     def receive(self, run: Run, here: StageRun, microbatch: int) -> dict[int, Activation]:
