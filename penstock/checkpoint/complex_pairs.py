@@ -51,7 +51,7 @@ class Opened:
         stored: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[places]
         if name not in self._pairs:
             return stored
-        # in memory of their own: kernels want them aligned, and in a file they lie anywhere
+        # Copied: kernels want complex numbers aligned, and in a file they may lie anywhere.
         return torch.view_as_complex(stored.clone(memory_format=torch.contiguous_format))
 
 

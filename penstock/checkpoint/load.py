@@ -1,4 +1,4 @@
-"""Load what `save_checkpoint` wrote; all of it is checked first, so nothing is half loaded."""
+"""Load a checkpoint that `save_checkpoint` wrote; check all of it before any tensor changes."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence

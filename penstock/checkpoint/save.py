@@ -50,16 +50,15 @@ def save_checkpoint(
 
     The tensors go under the model's own names: the unsplit model and a pipeline of any other
     number of stages load them.  A tensor with several names is stored under each, so that a plain
-    `load_state_dict` of model.safetensors works.  Modules' `get_extra_state` may give tensors, or
-    what JSON gives back as it is.  A pipeline's step count and seed are saved as
-    well, for its random streams.  `state` is anything JSON can hold (tuples come back as lists),
+    `load_state_dict` of model.safetensors works.  Modules' `get_extra_state` may return tensors or
+    JSON values.  A pipeline's step count and seed are saved too, for its random streams.  `state` is anything JSON can hold (tuples come back as lists),
     such as a learning-rate scheduler's or a GradScaler's `state_dict()`.
 
-    In a mesh of processes all of them call this alike.  Each writes its own file: the first
-    replica, the tensors of its stages; of weights that processes share (`Pipeline(sharding=)`),
-    each its slices, as torch.distributed.checkpoint writes them in safetensors files.
-    `export_model` makes one file of the model's.  However long they write, the mesh's `timeout_s`
-    counts only for a process that does not answer that it is at work.
+    In a mesh of processes all of them call this alike.  Each process of the first replica writes
+    a file with the tensors of its stages.  Weights that processes share (`Pipeline(sharding=)`)
+    are written in slices, in the format of torch.distributed.checkpoint.  `export_model` joins the
+    model's files.  Writing may take any time: the mesh's `timeout_s` counts only for a process
+    that does not answer.
 
     Raises:
         CheckpointError: `path` exists; `state` or extra state of a module is not JSON; the
@@ -78,9 +77,9 @@ def async_save_checkpoint(
 ) -> Saving:
     """Save like `save_checkpoint`, but return as soon as all tensors are copied to CPU memory.
 
-    Training may go on at once: what is written is what was there when this was called.  Until it
-    is written the copy takes as much memory as this process's share of the checkpoint.  Several
-    saves of a mesh of processes are written one after the other.
+    Training may go on at once: the checkpoint has the values at this call.  Until it is written,
+    a copy takes the memory of this process's share.  Several saves in a mesh of processes are
+    written one after the other.
 
     Returns:
         The save under way; `wait()` for it before the process ends, to learn whether it went well.

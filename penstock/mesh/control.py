@@ -143,7 +143,7 @@ class Control(Shared):
         """Check that all make a call of this kind, for one pipeline.
 
         Raises:
-            MeshError: they do not.
+            MeshError: the calls differ.
         """
         with self.reporting():
             self.exchange(kind, pipeline, ())

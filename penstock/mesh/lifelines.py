@@ -91,7 +91,7 @@ class Lifelines:
                 self._look(key.data)
 
     def _look(self, rank: int) -> None:
-        """Read what made a connection readable: a goodbye, its end, or an error."""
+        """Read from a connection that became readable: a goodbye, its end, or an error."""
         line = self._lines[rank]
         here, there = map(self._watch.host, (self._watch.rank, rank))
         why, content = f"it has ended or was killed, on {there}", b""

@@ -181,7 +181,7 @@ def losses(engine: Engine, cut: Sequence[Batch], run: Run) -> Tensor:
     for batch in cut:
         size = len(batch.sizes)
         terms = {j: run.losses[first + j] for j in range(size) if run.losses}
-        if run.window.every < size and terms:  # each was weighed as a mini-batch
+        if run.window.per_update < size and terms:  # each was weighed as a mini-batch
             terms = {j: terms[j] * weight for j, weight in enumerate(batch.weights)}
         sums.append(engine.splitter.loss(terms))
         first += size

@@ -21,11 +21,11 @@ from .microbatches import Batch
 class Window:
     """The weight updates within a run.
 
-    Each update uses the gradients of `every` micro-batches, by the stage's optimizer.  `uses`
+    Each update uses the gradients of `per_update` micro-batches, by the stage's optimizer.  `uses`
     counts, for each stage, the micro-batches that see each version of its weights.
     """
 
-    every: int
+    per_update: int
     optimizers: "Mapping[int, StageOptimizer]"
     uses: Mapping[int, Counter[int]]
 

@@ -90,7 +90,7 @@ def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
     """Refuse a tensor that its sender has changed in place since the send.
 
     Raises:
-        BoundaryError: it has.
+        BoundaryError: the tensor was changed.
     """
     if version_of(tensor) != version:
         raise BoundaryError(

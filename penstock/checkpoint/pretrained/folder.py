@@ -70,7 +70,7 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> "Folder":
-        """Find out what a folder holds; of an index, its files are not looked at yet.
+        """Read the names of the tensors in a folder; files that an index names stay closed.
 
         Raises:
             CheckpointError: there is no folder, no safetensors file in it, or one is damaged.

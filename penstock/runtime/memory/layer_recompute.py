@@ -146,11 +146,11 @@ def _again(layer_input: LayerInput) -> Tensor:
     Raises:
         RecomputeError: it was changed in place since.
     """
-    if isinstance(layer_input.kept, Tensor):
-        return layer_input.kept
+    if isinstance(layer_input.saved, Tensor):
+        return layer_input.saved
     if not layer_input.is_as_given:
         raise changed("an input of a layer", "let the layers after it work on a copy (x.clone())")
-    twin = layer_input.kept.take().detach()
+    twin = layer_input.saved.take().detach()
     return no_leaf(twin.requires_grad_()) if layer_input.wants_grad else twin
 
 

@@ -93,13 +93,13 @@ class Slot:
 class LayerInput(NamedTuple):
     """An input tensor of a layer, in a slot, or itself if it outlives the tape."""
 
-    kept: Slot | Tensor
+    saved: Slot | Tensor
     wants_grad: bool
 
     @property
     def is_as_given(self) -> bool:
         """True if the tensor was not changed in place since."""
-        return isinstance(self.kept, Tensor) or self.kept.is_as_saved
+        return isinstance(self.saved, Tensor) or self.saved.is_as_saved
 
 
 Emptied = tuple[ref[Slot], Layout | None]

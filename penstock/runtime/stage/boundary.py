@@ -84,7 +84,7 @@ def check_loss(loss: Any, with_grad: bool) -> None:
     """Refuse a loss that is no scalar, or that needs a gradient and has none.
 
     Raises:
-        ConfigError: the loss is such a one.
+        ConfigError: the loss is no scalar, or has no gradient.
     """
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         got = (

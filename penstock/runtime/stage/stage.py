@@ -276,7 +276,7 @@ class Stage:
         try:
             self.weights.update(run.window.optimizers[self.index].step)
         except Exception as error:
-            last = run.window.every * (self.weights.number + 1) - 1
+            last = run.window.per_update * (self.weights.number + 1) - 1
             note_failure(error, self.index, "the optimizer", last)
             raise
 

@@ -155,13 +155,13 @@ def _no_hook(*_: object) -> None:
 
 
 def _addmm(node: Node) -> Deferred | None:
-    """Leave the bias to the input backward: its gradient is a small sum of what is at hand."""
+    """Leave the bias to the input backward: its gradient is a cheap sum of the result's."""
     product = _product(node, "mat1", 2)
     if product is None or saved_numbers(node, "alpha") != [1]:
         return None
     places, of_weight, reads = product
     way: list[Any] = _way(node.next_functions[0][0])
-    if not way or not has_tensor_hooks(way[-1].variable):  # these are to be called once, later
+    if not way or not has_tensor_hooks(way[-1].variable):  # hooks run once, later
         return product
     if saved_numbers(node, "beta") != [1] or any(passed.name() != _CAST for passed in way[:-1]):
         return None
