@@ -51,8 +51,9 @@ def save_checkpoint(
     The tensors go under the model's own names: the unsplit model and a pipeline of any other
     number of stages load them.  A tensor with several names is stored under each, so that a plain
     `load_state_dict` of model.safetensors works.  Modules' `get_extra_state` may return tensors or
-    JSON values.  A pipeline's step count and seed are saved too, for its random streams.  `state` is anything JSON can hold (tuples come back as lists),
-    such as a learning-rate scheduler's or a GradScaler's `state_dict()`.
+    JSON values.  A pipeline's step count and seed are saved too, for its random streams.  `state`
+    is anything JSON can hold (tuples come back as lists), such as a learning-rate scheduler's or a
+    GradScaler's `state_dict()`.
 
     In a mesh of processes all of them call this alike.  Each process of the first replica writes
     a file with the tensors of its stages.  Weights that processes share (`Pipeline(sharding=)`)
