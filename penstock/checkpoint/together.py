@@ -25,7 +25,7 @@ from penstock.runtime.shards.at_rest import CutWeights
 
 from .files import UNFINISHED, put_in_place
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Digests = dict[str, str]
 """Digests of the files that a process has written, by file name; "" if nothing reads them."""
 _MOST_FAULTS = 100
@@ -52,8 +52,8 @@ def begin(call: str, module: nn.Module) -> Share:
 
 
 def agreed(
-    mesh: Mesh, job: Callable[[], Found], tell: Callable[[Found], Any], purpose: str
-) -> tuple[Found, list[Any]]:
+    mesh: Mesh, job: Callable[[], Result], tell: Callable[[Result], Any], purpose: str
+) -> tuple[Result, list[Any]]:
     """Run a job in every process; an error of one process is raised on all.
 
     Returns:

@@ -32,15 +32,15 @@ class Sources:
     def __init__(self, original: nn.Module, there: Iterable[str]) -> None:
         base = getattr(original, "base_model_prefix", "")
         self._prefix = f"{base}." if isinstance(base, str) and base else ""
-        self._found = {name: as_it_is(name, name) for name in there}
-        self._found = {**dict(as_loaded(original, list(self._found))), **self._found}
+        self._by_name = {name: as_it_is(name, name) for name in there}
+        self._by_name = {**dict(as_loaded(original, list(self._by_name))), **self._by_name}
 
     def of(self, names: Iterable[str]) -> Iterator[tuple[str, Source]]:
         """Yield (name, source) for each of a tensor's `names` that the folder has; mostly one."""
         candidates = dict.fromkeys(c for name in names for c in self._candidates(name))
         for name in candidates:
-            if name in self._found:
-                yield name, self._found[name]
+            if name in self._by_name:
+                yield name, self._by_name[name]
 
     def _candidates(self, name: str) -> Iterator[str]:
         yield name
