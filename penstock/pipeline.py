@@ -161,6 +161,7 @@ class Pipeline(AbstractMovable):
         check_batches: CheckBatches = CheckBatches.FIRST,
         plan: Plan | None = None,
     ) -> None:
+        # 1. Make the plan of the arguments, or check the one that was given.
         resolved = resolve_layers(layers, example_inputs)
         arguments = Arguments(
             num_stages=num_stages,
@@ -187,15 +188,16 @@ class Pipeline(AbstractMovable):
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
-        own, draws = loss or resolved.own_loss, weights is None
-        computes = own is resolved.own_loss is not None
+        loss, draws = loss or resolved.own_loss, weights is None
+        computes = loss is resolved.own_loss is not None
         wanted = Call(plan.num_microbatches, reduction, computes_loss=computes)
         warn_of_other_reduction(resolved, example_inputs, wanted)
+        # 2. Agree on it with the other processes; cut the layers into stages.
         with mesh.world.reporting(plan.placement.names):
             alike = {"check_batches": check_batches}
             plan, number, balances = agree(plan, resolved, mesh, part, alike, balances=balances)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
-            engine = make_engine(resolved, own, plan, mesh, draws=draws, sharding=divided)
+            engine = make_engine(resolved, loss, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))
@@ -257,6 +259,7 @@ class Pipeline(AbstractMovable):
             engine.drive(run, Mode.TRAIN)
             self._record, self._timeline = engine.record(run, Mode.TRAIN), None
             loss = engine.splitter.loss(run.losses)
+        # Outside the lock: hooks on the inputs' gradients may call the pipeline.
         if run.input_gradients:
             accumulate_into_inputs(inputs, run)
         return loss
@@ -307,6 +310,7 @@ class Pipeline(AbstractMovable):
             self._balance_by(cut[0].inputs[0])
             engine, step = self._engine, self.step
             self.step += len(cut)
+            # One run for all mini-batches: the schedule overlaps them.
             run = run_window(engine, cut, step, updating)
             self._record, self._timeline = engine.record(run, Mode.TRAIN), None
             return losses(engine, cut, run)
@@ -334,8 +338,7 @@ class Pipeline(AbstractMovable):
     def eval_step(self, *inputs: Any, **keywords: Any) -> Any:
         """Return the model's outputs for a batch, in evaluation mode and without gradients.
 
-        Every module is back in the mode it was in afterwards.  May be called at any time, also
-        between steps of training.
+        May be called between training steps: each module's mode is restored.
 
         Args:
             inputs: as in `forward`.
@@ -358,9 +361,8 @@ class Pipeline(AbstractMovable):
         passes and add to `.grad`, as in `train_step`.  Without gradients (torch.no_grad())
         nothing is kept.
 
-        The gradients of parameters are found in `.grad` only: parameters are not in the graph of
-        the outputs, so `torch.autograd.grad(loss, parameters)` has none, and
-        `torch.autograd.grad(loss, inputs)` adds those of the parameters to `.grad` too.
+        Parameters are not in the graph of the outputs: `torch.autograd.grad(loss, parameters)`
+        finds no gradients, and `torch.autograd.grad(loss, inputs)` also adds to their `.grad`.
 
         Args:
             inputs: the one value that the first layer is given; of a captured model, what its own
@@ -405,8 +407,8 @@ class Pipeline(AbstractMovable):
     @property
     def shards(self) -> CutWeights:
         """The slices of weights in this process."""
-        every = dict(self.named_parameters(remove_duplicate=False))
-        return CutWeights(every, self._engine.shards.cut)
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        return CutWeights(parameters, self._engine.shards.cut)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters of this process's stages.
@@ -414,8 +416,8 @@ class Pipeline(AbstractMovable):
         If none of them trains (frozen stages, an idle process), yield one more without elements,
         name or gradient, so that optimizers accept them; no checkpoint has it.
         """
-        own = [*super().parameters(recurse)]
-        return iter(own if any(p.requires_grad for p in own) else own + self._none)
+        here = [*super().parameters(recurse)]
+        return iter(here if any(p.requires_grad for p in here) else here + self._none)
 
     @property
     def num_stages(self) -> int:
@@ -503,10 +505,7 @@ class Pipeline(AbstractMovable):
         return len(self._layers)
 
     def __getitem__(self, index: int | slice) -> "nn.Module | nn.Sequential":
-        """Return a layer, or a slice of layers as an nn.Sequential.
-
-        Layers of other processes have shapes only.
-        """
+        """Return a layer, or several as an nn.Sequential; other processes' have shapes only."""
         modules = [step.module for step in self._layers]
         return nn.Sequential(*modules[index]) if isinstance(index, slice) else modules[index]
 

@@ -1,4 +1,4 @@
-"""SAVE AND LOAD: a training state as a folder, keyed by the model's own parameter names."""
+"""Save and load a training state as a folder, keyed by the model's own parameter names."""
 
 from .load import load_checkpoint
 from .pretrained.load import load_pretrained

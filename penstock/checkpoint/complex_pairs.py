@@ -48,15 +48,15 @@ class Opened:
     def read(self, name: str, places: tuple[slice, ...] | None = None) -> Tensor:
         """Read a tensor, or a slice of it."""
         file, is_whole = self._file, places is None
-        found: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[places]
+        stored: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[places]
         if name not in self._pairs:
-            return found
-        # in memory of their own: kernels want them aligned, and in a file they lie anywhere
-        return torch.view_as_complex(found.clone(memory_format=torch.contiguous_format))
+            return stored
+        # Copied: kernels want complex numbers aligned, and in a file they may lie anywhere.
+        return torch.view_as_complex(stored.clone(memory_format=torch.contiguous_format))
 
 
 def refuse_wide(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what a file for others cannot hold: they would read pairs of numbers.
+    """Refuse complex128 in a file for other libraries: they would read pairs of numbers.
 
     Raises:
         CheckpointError: names the first such tensor.

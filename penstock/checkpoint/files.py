@@ -27,18 +27,18 @@ SUFFIX = ".safetensors"
 MODEL = f"model{SUFFIX}"
 OPTIMIZER = f"optimizer{SUFFIX}"
 EXTRA = "extra_state"
-"""Where facts, or the metadata of a file, hold extra state of modules that is no tensor."""
+"""The key of modules' extra state that is no tensor, in state.json or a file's metadata."""
 UNFINISHED = ".unfinished"
-"""How the name of a folder ends while it is being written or deleted."""
+"""The end of a folder's name while it is being written or deleted."""
 _MISSING = "it is missing"
 _OTHER_DIGEST = "its digest is not the one noted when it was written"
 
 
 def refuse_existing(path: Path, *, allows_empty: bool = False) -> None:
-    """See that nothing is overwritten.
+    """Refuse to overwrite anything.
 
     Raises:
-        CheckpointError: something is at `path`; an empty folder, if it `allows_empty`, is nothing.
+        CheckpointError: `path` exists; with `allows_empty` it may be an empty folder.
     """
     if path.exists() and not (allows_empty and path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
@@ -56,10 +56,10 @@ def write_state(facts: Mapping[str, Any], folder: Path, digests: Mapping[str, st
 
 
 def put_in_place(unfinished: Path, path: Path, written: Set[str]) -> None:
-    """Give a folder its name once all of it is on the disk, as the files `written` are.
+    """Rename a folder once all of it is on the disk; its files `written` are there already.
 
     Raises:
-        CheckpointError: what other processes have written is not here; names it.
+        CheckpointError: a file that another process has written cannot be seen here.
     """
     there = {place.relative_to(unfinished).as_posix(): place for place in unfinished.rglob("*")}
     if missing := written - there.keys():
@@ -75,14 +75,15 @@ def put_in_place(unfinished: Path, path: Path, written: Set[str]) -> None:
 
 
 def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read state.json: what describes the checkpoint, and the digests of its other files.
+    """Read state.json: the facts of the checkpoint, and the digests of its other files.
 
     Raises:
         CheckpointError: not a checkpoint, of another version, or state.json is damaged.
     """
+    # 1. Read state.json, and check that this version can read it.
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {what}; give the folder of a checkpoint")
+        fault = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {fault}; give the folder of a checkpoint")
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -98,23 +99,25 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
             f"{path} has format version {state.get('version')}, this Penstock reads versions up "
             f"to {VERSION}; load it with the version that wrote it"
         )
+    # 2. Compare the digest of what was read with the one that state.json has of itself.
     facts: dict[str, Any] = state.get("facts", {})
     digests: dict[str, str] = state.get("digests", {})
-    own = digests.pop(STATE, None) if isinstance(digests, dict) else None
-    if own != digest_of([facts, digests]):
+    noted_digest = digests.pop(STATE, None) if isinstance(digests, dict) else None
+    if noted_digest != digest_of([facts, digests]):
         raise damaged(path, STATE, _OTHER_DIGEST)
+    # 3. Refuse names that lead out of the folder.
     for name in (*digests, *(facts.get("files") or {}), *facts.get("slices", {})):
         check_inside(path, name, STATE, follows_links=False)
     return facts, digests
 
 
 def check_inside(path: Path, name: str, says: str, *, follows_links: bool) -> None:
-    """Refuse a file that the file `says` in the folder `path` names, and that lies elsewhere.
+    """Refuse a file name, in the file `says` of the folder `path`, that leads out of the folder.
 
     With `follows_links`, links in the folder may lead out of it, as in caches of downloads.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: the file is outside.
     """
     parts = PurePath(name)
     is_out = parts.is_absolute() or ".." in parts.parts
@@ -129,7 +132,7 @@ def check_inside(path: Path, name: str, says: str, *, follows_links: bool) -> No
 
 
 def check_files(path: Path, digests: Mapping[str, str]) -> None:
-    """Prove that files are as they were written.
+    """Check that files are as they were written, by their digests.
 
     Raises:
         CheckpointError: one is missing or damaged.
@@ -162,18 +165,18 @@ def jsonable(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_of(facts: Any) -> str:
-    """Return the digest of what JSON can hold, whatever the order of keys."""
+    """Return the digest of a JSON value, whatever the order of its keys."""
     return "sha256:" + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of_file(file: Path) -> str:
-    """Return the digest of what a file holds."""
+    """Return the digest of the content of a file."""
     with file.open("rb") as stream:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def force_to_disk(path: Path) -> None:
-    """See that a file or folder outlives the machine's failure."""
+    """Force a file or folder to the disk, so that it outlives a failure of the machine."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Load what `save_checkpoint` wrote; all of it is checked first, so nothing is half loaded."""
+"""Load a checkpoint that `save_checkpoint` wrote; check all of it before any tensor changes."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,23 +38,25 @@ def load_checkpoint(
         CheckpointError: not a checkpoint, damaged, or of another model or optimizer; lists every
             tensor that is missing, unexpected or of another shape or type.
     """
+    # 1. Find the needed files, and check that all ranks load the same checkpoint.
     path = Path(path)
     share = begin("load_checkpoint", module)
     mesh, held, _ = share
-    what = "for the others to load the same checkpoint"
-    wanted, told = agreed(
+    purpose = "for the others to load the same checkpoint"
+    wanted, answers = agreed(
         mesh,
         partial(_Wanted.find, path, module, optimizer, share),
         lambda wanted: (wanted.sizes, wanted.saved.digest, str(path)),
-        what,
+        purpose,
     )
-    _check_same([content for _, content, _ in told], [path for *_, path in told])
-    verifiers = _verifiers([sizes for sizes, *_ in told])
+    _check_same([content for _, content, _ in answers], [path for *_, path in answers])
+    # 2. Read and compare.  Each file is verified once, by one of its readers.
+    verifiers = _verifiers([sizes for sizes, *_ in answers])
     mine = [file for file, rank in verifiers.items() if rank == mesh.rank]
     here, owners, facts = held.state(), held.owners, wanted.saved.facts
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-        of_model, of_optimizer, wholes = mesh.world.work(partial(wanted.read, mine), what)
+        of_model, of_optimizer, wholes = mesh.world.work(partial(wanted.read, mine), purpose)
         faults = _model_faults(held, wanted.slices, of_model, wholes)
         if optimizer is not None and facts["optimizer"] is None:
             faults.append("it was saved without an optimizer; load it without one")
@@ -62,10 +64,11 @@ def load_checkpoint(
             faults += check_optimizer(optimizer, module, facts["optimizer"], of_optimizer)
         return of_model, of_optimizer, faults
 
-    (of_model, of_optimizer, _), told = agreed(
-        mesh, read, lambda own: (own[-1], [*here, *owners]), what
+    (of_model, of_optimizer, _), answers = agreed(
+        mesh, read, lambda result: (result[-1], [*here, *owners]), purpose
     )
-    known = set().union(*(names for _, names in told))
+    # 3. Refuse on all ranks alike, before any tensor is changed.
+    known = set().union(*(names for _, names in answers))
     strange = [
         f"{name} is not in the model"
         for name in {**wanted.saved.model, **wanted.saved.extra}
@@ -73,8 +76,9 @@ def load_checkpoint(
     ]
     refuse_foreign(
         f"{path} is of another model or optimizer; build the one it was saved from:",
-        [*(faults for faults, _ in told), strange],
+        [*(faults for faults, _ in answers), strange],
     )
+    # 4. Copy the values.
     tensors = {n: v for n, v in of_model.items() if isinstance(v, Tensor) and n not in owners}
     module.load_state_dict({**here, **tensors}, strict=False)  # others have the rest
     set_extra(owners, of_model)
@@ -99,19 +103,17 @@ def _check_same(contents: Sequence[str], paths: Sequence[str]) -> None:
 def _verifiers(needs: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Deal out files to be verified, each to one of the ranks that read it, evenly by bytes."""
     loads = [0] * len(needs)
-    found = {}
+    verifier_of = {}
     for file, size in sorted({file: n for need in needs for file, n in need.items()}.items()):
         readers = [rank for rank, need in enumerate(needs) if file in need]
-        found[file] = min(readers, key=lambda rank: (loads[rank], rank))
-        loads[found[file]] += size
-    return found
+        verifier_of[file] = min(readers, key=lambda rank: (loads[rank], rank))
+        loads[verifier_of[file]] += size
+    return verifier_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What this process needs of a checkpoint: tensors, each with its pieces, slices of those that
-    are cut here, and the bytes of the files that they are in.
-    """
+    """The tensors that this process needs, by their pieces and slices, and the files' sizes."""
 
     saved: CheckpointReader
     of_model: dict[str, Pieces]
@@ -133,8 +135,8 @@ class _Wanted:
         of_model = {name: saved.model[name] for name in names if name in saved.model}
         slices, of_optimizer = shards.slices(of_model), dict[str, Pieces]()
         if optimizer is not None and (facts := saved.facts["optimizer"]) is not None:
-            own, keys = select(optimizer, module, facts, saved.optimizer)
-            saved.facts["optimizer"] = own
+            facts_here, keys = select(optimizer, module, facts, saved.optimizer)
+            saved.facts["optimizer"] = facts_here
             of_optimizer = {key: saved.optimizer[key] for key in keys}
             slices |= shards.slices(of_optimizer, of_optimizer=True)
         needed = files_for(of_model, slices) | files_for(of_optimizer, slices)
@@ -170,8 +172,8 @@ def _model_faults(
         mine, saved = here[name], there[name]
         shape = slices[name].whole if name in slices else tuple(mine.shape)
         if shape != wholes[name] or mine.dtype != saved.dtype:
-            found, wanted = _kind(saved.dtype, wholes[name]), _kind(mine.dtype, shape)
-            faults.append(f"{name} is {found}, the model's is {wanted}")
+            saved_kind, wanted = _kind(saved.dtype, wholes[name]), _kind(mine.dtype, shape)
+            faults.append(f"{name} is {saved_kind}, the model's is {wanted}")
         if mine.is_meta:
             faults.append(f"{name} has no memory in the model: it is on the meta device")
             continue

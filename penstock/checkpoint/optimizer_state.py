@@ -22,7 +22,7 @@ def pack_optimizer(
 ) -> tuple[dict[str, Tensor], Json]:
     """Split an optimizer's state into tensors by "<parameter name>.<state key>" and JSON values.
 
-    What follows the last dot is the state key; a dot in it is written as %2E.
+    The state key follows the last dot; a dot in the key itself is written as %2E.
 
     Raises:
         CheckpointError: a parameter is not the module's, or a value is neither tensor nor JSON.
@@ -34,8 +34,8 @@ def pack_optimizer(
     ]
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    own = ((names[id(p)], state) for p, state in optimizer.state.items() if id(p) in names)
-    for name, state in own:  # without that of what stands in for parameters
+    states = ((names[id(p)], state) for p, state in optimizer.state.items() if id(p) in names)
+    for name, state in states:  # the stand-in for parameters has no name, and no state
         for key, value in state.items():
             target = tensors if isinstance(value, Tensor) else values
             target[f"{name}.{_escaped(str(key))}"] = value
@@ -43,7 +43,7 @@ def pack_optimizer(
 
 
 def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make one optimizer's facts of those of all processes.
+    """Merge the facts of all processes' optimizers into those of one.
 
     Raises:
         CheckpointError: their optimizers are not of one kind with the same groups.
@@ -71,19 +71,17 @@ def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def select(
     optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, keys: Iterable[str]
 ) -> tuple[Json, set[str]]:
-    """Select what concerns this process: facts of the module's parameters, and the keys of those
-    whose state `optimizer` holds.
-    """
+    """Return the facts of this process's parameters, and the keys of the state held here."""
     names = parameter_names(module)
-    own, groups = {*names.values()}, optimizer.param_groups
+    names_here, groups = {*names.values()}, optimizer.param_groups
     held = {name for group in groups for name in _group_names(group, names)}
     facts = {
         **facts,
         "groups": [
-            {**group, "parameters": [name for name in group["parameters"] if name in own]}
+            {**group, "parameters": [name for name in group["parameters"] if name in names_here]}
             for group in facts["groups"]
         ],
-        "values": {k: v for k, v in facts["values"].items() if k.rpartition(".")[0] in own},
+        "values": {k: v for k, v in facts["values"].items() if k.rpartition(".")[0] in names_here},
     }
     return facts, {key for key in keys if key.rpartition(".")[0] in held}
 
@@ -91,7 +89,7 @@ def select(
 def check_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, tensors: Mapping[str, Tensor]
 ) -> list[str]:
-    """List what keeps a saved state from being loaded into `optimizer`; empty if nothing does."""
+    """List the faults that keep a saved state from being loaded; empty if there are none."""
     kind = type(optimizer).__name__
     if facts["kind"] != kind:
         return [f"the optimizer is {kind}, the saved one {facts['kind']}"]
@@ -115,7 +113,7 @@ def check_optimizer(
 def unpack_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, facts: Json, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Load a state that `check_optimizer` found nothing wrong with."""
+    """Load a state that passed `check_optimizer`."""
     names = parameter_names(module)
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in (*tensors.items(), *facts["values"].items()):
@@ -154,15 +152,15 @@ def _unescaped(key: str) -> str:
 
 
 def _group_names(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
-    """Name the parameters of a group; what stands in where a process has none has no name."""
-    own = [p for p in group["params"] if p.numel() > 0 or id(p) in names]
-    for parameter in own:
+    """Name the parameters of a group, without the stand-in of a process that has none."""
+    parameters = [p for p in group["params"] if p.numel() > 0 or id(p) in names]
+    for parameter in parameters:
         if id(parameter) not in names:
             raise CheckpointError(
                 f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not "
                 "the model's; make the optimizer from the parameters of the model given here"
             )
-    return [names[id(parameter)] for parameter in own]
+    return [names[id(parameter)] for parameter in parameters]
 
 
 def _options(group: Mapping[str, Any]) -> Json:
@@ -174,7 +172,7 @@ def _options(group: Mapping[str, Any]) -> Json:
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Convert `value` to the type that JSON took from it: that of the present option."""
+    """Convert `value` to the type of the present option, which JSON did not keep."""
     if isinstance(current, Tensor):
         return torch.as_tensor(value, dtype=current.dtype, device=current.device)
     return tuple(value) if isinstance(current, tuple) else value

@@ -1,12 +1,12 @@
-"""Tensors in the files of a checkpoint: where the pieces of each are, and reading what is wanted.
+"""Find the pieces of each tensor in the files of a checkpoint, and read the wanted slices.
 
-    weight 6 x 4 on three devices     files of two slices     what is wanted: rows 2 to 4
+    weight 6 x 4 on three devices     files of two slices     wanted: rows 2 to 4
 
     shard-00001   rows 0, 1
     shard-00002   rows 2, 3           overlaps                rows 2, 3 of it
     shard-00003   rows 4, 5           overlaps                row 4 of it
 
-A process reads the bytes that it keeps, however others had cut the tensor when it was written.
+A process reads only the bytes that it keeps, however the tensor was cut when it was written.
 The header of each file says where its slices begin in the way of torch.distributed.checkpoint,
 whose `HuggingFaceStorageReader` reads them too.
 """
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 Pieces = tuple[Piece, ...]
 Own = Mapping[str, Slice]
-"""What is wanted of tensors, by name: of those that are not here, all."""
+"""The wanted slices by name of the tensor; tensors without an entry are wanted whole."""
 
 
 def header_of(tensors: Mapping[str, Tensor], slices: Own) -> dict[str, str]:
@@ -53,7 +53,7 @@ def header_of(tensors: Mapping[str, Tensor], slices: Own) -> dict[str, str]:
 
 
 def find_pieces(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Pieces]:
-    """Map the tensors of what one process writes as `name` to the pieces that make each of them.
+    """Map each tensor of the files called `name`, the model's or the optimizer's, to its pieces.
 
     `facts` of a checkpoint name the tensors of all files; of an early one, the files are opened.
 
@@ -68,12 +68,12 @@ def find_pieces(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Pi
         for file in (file.relative_to(path).as_posix() for file in files):
             with _opened(path, file) as opened:
                 noted[file] = opened.names()
-    found: dict[str, dict[str, Any]] = {}
+    places_of: dict[str, dict[str, Any]] = {}
     for file, names in noted.items():
         if file.startswith((f"{folder}/", name)):
             for tensor in names:
-                found.setdefault(tensor, {})[file] = slices.get(file, {}).get(tensor)
-    return {tensor: _pieces_of(places) for tensor, places in found.items()}
+                places_of.setdefault(tensor, {})[file] = slices.get(file, {}).get(tensor)
+    return {tensor: _pieces_of(places) for tensor, places in places_of.items()}
 
 
 def _pieces_of(places: Mapping[str, Any]) -> Pieces:
@@ -87,32 +87,31 @@ def _pieces_of(places: Mapping[str, Any]) -> Pieces:
     return tuple(map(Piece, places, parts))
 
 
-def files_for(pieces: Mapping[str, Pieces], own: Own) -> set[str]:
-    """Name the files that are opened for what is wanted."""
-    return {piece.file for name, has in pieces.items() for piece in _needed(has, own.get(name))}
+def files_for(pieces: Mapping[str, Pieces], slices: Own) -> set[str]:
+    """Return the files that must be opened for these slices."""
+    return {piece.file for name, has in pieces.items() for piece in _needed(has, slices.get(name))}
 
 
-def _needed(pieces: Pieces, own: Slice | None) -> Pieces:
-    """Leave out the pieces of which nothing is wanted, but for one that tells the type."""
+def _needed(pieces: Pieces, wanted: Slice | None) -> Pieces:
+    """Return the pieces that overlap the wanted slice; at least one, which tells the dtype."""
     part = pieces[0].part
-    if own is None or part is None or part.whole != own.whole:
+    if wanted is None or part is None or part.whole != wanted.whole:
         return pieces
-    return tuple(p for p in pieces if p.part and _common(p.part, own)) or pieces[:1]
+    return tuple(p for p in pieces if p.part and _common(p.part, wanted)) or pieces[:1]
 
 
 def _common(one: Slice, other: Slice) -> Slice | None:
-    """Return what two slices of a tensor share; None: nothing."""
+    """Return the intersection of two slices of a tensor; None if it is empty."""
     begins = tuple(map(max, one.offsets, other.offsets))
-    ends = (tuple(map(add, *own[:2])) for own in (one, other))
+    ends = (tuple(map(add, *part[:2])) for part in (one, other))
     lengths = tuple(map(sub, map(min, *ends), begins))
     return Slice(begins, lengths, one.whole) if all(n > 0 for n in lengths) else None
 
 
 def read_pieces(
-    path: Path, pieces: Mapping[str, Pieces], own: Own | None = None
+    path: Path, pieces: Mapping[str, Pieces], slices: Own | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Shape]]:
-    """Read what is `own` of each tensor, and the whole of those that have another shape than is
-    thought; each file is opened once.
+    """Read the `slices` of tensors, others whole; open each file once.
 
     Returns:
         The tensors, in CPU memory, and the whole shape of each.
@@ -120,20 +119,22 @@ def read_pieces(
     Raises:
         CheckpointError: one is no safetensors file, or lacks a tensor.
     """
-    own = own or {}
+    slices = slices or {}
+    # Group by file; a slice may have pieces in several.
     by_file: dict[str, list[tuple[str, Piece]]] = {}
     for name, has in pieces.items():
-        for piece in _needed(has, own.get(name)):
+        for piece in _needed(has, slices.get(name)):
             by_file.setdefault(piece.file, []).append((name, piece))
     tensors: dict[str, Tensor] = {}
     wholes: dict[str, Shape] = {}
     for file, its in by_file.items():
         with _opened(path, file) as opened:
             for name, piece in its:
+                # A tensor of another shape than expected is read whole: the caller reports it.
                 part = piece.part or Slice.of_all(opened.shape(name))
-                every = Slice.of_all(part.whole)
-                wanted = own.get(name, every)
-                wanted = wanted if wanted.whole == part.whole else every
+                whole = Slice.of_all(part.whole)
+                wanted = slices.get(name, whole)
+                wanted = wanted if wanted.whole == part.whole else whole
                 tensors[name] = _read(opened, (name, part), wanted, tensors.get(name))
                 wholes[name] = part.whole
     return tensors, wholes
@@ -151,18 +152,18 @@ def _opened(path: Path, file: str) -> Iterator[Opened]:
 def _read(
     opened: Opened, stored: tuple[str, Slice], wanted: Slice, before: Tensor | None
 ) -> Tensor:
-    """Read what a file has of what is wanted, into what was read `before` of it."""
+    """Read the part of the `wanted` slice that is in one file, into `before` if that is there."""
     name, part = stored
     if wanted == part:
         return opened.read(name)
     both = _common(part, wanted)
     if both is None:  # its type only
         return opened.read(name, (slice(0, 1),) * len(part.whole)).new_empty(wanted.lengths)
-    found = opened.read(name, _within(both, part))
-    if found.shape == wanted.lengths:
-        return found
-    target = found.new_empty(wanted.lengths) if before is None else before
-    target[_within(both, wanted)] = found
+    values = opened.read(name, _within(both, part))
+    if values.shape == wanted.lengths:
+        return values
+    target = values.new_empty(wanted.lengths) if before is None else before
+    target[_within(both, wanted)] = values
     return target
 
 

@@ -32,8 +32,8 @@ class CheckpointReader:
         self.path = Path(path)
         self.facts, self._digests = read_state(self.path)
         self._verified: set[str] = set()
-        own = digest_of([self.facts, self._digests])
-        self.digest = digest_of({**self._digests, STATE: own})
+        state_digest = digest_of([self.facts, self._digests])
+        self.digest = digest_of({**self._digests, STATE: state_digest})
         """A digest of the whole checkpoint, which tells it from others."""
         self.state: dict[str, Any] = self.facts["state"]
         """The keyword arguments of `save_checkpoint`."""
@@ -93,6 +93,6 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def remove_unfinished(folder: str | os.PathLike[str]) -> None:
-    """Delete what interrupted saves left in a folder of checkpoints, while none is under way."""
+    """Delete the remains of interrupted saves in a folder; no save may be under way there."""
     for path in Path(folder).glob(f".*{UNFINISHED}"):
         remove_checkpoint(path)

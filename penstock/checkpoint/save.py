@@ -37,7 +37,7 @@ from .reader import CheckpointReader
 from .together import Digests, Saving, Share, agreed, begin, write_together
 
 _Files = dict[str, tuple[dict[str, Tensor], Mapping[str, Slice]]]
-"""What a process writes: tensors of each file, and of which parts some of them are."""
+"""By file: the tensors that a process writes, and the slices that some of them are."""
 
 
 def save_checkpoint(
@@ -50,16 +50,16 @@ def save_checkpoint(
 
     The tensors go under the model's own names: the unsplit model and a pipeline of any other
     number of stages load them.  A tensor with several names is stored under each, so that a plain
-    `load_state_dict` of model.safetensors works.  Modules' `get_extra_state` may give tensors, or
-    what JSON gives back as it is.  A pipeline's step count and seed are saved as
-    well, for its random streams.  `state` is anything JSON can hold (tuples come back as lists),
-    such as a learning-rate scheduler's or a GradScaler's `state_dict()`.
+    `load_state_dict` of model.safetensors works.  Modules' `get_extra_state` may return tensors or
+    JSON values.  A pipeline's step count and seed are saved too, for its random streams.  `state`
+    is anything JSON can hold (tuples come back as lists), such as a learning-rate scheduler's or a
+    GradScaler's `state_dict()`.
 
-    In a mesh of processes all of them call this alike.  Each writes its own file: the first
-    replica, the tensors of its stages; of weights that processes share (`Pipeline(sharding=)`),
-    each its slices, as torch.distributed.checkpoint writes them in safetensors files.
-    `export_model` makes one file of the model's.  However long they write, the mesh's `timeout_s`
-    counts only for a process that does not answer that it is at work.
+    In a mesh of processes all of them call this alike.  Each process of the first replica writes
+    a file with the tensors of its stages.  Weights that processes share (`Pipeline(sharding=)`)
+    are written in slices, in the format of torch.distributed.checkpoint.  `export_model` joins the
+    model's files.  Writing may take any time: the mesh's `timeout_s` counts only for a process
+    that does not answer.
 
     Raises:
         CheckpointError: `path` exists; `state` or extra state of a module is not JSON; the
@@ -78,9 +78,9 @@ def async_save_checkpoint(
 ) -> Saving:
     """Save like `save_checkpoint`, but return as soon as all tensors are copied to CPU memory.
 
-    Training may go on at once: what is written is what was there when this was called.  Until it
-    is written the copy takes as much memory as this process's share of the checkpoint.  Several
-    saves of a mesh of processes are written one after the other.
+    Training may go on at once: the checkpoint has the values at this call.  Until it is written,
+    a copy takes the memory of this process's share.  Several saves in a mesh of processes are
+    written one after the other.
 
     Returns:
         The save under way; `wait()` for it before the process ends, to learn whether it went well.
@@ -99,8 +99,7 @@ def _begin(
     *,
     copy: bool,
 ) -> Saving:
-    """Gather what is saved, and begin to write it; in a mesh of processes, all of them raise what
-    one of them must.
+    """Gather what is saved, and begin to write it; an error of one process is raised on all.
 
     Raises:
         CheckpointError: something cannot be saved.
@@ -109,18 +108,20 @@ def _begin(
     share = begin("save_checkpoint", module)
     mesh = share.mesh
 
+    # 1. Collect the tensors and facts of each rank.
     def collect() -> tuple[_Files, dict[str, Any]]:
         if mesh.is_first_rank:
             refuse_existing(target)
         return _collect(share, module, optimizer, state, copy=copy)
 
-    (files, facts), told = agreed(
+    (files, facts), answers = agreed(
         mesh,
         collect,
-        lambda own: {key: own[1][key] for key in ("optimizer", "files", "slices", EXTRA)},
+        lambda both: {key: both[1][key] for key in ("optimizer", "files", "slices", EXTRA)},
         "for the others to save the same checkpoint",
     )
-    parts = [part.pop("optimizer") for part in told]
+    # 2. Merge the facts of all ranks; replicas have equal optimizer states.
+    parts = [part.pop("optimizer") for part in answers]
     without = [str(rank) for rank, part in enumerate(parts) if part is None]
     if without and len(without) < len(parts):
         raise CheckpointError(
@@ -130,8 +131,9 @@ def _begin(
     if not without:
         firsts = [rows[0][0] for rows in mesh.placement.meshes] if mesh.world_size > 1 else [0]
         facts["optimizer"] = merge_optimizers([parts[rank] for rank in firsts])
-    for key in told[0]:
-        facts[key] = {name: value for part in told for name, value in part[key].items()}
+    for key in answers[0]:
+        facts[key] = {name: value for part in answers for name, value in part[key].items()}
+    # 3. Write in the background.
     write, finish = partial(_write, files), partial(write_state, facts)
     return write_together(mesh, target, refuse_existing, write, finish)
 
@@ -144,39 +146,43 @@ def _collect(
     *,
     copy: bool,
 ) -> tuple[_Files, dict[str, Any]]:
-    """Gather what this process writes, and facts of the checkpoint."""
+    """Return the files that this process writes, and its facts for state.json."""
     mesh, held, _ = share
+    # 1. Facts of the pipeline.
     facts: dict[str, Any] = {"pipeline": None, "optimizer": None, "state": state}
     if is_pipeline(module):
         noted = ("step", "evaluations", "seed")
         facts["pipeline"] = {name: getattr(module, name) for name in noted}
+    # 2. Tensors, by file.
     extra, values = read_extra(held.owners)
-    found = {MODEL: {**held.state(), **extra}}
+    contents = {MODEL: {**held.state(), **extra}}
     if optimizer is not None:
-        found[OPTIMIZER], facts["optimizer"] = pack_optimizer(optimizer, module)
+        contents[OPTIMIZER], facts["optimizer"] = pack_optimizer(optimizer, module)
     facts = {**jsonable(facts), EXTRA: values if mesh.is_first_of_stage else {}}
     files, facts["files"], facts["slices"] = _Files(), {}, {}
-    for file, content in found.items():
+    # 3. Of each file, the tensors that this rank writes, in a file of its own.
+    for file, content in contents.items():
         written, slices = _own_of(content, share, of_optimizer=file == OPTIMIZER)
         if written or mesh.world_size == 1:
             if mesh.world_size > 1:
                 file = f"{file.removesuffix(SUFFIX)}/shard-{mesh.rank + 1:05d}{SUFFIX}"
             files[file] = storable(written, copy=copy), slices
             facts["files"][file] = list(written)
-            facts["slices"][file] = {n: own[:2] for n, own in slices.items() if n in written}
+            facts["slices"][file] = {n: part[:2] for n, part in slices.items() if n in written}
     return files, facts
 
 
 def _own_of(
     content: dict[str, Any], share: Share, *, of_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, Slice]]:
-    """Select what this process writes, replicated tensors from their first holder, sharded ones
-    from each holder; and say which slices of these are here.
+    """Return the tensors that this process writes, and the slices that it holds of them.
+
+    The first holder writes a replicated tensor; each holder writes its slice of a sharded one.
     """
     mesh, _, shards = share
     axes = (*mesh.shard_axes, mesh.replicas.tensors)
     cut = shards.slices(content, of_optimizer=of_optimizer)
-    slices = {name: own for name, own in cut.items() if content[name].shape == own.lengths}
+    slices = {name: part for name, part in cut.items() if content[name].shape == part.lengths}
 
     def is_own(name: str, value: Any) -> bool:
         if name not in slices:
@@ -187,7 +193,7 @@ def _own_of(
 
 
 def _write(files: _Files, folder: Path) -> Digests:
-    """Write files; force them to the disk, and give the digests."""
+    """Write files, and force them to the disk; return their digests."""
     digests = {}
     for name, (tensors, slices) in files.items():
         file = folder / name

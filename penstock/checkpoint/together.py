@@ -1,7 +1,9 @@
-"""What the processes that hold a model do alike to save or load it: begin, refuse, write a folder.
+"""Save and load collectively: begin a call, raise errors on all ranks alike, write a folder.
 
-A folder is written in a thread of its own in every process, and over a process group of its own,
-so that training may go on beside it.  It has a hidden name until it is complete.
+Each process writes in a thread, over a separate process group, so that training may go on.
+
+    rank 0     make a hidden folder ──► write files ──► gather digests ──► state.json, rename
+    others     wait ──────────────────► write files ──► gather digests ──► wait
 """
 
 import shutil
@@ -23,16 +25,14 @@ from penstock.runtime.shards.at_rest import CutWeights
 
 from .files import UNFINISHED, put_in_place
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Digests = dict[str, str]
-"""Of what a process has written, by the name in the folder; empty ones where nobody asks."""
+"""Digests of the files that a process has written, by file name; "" if nothing reads them."""
 _MOST_FAULTS = 100
 
 
 class Share(NamedTuple):
-    """The processes that hold parts of a model, and what this one holds: of weights `shards` that
-    several processes share, its slices.
-    """
+    """The mesh of a model, the state in this process, and its slices of shared weights."""
 
     mesh: Mesh
     held: Held
@@ -52,45 +52,45 @@ def begin(call: str, module: nn.Module) -> Share:
 
 
 def agreed(
-    mesh: Mesh, job: Callable[[], Found], tell: Callable[[Found], Any], what: str
-) -> tuple[Found, list[Any]]:
-    """Run a job in every process; all refuse what one of them must refuse.
+    mesh: Mesh, job: Callable[[], Result], tell: Callable[[Result], Any], purpose: str
+) -> tuple[Result, list[Any]]:
+    """Run a job in every process; an error of one process is raised on all.
 
     Returns:
-        What the job found here, and what each process tells of that, in the order of ranks.
+        The job's result here, and `tell(result)` of each process, in the order of ranks.
 
     Raises:
-        CheckpointError: says what went wrong, and on which ranks where not on all alike; in a
-            process that is alone, whatever the job raised.
+        CheckpointError: has the problems, and their ranks unless all have the same one.  A
+            single process raises the job's own error.
     """
     try:
-        found = job()
+        result = job()
     except (PeerError, WaitTimeout):  # there is nobody to agree with
         raise
     except Exception as error:
         if mesh.world_size == 1:
             raise
-        raise _refusal(mesh.world.gather((str(error), None), what)) from error
-    told = mesh.world.gather((None, tell(found)), what)
-    if any(problem is not None for problem, _ in told):
-        raise _refusal(told)
-    return found, [part for _, part in told]
+        raise _refusal(mesh.world.gather((str(error), None), purpose)) from error
+    answers = mesh.world.gather((None, tell(result)), purpose)
+    if any(problem is not None for problem, _ in answers):
+        raise _refusal(answers)
+    return result, [part for _, part in answers]
 
 
-def _refusal(told: list[tuple[str | None, Any]]) -> CheckpointError:
-    said = {rank: problem for rank, (problem, _) in enumerate(told) if problem is not None}
-    if len(said) == len(told) and len(set(said.values())) == 1:
+def _refusal(answers: list[tuple[str | None, Any]]) -> CheckpointError:
+    said = {rank: problem for rank, (problem, _) in enumerate(answers) if problem is not None}
+    if len(said) == len(answers) and len(set(said.values())) == 1:
         return CheckpointError(said[0])
     return CheckpointError("; ".join(f"rank {rank}: {problem}" for rank, problem in said.items()))
 
 
-def refuse_foreign(head: str, told: Iterable[Iterable[str]], *tail: str) -> None:
-    """Refuse what does not fit the model, if any process told of faults.
+def refuse_foreign(head: str, reports: Iterable[Iterable[str]], *tail: str) -> None:
+    """Refuse a checkpoint that does not fit the model, if any process has found faults.
 
     Raises:
         CheckpointError: `head`, the faults, each once, and `tail`.
     """
-    faults = list(dict.fromkeys(fault for said in told for fault in said))
+    faults = list(dict.fromkeys(fault for said in reports for fault in said))
     if faults:
         lines = [f"  {fault}" for fault in faults[:_MOST_FAULTS]]
         if len(faults) > _MOST_FAULTS:
@@ -127,32 +127,36 @@ def write_together(
     write_own: Callable[[Path], Digests],
     finish: Callable[[Path, Digests], None],
 ) -> Saving:
-    """Begin to write the folder `path`, unless `refuse` raises: all write their own into it, and
-    rank 0 finishes it, knowing what all have written.  No deadline runs on what they write.
+    """Begin to write the folder `path`, unless `refuse` raises.
 
-    What they write must not change until they have.
+    Every process writes its files by `write_own`; then rank 0 calls `finish` with all digests.
+    Writing has no deadline.  The tensors must not change until it has ended.
 
     Waiting for it raises:
         CheckpointError: `refuse` did, or a disk refuses; on every process alike.
         PeerError: a process failed meanwhile.
     """
-    what = f"for all to write the checkpoint {path}"
+    purpose = f"for all to write the checkpoint {path}"
 
     def complete(unfinished: Path, digests: Digests) -> None:
         finish(unfinished, digests)
         put_in_place(unfinished, path, digests.keys())
 
     def write(world: Control) -> None:
-        world.from_first(partial(refuse, path), what)
-        parts = [world.from_first(partial(_try, world, _make_unfinished, path), what)]
+        # 1. Rank 0 makes the hidden folder.
+        world.from_first(partial(refuse, path), purpose)
+        parts = [world.from_first(partial(_try, world, _make_unfinished, path), purpose)]
         unfinished = parts[0][0]
+        # 2. Each rank writes its files.  Errors are gathered, not raised: all ranks get here.
         if unfinished is not None:
-            mine = world.work(partial(_try, world, write_own, unfinished), what)
-            parts = world.gather(mine, what)
+            mine = world.work(partial(_try, world, write_own, unfinished), purpose)
+            parts = world.gather(mine, purpose)
+        # 3. Rank 0 writes state.json and renames the folder.
         if all(error is None for _, error in parts):
-            digests = {name: digest for own, _ in parts for name, digest in own.items()}
+            digests = {name: digest for written, _ in parts for name, digest in written.items()}
             job = partial(_try, world, complete, unfinished, digests)
-            parts = [world.from_first(job, what)]
+            parts = [world.from_first(job, purpose)]
+        # 4. Report the errors of any rank on all, and leave nothing behind.
         errors = dict.fromkeys(error for _, error in parts if error is not None)
         if errors:
             if world.rank == 0 and unfinished is not None:
@@ -163,7 +167,7 @@ def write_together(
                 f"of it. Make room, or choose another place{reached}"
             )
 
-    return Saving(path, mesh.begin_save(write, what))
+    return Saving(path, mesh.begin_save(write, purpose))
 
 
 def _make_unfinished(path: Path) -> Path:
@@ -175,7 +179,7 @@ def _make_unfinished(path: Path) -> Path:
 
 
 def _try(world: Control, job: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
-    """Return the result of a job, and what went wrong, to be told to the other processes."""
+    """Return the result of a job and None, or None and the text of its error."""
     try:
         return job(*arguments), None
     except Exception as problem:

@@ -38,8 +38,7 @@ def check(
     The unsplit model runs here, in one thread, micro-batch after micro-batch.  Both sides are
     copies:
     the model given is not changed.  The report compares the loss, every parameter's gradient,
-    every
-    buffer, and the outputs in evaluation mode after the step.
+    every buffer, and the outputs in evaluation mode after the step.
 
     Args:
         layers, loss, num_microbatches: as for `Pipeline`; any module is captured with `inputs` as
@@ -57,12 +56,13 @@ def check(
         ConfigError: the stages are on several devices, the mesh has replicas, or the loss holds on
             to the model given.
     """
-    given = resolve_layers(layers, inputs)
-    loss = loss or given.own_loss
+    original = resolve_layers(layers, inputs)
+    loss = loss or original.own_loss
     if loss is None:
         raise ConfigError("check needs a loss, as train_step does: give loss=")
-    unsplit, loss_of_model = copy.deepcopy((given, loss))
-    twin, loss_of_twin = copy.deepcopy((given, loss))
+    # 1. Copy the model twice, so that the caller's stays as it is.
+    unsplit, loss_of_model = copy.deepcopy((original, loss))
+    twin, loss_of_twin = copy.deepcopy((original, loss))
     if not all(p.is_leaf for _, holder in twin.holders() for p in holder.parameters()):
         raise ConfigError(
             "copy.deepcopy of the model gives parameters that are no leaves, so that its two "
@@ -73,10 +73,10 @@ def check(
         options.setdefault("example_inputs", inputs)  # operators are recorded with them
     with (
         Pipeline(twin, num_microbatches=num_microbatches, loss=loss_of_twin, **options) as pipe,
-        _untouched(given),
+        _untouched(original),
     ):
         _check_place(pipe)
-        # The unsplit model, with the threads of a stage: kernels add in the same order.
+        # 2. Run the unsplit model, with the threads of a stage: kernels add in the same order.
         for _, holder in unsplit.holders():
             holder.to(pipe.devices[0])
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
@@ -88,7 +88,7 @@ def check(
         finally:
             torch.set_num_threads(threads)
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
-        # The pipeline.
+        # 3. Run the pipeline, and compare.
         actual = _run_pipeline(pipe, twin, loss_of_twin, batch)
         setting = f"K={pipe.num_stages}, M={num_microbatches}"
         if pipe.sharding is not None:

@@ -71,6 +71,7 @@ def _explain(
     layers: Layers, rows: tuple[CheckRow, ...], expected: Result, actual: Result
 ) -> tuple[str, tuple[str, ...]]:
     """Return the layer with the first difference, and the usual causes."""
+    # A wrong forward is seen first in the first layer whose output differs.
     for step in layers:
         outputs = actual.layer_outputs[step.index]  # empty if the layer runs elsewhere
         if outputs and not expected.layer_outputs[step.index] <= outputs:
@@ -81,6 +82,7 @@ def _explain(
                 "a kernel of it is not deterministic, or chose another path for another thread "
                 "count",
             )
+    # A wrong backward is seen first in the last layer whose gradient differs.
     wrong = {row.name for row in rows if row.kind == "gradient" and not row.equal}
     for step in reversed(layers.steps):
         if any(f"{step.name}.{name}" in wrong for name, _ in step.module.named_parameters()):

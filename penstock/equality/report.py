@@ -77,8 +77,7 @@ class CheckRow:
     """One compared tensor: `kind` is loss, gradient, buffer or output.
 
     Of `elements`, `differing` differ in at least one bit, by at most `max_difference`.  `scale` is
-    the
-    largest absolute value of the unsplit model's tensor.
+    the largest absolute value of the unsplit model's tensor.
     """
 
     kind: str

@@ -47,7 +47,7 @@ def run_unsplit(
     norms = batch_norms([*(step.module for step in layers), *modules_of_loss(loss)])
     statistics = _Statistics(norms)
     gpus = sorted({device.index for device in pipe.devices if device.type == "cuda"})
-    # The step, micro-batch after micro-batch.
+    # 1. The step, micro-batch after micro-batch: losses add up in the pipeline's order.
     with digests(layers) as seen, torch.random.fork_rng(gpus), kept_outside():
         for i, part in enumerate(cut.inputs):
             with statistics.watching():
@@ -59,7 +59,7 @@ def run_unsplit(
                 weighted = value.detach() * cut.weights[i]
                 total = weighted if total is None else total + weighted
     statistics.put()
-    # The outputs in evaluation mode after it.
+    # 2. The outputs in evaluation mode.
     modules = [module for _, holder in layers.holders() for module in holder.modules()]
     with (
         torch.random.fork_rng(gpus),
@@ -94,9 +94,7 @@ def _seed(key: int) -> None:
 
 @dataclass(slots=True)
 class _Norm:
-    """A layer's statistics before the step, and (values per channel, mean, unbiased variance) of
-    each call.
-    """
+    """Statistics before the step; (values per channel, mean, unbiased variance) by call."""
 
     mean: Tensor
     variance: Tensor

@@ -104,14 +104,14 @@ def outcome_of(job: Callable[[], Any]) -> Outcome:
         return Outcome(error=error)
 
 
-def result_of(told: tuple[str, Any], teller: str) -> Any:
+def result_of(message: tuple[str, Any], teller: str) -> Any:
     """Return the result that another process told, or raise its error.
 
     Raises:
         PenstockError: the job raised one like this there.
         PeerError: it raised something else.
     """
-    name, content = told
+    name, content = message
     if not name:
         return content
     text, *notes = content

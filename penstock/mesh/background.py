@@ -86,9 +86,9 @@ class Background:
         return self._workers[-1]
 
     def wait(
-        self, slot: Slot, what: str, peer: int | None = None, *, has_deadline: bool = True
+        self, slot: Slot, purpose: str, peer: int | None = None, *, has_deadline: bool = True
     ) -> Any:
-        """Wait for a job's outcome; `what` and `peer` are as in `blame`.
+        """Wait for a job's outcome; `purpose` and `peer` are as in `blame`.
 
         Raises:
             PeerError: another process failed, or is gone.
@@ -97,31 +97,28 @@ class Background:
         try:
             return slot.get(self.timeout_s if has_deadline else None)
         except (*WAIT_FAILURES, RuntimeError) as error:
-            raise self.blame(error, what, peer) from error
+            raise self.blame(error, purpose, peer) from error
 
-    def begin_save(self, job: Callable[[], None], what: str) -> Callable[[], None]:
+    def begin_save(self, job: Callable[[], None], purpose: str) -> Callable[[], None]:
         """Queue a job behind earlier saves; return a function that waits for its end.
 
         That wait has no deadline; each wait inside the job has one.
         """
         slot = self.saves.submit(job)
-        return lambda: self.wait(slot, what, has_deadline=False)
+        return lambda: self.wait(slot, purpose, has_deadline=False)
 
-    def blame(self, error: Exception, what: str, peer: int | None) -> BaseException:
-        """Turn the error of a wait into one that names the culprit, and report it to all
-        processes.
+    def blame(self, error: Exception, purpose: str, peer: int | None) -> BaseException:
+        """Turn the error of a wait into one that names the culprit; report it to all processes.
 
-        `what` completes "rank 1 (stage 1) waited ...".  `peer` is the rank waited for, if it is
-        only
-        one.
+        `purpose` completes "rank 1 (stage 1) waited ...".  `peer` is the only rank waited for.
         """
         if isinstance(error, Empty | TimeoutError):
-            return self.watch.overdue(what, self.timeout_s)
-        return self.watch.explain(error, what, peer)
+            return self.watch.overdue(purpose, self.timeout_s)
+        return self.watch.explain(error, purpose, peer)
 
-    def run(self, job: Callable[[], Any], what: str) -> Any:
+    def run(self, job: Callable[[], Any], purpose: str) -> Any:
         """Run a small collective, and wait for it."""
-        return self.wait(self.controls.submit(job), what)
+        return self.wait(self.controls.submit(job), purpose)
 
     def end_saves(self) -> None:
         """Wait for unfinished checkpoint saves, unless a process has failed."""

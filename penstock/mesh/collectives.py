@@ -7,7 +7,7 @@
     broadcast        one process's tensor, on every one
 
 All processes of an axis make the same calls in the same order, with tensors of known sizes; with
-one process a call does nothing.  `what` completes "rank 1 (stage 1) waited ...".
+one process a call does nothing.  `purpose` completes "rank 1 (stage 1) waited ...".
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +39,7 @@ class Waits:
     controls: Worker
     blames: bool = True
 
-    def run(self, job: Callable[[], Any], what: str) -> Any:
+    def run(self, job: Callable[[], Any], purpose: str) -> Any:
         """Run a job that waits for other processes; return its result.
 
         Raises:
@@ -48,7 +48,7 @@ class Waits:
         """
         slot = self.controls.submit(job)
         if self.blames:
-            return self.background.wait(slot, what)
+            return self.background.wait(slot, purpose)
         return slot.get(self.background.timeout_s)
 
 
@@ -86,30 +86,27 @@ class Collectives(Shared):
         """The number of processes."""
         return len(self.ranks)
 
-    def all_reduce(self, tensor: Tensor, what: str, by: Any = None) -> None:
+    def all_reduce(self, tensor: Tensor, purpose: str, by: Any = None) -> None:
         """Put the sum of all into `tensor`, or another reduction: `by`, a dist.ReduceOp."""
-        self._run(partial(self.begin_all_reduce, tensor, by), tensor, what)
+        self._run(partial(self.begin_all_reduce, tensor, by), tensor, purpose)
 
     def all_gather(
-        self, tensor: Tensor, what: str, shapes: Sequence[Shape] | None = None
+        self, tensor: Tensor, purpose: str, shapes: Sequence[Shape] | None = None
     ) -> list[Tensor]:
         """Return the tensors of all, in the order of ranks; `shapes` if they differ."""
-        return self._run(partial(self.begin_all_gather, tensor, shapes), tensor, what)
+        return self._run(partial(self.begin_all_gather, tensor, shapes), tensor, purpose)
 
-    def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
-        """Return the sum of part `parts[rank]` of all processes; parts may be uneven.
-
-        They are added in the order of ranks, so that a sum is the same whatever the backend.
-        """
-        return self._run(partial(self.begin_reduce_scatter, parts), parts[0], what)
+    def reduce_scatter(self, parts: Sequence[Tensor], purpose: str) -> Tensor:
+        """Return the sum of part `parts[rank]` of all processes; parts may be uneven."""
+        return self._run(partial(self.begin_reduce_scatter, parts), parts[0], purpose)
 
     def all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Shape], what: str
+        self, parts: Sequence[Tensor], shapes: Sequence[Shape], purpose: str
     ) -> list[Tensor]:
         """Send `parts[r]` to process r; return the tensors sent here, of these `shapes`."""
-        return self._run(partial(self._begin_all_to_all, parts, shapes), parts[0], what)
+        return self._run(partial(self._begin_all_to_all, parts, shapes), parts[0], purpose)
 
-    def broadcast(self, source: int, tensor: Tensor, what: str) -> None:
+    def broadcast(self, source: int, tensor: Tensor, purpose: str) -> None:
         """Overwrite a contiguous tensor with its values on process `source`."""
         if self.size == 1:
             return
@@ -120,14 +117,14 @@ class Collectives(Shared):
             work = dist.broadcast(as_bytes, src=rank, group=self.group, async_op=True)
             return Begun(lambda: _end(work, tensor, None))
 
-        self._run(begin, tensor, what)
+        self._run(begin, tensor, purpose)
 
-    def copy_from_first(self, tensors: Iterable[Tensor], what: str) -> None:
+    def copy_from_first(self, tensors: Iterable[Tensor], purpose: str) -> None:
         """Set tensors to their values on the first process."""
         with torch.no_grad():
             for tensor in tensors:
                 values = tensor.detach().contiguous()
-                self.broadcast(0, values, what)
+                self.broadcast(0, values, purpose)
                 tensor.copy_(values)
 
     def begin_all_reduce(self, tensor: Tensor, by: Any = None) -> Begun[Tensor]:
@@ -165,6 +162,7 @@ class Collectives(Shared):
         exchanged = self._begin_all_to_all(parts, [parts[self.rank].shape] * self.size)
 
         def end() -> Tensor:
+            # Added here, in the order of ranks: a backend would choose an order of its own.
             first, *others = exchanged.end()
             total: Tensor = first.clone()
             for part in others:
@@ -199,25 +197,24 @@ class Collectives(Shared):
 
         return Begun(end)
 
-    def finish(self, begun: Sequence[Begun[Any]], what: str) -> list[Any]:
+    def finish(self, begun: Sequence[Begun[Any]], purpose: str) -> list[Any]:
         """Wait for collectives under way; return their results."""
         if self.waits is None or not begun:
             return [collective.end() for collective in begun]
-        results: list[Any] = self.waits.run(lambda: [one.end() for one in begun], what)
+        results: list[Any] = self.waits.run(lambda: [one.end() for one in begun], purpose)
         return results
 
-    def _run(self, begin: Callable[[], Begun[_T]], tensor: Tensor, what: str) -> _T:
+    def _run(self, begin: Callable[[], Begun[_T]], tensor: Tensor, purpose: str) -> _T:
         """Run a collective on a tensor, and wait for it.
 
         On an accelerator this thread begins it, so that it follows this thread's work on the
-        current
-        stream.
+        current stream.
         """
         if self.size == 1:
             return begin().end()
         assert self.waits is not None, "there is one process only"
         end = (lambda: begin().end()) if tensor.is_cpu else begin().end
-        result: _T = self.waits.run(end, what)
+        result: _T = self.waits.run(end, purpose)
         return result
 
 

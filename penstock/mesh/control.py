@@ -1,7 +1,7 @@
 """Agree on small values along an axis of the mesh: gathers, broadcasts, barriers, joint jobs.
 
 All processes of the axis make the same calls in the same order; with one process a call returns at
-once.  `what` completes the message "rank 1 (stage 1) waited ...".  Tensors go by `tensors`.
+once.  `purpose` completes the message "rank 1 (stage 1) waited ...".  Tensors go by `tensors`.
 """
 
 import json
@@ -96,29 +96,29 @@ class Control(Shared):
 
     # -- objects ----------------------------------------------------------------------------------
 
-    def gather(self, value: Any, what: str) -> list[Any]:
+    def gather(self, value: Any, purpose: str) -> list[Any]:
         """Return the values of all processes, in the order of ranks."""
         if self.size == 1:
             return [value]
         job = partial(gather_messages, encode(value), self.size, self.tensors.group)
-        return list(map(decode, self.waits.run(job, what)))
+        return list(map(decode, self.waits.run(job, purpose)))
 
-    def broadcast(self, value: Any, source: int, what: str) -> Any:
+    def broadcast(self, value: Any, source: int, purpose: str) -> Any:
         """Return the value of rank `source`."""
         if self.size == 1:
             return value
         message = encode(value) if self.rank == source else b""
         rank, group = self.tensors.ranks[source], self.tensors.group
-        return decode(self.waits.run(partial(broadcast_message, message, rank, group), what))
+        return decode(self.waits.run(partial(broadcast_message, message, rank, group), purpose))
 
-    def number_pipeline(self, what: str) -> int:
-        """Number a pipeline that all processes make; `what` describes it in messages.
+    def number_pipeline(self, description: str) -> int:
+        """Number a pipeline that all processes make; `description` describes it in messages.
 
         Calls carry this number, so that calls for two pipelines never mix.
         """
         if self.size == 1:
             return 0
-        self.pipelines.append(f"pipeline {len(self.pipelines)} ({what})")
+        self.pipelines.append(f"pipeline {len(self.pipelines)} ({description})")
         return len(self.pipelines) - 1
 
     def exchange(self, kind: str, pipeline: int, row: Row) -> list[Row]:
@@ -143,7 +143,7 @@ class Control(Shared):
         """Check that all make a call of this kind, for one pipeline.
 
         Raises:
-            MeshError: they do not.
+            MeshError: the calls differ.
         """
         with self.reporting():
             self.exchange(kind, pipeline, ())
@@ -156,7 +156,7 @@ class Control(Shared):
         """
         if self.size == 1:
             return
-        what = f"for the others to be given the same by {where}"
+        purpose = f"for the others to be given the same by {where}"
         mine = {name: repr(value) for name, value in facts.items()}
         # The maximum of a digest and of its negative: equal only if all are.  It costs few bytes,
         # however many processes; values are gathered only to name a difference.
@@ -164,21 +164,21 @@ class Control(Shared):
         words = torch.frombuffer(bytearray(raw), dtype=torch.int32).long()  # -words fits, too
         both = torch.cat([words, -words])
         highest = both.clone()
-        self.tensors.all_reduce(highest, what, dist.ReduceOp.MAX)
+        self.tensors.all_reduce(highest, purpose, dist.ReduceOp.MAX)
         if not torch.equal(highest, both):
-            name_difference(where, self.gather(mine, what))
+            name_difference(where, self.gather(mine, purpose))
 
-    def highest(self, value: int, what: str) -> int:
+    def highest(self, value: int, purpose: str) -> int:
         """Return the highest value of all; cheaper than `gather`."""
         highest = torch.tensor(value)
-        self.tensors.all_reduce(highest, what, dist.ReduceOp.MAX)
+        self.tensors.all_reduce(highest, purpose, dist.ReduceOp.MAX)
         return int(highest)
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, purpose: str) -> None:
         """Return once all processes have come here."""
-        self.highest(0, what)
+        self.highest(0, purpose)
 
-    def sum_scalars(self, scalar: Tensor | None, what: str) -> Tensor:
+    def sum_scalars(self, scalar: Tensor | None, purpose: str) -> Tensor:
         """Return the sum of the scalars of the processes that have one, in their type."""
         if self.size == 1:
             assert scalar is not None
@@ -188,19 +188,18 @@ class Control(Shared):
             values_and_counts[:, _SCALARS.index(scalar.dtype)] = torch.stack(
                 [scalar.double().cpu(), torch.ones((), dtype=torch.float64)]
             )
-        self.tensors.all_reduce(values_and_counts, what)
+        self.tensors.all_reduce(values_and_counts, purpose)
         values, counts = values_and_counts
         total: Tensor = values.sum().to(_SCALARS[int(counts.argmax())])
         return total
 
     # -- work -------------------------------------------------------------------------------------
 
-    def work(self, job: Callable[[], Any], what: str) -> Any:
+    def work(self, job: Callable[[], Any], purpose: str) -> Any:
         """Run a long job in every process; return its result, or raise its error, once all ended.
 
-        The job has no deadline.  A process that has ended its own asks the others again and again,
-        in
-        short exchanges, if they are still at work.
+        The job has no deadline: until all have ended, processes exchange short messages, each of
+        which has one.
         """
         if self.size == 1:
             return job()
@@ -209,11 +208,11 @@ class Control(Shared):
         while True:
             if outcome is None:
                 patience_s = min(_LOOK_S, self.waits.background.timeout_s / 4)
-                outcome = self._look(slot, patience_s, what)
-            if not self.highest(int(outcome is None), what):
+                outcome = self._look(slot, patience_s, purpose)
+            if not self.highest(int(outcome is None), purpose):
                 return outcome.result() if outcome is not None else None
 
-    def from_first(self, job: Callable[[], Any], what: str) -> Any:
+    def from_first(self, job: Callable[[], Any], purpose: str) -> Any:
         """Run a long job on rank 0; return its result, or raise its error, on all processes.
 
         Raises:
@@ -222,11 +221,11 @@ class Control(Shared):
         """
         if self.size == 1:
             return job()
-        mine = self.work(lambda: outcome_of(job) if self.rank == 0 else None, what)
-        told = self.broadcast(None if mine is None else mine.told(), 0, what)
-        return result_of(told, "rank 0") if mine is None else mine.result()
+        mine = self.work(lambda: outcome_of(job) if self.rank == 0 else None, purpose)
+        outcome = self.broadcast(None if mine is None else mine.told(), 0, purpose)
+        return result_of(outcome, "rank 0") if mine is None else mine.result()
 
-    def _look(self, slot: Slot, patience_s: float, what: str) -> Any:
+    def _look(self, slot: Slot, patience_s: float, purpose: str) -> Any:
         """Return a job's outcome, or None if there is none within `patience_s`."""
         try:
             return slot.get(patience_s)
@@ -235,4 +234,4 @@ class Control(Shared):
         except PeerError as error:
             if not self.waits.blames:
                 raise
-            raise self.waits.background.blame(error, what, None) from error
+            raise self.waits.background.blame(error, purpose, None) from error

@@ -73,7 +73,7 @@ def init_mesh(
     counts = {"num_stages": num_stages, "num_replicas": num_replicas, "num_shards": all_shards}
     _check_counts(counts, placement)
     timeout_s = check_timeout(timeout_s)
-    # A single process, without torchrun: all stages are threads of it.
+    # 1. A single process, without torchrun: all stages are threads of it.
     if not dist.is_initialized() and num_processes() == 1:
         needed = num_replicas * all_shards if placement is None else placement.num_ranks
         if needed != 1:
@@ -85,7 +85,7 @@ def init_mesh(
                 f"{needed * (num_stages or 1)}"
             )
         return Mesh.of_one_process(num_stages or 1, timeout_s)
-    # Several processes: they meet, and the default placement uses all of them.
+    # 2. Several processes: they meet, and the default placement uses all of them.
     arguments: dict[str, Any] = {**counts, "num_shards": num_shards, "placement": placement}
     world, place = meet(arguments, timeout_s, device)
     if placement is None:
@@ -115,6 +115,7 @@ def meet(
     backends, place = check_backends(device), process_device(device)
     if place.type != "cpu":
         torch.accelerator.set_device_index(place)
+    # The watch comes first: it names the culprit if a later call fails.
     join(timeout_s, backends)
     with meeting():
         attempt = told_by_first(uuid.uuid4().hex)
@@ -159,6 +160,7 @@ def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh
         )
     background = world.waits.background
     with world.reporting(placement.names):
+        # Process groups are made in the same order everywhere, or torch would mix them up.
         shards = _along(placement.groups(SHARD), world)
         axes: tuple[Collectives, ...] = (shards.tensors,)
         for stage in (placement.ranks.index(mesh) for mesh in placement.meshes):

@@ -59,6 +59,7 @@ class Lifelines:
             PeerError: a process has failed, or is gone.
         """
         background = world.waits.background
+        # 1. Connect; let the system probe each connection.
         self._watch = background.watch
         try:
             self._lines = _connected(world)
@@ -76,6 +77,7 @@ class Lifelines:
         # A forked child that lives on would keep its parent's connections open.
         _register()
         _OPEN.update((*self._lines.values(), self._end, self._bell))
+        # 2. Watch in a thread; `_bell` wakes it for its end.
         self._thread = threading.Thread(
             target=self._run, name=f"{THREAD_PREFIX}lifelines", daemon=True
         )
@@ -89,7 +91,7 @@ class Lifelines:
                 self._look(key.data)
 
     def _look(self, rank: int) -> None:
-        """Read what made a connection readable: a goodbye, its end, or an error."""
+        """Read from a connection that became readable: a goodbye, its end, or an error."""
         line = self._lines[rank]
         here, there = map(self._watch.host, (self._watch.rank, rank))
         why, content = f"it has ended or was killed, on {there}", b""
@@ -251,13 +253,14 @@ def own_host() -> tuple[str, str]:
 
     The name is the address of gloo's interface (GLOO_SOCKET_IFNAME), else of the interface on the
     route to MASTER_ADDR.  Without both, MASTER_ADDR is on this host, perhaps under an address that
-    no
-    interface shows.  The name is then MASTER_ADDR, and the process listens at all addresses, "".
+    no interface shows.  The name is then MASTER_ADDR, and the process listens everywhere ("").
     """
+    # 1. The address of the interface that the user named for gloo.
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if interface:
         with suppress(OSError):  # no such interface, or none with such an address
             return (address_of(interface),) * 2
+    # 2. The address from which this host would reach MASTER_ADDR.
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         host, port = socket.gethostname(), "1"

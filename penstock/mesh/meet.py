@@ -49,6 +49,7 @@ def join(timeout_s: float, backends: str = "gloo") -> None:
     """
     if dist.is_initialized():
         return
+    # 1. Prepare: a store at rank 0, or torchrun's; a name for this attempt; process groups.
     rank, world_size, (address, port) = process_rank(), num_processes(), meeting_place()
     limit = timedelta(seconds=timeout_s)
 
@@ -73,7 +74,7 @@ def join(timeout_s: float, backends: str = "gloo") -> None:
         )
         dist.all_reduce(torch.zeros(()))  # gloo connects at first use: it waited for nobody so far
 
-    # In a thread: another program may listen at that address and never answer.
+    # 2. Run in a thread: another program may listen at that address and never answer.
     try:
         in_thread(meet, f"{THREAD_PREFIX}meeting", daemon=True).result(timeout_s + _MARGIN_S)
     except (RuntimeError, ValueError, TimeoutError) as error:
@@ -118,7 +119,7 @@ def _name_for_all(store: Any, others: Sequence[int], deadline: float) -> str:
     """
     name, pause_s = uuid.uuid4().hex, _PAUSE_S
     answered: set[str] = set()
-    hellos, ready = ([f"{what}/{rank}" for rank in others] for what in ("hello", "ready"))
+    hellos, ready = ([f"{kind}/{rank}" for rank in others] for kind in ("hello", "ready"))
     while set(_read(store, ready)) - {name}:
         words = set(filter(None, _read(store, hellos))) - answered
         if words:

@@ -30,9 +30,7 @@ _ALONE = Control()
 
 @dataclass(slots=True, eq=False)
 class Processes:
-    """The threads and connections of one process of a mesh; `point_to_point` is made at its first
-    use.
-    """
+    """The threads and connections of a process; its first use makes `point_to_point`."""
 
     watch: Watch
     background: Background
@@ -50,14 +48,10 @@ class Mesh(Shared):
     """The processes of a placement, and this one's place among them.
 
     `placement` maps stages to ranks; `num_stages` counts ranks if each runs several stages.
-    `world`
-    has all processes, `stages` those of this replica and shard.  `replicas` has those with the
-    same
-    stages and other samples, `shards` those that share these stages.  `shard_axes` are the axes
-    along
-    which the shards are arranged.  With all stages in threads of one process, each has that
-    process
-    alone, and `processes` is None.
+    `world` has all processes, `stages` those of this replica and shard.  `replicas` has those with
+    the same stages and other samples, `shards` those that share these stages.  `shard_axes` are
+    the axes along which the shards are arranged.  With all stages in threads of one process, each
+    has that process alone, and `processes` is None.
     """
 
     placement: Placement
@@ -77,9 +71,7 @@ class Mesh(Shared):
 
     @property
     def own_device(self) -> torch.device | None:
-        """The device of all stages of this process; None in one process, where the plan names
-        them.
-        """
+        """This process's device; None for a single process, where stages have their own."""
         return None if self.processes is None else self.device
 
     @property
@@ -133,8 +125,7 @@ class Mesh(Shared):
         """True if the values that this process tells its `stages` count.
 
         If stages have unlike meshes, the first shard of each speaks for all.  A process without a
-        stage
-        never speaks.
+        stage never speaks.
         """
         is_first = self.shard == 0 and self.rank not in self.placement.idle
         return self.placement.is_regular or is_first
@@ -180,12 +171,11 @@ class Mesh(Shared):
         assert self.processes is not None, "there is one process only"
         return self.processes
 
-    def begin_save(self, job: Callable[[Control], None], what: str) -> Callable[[], None]:
+    def begin_save(self, job: Callable[[Control], None], purpose: str) -> Callable[[], None]:
         """Run a job in a thread beside the training, in every process alike, after earlier ones.
 
         The process does not end before the job.  Its argument is a control of all processes over
-        another
-        process group than the training's.
+        another process group than the training's.
 
         Returns:
             A function that waits for its end.  Each wait inside the job has the deadline.
@@ -197,7 +187,7 @@ class Mesh(Shared):
         group = background.saving_group()
         tensors = replace(self.world.tensors, waits=waits, group=group)
         world = replace(self.world, tensors=tensors, long=background.saves_long)
-        return background.begin_save(partial(job, world), what)
+        return background.begin_save(partial(job, world), purpose)
 
     def close(self) -> None:
         """End the threads and process groups of the mesh; the end of the process does the same."""

@@ -28,7 +28,7 @@ _END = 2**31 - 1
 _MOST_GREETED = 64
 """Group size up to which all pairs connect at the start; in larger ones, at their first use."""
 _AT_ONCE = timedelta(milliseconds=1)
-"""Deadline of that receive."""
+"""Deadline of the receive that ends all others."""
 _WHAT = "for the others to connect"
 """Completes "rank 1 waited ..."."""
 
@@ -37,10 +37,8 @@ class PointToPoint:
     """Sends and receives of bytes in CPU memory, or in that of this process's device.
 
     On an accelerator a backend may match sends and receives by their order alone.  So each
-    direction
-    of an edge has its own group there, of all processes of the replica.  The thread `later` waits
-    for
-    sends that their receivers have not yet taken.
+    direction of an edge has its own group there, of all processes of the replica.  The thread
+    `later` waits for sends that their receivers have not yet taken.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from .control import Control
 _NUM_FIRST = 8
 """Calls at the start whose values are compared."""
 _EACH = 100
-"""Calls from one comparison to the next after these."""
+"""Calls between two comparisons after these."""
 _MOST_ELEMENTS = 4096
 """Floats of a tensor that its digest reads, about."""
 _ABSENT = -1.0
@@ -61,19 +61,17 @@ NOTHING_SAID = Texts()
 
 
 class BatchCheck:
-    """Chooses the calls of a pipeline whose batches are compared; counts calls, alike on all
-    ranks.
-    """
+    """Chooses the calls whose batches are compared; counts calls, alike on all ranks."""
 
     def __init__(self, when: CheckBatches, *, num_shards: int) -> None:
         self._when = when
         self._compares_shapes = num_shards > 1
         self._calls: Counter[str] = Counter()
 
-    def texts(self, kind: str, given: Pair, read: Pair) -> Texts:
+    def texts(self, kind: str, batch: Pair, read: Pair) -> Texts:
         """Describe the batch of the next call of this `kind`.
 
-        The text has the values of the batch `given`, the shapes of the part that is `read`, or
+        The text has the values of `batch`, the shapes of `read`, the part that this rank reads, or
         nothing.
         """
         number = self._calls[kind]
@@ -82,7 +80,7 @@ class BatchCheck:
         if self._when is CheckBatches.FIRST:
             is_due = number < _NUM_FIRST or number % _EACH == 0
         if is_due:
-            return Texts.of(given, with_values=True)
+            return Texts.of(batch, with_values=True)
         return Texts.of(read, with_values=False) if self._compares_shapes else NOTHING_SAID
 
 
@@ -182,10 +180,10 @@ def _check_count(first: int, count: int, rank: int, header: CallHeader) -> None:
             f"inputs hold {count} samples, targets {header.num_targets}; dimension 0 of "
             "tensors is the batch, and lists have one entry per sample"
         )
-    for what, number in (("inputs", header.num_inputs), ("targets", header.num_targets)):
+    for name, number in (("inputs", header.num_inputs), ("targets", header.num_targets)):
         if number not in (None, count):
             raise BatchError(
-                f"rank {first} was given {count} inputs, rank {rank} {number} {what}; all "
+                f"rank {first} was given {count} inputs, rank {rank} {number} {name}; all "
                 "ranks of a replica must be given the same mini-batch"
             )
 
@@ -203,9 +201,9 @@ def check_same(
     """
     for ranks in replicas:
         for k in range(2):  # inputs, targets
-            given = [rank for rank in ranks if digests[rank][k] is not None]
-            if len({digests[rank][k] for rank in given}) > 1:
-                _refuse(world.gather(mine[k], "for what the others were given"), given, k)
+            givers = [rank for rank in ranks if digests[rank][k] is not None]
+            if len({digests[rank][k] for rank in givers}) > 1:
+                _refuse(world.gather(mine[k], "for what the others were given"), givers, k)
 
 
 def _refuse(texts: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> None:
@@ -214,7 +212,7 @@ def _refuse(texts: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> Non
     Raises:
         BatchError: always; has the tensor of each rank.
     """
-    what, first = ("inputs", "targets")[k], ranks[0]
+    kind, first = ("inputs", "targets")[k], ranks[0]
     # The first place at which their lines differ, and the ranks with each line there.
     of_rank = {rank: dict(enumerate(texts[rank])) for rank in ranks}
     places = range(max(len(texts[rank]) for rank in ranks))
@@ -223,7 +221,7 @@ def _refuse(texts: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> Non
     for rank in ranks:
         by_text.setdefault(of_rank[rank].get(place, "nothing"), []).append(str(rank))
     num_tensors = len(texts[first])
-    which = what if num_tensors == 1 else f"{what} (tensor {place} of {num_tensors})"
+    which = kind if num_tensors == 1 else f"{kind} (tensor {place} of {num_tensors})"
     values = "; ".join(
         f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}: {text}"
         for text, names in by_text.items()

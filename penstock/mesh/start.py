@@ -102,6 +102,7 @@ def check_backends(asked: torch.device | str | None) -> str:
     Raises:
         ConfigError: torch lacks one, or torch.distributed was initialized without it.
     """
+    # Agreements need gloo on the CPU; tensors need the backend of their device.
     kind = torch.device(asked or "cpu").type
     if dist.is_initialized():
         met: str = dist.get_backend_config()

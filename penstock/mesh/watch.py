@@ -58,9 +58,10 @@ class Watch:
         self._waiting: dict[int, Any] = {}
         self._failure: Failure | None = None
         self._to_tell: Failure | None = None
+        # Set by the thread: this process's failure is told; a failure is known to this process.
         self._told, self._known = threading.Event(), threading.Event()
         self._counts: list[str] = []
-        self._counted = threading.Event()
+        self._counted = threading.Event()  # cleared to ask for new heartbeats
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"{THREAD_PREFIX}watch", daemon=True
@@ -71,8 +72,7 @@ class Watch:
         """Start the thread; call after the rendezvous.
 
         `attempt` is the name of this attempt at the job, the same in all processes: one store may
-        serve
-        several attempts.
+        serve several attempts.
         """
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         if host is not None and port is not None:  # a connection that nobody else blocks
@@ -147,42 +147,39 @@ class Watch:
         with self._lock:
             self._waiting.pop(id(slot), None)
 
-    def explain(self, error: Exception, what: str, peer: int | None) -> BaseException:
-        """Turn the error of a broken wait for `peer` into one that names the culprit, and tell
-        all.
+    def explain(self, error: Exception, purpose: str, peer: int | None) -> BaseException:
+        """Return the error of a broken wait for `peer`, with the culprit's name; tell all.
 
-        The peer may have left because of another process's failure; it then stayed long enough for
-        its
-        report.
+        If the peer left because of another failure, it stayed until that was reported.
         """
         if isinstance(error, PeerError):
-            return error if error.complete else PeerError(f"{error}; {self._waited(what)}")
+            return error if error.complete else PeerError(f"{error}; {self._waited(purpose)}")
         self._await_account()
         if self._failure is not None:
-            return self._peer_error(self._failure, what)
+            return self._peer_error(self._failure, purpose)
         suspects = self._suspects()
         if self._failure is not None:  # a peer whose own wait was overdue tells so only now
-            return self._peer_error(self._failure, what)
+            return self._peer_error(self._failure, purpose)
         who = suspects if peer is None else f"{self.name(peer)} has ended or was killed"
         reason = str(error).strip().splitlines()[0]
-        text = f"{who}: a connection broke while {self._waited(what)} ({reason})"
+        text = f"{who}: a connection broke while {self._waited(purpose)} ({reason})"
         self.report(RuntimeError(text))
         return PeerError(text, complete=True)
 
-    def overdue(self, what: str, timeout_s: float) -> BaseException:
+    def overdue(self, purpose: str, timeout_s: float) -> BaseException:
         """Return the error of an overdue wait, which names silent processes; tell all."""
         suspects = self._suspects()
         if self._failure is not None:
-            return self._peer_error(self._failure, what)
-        error = WaitTimeout(f"{self._waited(what)} for {timeout_s:g} s. {suspects}")
+            return self._peer_error(self._failure, purpose)
+        error = WaitTimeout(f"{self._waited(purpose)} for {timeout_s:g} s. {suspects}")
         self.report(error)
         return error
 
     def _await_account(self) -> None:
         self._known.wait(_GRACE_TICKS * self._tick_s)
 
-    def _waited(self, what: str) -> str:
-        return f"{self.name(self.rank)} waited {what}"
+    def _waited(self, purpose: str) -> str:
+        return f"{self.name(self.rank)} waited {purpose}"
 
     def _suspects(self) -> str:
         """Compare two rounds of heartbeats; return the ranks without a new one, as a sentence.
@@ -210,10 +207,10 @@ class Watch:
         self._counted.clear()
         return list(self._counts) if self._counted.wait(_SILENT_TICKS * self._tick_s) else None
 
-    def _peer_error(self, failure: Failure, what: str) -> PeerError:
+    def _peer_error(self, failure: Failure, purpose: str) -> PeerError:
         text = f"{self.name(failure.rank)} failed: {failure.text}"
-        if what:
-            return PeerError(f"{text}; {self._waited(what)}", complete=True)
+        if purpose:
+            return PeerError(f"{text}; {self._waited(purpose)}", complete=True)
         return PeerError(text)
 
     # -- the thread -------------------------------------------------------------------------------
@@ -227,8 +224,8 @@ class Watch:
                 self._store.set(f"alive/{self.rank}", str(count))
                 # Tell this process's failure; the first to write the key counts.
                 if self._to_tell is not None and not self._told.is_set():
-                    told = json.dumps([self._to_tell.rank, self._to_tell.text])
-                    self._store.compare_set("failed", "", told)
+                    message = json.dumps([self._to_tell.rank, self._to_tell.text])
+                    self._store.compare_set("failed", "", message)
                     self._told.set()
                 # Read another's failure; wake all waits.
                 if (

@@ -35,13 +35,11 @@ def clip_grad_norm_(
     """Scale all gradients down so that their norm, over the whole model, is at most `max_norm`.
 
     Has the bits of `torch.nn.utils.clip_grad_norm_` on the unsplit model, for every number of
-    stages
-    and processes.  The norm is taken of the norms of single gradients, in the order of the model's
-    parameters; a parameter of several stages counts once.  With replicas or shards (`sharding=`)
-    norms are added in float64 instead, so that "zero1" has the bits of plain replicas.  In a mesh
-    of
-    processes all of them call this alike, after `train_step`; equal gradients of replicas count
-    once.
+    stages and processes.  The norm is taken of the norms of single gradients, in the order of the
+    model's parameters; a parameter of several stages counts once.  With replicas or shards
+    (`sharding=`) norms are added in float64 instead, so that "zero1" has the bits of plain
+    replicas.  In a mesh of processes all of them call this alike, after `train_step`; equal
+    gradients of replicas count once.
 
     Args:
         pipe: the pipeline.
@@ -62,6 +60,7 @@ def clip_grad_norm_(
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not float(value) > 0:
             raise ConfigError(f"{name}={value!r}; it must be above 0")
+    # 1. Compute the norm of each gradient, and gather those of all stages.
     named = pipe.named_parameters()
     gradients: dict[str, Tensor] = {name: p for name, p in named if p.grad is not None}
     norms = _of_all_stages(pipe, _norms(pipe, gradients, float(norm_type), foreach))
@@ -71,12 +70,14 @@ def clip_grad_norm_(
             "gradient left to clip: the norm over all stages is not known before the first of "
             "them updates. Use a synchronous schedule, or a lower learning rate"
         )
+    # 2. Add the norms in the order of the unsplit model: so the total has its bits.
     total = _total(norms, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {float(total)}, so it "
             "cannot be clipped; leave error_if_nonfinite out to scale by it all the same"
         )
+    # 3. Scale the gradients of this process.
     if gradients:
         parameters = list(gradients.values())
         device = parameters[0].device

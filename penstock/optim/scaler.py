@@ -71,7 +71,8 @@ class GradScaler(AbstractSharedScaler):
             self._place.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
         self._mesh, self._number = pipe.mesh, pipe.number
-        self.scale(torch.zeros((), device=self._place))  # or torch knows no scale yet
+        # Torch makes the scale's tensor at the first call; `unscale_` needs it before that.
+        self.scale(torch.zeros((), device=self._place))
 
     def share(
         self, look: Callable[[], dict[torch.device, Tensor]], found_inf: Tensor

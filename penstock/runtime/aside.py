@@ -60,14 +60,14 @@ class _Shared:
         name = None if isinstance(self.holder, FILLED) else name
         users = [party for party in self.parties if party.may_use(self.key, name)]
         readers = [party for party in users if party.may_read(self.key, name)]
-        found = [
+        pairs = [
             (user, reader)
             for user, reader in product(users, readers)
             if stage_of[user.layer] != stage_of[reader.layer]
         ]
         # Prefer a pair whose user writes and whose reader does not: that is the likely fault.
         writes = partial(Party.may_write, key=self.key, name=name)
-        return max(found, key=lambda pair: writes(pair[0]) - writes(pair[1]), default=None)
+        return max(pairs, key=lambda pair: writes(pair[0]) - writes(pair[1]), default=None)
 
 
 class Aside:

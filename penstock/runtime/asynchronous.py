@@ -45,9 +45,9 @@ def as_pairs(batches: Iterable[Pair]) -> list[Pair]:
     pairs = list(batches)
     for n, batch in enumerate(pairs):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            what = f"{len(batch)} values" if isinstance(batch, tuple | list) else "no pair"
+            content = f"{len(batch)} values" if isinstance(batch, tuple | list) else "no pair"
             raise BatchError(
-                f"batch {n} of train_steps, a {type(batch).__name__}, is {what}; give (inputs, "
+                f"batch {n} of train_steps, a {type(batch).__name__}, is {content}; give (inputs, "
                 "targets) for each mini-batch, with None for targets that a loss does not need"
             )
     return pairs
@@ -61,11 +61,12 @@ def check_updating(updating: WeightUpdater, parameters: Iterable[Tensor]) -> Non
     Raises:
         ConfigError: an argument has another type, or belongs to another model or optimizer.
     """
+    # Ranks whose stages are frozen have no parameters: any optimizer will do there.
     optimizer, scheduler = updating
     check_kind("optimizer", optimizer, Optimizer, "an optimizer of pipe.parameters()")
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    own = set(parameters)
-    if own and held.isdisjoint(own):
+    of_pipeline = set(parameters)
+    if of_pipeline and held.isdisjoint(of_pipeline):
         raise ConfigError(
             f"none of the optimizer's {len(held)} parameters is one of the pipeline's here, so "
             "its steps would train nothing; make it of pipe.parameters()"
@@ -152,10 +153,10 @@ def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Weight
     # 1. Join the mini-batches, and read the options of all updates beforehand: the schedule
     #    overlaps updates of one batch with forwards of the next.
     family = engine.plan.schedule
-    every = family.microbatches_per_update(len(cut[0].sizes))
-    batch = joined(cut, apart=every < len(cut[0].sizes))
+    per_update = family.microbatches_per_update(len(cut[0].sizes))
+    batch = joined(cut, apart=per_update < len(cut[0].sizes))
     options = options_of_batches(updating.optimizer, updating.lr_scheduler, len(cut))
-    per_batch = len(cut[0].sizes) // every
+    per_batch = len(cut[0].sizes) // per_update
     updates = [of_batch for of_batch in options for _ in range(per_batch)]
     parameters = {stage.index: stage.weights.owned.parameters for stage in engine.stages}
     optimizers = divided(updating.optimizer, parameters, updates)
@@ -167,7 +168,8 @@ def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Weight
     autocasts = tuple(replace(mode, cache=False) for mode in run.caller.autocasts)
     run.caller = replace(run.caller, autocasts=autocasts)
     run.loss = engine.loss
-    run.window = Window(every, optimizers, uses_of_versions(engine.program_of(run, Mode.TRAIN)))
+    uses = uses_of_versions(engine.program_of(run, Mode.TRAIN))
+    run.window = Window(per_update, optimizers, uses)
     engine.drive(run, Mode.TRAIN)
     return run
 
@@ -179,7 +181,7 @@ def losses(engine: Engine, cut: Sequence[Batch], run: Run) -> Tensor:
     for batch in cut:
         size = len(batch.sizes)
         terms = {j: run.losses[first + j] for j in range(size) if run.losses}
-        if run.window.every < size and terms:  # each was weighed as a mini-batch
+        if run.window.per_update < size and terms:  # each was weighed as a mini-batch
             terms = {j: terms[j] * weight for j, weight in enumerate(batch.weights)}
         sums.append(engine.splitter.loss(terms))
         first += size

@@ -48,6 +48,7 @@ def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> No
     Raises:
         ConfigError: the user asked to pool their statistics over replicas.
     """
+    # 1. Find layers with a forward of their own, and scripted ones, whose forward is unknown.
     modules = list(modules)
     unpooled: list[Any] = [m for m in _tracking(modules) if not _runs_torchs_forward(m)]
     for module in chain.from_iterable(module.modules() for module in modules):
@@ -56,6 +57,7 @@ def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> No
             unpooled.append(module)
     if not unpooled:
         return
+    # 2. Raise if the user asked for pooling, else warn.
     kinds = {getattr(module, "original_name", type(module).__name__) for module in unpooled}
     reason = (
         f"{len(unpooled)} BatchNorm layers ({', '.join(sorted(kinds))}) are scripted or have a "
@@ -77,36 +79,33 @@ def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> No
 
 
 def _tracking(modules: Iterable[nn.Module]) -> list[AnyBatchNorm]:
-    found = {
+    norms = {
         m: None for module in modules for m in module.modules() if isinstance(m, AnyBatchNorm)
     }
-    for module in found:
+    for module in norms:
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigError(
                 "SyncBatchNorm normalises by statistics of all processes, which would make the "
                 "result depend on the layout; use BatchNorm (micro-batch statistics, pooled once "
                 "per mini-batch)"
             )
-    return [module for module in found if module.track_running_stats]
+    return [module for module in norms if module.track_running_stats]
 
 
 def _runs_torchs_forward(module: AnyBatchNorm) -> bool:
     """Tell whether a call runs torch's own forward, with a momentum that can be set."""
     kind: Any = original_class(module)
-    own = vars(module)
+    attributes = vars(module)
     return (
         kind.forward is nn.BatchNorm1d.forward
         and kind.__call__ is nn.Module.__call__
-        and "forward" not in own
-        and "momentum" in own
+        and "forward" not in attributes
+        and "momentum" in attributes
     )
 
 
 class Norms(LayersGuard, RerunGuard):
-    """Moves the running statistics of a stage's BatchNorm layers once per mini-batch.
-
-    `pool` adds the moments of the other replicas.
-    """
+    """Moves running statistics once per mini-batch; `pool` adds the other replicas' moments."""
 
     def __init__(self, stage: int, modules: Sequence[nn.Module], pool: Pool | None) -> None:
         self._stage, self._modules, self._pool = stage, modules, pool
@@ -175,6 +174,7 @@ def separate_statistics(
         for m in modules
         if m.running_mean is not None and (m.training or torch.is_grad_enabled())
     ]
+    # A layer is restored after an error too; only a forward that ended well is checked.
     try:
         yield in_checkpoint
     finally:

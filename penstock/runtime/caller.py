@@ -78,19 +78,18 @@ class CallerContext:
                 "threads of their own. Leave that block, and enter it in the forward of the layer "
                 "that reads a weight several times"
             )
-        kinds = sorted({device.type for device in devices})
+        caches = torch.is_autocast_cache_enabled()
+        autocasts = [
+            _Autocast(
+                kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), caches
+            )
+            for kind in sorted({device.type for device in devices})
+        ]
+        # A copy of the context variables: workers must not change the caller's.
         return cls(
             with_grad=with_grad,
             inference=torch.is_inference_mode_enabled() and not with_grad,
-            autocasts=tuple(
-                _Autocast(
-                    kind,
-                    torch.is_autocast_enabled(kind),
-                    torch.get_autocast_dtype(kind),
-                    torch.is_autocast_cache_enabled(),
-                )
-                for kind in kinds
-            ),
+            autocasts=tuple(autocasts),
             device=_default_device(),
             flushes=_flushes(),
             hooks_disabled=disabled_hooks(),
@@ -106,6 +105,7 @@ class CallerContext:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Enter the captured modes in this thread; leave them in reverse order."""
+        # Enter only what differs: each mode costs time at every job.
         if _flushes() != self.flushes:
             torch.set_flush_denormal(self.flushes)
         token = _around.set(self.bound)
@@ -122,14 +122,10 @@ class CallerContext:
             stack.enter_context(torch.set_grad_enabled(self.with_grad))
             for mode in self.autocasts:
                 if mode.enabled or torch.is_autocast_enabled(mode.device_type):
-                    stack.enter_context(
-                        torch.autocast(
-                            mode.device_type,
-                            mode.dtype,
-                            enabled=mode.enabled,
-                            cache_enabled=mode.cache,
-                        )
+                    autocast = torch.autocast(
+                        mode.device_type, mode.dtype, mode.enabled, mode.cache
                     )
+                    stack.enter_context(autocast)
             yield
 
     def check_hooks(self, what_for: str) -> None:
@@ -175,9 +171,7 @@ def _bound_modes() -> tuple[str, ...]:
 
 def _default_device() -> torch.device | None:
     """Return the default device that the user set, or None."""
-    if any(map(is_default_device, function_modes())):
-        return torch.get_default_device()
-    return None
+    return torch.get_default_device() if any(map(is_default_device, function_modes())) else None
 
 
 def _flushes(half: float = 0.5) -> bool:
@@ -289,6 +283,7 @@ def guarded_default_generators(
     Raises:
         RandomnessError: code drew; the step's masks would depend on the number of stages.
     """
+    # 1. Note the states, and run.
     generators = generators_for(devices)
     before, outside = generator_states(generators)
     differing: RecomputeError | None = None
@@ -296,6 +291,7 @@ def guarded_default_generators(
         yield
     except RecomputeError as error:  # a draw is the likely cause: report that if there was one
         differing = error
+    # 2. Compare.  Other threads draw from the outside generators too, so these prove less.
     with default_generators_lock.get():
         moved = have_moved(generators, before)
         moved_outside = outside_states() != outside

@@ -140,8 +140,8 @@ def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Shared:
     keep_freed_memory()
     cache_weights_per_thread()
     pools, connects = plan.batch_norm_over_replicas, plan.transport.is_between_processes
-    every = [*(step.module for step in layers), *modules_of_loss(loss)]
-    warn_of_unpooled(every, over_replicas=pools)
+    modules = [*(step.module for step in layers), *modules_of_loss(loss)]
+    warn_of_unpooled(modules, over_replicas=pools)
     processes = mesh.processes_of(plan.placement)
     sums = any(len(rows) * len(rows[0]) > 1 for rows in mesh.placement.meshes)
     replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools) if sums else None

@@ -1,7 +1,4 @@
-"""Drive programs in the calling thread: of all ranks, or of this process.
-
-`workers` has the driver with one thread per rank.
-"""
+"""Drive programs in the calling thread: of all ranks, or of this process.  See also `workers`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

@@ -60,6 +60,7 @@ class StepLock:
         Raises:
             PenstockError: another call holds it, or this process is a fork of the owner.
         """
+        # A call that waited for the lock could wait for itself: refuse at once instead.
         here = os.getpid()
         self._process = self._process or here
         if here != self._process:
@@ -136,7 +137,7 @@ class Engine:
     def tensors(self) -> list[Tensor]:
         """List the parameters and buffers of the stages that run here."""
         owned = [stage.weights.owned for stage in self.stages]
-        return list(dict.fromkeys(t for own in owned for t in (*own.parameters, *own.buffers)))
+        return list(dict.fromkeys(t for part in owned for t in (*part.parameters, *part.buffers)))
 
     def check_unchanged(self) -> None:
         """Check that the model still has the parameters and blocks the stages were cut from.
@@ -278,8 +279,8 @@ class Engine:
     def _tell_unsplit(self, run: Run) -> None:
         """Add to the plan, on all processes, the reasons why stages did not split backwards."""
         seen = [here.divided for here in run.stages.values()]
-        what = "for what their backwards in two parts have shown"
-        everyone = self.mesh.world.gather(seen, what)
+        purpose = "for what their backwards in two parts have shown"
+        everyone = self.mesh.world.gather(seen, purpose)
         self.plan = replace(self.plan, unsplit=merged_reasons(chain.from_iterable(everyone)))
         self._has_looked = True
 

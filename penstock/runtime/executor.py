@@ -95,6 +95,7 @@ class Executor:
                 stage.backward_input(run, i)
             case BackwardWeight(_, i):
                 stage.backward_weight(run, i)
+            # Messages: the edge's direction is (is a gradient, from stage, to stage).
             case ReceiveActivation(s, i, peer):
                 activation = self._channels.receive((False, peer, s, i), instruction)
                 run.stages[s].arrived[i, peer] = stage.handover.bring_activation(activation)
@@ -107,6 +108,7 @@ class Executor:
                 self._send((True, s, peer, i), run.stages[s].leaving_gradients.pop((i, peer)))
             case PostReceive(s, i, peer, gradient):
                 self._channels.post((gradient, peer, s, i))
+            # Once per mini-batch, and memory.
             case CommitStatistics():
                 stage.commit_statistics(run)
             case ReduceGradients():

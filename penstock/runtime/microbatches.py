@@ -99,9 +99,9 @@ class Splitter:
         self._rank, self._counts = mesh.rank, mesh.shards.rank == 0
         self._alone, self._num_shards = mesh.world.size == 1, mesh.shards.size
         self._ranks = [[placement.ranks[stage][r] for stage in stages] for r in replicas]
-        own = placement.stages_of(mesh.rank)
-        self._is_whole = len(own) == placement.num_stages
-        self._ends_here = stages[-1] in own
+        stages_here = placement.stages_of(mesh.rank)
+        self._is_whole = len(stages_here) == placement.num_stages
+        self._ends_here = stages[-1] in stages_here
         self.readers: tuple[int, ...] = (0,)
         self.number = 0
         self.agreed_s = 0.0
@@ -266,6 +266,7 @@ def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
         BatchError: the inputs give the divisor of losses, and a function would weigh them again.
         UncountedError: that divisor, or the sum of all weights, is 0.
     """
+    # Some models divide by a count in their inputs: their losses then only add up.
     counted = max((h.counted for h in headers if h.counted is not None), default=None)
     if counted is None:
         is_function = not isinstance(call.reduction, Reduction)

@@ -25,8 +25,8 @@ from .run import Run
 
 def accumulate_into_inputs(inputs: Any, run: Run) -> None:
     """Run autograd from the tensors of `inputs` with the gradients that the pipeline found."""
-    found = zip(wanting(inputs), input_gradients(run), strict=False)
-    pairs = [(leaf, gradient) for leaf, gradient in found if gradient is not None]
+    in_order = zip(wanting(inputs), input_gradients(run), strict=False)
+    pairs = [(leaf, gradient) for leaf, gradient in in_order if gradient is not None]
     if pairs:
         torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
 
@@ -45,8 +45,8 @@ def input_gradients(run: Run) -> list[Tensor | None]:
     rows = []
     for i, part in enumerate(run.batch.inputs):
         leaves = flatten(part)[0]
-        found = run.input_gradients.get(i, (None,) * len(leaves))
-        pairs = zip(leaves, found, strict=False)
+        gradients = run.input_gradients.get(i, (None,) * len(leaves))
+        pairs = zip(leaves, gradients, strict=False)
         rows.append([gradient for leaf, gradient in pairs if leaf.requires_grad])
     devices = [leaf.device for leaf in wanting(run.batch.inputs[0])]
     return [
@@ -84,14 +84,16 @@ def evaluate(engine: Engine, value: Any, call: Call, evaluation: int) -> Any:
         engine.drive(run, Mode.EVAL)
         return run
 
+    # 1. Run, trusting that no layer draws; if one does, run again.  A mesh cannot go back.
     is_several = engine.mesh.world_size > 1
     try:
         with rewound_default_generators(engine.devices):
             run = forwards(trusting=not (is_several or others_may_draw()))
-    except RandomnessError:  # a layer draws in evaluation: run again, and look at each layer
+    except RandomnessError:
         if is_several:
             raise
         run = forwards(trusting=False)
+    # 2. Give the outputs of the last stage to all stages.
     last = engine.mesh.speaker_of(engine.processes.places[-1])
     with torch.no_grad():
         parts = [run.outputs[i] for i in range(len(batch.sizes)) if i in run.outputs]

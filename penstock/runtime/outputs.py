@@ -60,12 +60,12 @@ def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any
     if stages.size == 1:
         return outputs
     # 1. Broadcast the structure, and the kinds of the tensors, from the last stage.
-    what, is_last = "for the outputs of the last stage", stages.rank == last
+    purpose, is_last = "for the outputs of the last stage", stages.rank == last
     leaves, structure = flatten(_tellable(outputs)) if is_last else ([], None)
     facts = None
     if structure is not None:
         facts = ([TensorKind.of(leaf) for leaf in leaves], template(structure))
-    kinds, form = stages.broadcast(facts, last, what)
+    kinds, form = stages.broadcast(facts, last, purpose)
 
     # 2. Broadcast the tensors as bytes.
     shared = []
@@ -74,7 +74,7 @@ def share(stages: Control, last: int, outputs: Any, device: torch.device) -> Any
         if is_last:
             received = to_bytes(leaves[n], kind)
         if kind.num_bytes:
-            stages.tensors.broadcast(last, received, what)
+            stages.tensors.broadcast(last, received, purpose)
         shared.append(leaves[n] if is_last else fill(tensor, received, kind))
     return unflatten(from_template(form), shared)
 

@@ -35,6 +35,7 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
         return
     if call.num_microbatches < 2 or any(tensor.is_meta for tensor in model.parameters()):
         return
+    # Compare the loss of [x, x] with the weighted sum of two losses of [x].
     try:
         one, both = (samples(example_inputs, n, "example inputs") for n in ([0], [0, 0]))
         reduction = call.reduction if counted_in(one) < 0 else Reduction.SUM
@@ -45,6 +46,7 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
         return
     expected = sum(weights) * alone
     seen = (expected, together)
+    # A loss that draws, or is not finite, or is 0, tells nothing.
     if alone != again or not all(map(math.isfinite, seen)) or 0 in seen:
         return
     if not math.isclose(*seen, rel_tol=_ROUNDING):
@@ -53,15 +55,15 @@ def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> 
 
 def _losses(model: nn.Module, batches: tuple[Any, ...]) -> list[float]:
     """Return the model's losses of batches; NaN if it raises or returns no loss."""
-    found = []
+    losses = []
     with as_it_was(model, training=False), torch.no_grad():
         for batch in batches:
             args, keywords = as_call(undeclared(batch))
             try:
-                found.append(float(output_loss(model(*args, **keywords))))
+                losses.append(float(output_loss(model(*args, **keywords))))
             except Exception:
-                found.append(math.nan)
-    return found
+                losses.append(math.nan)
+    return losses
 
 
 def _text(model: nn.Module, factor: float, call: Call) -> str:

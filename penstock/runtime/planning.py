@@ -79,6 +79,7 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
         PartitionError: the layers do not allow the partition.
         PlanError: the plan is for another model, other ranks, or devices that are missing.
     """
+    # 1. Resolve the arguments into a plan.
     resources = _resources(mesh)
     if plan is None:
         num_stages = resolve_num_stages(arguments, resources)
@@ -90,6 +91,7 @@ def make_plan(arguments: Arguments, plan: Plan | None, layers: Layers, mesh: Mes
             f"plan={plan!r:.80}; it must be a penstock.Plan, such as penstock.Plan.load(path) "
             "reads from a file"
         )
+    # 2. Or check a given plan against the model, the mesh and this host.
     arguments.check_none_beside_plan()
     plan.check_model(facts_of(layers))
     check_named_layers(plan)
@@ -140,12 +142,12 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
 
         how = How(threads=plan.threads_per_stage, call=StageCalls)
         left = None if plan.memory_limit_bytes is None else left_bytes
-        found = measure(layers, part, how, look=look, left=left)
+        measured = measure(layers, part, how, look=look, left=left)
     plan = replace(plan, unsplit=tuple(unsplit))
-    times = tuple(found.seconds(step.index) for step in layers)
-    if found.kept is None:
+    times = tuple(measured.seconds(step.index) for step in layers)
+    if measured.kept is None:
         return balanced(plan, Measured(times), layers.spans)
-    return balanced(plan, Measured(times, found.kept, _trainable_bytes(layers)), layers.spans)
+    return balanced(plan, Measured(times, measured.kept, _trainable_bytes(layers)), layers.spans)
 
 
 def _trainable_bytes(layers: Layers) -> list[int]:
@@ -203,11 +205,11 @@ def agree(
         *("unsplit", "balanced_by", "recompute"),
     )
     decided = {name: getattr(plan, name) for name in decided_names}
-    told = mesh.world.broadcast(decided, 0, "for the partition of the layers")
-    plan = replace(plan, **told)
+    decisions = mesh.world.broadcast(decided, 0, "for the partition of the layers")
+    plan = replace(plan, **decisions)
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
-    what = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
-    return plan, mesh.world.number_pipeline(what), False
+    description = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
+    return plan, mesh.world.number_pipeline(description), False
 
 
 _NOT_COMPARED = frozenset({"layers", "threads_per_stage", "offload_folder"})
@@ -251,21 +253,22 @@ def _listed(devices: Any) -> list[Any]:
     return list(devices) if isinstance(devices, list | tuple) else [devices]
 
 
-def device_of_process(devices: Devices, own: torch.device) -> str:
-    """Return the type of the device that all stages of a process run on, `own`.
+def device_of_process(devices: Devices, own_device: torch.device) -> str:
+    """Return the type of `own_device`, on which all stages of a process run.
 
     Raises:
         ConfigError: `devices` are of another type.
     """
     asked = _listed(devices)
-    kinds = {"cuda" if isinstance(d, int) else str(d or own).partition(":")[0] for d in asked}
-    if kinds - {own.type}:
+    names = ("cuda" if isinstance(d, int) else str(d or own_device) for d in asked)
+    if {name.partition(":")[0] for name in names} - {own_device.type}:
         raise ConfigError(
             f"devices={devices!r}, but this mesh has several processes, and the stages of each "
-            f"run on its own device, {own}. Leave devices out, and give init_mesh(device=...), "
-            "or use one process (no torchrun), where each stage can have a GPU of this host"
+            f"run on its own device, {own_device}. Leave devices out, and give "
+            "init_mesh(device=...), or use one process (no torchrun), where each stage can have "
+            "a GPU of this host"
         )
-    return own.type
+    return own_device.type
 
 
 def stage_devices(plan: Plan, mesh: Mesh) -> tuple[torch.device, ...]:
@@ -276,11 +279,11 @@ def stage_devices(plan: Plan, mesh: Mesh) -> tuple[torch.device, ...]:
 
 
 def _check_device(stage: int, name: str, mesh: Mesh | None) -> None:
-    own = None if mesh is None else mesh.own_device
-    if own is None:
+    own_device = None if mesh is None else mesh.own_device
+    if own_device is None:
         reason = why_missing(name)
-    elif name.partition(":")[0] != own.type:
-        reason = f"this process computes on {own}"
+    elif name.partition(":")[0] != own_device.type:
+        reason = f"this process computes on {own_device}"
     else:
         return
     if reason:
@@ -296,8 +299,8 @@ def _resources(mesh: Mesh | None) -> Resources:
     Raises:
         ConfigError: some stages of the mesh have more replicas than others.
     """
-    every = mesh or Mesh.of_one_process()
-    replicas = {len(of_place) for of_place in every.placement.meshes}
+    used = mesh or Mesh.of_one_process()
+    replicas = {len(of_place) for of_place in used.placement.meshes}
     if len(replicas) > 1:
         raise ConfigError(
             f"stages of the mesh have {sorted(replicas)} replicas, and a pipeline has as many of "
@@ -308,7 +311,7 @@ def _resources(mesh: Mesh | None) -> Resources:
     return Resources(
         num_threads=torch.get_num_threads(),
         num_cores=num_cores(),
-        devices=gpus if every.own_device is None else (every.own_device.type,),
-        placement=None if mesh is None else every.placement,
-        transports=every.transports,
+        devices=gpus if used.own_device is None else (used.own_device.type,),
+        placement=None if mesh is None else used.placement,
+        transports=used.transports,
     )

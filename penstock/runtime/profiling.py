@@ -96,7 +96,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
 
     # 2. Count and measure micro-batches of each size.
     norms = batch_norms([step.module for step in resolved])
-    found: list[AtSize] = []
+    costs: list[AtSize] = []
     for size in sorted(set(microbatch_sizes or [samples_in(example_inputs)])):
         inputs, target = of_samples(example_inputs, size), of_samples(targets, size)
         counted = count_layers(
@@ -117,7 +117,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
                 f"measuring {count_text(len(resolved), 'layer')}, micro-batches of {size}"
             ):
                 counted = with_seconds(counted, resolved, inputs, how, objective)
-        found.append(counted)
+        costs.append(counted)
 
     # 3. Name the model and its device, and describe the environment.
     model = layers.model if isinstance(layers, Layers) else layers
@@ -127,10 +127,10 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         layers=facts_of(resolved),
         spans=resolved.spans,
         weights=tuple(
-            replace(own, num_norms=len(batch_norms([step.module])))
-            for step, own in zip(resolved, layer_weights(resolved, optimizer), strict=True)
+            replace(weights, num_norms=len(batch_norms([step.module])))
+            for step, weights in zip(resolved, layer_weights(resolved, optimizer), strict=True)
         ),
-        sizes=tuple(found),
+        sizes=tuple(costs),
         measured_on=device_name if measure else None,
         threads=own_threads,
         environment=(
@@ -164,8 +164,8 @@ def _check_given(inputs: Any, optimizer: Any, sizes: Sequence[int], threads: int
 
 def divided_backward(roots: Sequence[Tensor], entries: Sequence[Entry]) -> SplitBackward | None:
     """Split a backward as a stage does."""
-    own = [entry for entry in entries if entry.node is not None]
-    return split(divide(roots, {entry.node for entry in own}), own)
+    differentiable = [entry for entry in entries if entry.node is not None]
+    return split(divide(roots, {entry.node for entry in differentiable}), differentiable)
 
 
 def _tensors(layers: Any) -> list[Tensor]:

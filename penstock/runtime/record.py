@@ -37,6 +37,7 @@ class ProcessRecord:
         """Return the record with its times on the clock of `other`."""
         if self.clock is not None and self.clock == other.clock:
             return self
+        # Both clocks are read at one moment: when the last process had been heard from.
         later_s = other.agreed_s - self.agreed_s
         return ProcessRecord(
             other.clock,
@@ -78,8 +79,8 @@ def gather_noted(mesh: Mesh, recorded: Recorded, agreed_s: float) -> ProcessReco
     """Gather the records of a traced run from all stages of this replica."""
     times_s, sent_bytes, memory = recorded.times_s, recorded.sent_bytes, recorded.memory
     mine = ProcessRecord(clock_name(), agreed_s, times_s, sent_bytes, memory)
-    told = mesh.stages.gather(mine if mesh.speaks else None, "for what the other stages traced")
-    return put_together([part for part in told if part is not None], mine)
+    records = mesh.stages.gather(mine if mesh.speaks else None, "for what the other stages traced")
+    return put_together([part for part in records if part is not None], mine)
 
 
 def put_together(parts: Sequence[ProcessRecord], mine: ProcessRecord) -> ProcessRecord:
@@ -94,10 +95,7 @@ def put_together(parts: Sequence[ProcessRecord], mine: ProcessRecord) -> Process
 
 
 def clock_name() -> str | None:
-    """Return a name of the clock behind time.perf_counter, equal for processes that share it.
-
-    None if the host does not tell.
-    """
+    """Return a name of the clock of time.perf_counter, by which processes share it, or None."""
     namespace = ""
     with suppress(OSError):
         namespace = str(Path("/proc/self/ns/time").readlink())

@@ -95,10 +95,7 @@ class Replicas:
         self.hooks.run_added()
 
     def pool(self, moments: MomentsByModule, modules: Sequence[AnyBatchNorm]) -> MomentsByModule:
-        """Pool the moments of each BatchNorm layer over all replicas, in their order.
-
-        All replicas take part, even if a layer ran on some of them only.
-        """
+        """Pool each BatchNorm layer's moments over all replicas, in their order; all take part."""
         mine = [pooled(moments[m]) if m in moments else None for m in modules]
         sent = torch.cat([_as_row(m, of) for m, of in zip(modules, mine, strict=True)])
         rows = self._group.all_gather(sent, "for the BatchNorm moments of the other replicas")
@@ -121,8 +118,8 @@ def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
         ConfigError: names the layer.
     """
     summed = {weight for _, weights in shards.partial for weight in weights}
-    every = ((step.label, module) for step in steps for module in step.module.modules())
-    for label, module in every:
+    modules = ((step.label, module) for step in steps for module in step.module.modules())
+    for label, module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             weight, whole = module.weight, (module.num_embeddings, module.embedding_dim)
             meets = shards.has_replicas or weight in summed or weight in shards.cut
@@ -136,6 +133,7 @@ def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
     _check_can_be_summed(trained)
     begun = []
     for bucket in cut_into_buckets(trained):
+        # A parameter without a gradient here may have one elsewhere: all send zeros and a flag.
         has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
         has_gradient = has_gradient.to(bucket[0].device)
         flat = torch.cat([_flat_gradient(p) for p in bucket])
@@ -144,9 +142,9 @@ def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
     return begun
 
 
-def _finish(group: Collectives, buckets: Sequence[_Bucket], what: str) -> None:
+def _finish(group: Collectives, buckets: Sequence[_Bucket], purpose: str) -> None:
     """Wait for sums, and put them into `.grad`."""
-    group.finish([one for bucket in buckets for one in bucket.sums], what)
+    group.finish([one for bucket in buckets for one in bucket.sums], purpose)
     for bucket in buckets:
         parts = bucket.flat.split([p.numel() for p in bucket.parameters])
         counts = bucket.has_gradient.tolist()

@@ -52,8 +52,8 @@ class StageRun:
 
     `tied_sums[peer]` are sums of gradients of another stage's weights, not sent yet, by place.
     `kept_bytes` are bytes of storages by micro-batch and address, if memory is traced.  `divided`
-    has, for each backward in two parts, the gradients that its first part computed and why, if the
-    run `looks`.  `store` holds offloaded values.
+    has the weight gradients that split backwards did not defer, and why, if the run `looks`.
+    `store` holds offloaded values.
     """
 
     tapes: dict[int, Tape] = field(default_factory=dict)

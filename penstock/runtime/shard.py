@@ -90,6 +90,7 @@ def check_sharding(plan: Plan, part: Any) -> None:
         return
     from penstock.sharding.named import ready_plan  # the solver takes a while to import
 
+    # Weights gathered once per step would be older than the updates within it.
     name = ShardingRequest.of(plan.sharding).plan
     num_shards = plan.placement.most_shards
     ready = ready_plan(name)
@@ -149,15 +150,14 @@ def _sized_as_first(part: Any, mesh: Mesh) -> Any:
     Replicas may have fewer or shorter samples, but their slices must begin at the same places.
     """
     leaves, structure = flatten(part)
-    own = [(t.dtype, list(t.shape)) for t in leaves if isinstance(t, Tensor)]
-    told = [[str(dtype), shape] for dtype, shape in own]
-    first = mesh.world.broadcast(told, 0, "for the sizes of the example inputs")
-    if [(dtype, len(shape)) for dtype, shape in told] != [(d, len(s)) for d, s in first]:
+    mine = [[str(t.dtype), list(t.shape)] for t in leaves if isinstance(t, Tensor)]
+    first = mesh.world.broadcast(mine, 0, "for the sizes of the example inputs")
+    if [(dtype, len(shape)) for dtype, shape in mine] != [(d, len(s)) for d, s in first]:
         raise ConfigError(
-            f"example_inputs= are tensors of other types or dimensions, {told}, than those of "
+            f"example_inputs= are tensors of other types or dimensions, {mine}, than those of "
             f"rank 0, {first}; give all processes inputs of one kind: only sizes may differ"
         )
-    if told == first:
+    if mine == first:
         return part
     sizes = iter(shape for _, shape in first)
     sized = [

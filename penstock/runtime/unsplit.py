@@ -1,7 +1,4 @@
-"""Explain which weight gradients cannot wait for the second part of a split backward.
-
-Also count the memory of those that can.
-"""
+"""Explain which weight gradients a split backward cannot defer; count the memory of the others."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,23 +57,22 @@ def why_stage_unsplit(
     layers: NumberedLayers, division: Division, marks: Sequence[tuple[int, Step]]
 ) -> list[Unsplit]:
     """Return the reasons for a stage; also report a stage whose gradients are only sums."""
-    found = why_unsplit(layers, division, marks)
-    if not found and division.is_whole and division.now:
-        found.append(Unsplit(layers[0][0], "nothing in the stage can be cut", whole=True))
-    return found
+    reasons = why_unsplit(layers, division, marks)
+    if not reasons and division.is_whole and division.now:
+        reasons.append(Unsplit(layers[0][0], "nothing in the stage can be cut", whole=True))
+    return reasons
 
 
 def merged_reasons(stages: Iterable[Sequence[Sequence[Unsplit]]]) -> tuple[Unsplit, ...]:
     """Merge the reasons from all backwards of the stages."""
-    found = []
+    merged = []
     for backwards in stages:
-        times = Counter(each for backward in backwards for each in dict.fromkeys(backward))
-        for each, number in times.items():
+        times = Counter(unsplit for backward in backwards for unsplit in dict.fromkeys(backward))
+        for unsplit, number in times.items():
             some = f", in {number} of {len(backwards)} backwards"
-            found.append(
-                each if number == len(backwards) else replace(each, reason=each.reason + some)
-            )
-    return tuple(sorted(dict.fromkeys(found), key=lambda each: (each.layer, each.reason)))
+            is_always = number == len(backwards)
+            merged.append(unsplit if is_always else replace(unsplit, reason=unsplit.reason + some))
+    return tuple(sorted(dict.fromkeys(merged), key=lambda one: (one.layer, one.reason)))
 
 
 def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
@@ -88,13 +84,13 @@ def left_bytes(module: nn.Module, results: Sequence[Tensor]) -> int:
     arrivals = arrivals_of([get_gradient_edge(t).node for t in results if t.requires_grad])
     # The inputs of the layer are leaves too; a stage's backward never defers their gradients.
     leaves, cuts, *_ = leaves_and_cuts(arrivals)
-    own = {id(parameter) for parameter in module.parameters()}
-    inputs = {leaf for leaf in leaves if id(leaf.variable) not in own}
+    parameters = {id(parameter) for parameter in module.parameters()}
+    inputs = {leaf for leaf in leaves if id(leaf.variable) not in parameters}
     apart = settle(cuts, arrivals, inputs)
     lasting = {storage_id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     reads = [tensor for cut in cuts.values() for tensor, _ in cut.reads]
-    kept = {storage_id(t): t.untyped_storage().nbytes() for t in reads}
-    of_reads = sum(kept[storage] for storage in kept.keys() - lasting)
+    bytes_of = {storage_id(t): t.untyped_storage().nbytes() for t in reads}
+    of_reads = sum(bytes_of[storage] for storage in bytes_of.keys() - lasting)
     of_results: int = sum(
         prod(r.shape) * r.dtype.itemsize for node in cuts for r in results_of(node)[:1]
     )
@@ -108,12 +104,12 @@ _Users = Mapping[Node, Sequence[Node]]
 
 
 def _users(nodes: Iterable[Node]) -> _Users:
-    found: dict[Node, list[Node]] = {}
+    users: dict[Node, list[Node]] = {}
     for node in nodes:
         for after, _ in node.next_functions:
             if after is not None:
-                found.setdefault(after, []).append(node)
-    return found
+                users.setdefault(after, []).append(node)
+    return users
 
 
 def _operators(leaf: Node, users: _Users) -> Iterator[Node]:

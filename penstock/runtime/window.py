@@ -21,22 +21,19 @@ from .microbatches import Batch
 class Window:
     """The weight updates within a run.
 
-    Each update uses the gradients of `every` micro-batches, by the stage's optimizer.  `uses`
+    Each update uses the gradients of `per_update` micro-batches, by the stage's optimizer.  `uses`
     counts, for each stage, the micro-batches that see each version of its weights.
     """
 
-    every: int
+    per_update: int
     optimizers: "Mapping[int, StageOptimizer]"
     uses: Mapping[int, Counter[int]]
 
     def moving(self, stage: int) -> tuple[Sequence[Tensor], Collection[Tensor]]:
-        """Return the parameters that a stage updates, and those of other stages in this process.
-
-        A frozen parameter has no gradient, and so one version.
-        """
+        """Return the parameters that a stage updates, and those of other stages here."""
         others = (o.parameters for at, o in self.optimizers.items() if at != stage)
-        own = self.optimizers[stage].parameters
-        moving = [p for p in own if p.requires_grad or p.grad is not None]
+        parameters = self.optimizers[stage].parameters
+        moving = [p for p in parameters if p.requires_grad or p.grad is not None]
         return moving, frozenset(chain.from_iterable(others))
 
 
@@ -54,6 +51,7 @@ def joined(batches: Sequence[Batch], *, apart: bool) -> Batch:
             "give the small ones to a call of their own"
         )
     weights = list(chain.from_iterable(batch.weights for batch in batches))
+    # An update by one micro-batch uses its own mean, not its share of the mini-batch.
     if apart:
         if 0 in weights:
             raise BatchError(
@@ -91,9 +89,9 @@ def options_of_batches(optimizer: Optimizer, scheduler: Any, num_batches: int) -
         ConfigError: the optimizer cannot update one stage alone, or the scheduler needs a metric.
     """
     _check(optimizer)
-    found = []
+    options = []
     for _ in range(num_batches):
-        found.append([_options(group) for group in optimizer.param_groups])
+        options.append([_options(group) for group in optimizer.param_groups])
         if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
             raise ConfigError(
                 "lr_scheduler is a ReduceLROnPlateau, which waits for a metric; the rates of all "
@@ -101,7 +99,7 @@ def options_of_batches(optimizer: Optimizer, scheduler: Any, num_batches: int) -
             )
         if scheduler is not None:
             scheduler.step()
-    return found
+    return options
 
 
 def divided(
@@ -164,10 +162,10 @@ class StageOptimizer:
             group | {"params": [p for p in group["params"] if p in parameters]}
             for group in optimizer.param_groups
         ]
-        own = vars(optimizer) | {"param_groups": groups}
-        own.pop("step", None)  # a scheduler's, which counts the calls of the whole
+        attributes = vars(optimizer) | {"param_groups": groups}
+        attributes.pop("step", None)  # a scheduler's, which counts the calls of the whole
         self._optimizer = object.__new__(type(optimizer))
-        vars(self._optimizer).update(own)
+        vars(self._optimizer).update(attributes)
         self.parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
 
     def step(self, update: int) -> None:

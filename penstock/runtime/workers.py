@@ -2,6 +2,9 @@
 
 One persistent thread per rank runs `_serve`, which runs one job per step.  Values are handed over
 in memory, without a copy.
+
+    caller ── job ──► inbox ──► rank 0 ◄══ queues ══► rank 1 ◄── inbox ◄── job ── caller
+    caller ◄─────────── done ◄────┴──────────────────────┘      each ends once, also by an error
 """
 
 import threading
@@ -65,10 +68,10 @@ class QueueChannels(AbstractChannels):
             return queue.get(timeout=self._timeout_s)
         except Empty:
             is_gradient, source, target, microbatch = message
-            what = "gradient" if is_gradient else "activation"
+            kind = "gradient" if is_gradient else "activation"
             raise WaitTimeout(
                 f"stage {target} waited {self._timeout_s:g} s at "
-                f"{instruction} for the {what} of micro-batch {microbatch} "
+                f"{instruction} for the {kind} of micro-batch {microbatch} "
                 f"from stage {source}, which did not send it. If one layer may take that long, "
                 "raise timeout_s"
             ) from None
@@ -98,16 +101,15 @@ class ThreadDriver(AbstractDriver):
         return ThreadDriver, (self._num_threads, self._timeout_s)  # a copy has its own threads
 
     def drive(self, work: Work) -> None:
+        # 1. Make the queues; with more ranks than cores, let them take turns.
         programs = work.schedule.programs
         workers = self._workers_for(len(programs))
         transfers = [t for stage in work.stages.values() for t in stage.plan.transfers]
         on_gpu = any(stage.device.is_cuda for stage in work.stages.values())
         is_crowded = len(programs) > self._most_at_once and not on_gpu
-        turns: AbstractContextManager[Any] = nullcontext()
-        if is_crowded:
-            turns = threading.Semaphore(self._most_at_once)
+        turns = threading.Semaphore(self._most_at_once) if is_crowded else nullcontext()
         channels = QueueChannels(transfers, self._timeout_s, turns)
-        # Each job puts one item into `done` when it ends, also after an error.
+        # 2. Hand out the jobs, and wait: each puts an item into `done` when it ends or raises.
         done: SimpleQueue[None] = SimpleQueue()
         jobs = [
             _Job(work, Executor(rank, program, work.stages, work.run, channels), channels, done)

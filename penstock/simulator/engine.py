@@ -55,6 +55,7 @@ def compiled(schedule: ir.Schedule) -> Compiled:
     messages: dict[ir.Message, int] = {}
     edge_of: list[int] = []
 
+    # Number messages, edges and prices in the order in which they first come.
     def message(x: ir.Send | ir.Receive) -> int:
         key = x.message
         number = messages.get(key)
@@ -189,7 +190,7 @@ class Engine:
         ready, num_ranks = self._ready, len(self._program.codes)
         ready.extend(zip(repeat(0), range(num_ranks), repeat(0)))
         while ready:
-            # numbers from num_ranks on are pools: the work of a rank on shared cores ends
+            # Numbers from num_ranks on are pools: the work of a rank on shared cores ends.
             now_s, number, version = heappop(ready)
             if number < num_ranks:
                 self._advance(number, now_s)
@@ -262,7 +263,7 @@ class Engine:
         if way is not None:
             _, lane_s, latency_s, send_s, _, blocks = way
             came_s += send_s
-            # lanes are given in the order of time: an earlier event runs first
+            # Lanes are taken in the order of time: an earlier event runs first.
             if way.lanes:
                 if self._is_early(rank, now_s):
                     heappush(self._ready, (now_s, rank, 0))
@@ -272,7 +273,7 @@ class Engine:
                 came_s += lane_s
             now_s = came_s if blocks else now_s + send_s
             came_s += latency_s
-        # wake the receiver, at the arrival or when it began to wait, whichever is later
+        # Wake the receiver, at the arrival or when it began to wait, whichever is later.
         self._arrival_s[message] = came_s
         if message in self._waiting:
             since_s, receiver = self._waiting.pop(message)
@@ -281,7 +282,7 @@ class Engine:
 
     def _pass(self, lanes: tuple[Hashable, ...], since_s: float, lane_s: float) -> float:
         """Hold all lanes once they are free; return the time at which they are free again."""
-        # the last lane to become free decides when the message begins
+        # The last lane to become free decides when the message begins.
         free_s = self._free_s
         for lane in lanes:
             if free_s[lane] > since_s:

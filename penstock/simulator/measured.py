@@ -3,7 +3,7 @@
 sender     ████ send_s
                ╲ transfer_s
 waited ┄┄┄┄┄┄┄┄┄┄┄┄┄████ receive_s       its receive began before the send had ended
-late   ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒████         the message lay there already: receive_s, and no more
+late   ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒████         the message had arrived before: receive_s only
 """
 
 from collections import defaultdict
@@ -39,6 +39,7 @@ def measured_costs(timeline: Timeline) -> Costs:
             f"measured_costs was given {timeline!r} instead of a timeline; pipe.last_timeline is "
             "one after a training step, if the pipeline was made with trace=True"
         )
+    # 1. Sort the times by kind of instruction and stage.
     times: dict[tuple[type[ir.Instruction], int], list[float]] = defaultdict(list)
     for span in timeline.spans:
         times[type(span.instruction), span.instruction.stage].append(span.duration_s)
@@ -51,6 +52,7 @@ def measured_costs(timeline: Timeline) -> Costs:
             )
         return median(times[kind, stage])
 
+    # 2. Take medians; derive the kinds that the step did not run.
     forwards, wholes, again, inputs, weights = [], [], [], [], []
     for stage in range(timeline.schedule.num_stages):
         forwards.append(one(ir.Forward, stage))
@@ -112,7 +114,7 @@ def _message_costs(
     """
     crossings = list(_crossings(timeline))
 
-    # 1. sends, and receives of messages that lay there already
+    # 1. Sends, and receives of messages that had arrived before.
     send_s = _each(median, ((c.way[0], c.send.duration_s) for c in crossings))
     awaited_s = _each(median, ((c.way, c.took_s) for c in crossings if c.was_awaited))
     late = (
@@ -124,7 +126,7 @@ def _message_costs(
     receive_s = _each(median, late)
     others_s = median(receive_s.values()) if receive_s else 0
 
-    # 2. transfers: the rest between the end of a send and the end of its receive
+    # 2. Transfers: the rest between the end of a send and the end of its receive.
     wires_s = [max(0, c.took_s - receive_s.get(c.way[1], others_s)) for c in crossings]
     on_edges = list(zip(crossings, wires_s, strict=True))
     least_s = _each(min, ((c.edge, wire_s) for c, wire_s in on_edges))

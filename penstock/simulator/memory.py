@@ -100,7 +100,7 @@ def _of_versions(timeline: Timeline, weights: Sequence[StageWeights]) -> Iterato
     changes: dict[int, list[tuple[float, int]]] = {}
     for stage, times_s in updated_s.items():
         size = weights[stage].version_bytes
-        # the n-th update makes version n old, which then lives on until its last use
+        # The n-th update makes version n old, which then lives on until its last use.
         uses_s = [(old_s, last_use.get((stage, n), old_s)) for n, old_s in enumerate(times_s)]
         lives_s = [(old_s, end_s) for old_s, end_s in uses_s if end_s > old_s]
         changes[stage] = [c for old_s, end_s in lives_s for c in ((old_s, size), (end_s, -size))]

@@ -55,6 +55,7 @@ def simulate(
         ConfigError: `costs` lacks a stage or an edge of the schedule.
         ScheduleError: ranks would wait for each other for ever.
     """
+    # Lower the schedule if it has no communication; then price and run it.
     if not any(isinstance(instruction, ir.Communication) for instruction in schedule.instructions):
         if transfers is None:
             transfers = chain_transfers(schedule.num_stages)
@@ -140,6 +141,7 @@ def _seconds(  # noqa: C901 - one flat match
     Raises:
         ConfigError: `costs` lacks a stage.
     """
+    # Read all costs once; the inner function only looks up.
     nothing = (0,) * num_stages
     forward_s = per_stage(costs.forward_s, num_stages, "forward_s")
     backward_s = per_stage(costs.backward_s, num_stages, "backward_s")
@@ -151,6 +153,7 @@ def _seconds(  # noqa: C901 - one flat match
     fetch_s = per_stage(costs.fetch_s, num_stages, "fetch_s")
 
     def seconds(instruction: ir.Instruction) -> tuple[float, ...]:  # noqa: C901, PLR0912
+        # Sends and receives take no seconds here: the ways of their edges have their times.
         match instruction:
             case ir.Forward():
                 return forward_s

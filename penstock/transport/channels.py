@@ -1,7 +1,4 @@
-"""Messages between stages, activations and gradients, and the channels that carry them.
-
-Each transport has its own kind of channels.
-"""
+"""Messages between stages, activations and gradients, and the channels that carry them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -60,10 +57,9 @@ class Activation:
 
     Sets are of places in `leaves`.  `aliases` share memory with another value, so that a change in
     place would have to appear in both.  `versions` are the tensors' version counters at the send;
-    a
-    later one shows that the sender has changed the tensor in place.  `lasting` are parameters, the
-    same for all micro-batches of a run.  `hooked` have hooks on their gradient, which their stage
-    runs.  `layouts` are the layouts of tensors in slices, None for a whole one.
+    a later one shows that the sender has changed the tensor in place.  `lasting` are parameters,
+    the same for all micro-batches of a run.  `hooked` have hooks on their gradient, which their
+    stage runs.  `layouts` are the layouts of tensors in slices, None for a whole one.
     """
 
     leaves: tuple[Tensor, ...]
@@ -94,7 +90,7 @@ def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
     """Refuse a tensor that its sender has changed in place since the send.
 
     Raises:
-        BoundaryError: it has.
+        BoundaryError: the tensor was changed.
     """
     if version_of(tensor) != version:
         raise BoundaryError(

@@ -29,7 +29,7 @@ from penstock.sharding.layouts import Slice, samples
 from penstock.sharding.resharding import plan_resharding
 
 from .headers import Header, Payload, kinds_of, layouts_of
-from .torch_distributed import Came, Incoming, Outgoing, Values
+from .torch_distributed import Incoming, Outgoing, Received, Values
 from .wire import TensorKind, fill_rows, num_row_bytes, room_for_rows, row_bytes
 
 _FEW_BYTES = 1 << 16
@@ -44,7 +44,7 @@ Part = tuple[int, int, int]
 class Share:
     """The part of each message on one link: blocks `begin` to `end` of `num_blocks` equal ones.
 
-    `has_few`: the link carries all of a message of few bytes, else nothing of it.
+    `has_few`: the link carries small messages whole; other links carry nothing of them.
     """
 
     begin: int
@@ -57,7 +57,7 @@ class Share:
         return num_bytes * self.begin // self.num_blocks, num_bytes * self.end // self.num_blocks
 
     def of_whole(self, num_bytes: int) -> tuple[int, int]:
-        """Return the same for the bytes of tensors that each shard holds whole."""
+        """Return the part of a row of tensors that each shard holds whole."""
         few = 0, num_bytes * self.has_few
         return few if num_bytes < _FEW_BYTES else self.span(num_bytes)
 
@@ -174,7 +174,7 @@ def outgoing_shares(mesh: Mesh, stage: int, sides: Sides, channel: int) -> list[
 
 
 class _IncomingShare(Incoming):
-    """The receiving end of such a link."""
+    """The receiving end of a link that carries a share of each message."""
 
     def __init__(
         self, mesh: Mesh, rank: int, channel: int, share: Share, *, is_like: bool
@@ -219,13 +219,11 @@ class IncomingShares:
             link.forget_lasting()
 
     def post(self) -> None:
-        """Begin to receive the next message, while others are computed on; `bring`
-        is to follow.
-        """
+        """Begin to receive the next message, beside computation; `bring` waits for it."""
         for link in self._links:
             link.post()
 
-    def bring(self, microbatch: int, timeout_s: float | None = None) -> list[Came]:
+    def bring(self, microbatch: int, timeout_s: float | None = None) -> list[Received]:
         """Wait for this process's parts of the next message, as an `Incoming` does."""
         self.post()
         if timeout_s is None:
@@ -233,7 +231,7 @@ class IncomingShares:
         deadline = time.monotonic() + timeout_s
         return [link.bring(microbatch, deadline - time.monotonic()) for link in self._links]
 
-    def payload(self, came: list[Came]) -> Payload:
+    def payload(self, came: list[Received]) -> Payload:
         """Return the message whose parts came; called in the order of messages.
 
         Raises:
@@ -244,7 +242,7 @@ class IncomingShares:
         content = _Content.of(header, is_like=self._is_like)
         kinds = content.kinds_of_shard(place[1])
         rooms = [room_for_rows(kind, self._mesh.device) for kind in kinds]
-        # Copy this shard's parts.  `sent` are those of tensors that all shards hold whole.
+        # 1. Copy this shard's parts.  `sent` are those of tensors that all shards hold whole.
         sent: list[Tensor] = []
         for link, (_, contents) in zip(self._links, came, strict=True):
             parts = list(link.share.parts(content))
@@ -252,7 +250,7 @@ class IncomingShares:
                 begin = content.begin(number, *place)
                 rooms[number][0][first - begin : last - begin] = part
                 sent += [] if content.is_cut[number] else [part]
-        # Gather the other shards' parts of these.
+        # 2. Gather the other shards' parts of these: large tensors cross between stages once.
         rows: list[Tensor] = []
         if (size := content.num_whole) >= _FEW_BYTES and len(self._of_shards) > 1:
             rows = self._gathered(torch.cat(sent), size)
@@ -266,10 +264,10 @@ class IncomingShares:
                 rooms[number][0][first:last] = part
         pairs = zip(rooms, kinds, strict=True)
         tensors = [fill_rows(tensor, received, kind) for (received, tensor), kind in pairs]
-        return self._links[0].payload(Came(header, tensors))
+        return self._links[0].payload(Received(header, tensors))
 
-    def _gathered(self, own: Tensor, size: int) -> list[Tensor]:
+    def _gathered(self, part: Tensor, size: int) -> list[Tensor]:
         """Return the bytes of each shard, of `size` in all."""
         shapes = [(e - b,) for b, e in (share.of_whole(size) for share in self._of_shards)]
         uneven = shapes if len(set(shapes)) > 1 else None
-        return self._mesh.shards.tensors.all_gather(own, self._what, uneven)
+        return self._mesh.shards.tensors.all_gather(part, self._what, uneven)

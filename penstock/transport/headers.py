@@ -47,9 +47,7 @@ def _about(wants_grad: tuple[bool, ...], form: Any, *places: frozenset[int]) -> 
 
 
 class Header(NamedTuple):
-    """The description of a message; `about` is None for a gradient, `layouts` ()
-    if all is whole.
-    """
+    """The description of a message; a gradient has no `about`; () as `layouts` means all whole."""
 
     kinds: tuple[TensorKind | Again | None, ...]
     about: About | None
@@ -101,19 +99,15 @@ class HeaderWriter:
         return *self._number(header), tensors, header
 
     def _once(self, place: int, kind: TensorKind, payload: Activation) -> TensorKind | Again:
-        """Return the kind of a tensor, or a reference if it is lasting and was
-        sent in this run.
-        """
+        """Return the kind of a tensor, or a reference to a lasting one sent before in this run."""
         if place not in payload.lasting:
             return kind
         tensor = payload.leaves[place]
         key = (tensor.data_ptr(), kind, version_of(tensor))
         if key in self._lasting:
             return self._lasting[key][0]
-        self._lasting[key] = (
-            Again(len(self._lasting)),
-            tensor,
-        )  # kept alive, so that no other takes its address
+        # Keep the tensor alive, so that no other takes its address.
+        self._lasting[key] = Again(len(self._lasting)), tensor
         return kind
 
     def _number(self, header: Header) -> tuple[int, bytes]:

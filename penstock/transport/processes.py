@@ -99,8 +99,8 @@ class ProcessChannels(AbstractChannels):
             try:
                 outgoing.send(payload, message[3])
             except WAIT_FAILURES as error:
-                what = _WHAT_SENDS.format(message[2])
-                raise self._background.blame(error, what, outgoing.rank) from error
+                purpose = _WHAT_SENDS.format(message[2])
+                raise self._background.blame(error, purpose, outgoing.rank) from error
 
     def receive(self, message: Message, instruction: Instruction) -> Payload:
         if self._stays(message):
@@ -113,12 +113,12 @@ class ProcessChannels(AbstractChannels):
                 incoming.bring(microbatch, timeout_s) if posted is None else posted.get(timeout_s)
             )
         except WAIT_FAILURES as error:
-            what = (
+            purpose = (
                 f"at {instruction} for the "
                 f"{'gradient' if is_gradient else 'activation'} of micro-batch {microbatch} "
                 f"from stage {source}"
             )
-            raise self._background.blame(error, what, incoming.rank) from error
+            raise self._background.blame(error, purpose, incoming.rank) from error
         payload: Payload = incoming.payload(came)
         if not payload.layouts:
             return payload
@@ -155,8 +155,8 @@ class ProcessChannels(AbstractChannels):
                 try:
                     link.finish(self._background.timeout_s)
                 except WAIT_FAILURES as error:
-                    what = _WHAT_SENDS.format(target)
-                    raise self._background.blame(error, what, link.rank) from error
+                    purpose = _WHAT_SENDS.format(target)
+                    raise self._background.blame(error, purpose, link.rank) from error
 
 
 def _channel(source: int, target: int) -> int:

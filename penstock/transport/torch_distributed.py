@@ -37,7 +37,7 @@ _MOST_ROOM_BYTES = 1 << 22
 _MOST_BEGUN = 64
 """Sends after which a thread waits for them and frees their memory."""
 _MOST_HELD_BYTES = 1 << 20
-"""Bytes after which it does so."""
+"""Bytes of sends after which that thread does so."""
 
 
 def _room_after(room_bytes: int, num_bytes: int) -> int:
@@ -60,7 +60,7 @@ Values = list[tuple[Tensor, TensorKind]]
 """Tensors to send."""
 
 
-class Came(NamedTuple):
+class Received(NamedTuple):
     """A received header and its tensors."""
 
     header: Header
@@ -68,9 +68,7 @@ class Came(NamedTuple):
 
 
 class Outgoing:
-    """The sending end, of `stage`, to process `rank`; a thread of the mesh waits
-    for slow sends.
-    """
+    """The sending end of `stage`, to process `rank`; a thread of the mesh waits for slow sends."""
 
     def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
         self._stage, self.rank = stage, rank
@@ -92,12 +90,14 @@ class Outgoing:
             ConnectionError: the connection broke.
             PeerError: a process has failed.
         """
+        # 1. Decide whether all of the message fits into the receiver's buffer.
         number, encoded, tensors, header = self._headers.write(payload)
         values = self._own(tensors, header)
         num_bytes = _FIRST.size + len(encoded) + sum(kind.num_bytes for _, kind in values)
         on_cpu = self._device.type == "cpu"
         is_whole = num_bytes <= self._room_bytes and on_cpu
         self._room_bytes = _room_after(self._room_bytes, num_bytes)
+        # 2. Begin to send: in one part, or header and tensors apart, without a copy.
         if is_whole:
             first = _FIRST.pack(number, len(encoded), microbatch, True)
             self._begin(bytearray().join([first, encoded, *[memory_of(*v) for v in values]]))
@@ -110,7 +110,7 @@ class Outgoing:
                 self._begin(bytearray(encoded))
             for tensor, kind in values:
                 self._begin(to_bytes(tensor, kind).to(self._device), tensor, version_of(tensor))
-        # Free memory: on an accelerator of sends that have ended, since only `finish` may make
+        # 3. Free memory: on an accelerator of sends that have ended, since only `finish` may make
         # this thread's stream wait; else in a thread that waits for all of them.
         if not on_cpu:
             while self._begun and self._begun[0].work.is_completed():
@@ -173,9 +173,7 @@ class Incoming:
         self._headers.forget_lasting()
 
     def post(self) -> None:
-        """Begin to receive the next message, while others are computed on; `bring`
-        is to follow.
-        """
+        """Begin to receive the next message, beside computation; `bring` waits for it."""
         if self._next is None:
             self._next = self._wires.receive(self._room, self.rank, self._tag)
 
@@ -183,7 +181,7 @@ class Incoming:
         """Wait for the next message, as `bring`, and return it."""
         return self.payload(self.bring(microbatch, timeout_s))
 
-    def bring(self, microbatch: int, timeout_s: float | None = None) -> Came:
+    def bring(self, microbatch: int, timeout_s: float | None = None) -> Received:
         """Wait for the next message.
 
         Raises:
@@ -193,7 +191,7 @@ class Incoming:
             MeshError: it cannot be read.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        # The first part, and with it all of a small message.
+        # 1. The first part, and with it all of a small message.
         self.post()
         self._wires.wait(self._next, self._room, deadline)
         self._next = None
@@ -203,7 +201,7 @@ class Incoming:
                 f"rank {self.rank} sent micro-batch {sent} where {microbatch} was due: the "
                 "processes do not run the same schedule on the same batch"
             )
-        # The header.
+        # 2. The header.
         at = _FIRST.size + size
         encoded: memoryview | bytearray = (
             self._bytes[_FIRST.size : at] if is_whole else bytearray(size)
@@ -211,7 +209,7 @@ class Incoming:
         if encoded and not is_whole:
             self._await([torch.frombuffer(encoded, dtype=torch.uint8)], deadline)
         header = self._headers.read(number, encoded)
-        # The values, and a larger buffer for the next message.
+        # 3. The values, and a larger buffer for the next message.
         kinds = self._own(header)
         tensors = self._unpacked(kinds, at) if is_whole else self._received(kinds, deadline)
         total = at + sum(kind.num_bytes for kind in kinds)
@@ -221,9 +219,9 @@ class Incoming:
         if num_bytes > len(self._bytes) and on_cpu:
             self._bytes = memoryview(bytearray(num_bytes))
             self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
-        return Came(header, tensors)
+        return Received(header, tensors)
 
-    def payload(self, came: Came) -> Payload:
+    def payload(self, came: Received) -> Payload:
         """Return the received message; called in the order of messages."""
         return self._headers.payload(*came)
 

@@ -45,8 +45,7 @@ class _Layout:
 
     `shape` has length 1 in expanded dims.  `order` are the dims from the widest stride to the
     narrowest.  `span` is the number of elements from the first to the last; if `is_dense`, all of
-    them
-    are the tensor's.
+    them are the tensor's.
     """
 
     shape: tuple[int, ...]
@@ -123,9 +122,7 @@ def memory_of(tensor: Tensor, kind: TensorKind) -> Any:
 
 
 def fill(tensor: Tensor, received: Tensor, kind: TensorKind) -> Tensor:
-    """Copy received bytes into their tensor, unless they are its memory; return it
-    in its class.
-    """
+    """Copy received bytes into their tensor, unless they are its memory; restore its class."""
     layout = _layout(kind)
     if layout.is_dense or layout.num_bytes == 0:
         return _of_class(tensor, kind)

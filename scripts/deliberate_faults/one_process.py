@@ -240,7 +240,7 @@ FAULTS = (
     Fault(
         "an optimizer of another model trains nothing, and nobody says so",
         "penstock/runtime/asynchronous.py",
-        "if own and held.isdisjoint(own):",
+        "if of_pipeline and held.isdisjoint(of_pipeline):",
         "if False:",
         "tests/test_bad_input.py",
         "none",

@@ -6,8 +6,8 @@ FAULTS = (
     Fault(
         "a rank where nothing trains has nothing to make an optimizer of",
         "penstock/pipeline.py",
-        "own if any(p.requires_grad for p in own) else own + self._none",
-        "own or self._none",
+        "here if any(p.requires_grad for p in here) else here + self._none",
+        "here or self._none",
         "tests/distributed/test_ranks.py",
     ),
     Fault(
@@ -51,7 +51,7 @@ FAULTS = (
     Fault(
         "ranks of a replica do not compare what they are given",
         "penstock/mesh/same_batch.py",
-        "if len({digests[rank][k] for rank in given}) > 1:",
+        "if len({digests[rank][k] for rank in givers}) > 1:",
         "if False:",
         "tests/distributed/test_same_batch.py",
         "named_and",
@@ -282,8 +282,8 @@ FAULTS = (
     Fault(
         "the digests of a checkpoint's files may be exchanged with the files",
         "penstock/checkpoint/files.py",
-        "if own != digest_of([facts, digests]):",
-        "if own is None:",
+        "if noted_digest != digest_of([facts, digests]):",
+        "if noted_digest is None:",
         "tests/checkpoint/test_checkpoint.py",
         "changed_by_hand",
     ),
@@ -306,8 +306,8 @@ FAULTS = (
     Fault(
         "a deadline runs on writing a checkpoint",
         "penstock/mesh/background.py",
-        "self.wait(slot, what, has_deadline=False)",
-        "self.wait(slot, what)",
+        "self.wait(slot, purpose, has_deadline=False)",
+        "self.wait(slot, purpose)",
         "tests/distributed/test_checkpoint_processes.py",
         "saves_may_take",
     ),
@@ -346,7 +346,7 @@ FAULTS = (
     Fault(
         "a process that fails tells nobody",
         "penstock/mesh/watch.py",
-        'self._store.compare_set("failed", "", told)',
+        'self._store.compare_set("failed", "", message)',
         "pass",
         "tests/distributed/test_faults_processes.py",
         "a_fault and raise",
@@ -426,8 +426,8 @@ FAULTS = (
     Fault(
         "a shard of a weight is saved for the whole",
         "penstock/checkpoint/save.py",
-        "if content[name].shape == own.lengths}",
-        "if content[name].shape == own.whole}",
+        "if content[name].shape == part.lengths}",
+        "if content[name].shape == part.whole}",
         "tests/sharding/test_pipeline.py",
         "test_shards_train and not stages and not replicas",
     ),

@@ -112,8 +112,8 @@ FAULTS = (
     Fault(
         "a slice is read from the beginning of what a file has",
         "penstock/checkpoint/pieces.py",
-        "found = opened.read(name, _within(both, part))",
-        "found = opened.read(name, _within(both, both))",
+        "values = opened.read(name, _within(both, part))",
+        "values = opened.read(name, _within(both, both))",
         "tests/checkpoint/test_pieces.py",
     ),
     Fault(

@@ -184,9 +184,9 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
         sent.append(content.nbytes)
         return send(self, content, rank, tag)
 
-    def noted(self: crossing.IncomingShares, own: Tensor, size: int) -> list[Tensor]:
+    def noted(self: crossing.IncomingShares, part: Tensor, size: int) -> list[Tensor]:
         gathered.append(size)
-        return gather(self, own, size)
+        return gather(self, part, size)
 
     PointToPoint.send = counted  # type: ignore[method-assign]
     crossing.IncomingShares._gathered = noted  # type: ignore[method-assign]

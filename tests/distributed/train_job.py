@@ -64,9 +64,9 @@ def inject_late(agreement: int) -> None:
     """Let this process get the signal during the agreement of that number."""
     highest, left = Control.highest, iter([*[False] * agreement, True])
 
-    def late(self: Control, value: int, what: str) -> int:
-        found = highest(self, value, what)
-        if what == "for the others to finish their step" and next(left, False):
+    def late(self: Control, value: int, purpose: str) -> int:
+        found = highest(self, value, purpose)
+        if purpose == "for the others to finish their step" and next(left, False):
             go_wrong("term")
         return found
 

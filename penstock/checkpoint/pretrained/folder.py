@@ -1,4 +1,4 @@
-"""A folder in the layout of Hugging Face's libraries, and which of its files holds which tensor.
+"""Read a folder in the layout of Hugging Face's libraries: which file holds which tensor.
 
 model.safetensors                all tensors, or
 model.safetensors.index.json     {"metadata": ..., "weight_map": {name: file}}, and
@@ -27,9 +27,9 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Tensors of the folder, and what they are in the model: `make(read)[name in the model]`.
+    """Tensors `names` of the folder; `make(read)` returns the model's tensors made of them.
 
-    Of a `plain` one, a slice of what is read is the same slice in the model.
+    With `plain`, a slice of the tensor in the folder is the same slice in the model.
     """
 
     names: tuple[str, ...]
@@ -57,12 +57,12 @@ _DTYPES = {
     "I8": torch.int8,
     "BOOL": torch.bool,
 }
-"""Of safetensors; what else it knows is packed or scaled, and taken for bytes."""
+"""Dtypes by safetensors' names; its other types are packed or scaled, and read as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder of tensors; `files` gives the file of each, and `values` what is no tensor."""
+    """A folder; `files` has the file of each tensor, `values` the state that is no tensor."""
 
     path: Path
     files: Mapping[str, Path]
@@ -70,14 +70,14 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> "Folder":
-        """Find out what a folder holds; of an index, its files are not looked at yet.
+        """Read the names of the tensors in a folder; files that an index names stay closed.
 
         Raises:
             CheckpointError: there is no folder, no safetensors file in it, or one is damaged.
         """
         if not path.is_dir():
-            what = "is a file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {what}; give the folder of a model")
+            fault = "is a file" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {fault}; give the folder of a model")
         values = _values(path)
         if (path / INDEX).is_file():
             files = {name: path / file for name, file in _weight_map(path).items()}
@@ -95,11 +95,12 @@ class Folder:
     @contextmanager
     def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Callable[..., Any]]]:
         """Open the files that hold `names`; give functions to see a tensor's kind, as a tensor on
-        the meta device, and to read it, or its `own` slice, or a value.
+        the meta device, and to read it, or its `piece`, or a value.
 
         Raises:
             CheckpointError: a file is not there or damaged, or lacks what the index says.
         """
+        # 1. Open the files, and check that they hold the names.
         wanted = [name for name in names if name in self.files]
         with ExitStack() as stack:
             opened: dict[Path, Any] = {}
@@ -113,16 +114,19 @@ class Folder:
                         "folder anew"
                     )
 
+            # 2. Hand out two readers: of kinds, which read headers only, and of values.
             def look(name: str) -> Tensor:
                 part = opened[self.files[name]].get_slice(name)
                 dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
                 return torch.empty(part.get_shape(), dtype=dtype, device="meta")
 
-            def read(name: str, own: Slice | None = None) -> Any:
+            def read(name: str, piece: Slice | None = None) -> Any:
                 if name not in self.files:
                     return self.values[name]
                 file = opened[self.files[name]]
-                return file.get_tensor(name) if own is None else file.get_slice(name)[own.indices]
+                if piece is None:
+                    return file.get_tensor(name)
+                return file.get_slice(name)[piece.indices]
 
             yield look, read
 
@@ -144,8 +148,8 @@ def _values(path: Path) -> dict[str, Any]:
     """Read the extra state of modules that is no tensor."""
     file = path / EXTRA
     try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return dict(found.items())
+        values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return dict(values.items())
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged: {error}; copy it anew") from None
 
@@ -153,8 +157,8 @@ def _values(path: Path) -> dict[str, Any]:
 def _weight_map(path: Path) -> dict[str, str]:
     """Read an index; its files are in the folder, though links there may lead out of it."""
     try:
-        found = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): str(file) for name, file in found.items()}
+        weight_map = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path / INDEX} is no index of tensors ({type(error).__name__}: {error}); copy it "

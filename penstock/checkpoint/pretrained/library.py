@@ -1,4 +1,4 @@
-"""What transformers knows of the names in files: of older files, and of those that others read."""
+"""The names under which transformers saves and loads tensors, older files' included."""
 
 import copy
 import re
@@ -18,7 +18,7 @@ def is_of_transformers(original: nn.Module) -> bool:
 
 
 def patterns_of(original: nn.Module, *attributes: str) -> list[str]:
-    """Return the patterns of names that a model's class gives for some purpose."""
+    """Return the name patterns in these attributes of a model's class."""
     return [pattern for name in attributes for pattern in getattr(original, name, None) or ()]
 
 
@@ -40,7 +40,7 @@ def as_saved(original: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Source]]:
-    """Yield the names under which transformers loads tensors, with what gives their values."""
+    """Yield the names under which transformers loads tensors, each with its source."""
     if not is_of_transformers(original):
         return
     try:
@@ -53,6 +53,7 @@ def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Sour
         )
     except ImportError:  # one without such rules
         return
+    # Split the rules: renamings map one tensor to one, converters several to several.
     model: Any = original
     rules: Any = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -65,6 +66,7 @@ def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Sour
             parts.setdefault(known_as, []).append((pattern, name))
         elif known_as != name:
             yield known_as, as_it_is(name, known_as)
+    # Each converter makes all its targets at once: they share one source.
     for first, of_first in parts.items():
         converter = converter_of[of_first[0][0]]
         source = _converted(original, converter, first, of_first)
@@ -75,13 +77,13 @@ def as_loaded(original: nn.Module, there: list[str]) -> Iterator[tuple[str, Sour
 def _converted(
     original: nn.Module, converter: Any, first: str, parts: list[tuple[str, str]]
 ) -> Source:
-    """Return what a rule of transformers makes of several tensors, or makes several of."""
+    """Return the source of the tensors that a converter of transformers makes of `parts`."""
 
     def make(read: Read) -> dict[str, Tensor]:
-        own = copy.deepcopy(converter)
+        fresh = copy.deepcopy(converter)
         for pattern, name in parts:
-            own.add_tensor(first, name, pattern, read(name))
-        made = own.convert(first, model=original, config=getattr(original, "config", None))
+            fresh.add_tensor(first, name, pattern, read(name))
+        made = fresh.convert(first, model=original, config=getattr(original, "config", None))
         return {name: t[0] if isinstance(t, list) else t for name, t in made.items()}
 
     return Source(tuple(name for _, name in parts), make)

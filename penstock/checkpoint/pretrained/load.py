@@ -1,4 +1,4 @@
-"""Each process reads the tensors that it has, and all refuse what one of them must refuse."""
+"""Load a folder of Hugging Face's: each process reads its tensors; errors are raised on all."""
 
 import os
 import warnings
@@ -23,7 +23,7 @@ from .library import as_loaded, fits, patterns_of
 
 
 class Sources:
-    """Finds what gives a tensor its values, among the tensors `there` of a folder.
+    """Finds, among the tensors `there` of a folder, those that give a tensor its values.
 
     The names are the model's own, with or without the name of the base model.  Where transformers
     renames, fuses or splits tensors of older files as it loads them, its own rules are used.
@@ -32,15 +32,15 @@ class Sources:
     def __init__(self, original: nn.Module, there: Iterable[str]) -> None:
         base = getattr(original, "base_model_prefix", "")
         self._prefix = f"{base}." if isinstance(base, str) and base else ""
-        self._found = {name: as_it_is(name, name) for name in there}
-        self._found = {**dict(as_loaded(original, list(self._found))), **self._found}
+        self._by_name = {name: as_it_is(name, name) for name in there}
+        self._by_name = {**dict(as_loaded(original, list(self._by_name))), **self._by_name}
 
     def of(self, names: Iterable[str]) -> Iterator[tuple[str, Source]]:
-        """Yield what there is for a tensor with these names; mostly one, and its name there."""
+        """Yield (name, source) for each of a tensor's `names` that the folder has; mostly one."""
         candidates = dict.fromkeys(c for name in names for c in self._candidates(name))
         for name in candidates:
-            if name in self._found:
-                yield name, self._found[name]
+            if name in self._by_name:
+                yield name, self._by_name[name]
 
     def _candidates(self, name: str) -> Iterator[str]:
         yield name
@@ -50,15 +50,13 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What gives a tensor its values: (name, source), several if the folder has it more often; and
-    which part of the whole is here.
-    """
+class _Match:
+    """A tensor, the (name, source) pairs in the folder that have its values, and its part here."""
 
     name: str
     tensor: Tensor
     sources: tuple[tuple[str, Source], ...]
-    own: Slice
+    part: Slice
 
 
 def load_pretrained(folder: str | os.PathLike[str], pipe: nn.Module) -> tuple[str, ...]:
@@ -95,10 +93,11 @@ def _load(path: Path, share: Share) -> tuple[str, ...]:
     mesh, held, shards = share
     original, owners = held.original, held.owners
 
-    def look() -> tuple[Folder, list[_Found], dict[str, tuple[str, Source]], list[str], set[str]]:
+    # 1. Match the folder with the model in each process; all refuse alike.
+    def look() -> tuple[Folder, list[_Match], dict[str, tuple[str, Source]], list[str], set[str]]:
         folder = Folder.at(path)
         sources = Sources(original, folder.names)
-        found, missing = _match(sources, held.own_tensors(), shards)
+        matches, missing = _match(sources, held.own_tensors(), shards)
         extra = {name: source for name in owners for source in islice(sources.of([name]), 1)}
         missing += [(name,) for name in owners if name not in extra]
         is_left_out = may_be_absent(original)
@@ -107,32 +106,34 @@ def _load(path: Path, share: Share) -> tuple[str, ...]:
             for names in missing
             if not any(is_left_out(name) for name in names)
         ]
-        used = {name for one in found for _, source in one.sources for name in source.names}
+        used = {name for one in matches for _, source in one.sources for name in source.names}
         with folder.reading(used) as (look_at, read):  # values of what is there twice only
-            faults += [fault for one in found for fault in _misfit(one, look_at, read)]
+            faults += [fault for one in matches for fault in _misfit(one, look_at, read)]
         faults += extra_faults(owners, extra)
         used |= {name for _, source in extra.values() for name in source.names}
-        return folder, found, extra, faults, used
+        return folder, matches, extra, faults, used
 
-    (folder, found, extra, _, used), told = agreed(
+    (folder, matches, extra, _, used), answers = agreed(
         mesh,
         look,
-        lambda own: (own[3], sorted(own[4])),
+        lambda seen: (seen[3], sorted(seen[4])),
         "for the others to look into the same folder",
     )
-    unknown = _unknown(folder.names, (set(names) for _, names in told), original)
+    # 2. A tensor is unknown only if no process has a place for it.
+    unknown = _unknown(folder.names, (set(names) for _, names in answers), original)
     refuse_foreign(
         f"{path} is of another model:",
-        (faults for faults, _ in told),
+        (faults for faults, _ in answers),
         _unplaced(unknown) if unknown else "",
         "Build the model from the folder's own config.json. If from_pretrained loads the folder "
         "all the same, do so once, and save the model with "
         "save_pretrained(new_folder, save_original_format=False)",
     )
 
+    # 3. Copy the values, once nothing can fail any more on any rank.
     def fill() -> dict[str, Any]:
         with folder.reading(used) as (_, read), torch.no_grad():
-            _fill(found, read)
+            _fill(matches, read)
             return {name: source.make(read)[known] for name, (known, source) in extra.items()}
 
     set_extra(owners, mesh.world.work(fill, "for the others to read the same folder"))
@@ -140,20 +141,20 @@ def _load(path: Path, share: Share) -> tuple[str, ...]:
 
 
 def _match(
-    sources: Sources, own: Mapping[tuple[str, ...], Tensor], shards: CutWeights
-) -> tuple[list[_Found], list[tuple[str, ...]]]:
-    found, missing = [], []
-    for names, tensor in own.items():
+    sources: Sources, tensors: Mapping[tuple[str, ...], Tensor], shards: CutWeights
+) -> tuple[list[_Match], list[tuple[str, ...]]]:
+    matches, missing = [], []
+    for names, tensor in tensors.items():
         of_tensor = tuple(sources.of(names))
         if of_tensor:
             here = shards.slices(names[:1]).get(names[0]) or Slice.of_all(tuple(tensor.shape))
-            found.append(_Found(names[0], tensor, of_tensor, here))
+            matches.append(_Match(names[0], tensor, of_tensor, here))
         else:
             missing.append(names)
-    return found, missing
+    return matches, missing
 
 
-def _misfit(one: _Found, look: Read, read: Read) -> Iterator[str]:
+def _misfit(one: _Match, look: Read, read: Read) -> Iterator[str]:
     faults = [fault for name, source in one.sources for fault in _unlike(one, name, source, look)]
     yield from faults
     (first, source), *others = one.sources
@@ -162,15 +163,15 @@ def _misfit(one: _Found, look: Read, read: Read) -> Iterator[str]:
             yield f"{first} and {name} differ, and are one tensor in the model"
 
 
-def _unlike(one: _Found, name: str, source: Source, look: Read) -> Iterator[str]:
-    """Say what is other than in the model: a shape, or a kind of number."""
+def _unlike(one: _Match, name: str, source: Source, look: Read) -> Iterator[str]:
+    """Yield the differences from the model: in shape, or in the kind of number."""
     try:
         made = source.make(look)[name]
     except (RuntimeError, ValueError, LookupError) as error:
         yield f"{name} cannot be made of {', '.join(source.names)}: {error}"
         return
-    if made.shape != one.own.whole:
-        shapes = f"{list(made.shape)}, the model's {one.name} {list(one.own.whole)}"
+    if made.shape != one.part.whole:
+        shapes = f"{list(made.shape)}, the model's {one.name} {list(one.part.whole)}"
         yield f"{name} has the shape {shapes}"
     if _kind(made.dtype) != _kind(one.tensor.dtype):
         yield (
@@ -187,30 +188,26 @@ def _kind(dtype: torch.dtype) -> str:
     return "numbers with a fraction" if dtype.is_floating_point else "whole numbers"
 
 
-def _fill(found: Sequence[_Found], read: Callable[..., Any]) -> None:
-    """Copy the values; what several tensors are made of is read once, and of a tensor that is in
-    the folder as it is, only what is kept.
-    """
-    users: dict[Source, list[tuple[str, _Found]]] = {}
-    for one in found:
+def _fill(matches: Sequence[_Match], read: Callable[..., Any]) -> None:
+    """Copy the values; read each source once, and of a plain one only the slice needed here."""
+    users: dict[Source, list[tuple[str, _Match]]] = {}
+    for one in matches:
         name, source = one.sources[0]
         users.setdefault(source, []).append((name, one))
     for source, places in users.items():
         (name, one), *others = places
-        if source.plain and not one.own.is_all and not others:
-            one.tensor.copy_(source.make(partial(read, own=one.own))[name])
+        if source.plain and not one.part.is_all and not others:
+            one.tensor.copy_(source.make(partial(read, piece=one.part))[name])
             continue
         made = source.make(read)
         for name, one in places:
-            one.tensor.copy_(made[name][one.own.indices])
+            one.tensor.copy_(made[name][one.part.indices])
 
 
 def _unknown(
     there: Iterable[str], used: Iterable[set[str]], original: nn.Module
 ) -> tuple[str, ...]:
-    """Return the names that nobody used, but for buffers that are not loaded, and what the model's
-    class says to ignore.
-    """
+    """Return the names that no process used, except buffers and names that the class ignores."""
     names = list(there)
     buffers = Sources(original, names).of(name for name, _ in original.named_buffers())
     known = {name for _, source in buffers for name in source.names}.union(*used)

@@ -56,43 +56,40 @@ def save_pretrained(
     most = check_count("max_shard_bytes", max_shard_bytes)
     mesh = begin("save_pretrained", pipe).mesh
     with mesh.reporting():
-        own, values = _to_save(pipe, original)
-        refuse_wide(own)
-    sizes = [(name, tensor.nbytes) for name, tensor in own.items()]
+        tensors, values = _to_save(pipe, original)
+        refuse_wide(tensors)
+    # Each process tells its sizes; all compute the same files from them.
+    sizes = [(name, tensor.nbytes) for name, tensor in tensors.items()]
     everyone = mesh.world.gather((sizes, values), "for the others to save the same model")
     shards = _deal([sizes for sizes, _ in everyone], most)
     num_bytes = sum({name: size for sizes, _ in everyone for name, size in sizes}.values())
     values = {name: value for _, part in everyone for name, value in part.items()}
-    write = partial(_write_own, shards, mesh.rank, own)
+    write = partial(_write_own, shards, mesh.rank, tensors)
     finish = partial(_finish, shards, num_bytes, original, values)
     refuse = partial(refuse_existing, allows_empty=True)
     write_together(mesh, target, refuse, write, finish).wait()
 
 
 def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what this process writes, each tensor under the name that the model's class keeps,
-    and extra state that is no tensor.
-    """
+    """Return the tensors that this process writes, by saved name, and other extra state."""
     tied = patterns_of(original, "all_tied_weights_keys", "_tied_weights_keys")
     ignored = patterns_of(original, "_keys_to_ignore_on_save")
-    writes, shards, found = pipe.mesh.is_first_of_stage, pipe.shards, {}
+    writes, shards, tensors = pipe.mesh.is_first_of_stage, pipe.shards, {}
     for names, tensor in pipe.held.own_tensors().items():
-        kept = [name for name in names if not fits(name, tied)] or list(names)
-        if not fits(kept[0], ignored):
+        saved_names = [name for name in names if not fits(name, tied)] or list(names)
+        if not fits(saved_names[0], ignored):
             whole = shards.whole({names[0]: tensor})
             if writes:
-                found[kept[0]] = whole[names[0]]
+                tensors[saved_names[0]] = whole[names[0]]
     if not writes:
         return {}, {}
     owners = {n: owner for n, owner in pipe.held.owners.items() if not fits(n, ignored)}
     extra, values = read_extra(owners)
-    return storable({**as_saved(original, found), **extra}, copy=False), values
+    return storable({**as_saved(original, tensors), **extra}, copy=False), values
 
 
 def _deal(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> _Shards:
-    """Deal out tensors of so many bytes to files: one that several processes have, to the first of
-    them.
-    """
+    """Distribute tensors over files; the first process that has a tensor writes it."""
     known: set[str] = set()
     shards: list[tuple[int, list[str]]] = []
     for rank, sizes in enumerate(everyone):
@@ -111,10 +108,10 @@ def _deal(everyone: Sequence[Sequence[tuple[str, int]]], most: int) -> _Shards:
     return {f"{stem}-{n + 1:05d}-of-{count:05d}.{suffix}": shards[n] for n in range(count)}
 
 
-def _write_own(shards: _Shards, rank: int, own: Mapping[str, Tensor], folder: Path) -> Digests:
+def _write_own(shards: _Shards, rank: int, values: Mapping[str, Tensor], folder: Path) -> Digests:
     mine = {file: tensors for file, (writer, tensors) in shards.items() if writer == rank}
     for file, tensors in mine.items():
-        save_file({tensor: own[tensor] for tensor in tensors}, folder / file, {"format": "pt"})
+        save_file({tensor: values[tensor] for tensor in tensors}, folder / file, {"format": "pt"})
         force_to_disk(folder / file)
     return dict.fromkeys(mine, "")
 
@@ -128,7 +125,7 @@ def _finish(
     _: Digests,
 ) -> None:
     if len(shards) > 1:
-        weight_map = {tensor: file for file, (_, own) in shards.items() for tensor in own}
+        weight_map = {tensor: file for file, (_, names) in shards.items() for tensor in names}
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / INDEX).write_text(text, encoding="utf-8")

@@ -98,10 +98,10 @@ class KeptBytes(LayersGuard):
 
     def _sample(self, run: Run) -> None:
         """Record the stage's activation memory at this moment, in bytes."""
-        kept: dict[int, int] = {}
+        bytes_of: dict[int, int] = {}
         for storages in run.stages[self._stage].kept_bytes.values():
-            kept.update(storages)
-        num_bytes = sum(kept.values()) + self._weights.bytes_of_older
+            bytes_of.update(storages)
+        num_bytes = sum(bytes_of.values()) + self._weights.bytes_of_older
         sample = MemorySample(self._stage, time.perf_counter(), num_bytes)
         run.recorded.memory.append(sample)
 

@@ -122,16 +122,16 @@ class LayerRecompute(InputGuard):
             compare(segment.conditions.result, flatten(result)[0])
 
     def _of_layer(self, step: Step) -> Repeatable:
-        if (found := self._layers.get(step.index)) is None:
+        if (repeatable := self._layers.get(step.index)) is None:
             modules = list(step.module.modules())
-            found = Repeatable(modules, [m for m in modules if m in self._stateful])
-            self._layers[step.index] = found
-        return found
+            repeatable = Repeatable(modules, [m for m in modules if m in self._stateful])
+            self._layers[step.index] = repeatable
+        return repeatable
 
 
-def _rebuild(of: ref[Tape], segment: Segment) -> None:
+def _rebuild(tape_of: ref[Tape], segment: Segment) -> None:
     """Run a layer again, once; several threads of autograd may ask."""
-    tape = of()
+    tape = tape_of()
     assert tape is not None
     assert tape.rerun is not None
     with segment.lock:
@@ -140,18 +140,18 @@ def _rebuild(of: ref[Tape], segment: Segment) -> None:
             segment.emptied = ()
 
 
-def _again(given: LayerInput) -> Tensor:
+def _again(layer_input: LayerInput) -> Tensor:
     """Return an input for the layer's second run.
 
     Raises:
         RecomputeError: it was changed in place since.
     """
-    if isinstance(given.kept, Tensor):
-        return given.kept
-    if not given.is_as_given:
+    if isinstance(layer_input.saved, Tensor):
+        return layer_input.saved
+    if not layer_input.is_as_given:
         raise changed("an input of a layer", "let the layers after it work on a copy (x.clone())")
-    twin = given.kept.take().detach()
-    return no_leaf(twin.requires_grad_()) if given.wants_grad else twin
+    twin = layer_input.saved.take().detach()
+    return no_leaf(twin.requires_grad_()) if layer_input.wants_grad else twin
 
 
 def _alike(tensor: Tensor, before: Tensor) -> bool:

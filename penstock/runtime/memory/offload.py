@@ -25,10 +25,7 @@ from .stores import AbstractStore
 
 
 class OutlivingTensors:
-    """The tensors in memory that outlives a tape: parameters, buffers and the caller's batch.
-
-    Weights of other stages count too.
-    """
+    """The tensors that outlive a tape: parameters, also of other stages, buffers, the batch."""
 
     def __init__(self, owned: Owned, computes_loss: bool) -> None:
         self._owned = owned
@@ -36,9 +33,9 @@ class OutlivingTensors:
 
     def of(self, run: Run, tape: Tape) -> list[Tensor]:
         """Return these tensors for one micro-batch, as they are now."""
-        own = [*self._owned.parameters, *self._owned.buffers]
+        owned = [*self._owned.parameters, *self._owned.buffers]
         sent = [a.leaves[place] for a in tape.received.values() for place in a.lasting]
-        return own + sent + self.of_batch(run, tape)
+        return owned + sent + self.of_batch(run, tape)
 
     def of_batch(self, run: Run, tape: Tape) -> list[Tensor]:
         """Return the views of the caller's batch that the stage uses."""
@@ -82,12 +79,14 @@ class Offloading:
         try:
             tape.away = Offloaded(here.store)
             if tape.graph_dropped:  # the tape has inputs only
+                # The number of in-place changes stays: later checks of versions need it.
                 for peer, place, leaf in _received(tape, slots):
                     changes = version_of(leaf) - tape.received[peer].versions[place]
                     tape.away.inputs.append((peer, place, Slot(leaf), changes))
                     _put_leaf(tape, peer, place, without_values(leaf.detach()))
                 _move(tape.away, (slot for _, _, slot, _ in tape.away.inputs))
             else:
+                # Autograd has saved what it needs in slots; entries and exports keep their shape.
                 _move(tape.away, slots)
                 _give_up_ends(tape, slots)
         except OSError as error:

@@ -48,11 +48,13 @@ class Repeatable:
         modes = [module.training for module in self._modules]
         now = {place: standing_at(place) for place in conditions.state}
         self._set_modes(conditions.modes)
-        put_state(conditions.state)
+        if now:
+            put_state(conditions.state)
         try:
             yield
         finally:
-            put_state(now)
+            if now:
+                put_state(now)
             self._set_modes(modes)
 
     def _holds_state(self) -> bool:
@@ -182,9 +184,9 @@ def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
         )
 
 
-def changed(what: str, remedy: str) -> RecomputeError:
+def changed(name: str, remedy: str) -> RecomputeError:
     """Return the error for a weight or an input that changed before its recompute."""
     return RecomputeError(
-        f"{what} was changed in place between a forward and its recompute, so the activations "
+        f"{name} was changed in place between a forward and its recompute, so the activations "
         f"cannot be computed again as they were; {remedy}, or use recompute=Recompute.NEVER"
     )

@@ -93,13 +93,13 @@ class Slot:
 class LayerInput(NamedTuple):
     """An input tensor of a layer, in a slot, or itself if it outlives the tape."""
 
-    kept: Slot | Tensor
+    saved: Slot | Tensor
     wants_grad: bool
 
     @property
     def is_as_given(self) -> bool:
         """True if the tensor was not changed in place since."""
-        return isinstance(self.kept, Tensor) or self.kept.is_as_saved
+        return isinstance(self.saved, Tensor) or self.saved.is_as_saved
 
 
 Emptied = tuple[ref[Slot], Layout | None]
@@ -137,11 +137,11 @@ class Slots:
     def empty(self, which: slice) -> list[Emptied]:
         """Empty a range of slots."""
         emptied: list[Emptied] = []
-        for each in self._saved[which]:
-            slot, layout = each(), None
+        for reference in self._saved[which]:
+            slot, layout = reference(), None
             if slot is not None and slot.tensor is not None:
                 layout, slot.tensor = Layout.of(slot.tensor), None
-            emptied.append((each, layout))
+            emptied.append((reference, layout))
         return emptied
 
     @contextmanager
@@ -151,12 +151,13 @@ class Slots:
         Raises:
             RecomputeError: the tensors are not those of the layer's forward.
         """
+        # Autograd saves in the same order as in the forward: the n-th tensor fills the n-th slot.
         count = 0
 
-        def differs(what: str) -> RecomputeError:
+        def differs(fault: str) -> RecomputeError:
             return RecomputeError(
-                f"layer {label} did not do what it did in its forward: {what}. It reads something "
-                "that changed; recompute other layers, or use recompute=Recompute.NEVER"
+                f"layer {label} did not do what it did in its forward: {fault}. It reads "
+                "something that changed; recompute other layers, or use recompute=Recompute.NEVER"
             )
 
         def pack(tensor: Tensor) -> Slot | Tensor:
@@ -165,6 +166,7 @@ class Slots:
                 return Slot(tensor.detach()) if is_plain_class(tensor) else tensor
             if count == len(emptied):
                 raise differs("it saves more tensors than before")
+            # Fill the slot of the first graph; the graph of this rerun gets a slot of its own.
             slot, was = emptied[count]
             count += 1
             again = tensor.detach()
@@ -193,7 +195,7 @@ class Slots:
 
     def __iter__(self) -> Iterator[Slot]:
         """Yield the slots whose tensors may move, in the order of their saving."""
-        return (slot for each in self._saved if (slot := each()) is not None)
+        return (slot for reference in self._saved if (slot := reference()) is not None)
 
 
 def unpack(saved: Slot | Tensor) -> Tensor:
@@ -204,10 +206,7 @@ setattr(unpack, NEVER_COMPUTES, True)
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype with one element of memory.
-
-    Gradients flow through unchanged.
-    """
+    """Return a tensor of that shape with one element of memory; gradients flow through it."""
     empty: Tensor = _WithoutValues.apply(tensor)  # type: ignore[no-untyped-call]  # torch
     return empty
 

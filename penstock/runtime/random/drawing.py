@@ -111,8 +111,8 @@ class LayerCall:
 
     @property
     def key(self) -> int:
-        seed, phase, step, every, first = self.run.streams
-        later, microbatch = divmod(self.tape.microbatch, every)
+        seed, phase, step, num_microbatches, first = self.run.streams
+        later, microbatch = divmod(self.tape.microbatch, num_microbatches)
         return stream_key(seed, phase, step + later, self.layer, first + microbatch)
 
 

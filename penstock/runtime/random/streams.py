@@ -183,8 +183,8 @@ def _draws_now(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """Tell whether an operator that may draw does: attention without dropout does not."""
     for place, argument in enumerate(arguments_of(func)):
         if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
-            return bool(given)
+            probability = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(probability)
     return True
 
 
@@ -196,11 +196,12 @@ def _route(func: OpOverload) -> Callable[..., Any] | None:
         return lambda generator, args, kwargs: func(*args, **{**kwargs, "generator": generator})
     # Look for an overload with the same arguments and a generator.
     packet = func.overloadpacket
-    own = [(a.name, str(a.type)) for a in arguments_of(func)]
+    wanted = [(a.name, str(a.type)) for a in arguments_of(func)]
     for name in packet.overloads():
         twin: OpOverload = getattr(packet, name)
         arguments = [(a.name, str(a.type)) for a in arguments_of(twin)]
-        if [a for a in arguments if a[0] != "generator"] == own and len(arguments) == len(own) + 1:
+        others = [a for a in arguments if a[0] != "generator"]
+        if others == wanted and len(arguments) == len(wanted) + 1:
             return lambda generator, args, kwargs: twin(
                 *args, **{**kwargs, "generator": generator}
             )
@@ -246,8 +247,8 @@ def runs_and_draws(
     With `outside`, Python's and NumPy's global generators are seeded too; the third result tells
     whether these drew.
     """
-    kept = kept_outside() if outside else nullcontext()
-    with alone_with_generators(device) as generators, kept:
+    restoring = kept_outside() if outside else nullcontext()
+    with alone_with_generators(device) as generators, restoring:
         if outside:
             seed_outside(key)
         seeded = [g.manual_seed(key).get_state() for g in generators]

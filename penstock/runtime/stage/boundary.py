@@ -30,6 +30,7 @@ def check_leaving(
             "dicts and dataclasses of them cross stages: return one of those, or keep the layers "
             "that use it on one stage"
         )
+    # A scalar of a micro-batch is not the batch's: receivers could not cut it.
     check_classes(leaves, f"leaves stage {stage} for stage {peer}")
     for leaf in leaves:
         if leaf.dim() == 0 and not any_shape:
@@ -83,7 +84,7 @@ def check_loss(loss: Any, with_grad: bool) -> None:
     """Refuse a loss that is no scalar, or that needs a gradient and has none.
 
     Raises:
-        ConfigError: the loss is such a one.
+        ConfigError: the loss is no scalar, or has no gradient.
     """
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         got = (
@@ -117,12 +118,12 @@ def find_aliases(
     """
     places = [(peer, place) for peer, leaves in exported.items() for place in range(len(leaves))]
     tensors = [exported[peer][place] for peer, place in places]
-    found: dict[int, set[int]] = {}
+    aliases: dict[int, set[int]] = {}
     for number in _overlapping([*tensors, *known]):
         if number < len(places):
             peer, place = places[number]
-            found.setdefault(peer, set()).add(place)
-    return {peer: frozenset(of_peer) for peer, of_peer in found.items()}
+            aliases.setdefault(peer, set()).add(place)
+    return {peer: frozenset(of_peer) for peer, of_peer in aliases.items()}
 
 
 def _overlapping(tensors: Sequence[Tensor]) -> Iterator[int]:

@@ -95,6 +95,7 @@ class InPlaceChanges(InputGuard):
             peer, place = value.key
             if value.copied and with_grad and peer != FROM_CALLER:
                 check_still_as_sent(value.sent, tape.received[peer].versions[place], peer)
+            # The first change without a copy is lost; with `_seen` the next run has a copy.
             changed = self._is_changed(value)
             if with_grad:
                 self._seen[value.key] = self._seen.get(value.key, False) or changed
@@ -141,9 +142,9 @@ class LeafClaims:
         if here.has_claimed_leaves and not self._decides:
             return
         here.has_claimed_leaves = True
-        own = set(map(id, tape.entry_tensors))
+        entries = set(map(id, tape.entry_tensors))
         for leaf in _leaves(roots):
-            if id(leaf) in own:
+            if id(leaf) in entries:
                 continue
             other, _ = run.claimed.setdefault(id(leaf), (self._stage, leaf))
             if other != self._stage:

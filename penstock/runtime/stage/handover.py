@@ -178,6 +178,7 @@ class Handover:
             for place, tensor in enumerate(activation.leaves):
                 if peer != FROM_CALLER and version_of(tensor) != activation.versions[place]:
                     check_still_as_sent(tensor, activation.versions[place], peer)
+                # The entry is the leaf at which autograd stops and whose gradient is sent back.
                 entry = make_entry(tensor, with_grad and activation.wants_grad[place])
                 entries.append(entry)
                 sent = value = entry.tensor
@@ -187,11 +188,13 @@ class Handover:
                     value = faithful_copy(sent)
                 elif caches and not lasts_on:
                     value = no_leaf(sent)
+                # Layers get a value of the sender's class, marked with its layout in shards.
                 is_usual = type(tensor) is Tensor and not activation.layouts
                 shown = value if is_usual else like(value, tensor)
                 inside.append(shown if is_usual else marked(shown, activation.layouts, place))
                 if lasts_on:
                     mark_lasting(inside[-1])
+                # Note the versions: an in-place change shows after the layers have run.
                 if with_grad or (alias and is_elsewhere):
                     key, before = (peer, place), None if with_grad else sent.clone()
                     inputs.append(

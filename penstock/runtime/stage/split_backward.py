@@ -71,8 +71,8 @@ class SplitBackward:
         """The tensors kept between the two parts, except sparse gradients."""
         gradients = [gradient for _, gradient in self._kept]
         cuts = [cut for group in self._groups for cut in group]
-        found = [*gradients, *(tensor for cut in cuts for tensor, _ in cut.needs)]
-        return [tensor for tensor in found if tensor.layout is torch.strided]
+        tensors = [*gradients, *(tensor for cut in cuts for tensor, _ in cut.needs)]
+        return [tensor for tensor in tensors if tensor.layout is torch.strided]
 
     def run_input(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run autograd once, and free the graph; entries catch their gradients.
@@ -89,7 +89,7 @@ class SplitBackward:
         nodes = [*(entry.node for entry in entries), *leaves, *cuts]
         targets = [GradientEdge(node, 0) for node in nodes]
         with _adding_to_shared([*leaves, *ends]) as added:
-            found = iter(torch.autograd.grad(roots, targets, gradients, allow_unused=True))
+            results = iter(torch.autograd.grad(roots, targets, gradients, allow_unused=True))
         if added or _gradient_versions(parameters) != before:
             raise StateError(
                 "the backward of a torch.autograd.Function has added to the .grad of a parameter "
@@ -100,10 +100,10 @@ class SplitBackward:
 
         # 2. Sort the gradients: entries first, then leaves, then cuts.
         for entry in entries:
-            entry.caught.append(next(found))
-        kept = zip(targets[len(entries) :], (next(found) for _ in leaves), strict=False)
-        self._kept = [(edge, gradient) for edge, gradient in kept if gradient is not None]
-        for cut, gradient in zip(cuts.values(), found, strict=True):
+            entry.caught.append(next(results))
+        pairs = zip(targets[len(entries) :], (next(results) for _ in leaves), strict=False)
+        self._kept = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+        for cut, gradient in zip(cuts.values(), results, strict=True):
             if not cut.caught:  # the node did not have to run, and so called no hook
                 cut.catch([gradient])
         self._groups = _grouped(cut for cut in cuts.values() if cut.caught[0] is not None)
@@ -123,9 +123,9 @@ class SplitBackward:
         with torch.no_grad(), without_torch_function():
             while self._groups:
                 for cut in self._groups.pop(0):
-                    found, added = cut.compute()
+                    computed, added = cut.compute()
                     edges += cut.edges.values()
-                    gradients += found
+                    gradients += computed
                     more += added
                 if more > 0:
                     _add(edges, gradients)
@@ -204,17 +204,17 @@ def arrivals_of(starts: Sequence[Node]) -> dict[Node, int]:
 
     The graph alone decides the order of the nodes: hooks of parameters may send messages.
     """
-    found, waiting = dict.fromkeys(starts, 1), list(dict.fromkeys(starts))
+    counts, waiting = dict.fromkeys(starts, 1), list(dict.fromkeys(starts))
     while waiting:
         for after, _ in waiting.pop().next_functions:
             if after is None:
                 continue
-            if after in found:
-                found[after] += 1
+            if after in counts:
+                counts[after] += 1
             else:
-                found[after] = 1
+                counts[after] = 1
                 waiting.append(after)
-    return found
+    return counts
 
 
 def settle(
@@ -229,7 +229,7 @@ def settle(
     while True:
         apart = _passed_after(cuts)
         meeting = Counter(way[-1] for cut in cuts.values() for way in cut.ways)
-        bad = {node for node, own in apart.items() if node in ends or arrivals[node] > len(own)}
+        bad = {node for node, late in apart.items() if node in ends or arrivals[node] > len(late)}
         bad.update(leaf for leaf, number in meeting.items() if number > 2)
         given_up = [
             node for node, cut in cuts.items() if not all(bad.isdisjoint(way) for way in cut.ways)
@@ -242,19 +242,19 @@ def settle(
 
 def _passed_after(cuts: Mapping[Node, Cut]) -> dict[Node, set[object]]:
     """Return the nodes behind cut edges, each with the edges that lead to it from there."""
-    found: dict[Node, set[object]] = {}
+    edges_to: dict[Node, set[object]] = {}
     for node, cut in cuts.items():
         for place, way in zip(cut.edges, cut.ways, strict=True):
             edge: object = (node, place)
             for passed in way:
-                found.setdefault(passed, set()).add(edge)
+                edges_to.setdefault(passed, set()).add(edge)
                 edge = passed  # a passing node has one edge
-    return found
+    return edges_to
 
 
 def _gradient_versions(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
-    every = (p.grad for p in parameters)
-    return [(id(g), 0 if g is None or _is_part(g) else version_of(g)) for g in every]
+    gradients = (p.grad for p in parameters)
+    return [(id(g), 0 if g is None or _is_part(g) else version_of(g)) for g in gradients]
 
 
 @contextmanager

@@ -89,6 +89,7 @@ class Stage:
         policy: ActivationPolicy = _IN_MEMORY,
         divided: Mapping[int, Called] = MappingProxyType({}),
     ) -> None:
+        # 1. The tensors and modules that the stage owns, the loss's included.
         self.plan, self._replicas, self._divided = plan, replicas, divided
         self.index = plan.index
         self.device = StageDevice(device)
@@ -97,11 +98,13 @@ class Stage:
         modules = tuple(module for _, module in layers)
         self._owned = owned = Owned(modules, plan.between)
         self.weights = Weights(owned)
+        # 2. The parts that run with every micro-batch.
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
         self._drawing = Drawing(layers, device)
         self._changes = InPlaceChanges(plan.index)
         self.handover = Handover(plan, self.device, self._changes, self._drawing, loss_index)
+        # 3. Activation memory: what may be offloaded, dropped and counted.
         outliving = OutlivingTensors(owned, computes_loss=bool(plan.output))
         make_store, self._dropped_layers = policy.make_store, policy.dropped_layers
         self._offloading = make_store and Offloading(
@@ -116,15 +119,13 @@ class Stage:
         self._layer_recompute = LayerRecompute(self._stateful)
         whole = Repeatable(everyone, self._stateful)
         self._whole = StageRecompute(whole, self.weights, differentiates=plan.differentiates)
-        self._around_layers: list[LayersGuard] = [  # the outermost first
-            *([self._slotting] if self._slotting else []),
-            self._whole,
-            *([self._norms] if norms else []),
-        ]
-        watching: list[InputGuard] = [self._layer_recompute] if self._slotting else []
-        self._of_inputs = [*watching, self._changes]
-        of_norms: list[RerunGuard] = [self._norms] if norms else []
-        self._around_reruns = [self._drawing, *of_norms]
+        # 4. Guards, the outermost first; a stage without BatchNorm or slots pays for none.
+        of_norms = [self._norms] if norms else []
+        slotting = [self._slotting] if self._slotting else []
+        self._around_layers: list[LayersGuard] = [*slotting, self._whole, *of_norms]
+        watching = [self._layer_recompute] if self._slotting else []
+        self._of_inputs: list[InputGuard] = [*watching, self._changes]
+        self._around_reruns: list[RerunGuard] = [self._drawing, *of_norms]
         self._watch_state()
 
     def _watch_state(self) -> None:
@@ -275,7 +276,7 @@ class Stage:
         try:
             self.weights.update(run.window.optimizers[self.index].step)
         except Exception as error:
-            last = run.window.every * (self.weights.number + 1) - 1
+            last = run.window.per_update * (self.weights.number + 1) - 1
             note_failure(error, self.index, "the optimizer", last)
             raise
 
@@ -297,9 +298,8 @@ class Stage:
             run.aside.look(run, tape)
         leaving = self.handover.export(values, inputs, tape)
         if self.plan.output:
-            self.handover.take_output(
-                run, tape, join_output([values[v] for v in self.plan.output])
-            )
+            output = join_output([values[v] for v in self.plan.output])
+            self.handover.take_output(run, tape, output)
         tape.disarm()
         return leaving
 
@@ -316,8 +316,7 @@ class Stage:
             if step.index in tape.dropped_layers:
                 call = partial(self._perform, run, tape, again=True)
                 return self._layer_recompute.run(tape, step, function, call)
-        training = step.module.training
-        calls = self._divided
+        training, calls = step.module.training, self._divided
         if calls and (divided := calls.get(step.index) or calls.get(NO_LAYER)) is not None:
             function = partial(divided.call, function, tape.layouts)
         try:
@@ -342,8 +341,8 @@ class Stage:
                     self._divide(run, tape, roots)
                 self._run_autograd(run, tape, partial(tape.backward, roots, gradients))
             except Exception as error:
-                what = backward_of(error, tape.layer_marks)
-                note_failure(error, self.index, what, tape.microbatch)
+                where = backward_of(error, tape.layer_marks)
+                note_failure(error, self.index, where, tape.microbatch)
                 raise
         for peer in tape.entries:
             self.handover.leave_gradient(run, here, tape, peer)
@@ -357,8 +356,8 @@ class Stage:
         """
         division = tape.divide(roots)
         if run.looks:
-            found = why_stage_unsplit(self._layers, division, tape.layer_marks)
-            run.stages[self.index].divided.append(found)
+            reasons = why_stage_unsplit(self._layers, division, tape.layer_marks)
+            run.stages[self.index].divided.append(reasons)
         if tape.parts is None:
             for _, earlier in sorted(run.stages[self.index].tapes.items()):
                 if earlier.parts is not None:

@@ -52,11 +52,7 @@ class StageInput(NamedTuple):
 
 @dataclass(slots=True)
 class Conditions:
-    """The conditions of a forward, for its recompute.
-
-    They are changing state, training modes, and versions of weights and inputs.  `result` is one
-    of the results with its version, to compare with the recompute's.
-    """
+    """The conditions of a forward that is recomputed, and one result of it to compare."""
 
     state: dict[Place, Any] = field(default_factory=dict)
     modes: list[bool] = field(default_factory=list)
@@ -180,9 +176,9 @@ class Tape:
 
     def divide(self, roots: Sequence[Tensor]) -> Division:
         """Split the backward in two parts if possible; return the division of the graph."""
-        every = [e for entries in self.entries.values() for e in entries if e.node is not None]
-        division = divide(roots, {entry.node for entry in every})
-        self.parts = split(division, every)
+        entries = [e for of_peer in self.entries.values() for e in of_peer if e.node is not None]
+        division = divide(roots, {entry.node for entry in entries})
+        self.parts = split(division, entries)
         return division
 
     def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -67,7 +67,7 @@ class Cut:
     @property
     def needs(self) -> list[tuple[Tensor, int]]:
         """The gradient of the result, if any, and `reads`."""
-        return [found for found in (*self.caught, *self.reads) if found is not None]
+        return [tensor for tensor in (*self.caught, *self.reads) if tensor is not None]
 
     def compute(self) -> tuple[list[Tensor], int]:
         """Compute the gradients of the weights; free the tensors that the formula read.
@@ -95,11 +95,11 @@ class Cut:
 
 def cut_of(node: Node, name: str) -> Cut | str:
     """Cut the edges of an operator to its weights; or return why they cannot be cut."""
-    found = OPERATORS[name](node)
-    if found is None:
+    deferred = OPERATORS[name](node)
+    if deferred is None:
         return "has read what a checkpoint computes again, or has a form that is not known"
     # 1. Refuse operators whose gradient passes other nodes, or whose saved tensors are special.
-    places, formula, reads = found
+    places, formula, reads = deferred
     nexts = node.next_functions
     ways = [way for place in places if (way := _way(nexts[place][0]))]
     if len(ways) < len(places):
@@ -155,14 +155,14 @@ def _no_hook(*_: object) -> None:
 
 
 def _addmm(node: Node) -> Deferred | None:
-    """Leave the bias to the input backward: its gradient is a small sum of what is at hand."""
-    found = _product(node, "mat1", 2)
-    if found is None or saved_numbers(node, "alpha") != [1]:
+    """Leave the bias to the input backward: its gradient is a cheap sum of the result's."""
+    product = _product(node, "mat1", 2)
+    if product is None or saved_numbers(node, "alpha") != [1]:
         return None
-    places, of_weight, reads = found
+    places, of_weight, reads = product
     way: list[Any] = _way(node.next_functions[0][0])
-    if not way or not has_tensor_hooks(way[-1].variable):  # these are to be called once, later
-        return found
+    if not way or not has_tensor_hooks(way[-1].variable):  # hooks run once, later
+        return product
     if saved_numbers(node, "beta") != [1] or any(passed.name() != _CAST for passed in way[:-1]):
         return None
     shape = way[-1].variable.shape
@@ -205,8 +205,8 @@ def _convolution(node: Node) -> Deferred | None:
 
     def formula(gradient: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
         wanted = [False, True, has_bias]
-        found = torch.ops.aten.convolution_backward(gradient, x, weight, *settings, wanted)
-        return [g for g in found if g is not None]
+        gradients = torch.ops.aten.convolution_backward(gradient, x, weight, *settings, wanted)
+        return [g for g in gradients if g is not None]
 
     return [1, 2] if has_bias else [1], formula, reads
 

@@ -17,9 +17,7 @@ from penstock.torch_private import (
 )
 
 Version = list[tuple[int, int, int]]
-"""The identity of a version of all weights: (id, version counter, address) of each.
-
-The address changes when code assigns `.data`."""
+"""(id, version counter, address) of each weight; an assignment to `.data` changes the address."""
 
 _NONE = -1
 
