@@ -113,11 +113,7 @@ def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Check that a file can be written; leave none behind.
-
-    Raises:
-        click.UsageError: it cannot.
-    """
+    """Check that a file can be written; leave none behind."""
     is_new = not path.exists()
     try:
         path.open("a").close()

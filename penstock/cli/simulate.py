@@ -142,11 +142,7 @@ def simulate(  # noqa: PLR0913 - one for each option
 
 
 def _refuse_beside_csv(*names: str) -> None:
-    """Refuse options of a schedule beside a file that contains one.
-
-    Raises:
-        click.UsageError: one of them is given.
-    """
+    """Refuse options of a schedule beside a file that contains one."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

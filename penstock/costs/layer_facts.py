@@ -21,11 +21,7 @@ class LayerFacts:
     """Digest of the names and shapes of parameters."""
 
     def __post_init__(self) -> None:
-        """Refuse an impossible layer.
-
-        Raises:
-            ConfigError: the number of parameters is below 0.
-        """
+        """Refuse an impossible layer."""
         if not self.num_parameters >= 0:
             raise ConfigError(
                 f"num_parameters of layer {self.name!r} is {self.num_parameters}; it must be at "

@@ -213,11 +213,7 @@ def check_named_layers(plan: Plan, *, is_cut: bool = True) -> None:
 def _of_each(
     name: str, values: _T | Sequence[_T] | None, default: _T, count: int
 ) -> tuple[_T, ...]:
-    """Return one entry for each stage or rank, from one each or one for all.
-
-    Raises:
-        ConfigError: there are more or fewer entries.
-    """
+    """Return one entry for each stage or rank, from one each or one for all."""
     if not isinstance(values, list | tuple):
         return (default if values is None else cast(_T, values),) * count
     if len(values) != count:
@@ -231,11 +227,7 @@ def _of_each(
 
 
 def _usual_recompute(arguments: Arguments) -> Recompute:
-    """Return the default recompute policy; with a memory limit `balanced` chooses it later.
-
-    Raises:
-        ConfigError: `recompute` and a memory limit are both given.
-    """
+    """Return the default recompute policy; with a memory limit `balanced` chooses it later."""
     if arguments.memory_limit_bytes is None:
         return Recompute.STAGE
     if arguments.recompute is not None:
