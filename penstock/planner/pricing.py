@@ -93,10 +93,12 @@ def layer_seconds(
     num_microbatches: int,
 ) -> tuple[LayerSeconds, ...]:
     """Return the seconds of each layer on a device, in a step of so many micro-batches."""
+    # 1. Kinds of layers, whose operators the host issues one by one.
     rate = device.bytes_per_s
     adding = (num_microbatches - 1) / num_microbatches
     issue_s = 0.0 if device.torch_type == "cpu" else device.issue_s
     issued = [_issued(kind, issue_s) for kind in at.kinds]
+    # 2. Layers, which add their gradients up; the loss counts with the last one.
     layers = []
     for kind, own_weights in zip(at.kind_of, weights, strict=True):
         # measured seconds have one sum for each micro-batch, the step has one fewer

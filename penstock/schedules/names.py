@@ -133,6 +133,7 @@ def named_schedule(
     Raises:
         ConfigError: it does not run so many stages on a rank, or they are not dealt out evenly.
     """
+    # 1. Make the family with those of the values that it takes.
     types = argument_types(name)
     if stages_per_rank == 1 and _STAGES_PER_RANK in types:
         raise ConfigError(
@@ -144,6 +145,7 @@ def named_schedule(
     family = _IN_FILES[name]
     if not isinstance(family, Family):
         family = family(**{key: values[key] for key in taken})
+    # 2. Check that the stages per rank suit it, and that ranks have equally many.
     expected = family.stages_per_rank
     if expected != (stages_per_rank or expected):
         runs, remedy = (

@@ -28,6 +28,7 @@ def add_recompute(
     """
 
     def rewrite(program: Program) -> Iterator[Instruction]:
+        # 1. Find the backwards that follow their forward at once.
         at_once = {
             (before.stage, before.microbatch)
             for before, after in pairwise(program)
@@ -40,6 +41,7 @@ def add_recompute(
             chosen = stages is None or stage in stages
             return chosen and (stage in by_layers or (stage, microbatch) not in at_once)
 
+        # 2. Drop the other graphs, and recompute right before the backward.
         for instruction in program:
             match instruction:
                 case ir.Forward(s, i, _, version) if drops(s, i):
@@ -112,6 +114,7 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
     A receive stands right before its use, so that a Recompute before it runs while the gradient is
     still on its way.
     """
+    # Activations go from producers to consumers, gradients the other way.
     producers, consumers = neighbours(transfers)
     forward = ir.ReceiveActivation, producers, ir.SendActivation, consumers
     backward = ir.ReceiveGradient, consumers, ir.SendGradient, producers
@@ -121,6 +124,7 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
             if not isinstance(x, ir.Forward | ir.Backward | ir.BackwardInput):
                 yield x
                 continue
+            # Receive right before the use, send right after.
             receive, sources, send, targets = forward if isinstance(x, ir.Forward) else backward
             s, i = x.stage, x.microbatch
             for source in sources.get(s, ()):

@@ -98,6 +98,7 @@ def to_csv(schedule: Schedule) -> str:
         ConfigError: it is a family, of any size.
         ScheduleError: it updates weights, for which the form has no word.
     """
+    # 1. Refuse what the form cannot say.
     if not isinstance(schedule, Schedule):
         raise ConfigError(
             f"{schedule!r:.80} is no schedule of one size: call the family, "
@@ -109,6 +110,7 @@ def to_csv(schedule: Schedule) -> str:
                 f"rank {rank}, {x}: weights are updated within the schedule, and the CSV form has "
                 "no word for that; write the text form instead, str(schedule)"
             )
+    # 2. Write a cell for each instruction that torch knows.
     rows = (
         (
             f"{x.stage}{_LETTERS[type(x)]}{x.microbatch}"

@@ -165,6 +165,7 @@ def measure_threads(num_bytes: int, budget_s: float) -> MeasuredLink:
 
 def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
     """Return half of a round trip to another thread, with a `touch` in each."""
+    # 1. Start a thread that answers each message.
     channels = QueueChannels(chain_transfers(2), _TIMEOUT_S, nullcontext())
     end = object()
 
@@ -178,6 +179,7 @@ def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
 
     peer = threading.Thread(target=answer, daemon=True)
     peer.start()
+    # 2. Time round trips, at least a few.
     times_s: list[float] = []
     began_s = time.perf_counter()
     while len(times_s) < LEAST_TIMES or time.perf_counter() - began_s < budget_s:
@@ -186,6 +188,7 @@ def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
         channels.receive((True, 1, 0, len(times_s)), _INSTRUCTION)
         touch()
         times_s.append((time.perf_counter() - start_s) / 2)
+    # 3. Let the thread end.
     channels.send((False, 0, 1, len(times_s)), end)
     peer.join(_TIMEOUT_S)
     return Spread.of(times_s)
@@ -213,6 +216,7 @@ def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
     Raises:
         MeshError: they failed, or took too long.
     """
+    # The processes are a job of their own, also within torchrun; they write a file of medians.
     environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}
     timeout_s = _TIMEOUT_S + budget_s
     with tempfile.TemporaryDirectory() as folder:
@@ -228,6 +232,7 @@ def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
                 timeout=timeout_s,
                 check=True,
             )
+        # A busy machine is the usual cause.
         except subprocess.TimeoutExpired:
             raise MeshError(
                 f"two processes of this host took more than {timeout_s:.0f} s to be measured: the "

@@ -239,10 +239,12 @@ def complete(lanes: Lanes) -> None:
     """
     numbers = list(range(lanes.num_microbatches))
     for stage in range(lanes.num_stages):
+        # 1. A stage is complete if its forwards and backwards, whole or in parts, add up.
         by_kind = [sorted(lanes.microbatches(stage, kind)) for kind in _KINDS]
         forwards, whole, inputs, weights = by_kind
         if forwards == numbers and inputs == weights and sorted(whole + inputs) == numbers:
             continue
+        # 2. Otherwise find the first micro-batch at fault, and the kind with a wrong number.
         times = dict(zip(_KINDS, map(Counter, by_kind), strict=True))
         for i in range(lanes.num_microbatches):
             counts = tuple(times[kind][i] for kind in _KINDS)
