@@ -168,10 +168,10 @@ def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> No
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     tensors += [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
     kinds = sorted({tensor.device.type for tensor in tensors})
-    wanted = kinds[0] if cluster is None else cluster.device_of(0).torch_type
-    if kinds != [wanted] or wanted == "meta":
+    kind = kinds[0] if cluster is None else cluster.device_of(0).torch_type
+    if kinds != [kind] or kind == "meta":
         raise ConfigError(
             f"measure=True runs the layers where they are, and model and inputs are on "
-            f"{' and '.join(kinds)}; give both on {'one device' if cluster is None else wanted}, "
+            f"{' and '.join(kinds)}; give both on {'one device' if cluster is None else kind}, "
             "or measure=False, by which seconds are estimated"
         )

@@ -66,8 +66,8 @@ class Target:
     def of(cls, model: Any, inputs: Any, targets: Any = None, loss: Any = None) -> "Target":
         """Return the target of a made model, as `Pipeline` takes it."""
         name = type(model).__name__
-        made = {"name": name, "make_model": lambda: model, "inputs": inputs}
-        return cls(targets=targets, loss=loss, **made)
+        fields = {"name": name, "make_model": lambda: model, "inputs": inputs}
+        return cls(targets=targets, loss=loss, **fields)
 
     @property
     def batch_size(self) -> int:

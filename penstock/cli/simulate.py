@@ -168,10 +168,10 @@ def _costs(units: Mapping[str, Fraction | int]) -> "Costs":
     )
 
 
-def _say(what: str, num_instructions: int) -> None:
-    """Report the work `what` if it has so many instructions that it takes seconds."""
+def _say(work: str, num_instructions: int) -> None:
+    """Report `work` if it has so many instructions that it takes seconds."""
     if num_instructions >= _MANY:
-        say(what)
+        say(work)
 
 
 def _summary(timeline: "Timeline") -> str:

@@ -314,12 +314,12 @@ def resolve_threads(asked: int | None, places: Sequence[int], resources: Resourc
     return min(asked, cores)
 
 
-def resolve_transport(asked: Transport | None, resources: Resources) -> Transport:
+def resolve_transport(transport: Transport | None, resources: Resources) -> Transport:
     """Return the transport: the one asked for if it works here, else the usual one."""
     able = resources.transports
-    if asked is None or (isinstance(asked, Transport) and asked not in able):
+    if transport is None or (isinstance(transport, Transport) and transport not in able):
         return able[0]
-    return asked  # `Plan` refuses other types
+    return transport  # `Plan` refuses other types
 
 
 def _or(value: _T | None, default: _T) -> _T:

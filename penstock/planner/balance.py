@@ -126,16 +126,16 @@ def _why_no_room_for_versions(
     versions = num_versions(steady(plan.schedule, plan.num_stages, plan.num_microbatches))
     ends = np.cumsum([0, *plan.partition])
     weights = [sum(measured.trainable_bytes[ends[s] : ends[s + 1]]) for s in stages]
-    kept = [
+    texts = [
         f"{versions[s]} versions of {stage_bytes:,} bytes on stage {s}"
         for s, stage_bytes in zip(stages, weights, strict=True)
     ]
     rank = plan.placement.places[stages[0]]
     return (
         f"memory_limit_bytes={limit:,} on rank {rank}: {needed - limit:,} bytes too few for "
-        f"weights alone; {plan.schedule!r} keeps {', '.join(kept)}, and all but the newest count. "
-        "Use more and smaller stages, or a schedule with fewer versions (pipedream_2bw has two, "
-        "one_f_one_b one)"
+        f"weights alone; {plan.schedule!r} keeps {', '.join(texts)}, and all but the newest "
+        "count. Use more and smaller stages, or a schedule with fewer versions (pipedream_2bw has "
+        "two, one_f_one_b one)"
     )
 
 

@@ -190,10 +190,10 @@ def families(asked: Constraints, size: Size, costs: Costs) -> Iterator[Family]:
 
     Families that take costs are made for these.
     """
-    wanted = [x for x in asked.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
+    names = [x for x in asked.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
     made = families_for(costs, size.stages_per_rank)
     yield from sorted(
-        (x for x in made if x.name in wanted and not (is_large(size) and takes_costs(x))),
+        (x for x in made if x.name in names and not (is_large(size) and takes_costs(x))),
         key=lambda family: family.name not in _LEAN,
     )
 

@@ -129,10 +129,10 @@ class Plan:
         check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
         check_factors(self.layer_factors, len(self.layers))
         check_unsplit(self.unsplit or (), len(self.layers))
-        wanted = self.schedule.ranks(self.num_stages)
-        if self.placement.places != wanted:
+        ranks = self.schedule.ranks(self.num_stages)
+        if self.placement.places != ranks:
             raise PlanError(
-                f"the schedule {self.schedule.name} runs the stages on ranks {list(wanted)}, and "
+                f"the schedule {self.schedule.name} runs the stages on ranks {list(ranks)}, and "
                 f"the placement has them on {list(self.placement.places)}; change one of the two"
             )
 

@@ -45,7 +45,7 @@ def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
 
 
 def divide(
-    wanted: ShardingRequest,
+    request: ShardingRequest,
     graph: Graph,
     names: Sequence[str],
     costs: Costs | Sequence[Costs],
@@ -54,5 +54,5 @@ def divide(
     """Divide the layers of a micro-batch's graph; `how` are more arguments of `plan_sharding`."""
     from penstock.sharding.stages import plan_sharding  # the solver takes a while to import
 
-    how |= {"memory_limit_bytes": wanted.memory_limit_bytes, "pins": wanted.weights}
-    return plan_sharding(wanted.plan, graph, names, costs, **how)
+    how |= {"memory_limit_bytes": request.memory_limit_bytes, "pins": request.weights}
+    return plan_sharding(request.plan, graph, names, costs, **how)

@@ -222,12 +222,12 @@ class Prediction:
         """Bytes of each stage's weights, gradients and optimizer state."""
         return tuple(
             StageWeights(
-                weight_bytes=own.parameter_bytes + own.buffer_bytes,
-                gradient_bytes=own.gradient_bytes,
-                optimizer_bytes=own.optimizer_bytes,
-                version_bytes=own.gradient_bytes,
+                weight_bytes=layer_sums.parameter_bytes + layer_sums.buffer_bytes,
+                gradient_bytes=layer_sums.gradient_bytes,
+                optimizer_bytes=layer_sums.optimizer_bytes,
+                version_bytes=layer_sums.gradient_bytes,
             )
-            for own in (weights_together(self.profile.weights[run]) for run in self._runs)
+            for layer_sums in (weights_together(self.profile.weights[run]) for run in self._runs)
         )
 
     @cached_property

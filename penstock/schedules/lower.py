@@ -119,12 +119,12 @@ def lower_unproved(
         ConfigError: it is of another size than asked for, or runs a stage on another rank.
     """
     schedule = _made(how, num_microbatches, num_minibatches, make)
-    every = how.family.microbatches_per_update(num_microbatches)
+    per_update = how.family.microbatches_per_update(num_microbatches)
     if mode is not Mode.TRAIN:
-        schedule, every = forwards_first(without_updates(schedule)), num_microbatches
+        schedule, per_update = forwards_first(without_updates(schedule)), num_microbatches
     if mode is not Mode.EVAL:
         schedule = _saving_memory(schedule, how)
-    schedule = add_communication(add_commits(schedule, how.commits, every), how.transfers)
+    schedule = add_communication(add_commits(schedule, how.commits, per_update), how.transfers)
     if how.reduces and mode is Mode.TRAIN:
         schedule = add_reductions(schedule)
     return post_receives(schedule) if how.posts else schedule

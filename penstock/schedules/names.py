@@ -187,7 +187,7 @@ def stages_on_ranks() -> str:
     return f"2 for {', '.join(several)}; 2 or more for {', '.join(of_choice)}"
 
 
-def family_of(given: Build | Schedule, num_microbatches: int) -> Family:
+def family_of(schedule: Build | Schedule, num_microbatches: int) -> Family:
     """Return a user's `schedule` argument as a family.
 
     A user's function does not state the ranks of its stages.  `ranks` of its family makes a
@@ -198,19 +198,20 @@ def family_of(given: Build | Schedule, num_microbatches: int) -> Family:
         ConfigError: it makes families and is none, or is no schedule at all.
         ScheduleError: it is a `Schedule`, and cannot run.
     """
-    if isinstance(given, Family):
-        return given
-    if isinstance(given, Schedule):
-        return from_csv(to_csv(given))
-    is_maker = isinstance(given, type) or given in (*_EVERY_FAMILY, *_MADE)
-    if is_maker or not callable(given):
+    if isinstance(schedule, Family):
+        return schedule
+    if isinstance(schedule, Schedule):
+        return from_csv(to_csv(schedule))
+    is_maker = isinstance(schedule, type) or schedule in (*_EVERY_FAMILY, *_MADE)
+    if is_maker or not callable(schedule):
         raise ConfigError(
-            f"schedule={given!r:.80} is no schedule; give a family, such as schedules.one_f_one_b "
-            "or schedules.zb_h1(), which is called as it has arguments, a Schedule, or a function "
-            "(num_stages, num_microbatches) -> Schedule; schedules.from_csv(path) reads one"
+            f"schedule={schedule!r:.80} is no schedule; give a family, such as "
+            "schedules.one_f_one_b or schedules.zb_h1(), which is called as it has arguments, a "
+            "Schedule, or a function (num_stages, num_microbatches) -> Schedule; "
+            "schedules.from_csv(path) reads one"
         )
-    name = given.__name__ if isinstance(given, FunctionType) else repr(given)
-    return Family(name, given, deal=_AsBuilt(given, num_microbatches))
+    name = schedule.__name__ if isinstance(schedule, FunctionType) else repr(schedule)
+    return Family(name, schedule, deal=_AsBuilt(schedule, num_microbatches))
 
 
 @dataclass(frozen=True, slots=True)

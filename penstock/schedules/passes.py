@@ -85,13 +85,13 @@ def add_offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return _rewrite(schedule, rewrite)
 
 
-def add_commits(schedule: Schedule, stages: Collection[int], every: int | None = None) -> Schedule:
+def add_commits(schedule: Schedule, stages: Collection[int], after: int | None = None) -> Schedule:
     """Commit the BatchNorm statistics of each of `stages` right after its last forward, or after
-    `every` so many.
+    every `after` forwards.
     """
     if not stages:
         return schedule
-    every = every or schedule.num_microbatches
+    after = after or schedule.num_microbatches
 
     def rewrite(program: Program) -> Iterator[Instruction]:
         done: Counter[int] = Counter()
@@ -99,7 +99,7 @@ def add_commits(schedule: Schedule, stages: Collection[int], every: int | None =
             yield instruction
             if isinstance(instruction, ir.Forward) and instruction.stage in stages:
                 done[instruction.stage] += 1
-                if done[instruction.stage] % every == 0:
+                if done[instruction.stage] % after == 0:
                     yield ir.CommitStatistics(instruction.stage)
 
     return _rewrite(schedule, rewrite)

@@ -184,7 +184,7 @@ def fits(problem: Problem, rank: int, program: Iterable[int]) -> bool:
 
 def answer_of(problem: Problem, schedule: Schedule) -> Answer:
     """Write a schedule of compute instructions as numbers."""
-    kind = {made: number for number, made in enumerate(KINDS)}
+    kind = {kind_class: number for number, kind_class in enumerate(KINDS)}
     return [
         [
             problem.op(kind[type(x)], x.stage, x.microbatch)
@@ -229,12 +229,12 @@ def joined(problem: Problem, answer: Answer) -> Answer:
     # 2. Put a whole backward in the place of two parts that may be one.
     result: Answer = []
     for program in answer:
-        result.append(made := [])
+        result.append(operations := [])
         for op, after in zip(program, [*program[1:], -1], strict=True):
             if are_one(op, after):
-                made.append(op + (WHOLE - INPUT) * size)
-            elif not made or made[-1] != op + (WHOLE - WEIGHT) * size:
-                made.append(op)
+                operations.append(op + (WHOLE - INPUT) * size)
+            elif not operations or operations[-1] != op + (WHOLE - WEIGHT) * size:
+                operations.append(op)
     return result
 
 

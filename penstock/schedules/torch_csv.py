@@ -144,10 +144,10 @@ def _schedule(num_stages: int, num_microbatches: int, source: str) -> Schedule:
     )
 
 
-def _check_size(noun: str, asked: int, count: int, *, exactly: bool) -> None:
-    if asked > count or (exactly and asked != count):
+def _check_size(noun: str, wanted: int, count: int, *, exactly: bool) -> None:
+    if wanted > count or (exactly and wanted != count):
         raise ConfigError(
-            f"the schedule that was read as CSV has {count} {noun}, and {asked} were asked for: "
+            f"the schedule that was read as CSV has {count} {noun}, and {wanted} were asked for: "
             f"make it {count}{'' if exactly else ' or fewer'}, or read another schedule"
         )
 

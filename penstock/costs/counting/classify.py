@@ -66,13 +66,13 @@ def _operator(
 # -- bytes --------------------------------------------------------------------------------------
 
 
-def _is_view(func: Any, given: Any, result: Any) -> bool:
+def _is_view(func: Any, arguments: Any, result: Any) -> bool:
     """Tell if all results of an operator are views of its arguments."""
     if any(argument.is_write for argument in arguments_of(func)):
         return False
-    known = {storage_id(t) for t in tensors_in(given) if _is_dense(t)}
-    made = list(tensors_in(result))
-    return bool(made) and all(_is_dense(t) and storage_id(t) in known for t in made)
+    known = {storage_id(t) for t in tensors_in(arguments) if _is_dense(t)}
+    results = list(tensors_in(result))
+    return bool(results) and all(_is_dense(t) and storage_id(t) in known for t in results)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -115,11 +115,11 @@ def _more_passes(func: Any, name: str, args: Any, kwargs: Any) -> int:
     return 2 * largest if "backward" in name else largest
 
 
-def argument_of(func: Any, args: Any, kwargs: Any, wanted: str) -> Any:
+def argument_of(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Return an argument of an operator by name, or its default; None if it has none."""
     for place, argument in enumerate(arguments_of(func)):
-        if argument.name == wanted:
-            return args[place] if place < len(args) else kwargs.get(wanted, argument.default_value)
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
     return None
 
 

@@ -245,7 +245,7 @@ class _Count:
                 ) from error
             # 2. Any error that does not speak of the meta device is about shapes.
             if type(error) is RuntimeError and "meta" not in str(error):
-                given = ", ".join(
+                leaves = ", ".join(
                     f"{dtype_name(t.dtype)} of shape {tuple(t.shape)}"
                     if isinstance(t, Tensor)
                     else shown(t)
@@ -253,7 +253,7 @@ class _Count:
                 )
                 raise BatchError(
                     f"{self._where()} does not take what reaches it ({_first_line(error)}). "
-                    f"The example inputs are {given}; give a batch that the model and the loss "
+                    f"The example inputs are {leaves}; give a batch that the model and the loss "
                     "take"
                 ) from error
             raise ConfigError(

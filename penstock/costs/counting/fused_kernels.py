@@ -27,9 +27,9 @@ def _looked_into(function: Any) -> Any:
     """
     seen_by_nobody = {"has_torch_function": lambda tensors: False}
     code, names = function.__code__, function.__globals__ | seen_by_nobody
-    found = FunctionType(code, names, function.__name__, function.__defaults__)
-    found.__kwdefaults__ = function.__kwdefaults__
-    return found
+    copy = FunctionType(code, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 LOOKED_INTO = _looked_into(F.multi_head_attention_forward)

@@ -118,7 +118,8 @@ class MeasuredLink(NamedTuple):
             f"{size}, both ways at once": self.crossing_s,
             "a small all-reduce between products": self.collective_s,
         }
-        return [Figure(f"{name}: {what}", "s", s) for what, s in spreads.items() if s is not None]
+        known = {work: spread for work, spread in spreads.items() if spread is not None}
+        return [Figure(f"{name}: {work}", "s", spread) for work, spread in known.items()]
 
 
 # -- between GPUs ---------------------------------------------------------------------------------
@@ -329,13 +330,13 @@ def _payload(num_bytes: int) -> Payload:
 
 def _measure(mesh: Mesh, step: Callable[[], float], budget_s: float) -> Spread:
     """Repeat a step equally often on both ranks; return the longer medians of both."""
-    what = "for the other process to tell what it measured"
+    purpose = "for the other process to tell what it measured"
     ends_s = [(step(), time.perf_counter())[1] for _ in range(_WARM + 1)]
     warm_s = sorted(b - a for a, b in pairwise(ends_s))[_WARM // 2]
-    wanted = mesh.world.highest(int(budget_s / max(warm_s, 1e-7)), what)
-    times = max(LEAST_TIMES, min(_MOST_TIMES, wanted))
+    times_wanted = mesh.world.highest(int(budget_s / max(warm_s, 1e-7)), purpose)
+    times = max(LEAST_TIMES, min(_MOST_TIMES, times_wanted))
     spread = Spread.of([step() for _ in range(times)])
-    return max(Spread(*values) for values in mesh.world.gather(tuple(spread), what))
+    return max(Spread(*values) for values in mesh.world.gather(tuple(spread), purpose))
 
 
 def main() -> None:
