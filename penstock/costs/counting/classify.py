@@ -37,7 +37,8 @@ def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator,
     if product is not None:
         kind, flops, dims, batch = product
         return (_operator(kind, flops, num_bytes, dims, batch, dtype),)
-    kind = _class_of(name, func)
+    usual = "reduce" if torch.Tag.reduction in func.tags else "elementwise"
+    kind = next((kind for kind, words in _WORDS if any(word in name for word in words)), usual)
     if kind == "embedding":
         looked_up = _total(written)  # only the rows that are looked up are read of a table
         num_bytes = looked_up + sum(min(_total([tensor]), looked_up) for tensor in read)
@@ -145,11 +146,6 @@ _WORDS = (
     ),
 )
 """Classes with parts of the names of their operators; the first match counts."""
-
-
-def _class_of(name: str, func: Any) -> str:
-    usual = "reduce" if torch.Tag.reduction in func.tags else "elementwise"
-    return next((kind for kind, words in _WORDS if any(word in name for word in words)), usual)
 
 
 # -- products -----------------------------------------------------------------------------------

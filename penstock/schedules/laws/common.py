@@ -207,11 +207,13 @@ def messages(lanes: Lanes) -> None:
     for send, receive, what in _PAIRS:
         sent: dict[tuple[int, int], list[int]] = defaultdict(list)
         received: dict[tuple[int, int], list[int]] = defaultdict(list)
+        # 1. Collect the micro-batches of each edge, as sent and as received.
         for stage in range(lanes.num_stages):
             for peer, lane in lanes.by_peer(send, stage).items():
                 sent[stage, peer] = lane.microbatches
             for peer, lane in lanes.by_peer(receive, stage).items():
                 received[peer, stage] = lane.microbatches
+        # 2. Compare them, and check that the edge is a transfer.
         for source, target in sorted(sent.keys() | received.keys()):
             there, here = sent[source, target], received[source, target]
             if there != here or len(set(there)) < len(there):
@@ -220,17 +222,11 @@ def messages(lanes: Lanes) -> None:
                     f"which receives {here}; both must name the same micro-batches in the same "
                     f"order, each once.\n{lanes.schedule}"
                 )
-            _check_transfer(lanes, send, source, target)
-
-
-def _check_transfer(lanes: Lanes, send: type[ir.Send], source: int, target: int) -> None:
-    producer, consumer = (target, source) if send.gradient else (source, target)
-    if consumer not in lanes.consumers.get(producer, ()):
-        raise lanes.fault(
-            source,
-            lanes.by_peer(send, source)[target].positions[0],
-            f"stage {consumer} uses nothing of stage {producer}: there is no such transfer",
-        )
+            producer, consumer = (target, source) if send.gradient else (source, target)
+            if consumer not in lanes.consumers.get(producer, ()):
+                problem = f"stage {consumer} uses nothing of stage {producer}: there is no such"
+                position = lanes.by_peer(send, source)[target].positions[0]
+                raise lanes.fault(source, position, f"{problem} transfer")
 
 
 def complete(lanes: Lanes) -> None:
