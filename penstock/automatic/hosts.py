@@ -1,4 +1,4 @@
-"""Plan for the processes of a job: describe their devices, compare these with a cluster, meet.
+"""Plan for the processes of a job: measure a cluster, compare it with the job, join its mesh.
 
 plan_mesh      rank 0: make_plan() ──► plan ──► all ranks: the mesh of its placement
 """
@@ -25,15 +25,15 @@ from penstock.types import Transport
 
 
 def measure_cluster(num_devices: int = 1) -> Cluster:
-    """Measure this machine, and describe it as a cluster of so many devices, one to a process.
+    """Measure this machine; return it as a cluster of `num_devices`, one for each process.
 
     Args:
-        num_devices: more than the machine has share its devices.
+        num_devices: if there are more than the machine has, they share its devices.
     """
-    found = calibrate().cluster
-    (host,) = found.hosts
+    machine = calibrate().cluster
+    (host,) = machine.hosts
     devices = tuple(host.devices[n % len(host.devices)] for n in range(num_devices))
-    return replace(found, hosts=(replace(host, devices=devices),)).between_processes()
+    return replace(machine, hosts=(replace(host, devices=devices),)).between_processes()
 
 
 def plan_mesh(
@@ -60,17 +60,20 @@ def plan_mesh(
         PenstockError: what `make_plan` raises; on all alike.
         MeshError: the processes do not find each other in time.
     """
+    # 1. A process that is alone needs no other.
     count = num_processes()
     if cluster is not None:
         cluster.check_devices(count)
     if count == 1:
         plan = make_plan()
         return Mesh.of_one_process(plan.placement.num_places, timeout_s), plan
+    # 2. Meet, and let rank 0 plan; an error on one rank is raised on all.
     world, place = meet(dict(same or {}), timeout_s, device)
     with world.reporting():
         if cluster is not None:
             check_hosts(cluster, world, place)
         text = world.from_first(lambda: make_plan().to_json(), "for rank 0 to plan")
+    # 3. All ranks read the plan from its text, so that they have the same to the bit.
     plan = Plan.from_json(text)
     placement = plan.placement.among(world.size)
     plan = replace(plan, placement=placement, transport=Transport.TORCH_DISTRIBUTED)
@@ -78,10 +81,10 @@ def plan_mesh(
 
 
 def check_hosts(cluster: Cluster, world: Control, device: torch.device) -> None:
-    """Refuse a cluster that is not what the processes run on; all of them call it.
+    """Check that a cluster describes the hosts and devices of this job; all processes call it.
 
-    Those on one host there must be on one here, on devices of that kind, and each with as much
-    memory.  Several hosts there may be one here, to try a plan.
+    Ranks on one host of the cluster must be on one host, on devices of the described kind with at
+    least the described memory.  Several hosts of the cluster may be one here, to try a plan.
 
     Raises:
         ConfigError: on all processes alike; says which rank differs, and how.
@@ -91,20 +94,20 @@ def check_hosts(cluster: Cluster, world: Control, device: torch.device) -> None:
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     facts = [machine_id(), socket.gethostname(), device.type, memory]
-    found = world.gather(facts, "to see whether the cluster is what the processes run on")
-    for what in _differences(cluster, found):
+    of_ranks = world.gather(facts, "to see whether the cluster is what the processes run on")
+    for difference in _differences(cluster, of_ranks):
         raise ConfigError(
-            f"the cluster {cluster.name} is not what this job runs on: {what}. Describe it as it "
-            "is (penstock doctor --calibrate), with devices in the order of ranks"
+            f"the cluster {cluster.name} is not what this job runs on: {difference}. Describe it "
+            "as it is (penstock doctor --calibrate), with devices in the order of ranks"
         )
 
 
-def _differences(cluster: Cluster, found: Sequence[Any]) -> Iterator[str]:
+def _differences(cluster: Cluster, of_ranks: Sequence[Any]) -> Iterator[str]:
     first: dict[int, int] = {}
-    for rank, (place, facts) in enumerate(zip(cluster.places, found, strict=True)):
+    for rank, (place, facts) in enumerate(zip(cluster.places, of_ranks, strict=True)):
         machine, host, kind, memory = facts
         before = first.setdefault(place.host, rank)
-        other, name, *_ = found[before]
+        other, name, *_ = of_ranks[before]
         if other != machine:
             yield (
                 f"ranks {before} and {rank} are on one host there, {place.host_name}, and here on "

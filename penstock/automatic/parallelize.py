@@ -1,4 +1,4 @@
-"""One line: a model and what there is, planned and made into a pipeline (Zheng et al. 2022)."""
+"""`penstock.parallelize`: plan a model for this job, and make the pipeline (Zheng et al. 2022)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,15 +45,15 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Pipeline:
-    """Plan how to run a model on what there is, and make the pipeline.
+    """Plan how to run a model on the devices of this job, and make the pipeline.
 
         pipe = penstock.parallelize(model, inputs, loss=loss)     # under torchrun, or alone
         print(pipe.plan)
 
-    Layers are cut into stages, each on some of the devices, and the operators of a stage are
-    divided among these: what the simulator finds fastest, that fits.  In a job of processes rank 0
-    plans, the others wait however long that takes, and each then runs its part; where more devices
-    would not make a step faster, some processes take part without a stage.
+    Layers are cut into stages on some devices each, which divide the stage's operators.  Of the
+    plans that fit, it takes the fastest by simulation.  In a job of processes rank 0 plans, and
+    the others wait without a deadline.  A process is idle if more devices would not make a step
+    faster.
 
     Args:
         model: as `Pipeline` takes it.
@@ -65,28 +65,29 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         num_layers: into how many the model's layers are clustered before stages are cut at their
             ends (Alpa's L); default: all stay, or 128 where there are more.
         sharding: the ready plan by which operators are divided.
-        measure: whether to run the layers first, whole and where they are, and take times (on rank
-            0): their operators then take as many times the estimate as the layer did.
+        measure: True: rank 0 first times each layer where it is; the estimates of its operators
+            are scaled by that.
         seed: of the layers' random streams.
         timeout_s: deadline of every wait between processes, in seconds.
         device: what this process computes on, as for `init_mesh`.
-        options: what else `Pipeline` takes beside a plan.
+        options: other arguments of `Pipeline` that a plan does not decide.
 
     Raises:
         ConfigError: the cluster has another number of devices than there are processes; the
-            processes were given different arguments; the model has fewer layers than asked for;
-            layers are to be measured and have no values, or are not on the kind of the devices.
+            processes were given different arguments; the model has fewer layers than
+            `num_layers`; layers to measure have no values, or are on another kind of device.
         PlanError: nothing fits; says what is missing.
     """
+    # 1. Check the arguments, on all processes alike, before any waits for another.
     end_with_launcher()
     timeout_s = check_timeout(timeout_s)
     layers = resolve_layers(model, example_inputs)
-    found = samples_of(example_inputs, "example_inputs")
-    batch_size = found if batch_size is None else check_count("batch_size", batch_size)
-    if batch_size != found:
+    num_samples = samples_of(example_inputs, "example_inputs")
+    batch_size = num_samples if batch_size is None else check_count("batch_size", batch_size)
+    if batch_size != num_samples:
         raise ConfigError(
-            f"batch_size={batch_size}, and example_inputs hold {found} samples; give a batch of "
-            "as many, on the meta device if it is large"
+            f"batch_size={batch_size}, and example_inputs hold {num_samples} samples; give a "
+            "batch of as many, on the meta device if it is large"
         )
     if num_layers is not None:
         check_count("num_layers", num_layers)
@@ -97,6 +98,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     numbers = {"num_microbatches": num_microbatches, "num_layers": num_layers}
     decided: dict[str, Any] = {**numbers, "sharding": sharding, "measure": measure}
 
+    # 2. Plan on rank 0, and join the mesh of the plan.
     def make_plan() -> Plan:
         devices = cluster or measure_cluster(num_processes())
         return plan_for(layers, example_inputs, devices, **decided)
@@ -108,6 +110,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         timeout_s=timeout_s,
         device=device,
     )
+    # 3. Make this process's part of the pipeline.
     plan = replace(plan, seed=seed, timeout_s=timeout_s)
     return Pipeline(
         layers, plan=plan, mesh=mesh, loss=loss, example_inputs=example_inputs, **options
@@ -124,12 +127,12 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     sharding: str = "auto",
     measure: bool = False,
 ) -> Plan:
-    """Plan a model for a job of a process for each device of a cluster; no device of it is needed,
-    but the first one to measure.
+    """Plan a model for a job with one process for each device of a cluster.
 
-    Arguments and errors are those of `parallelize`.  Devices that would not make a step faster
-    stay unused.
+    It needs no device, except to `measure`: the first one.  Arguments and errors are those of
+    `parallelize`.  Devices that would not make a step faster stay unused.
     """
+    # 1. Profile the layers for a few sizes of micro-batches.
     layers = resolve_layers(layers, example_inputs)
     count, batch_size = len(cluster.places), samples_of(example_inputs, "example_inputs")
     kind = cluster.device_of(0).torch_type
@@ -141,7 +144,8 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
         threads=1,
         torch_type=None if measure else kind,
     )
-    asked = Constraints(
+    # 2. Choose the plan; number its ranks by the devices of the cluster, idle ones included.
+    constraints = Constraints(
         batch_size=batch_size,
         num_microbatches=num_microbatches,
         transport=Transport.TORCH_DISTRIBUTED if count > 1 else None,
@@ -150,24 +154,24 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
         costs,
         cluster,
         batch_size,
-        constraints=asked,
+        constraints=constraints,
         sharding=sharding,
         num_layers=num_layers,
     )
-    found = choice.plan
-    return replace(found, placement=found.placement.among(count)) if count > 1 else found
+    plan = choice.plan
+    return replace(plan, placement=plan.placement.among(count)) if count > 1 else plan
 
 
 def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> None:
-    """Refuse to measure what cannot run, or runs on another kind of device than is planned for."""
+    """Check that layers and inputs have values, on the kind of device that is planned for."""
     modules = (step.module for step in layers)
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     tensors += [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
     kinds = sorted({tensor.device.type for tensor in tensors})
-    wanted = kinds[0] if cluster is None else cluster.device_of(0).torch_type
-    if kinds != [wanted] or wanted == "meta":
+    kind = kinds[0] if cluster is None else cluster.device_of(0).torch_type
+    if kinds != [kind] or kind == "meta":
         raise ConfigError(
             f"measure=True runs the layers where they are, and model and inputs are on "
-            f"{' and '.join(kinds)}; give both on {'one device' if cluster is None else wanted}, "
+            f"{' and '.join(kinds)}; give both on {'one device' if cluster is None else kind}, "
             "or measure=False, by which seconds are estimated"
         )

@@ -1,4 +1,4 @@
-"""`penstock.plan`: plan a model, or what it costs, for a cluster."""
+"""`penstock.plan`: plan a model, or its profile, for a cluster."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,41 +28,42 @@ def plan(  # noqa: PLR0913 - the front door: each a keyword with a default
     num_layers: int | None = None,
     measure: bool | None = None,
 ) -> Plan:
-    """Choose how to run a model on a cluster: the plan whose step is predicted to take least time,
-    and that fits (GPipe, section 2.2; Alpa, sections 4 and 5).
+    """Choose the plan of a model on a cluster that fits and has the shortest predicted step.
+
+    See GPipe, section 2.2, and Alpa, sections 4 and 5.
 
         plan = penstock.plan(penstock.profile(layers, inputs), cluster, batch_size=1024)
         plan = penstock.plan(model, cluster, example_inputs=batch, loss=loss)
         print(plan)
         pipe = penstock.Pipeline(layers, plan=plan, loss=loss)
 
-    It decides on stages, replicas, micro-batches, the schedule (each synchronous family), the
-    layers of each stage, and on what is recomputed or moved away where memory asks for it.  Stages
-    may have several devices each, of unlike numbers, that divide its operators.  The uncut model
-    is always among the candidates.  The same input gives the same plan.
+    It decides stages, replicas, micro-batches, the schedule (of all synchronous families), the
+    layers of each stage, and recompute and offload if memory is short.  A stage may have several
+    devices, which divide its operators.  The unsplit model is always among the candidates.  The
+    same input gives the same plan.
 
     Args:
-        model: what the layers cost, from `penstock.profile`; or several such of one model, each
-            measured with another number of threads for a rank.  A profile that was read from a
-            file does not know the operators: each stage then has one device.  Or a model, as
-            `Pipeline` takes it, or a `Target`, which is profiled first.
+        model: a profile from `penstock.profile`, or several of one model, each with another
+            number of threads per rank; or a model, as `Pipeline` takes it, or a `Target`, which is
+            profiled first.  A profile from a file has no operators: each stage has one device.
         cluster: the devices; ranks are put on them in order.
         batch_size: the samples of a step, over all replicas; default: those of the inputs.
-        example_inputs: a batch of the model, where that is no profile.
+        example_inputs: a batch of the model, unless it is a profile.
         targets: its targets, for the loss.
         loss: (output, target) -> scalar tensor, to be part of the profile.
-        constraints: what is decided already; its `batch_size` is replaced.
+        constraints: decisions already made; its `batch_size` is replaced.
         sharding: the ready plan by which the devices of a stage share it; "auto": whatever is
             fastest, or none; None: each stage has one device.
         num_layers: into how many the model's layers are clustered before stages are cut at their
             ends (Alpa's L); default: all stay, or 128 where there are more.
-        measure: whether the layers of a model are run first, here, and take times; default: on
-            cores, which a roofline knows little of, they are; for accelerators they are counted.
+        measure: True: the layers are timed here first; False: their operators are counted.
+            Default: True for a cluster of cores, which a roofline predicts badly.
 
     Raises:
         PlanError, ConfigError: the profiles are of different models, or do not fit the cluster;
             an argument is missing; nothing fits the memory: says by how much, and what would help.
     """
+    # 1. Wrap a model as a target; layers that are measured are checked first.
     if not is_profile(model):
         from .target import Target
 
@@ -81,12 +82,13 @@ def plan(  # noqa: PLR0913 - the front door: each a keyword with a default
                 check_measurable(layers, example_inputs, cluster)  # a user's model is not moved
                 target = replace(target, make_model=lambda: layers)
             model = target
+    # 2. Choose.
     options: dict[str, Any] = {"constraints": constraints, "num_layers": num_layers}
     return choose(model, cluster, batch_size, measure=measure, sharding=sharding, **options).plan
 
 
 def choose(  # noqa: PLR0913 - as `plan`
-    given: "Profile | Sequence[Profile] | Target",
+    model: "Profile | Sequence[Profile] | Target",
     cluster: Cluster,
     batch_size: int | None = None,
     *,
@@ -97,14 +99,15 @@ def choose(  # noqa: PLR0913 - as `plan`
     constraints: Constraints | None = None,
     **options: Any,
 ) -> Choice:
-    """Return the plan that `plan` does, with the candidates that it was compared with.
+    """Return the choice of `plan`, with all candidates.
 
-    `sizes` are the micro-batches for which the layers of a target are profiled, `threads` the
-    numbers of intra-op threads of a rank, `options` those of `plan_profile`.
+    `sizes` are the micro-batches for which a target is profiled, `threads` the numbers of intra-op
+    threads of a rank, `options` more arguments of `plan_profile`.
     """
-    profiles: Any = given
-    if not is_profile(given):
-        target = cast("Target", given)
+    profiles: Any = model
+    # 1. Profile a target, with its own defaults.
+    if not is_profile(model):
+        target = cast("Target", model)
         batch_size = batch_size or target.batch_size
         constraints = constraints or Constraints(batch_size=batch_size)
         if constraints.num_microbatches is None:
@@ -116,6 +119,7 @@ def choose(  # noqa: PLR0913 - as `plan`
             parts = (constraints.num_microbatches << n for n in range(len(cluster.places)))
             sizes = sorted({-(-batch_size // n) for n in parts if n <= batch_size})
         profiles = target.profiles_for(cluster, sizes, measure=measure, threads=threads)
+    # 2. Plan by the profiles.
     if batch_size is None:
         raise ConfigError("a profile does not say how large batches are; give batch_size")
     options |= {"constraints": constraints, "sharding": sharding}
@@ -130,5 +134,5 @@ def on_cores(cluster: Cluster) -> bool:
 def is_profile(model: object) -> bool:
     """Tell whether this is a profile, or several."""
     if isinstance(model, list | tuple):
-        return bool(model) and all(isinstance(each, Profile) for each in model)
+        return bool(model) and all(isinstance(entry, Profile) for entry in model)
     return isinstance(model, Profile)

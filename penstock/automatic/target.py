@@ -1,7 +1,6 @@
-"""A model with a batch and a loss: what `plan`, `profile` and `check` are pointed at."""
+"""A model with a batch and a loss, for `plan`, `profile` and `check`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +27,7 @@ _PROFILED_SIZES = (1, 4, 16, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model, a batch that it is trained on, and how: all that planning and checking need.
+    """A model, a batch and the settings of training: all that planning and checking need.
 
     Packages add kinds of targets by an entry point in the group `penstock.targets`: a function of
     (name, overrides, options, needs_values) that returns one, or None for a name of another kind.
@@ -46,10 +45,10 @@ class Target:
     loss: Callable[[Any, Any], Tensor] | None = None
     reduction: "Reduction | Callable[[Any], Any]" = Reduction.MEAN
     make_example: Callable[[], Any] | None = None
-    """Returns a smaller batch to capture a model with that is no chain; default: `inputs`."""
+    """Returns a smaller batch to capture a model that is not a chain; default: `inputs`."""
     optimizer: MakeOptimizer = torch.optim.AdamW
     precision: torch.dtype = torch.float32
-    """What a training step computes in, by autocast."""
+    """The dtype of autocast in a training step."""
     num_microbatches: int = 1
     """Micro-batches of the batch over all replicas."""
     num_replicas: int = 1
@@ -65,10 +64,10 @@ class Target:
 
     @classmethod
     def of(cls, model: Any, inputs: Any, targets: Any = None, loss: Any = None) -> "Target":
-        """Return the target of a model that is there, as `Pipeline` takes it."""
+        """Return the target of a made model, as `Pipeline` takes it."""
         name = type(model).__name__
-        made = {"name": name, "make_model": lambda: model, "inputs": inputs}
-        return cls(targets=targets, loss=loss, **made)
+        fields = {"name": name, "make_model": lambda: model, "inputs": inputs}
+        return cls(targets=targets, loss=loss, **fields)
 
     @property
     def batch_size(self) -> int:
@@ -77,7 +76,7 @@ class Target:
         return batch_size(self.inputs if is_alone else self.targets, "the batch")
 
     def layers_of(self, model: Any) -> Any:
-        """Return what a pipeline is made of: a chain as it is, another model captured."""
+        """Return the layers for a pipeline: a chain as it is, another model captured."""
         if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
             return capture(model, self.make_example() if self.make_example else self.inputs)
         return model
@@ -110,13 +109,19 @@ class Target:
             "threads": self.threads_per_stage,
             "name": f"{self.name}, {str(self.precision).removeprefix('torch.')}",
         }
+        # 1. Count without values if a device is described.
         if device is not None:
             return self._counted(device, options)
         here = torch.device(kind or ("cuda" if torch.cuda.is_available() else "cpu"))
-        model, inputs = self._on(here)
+        # 2. Measure: make the model on the device, and run it as a training step would.
+        model = self.make_model()
+        if isinstance(model, nn.Module):
+            model = model.to(here)
         options["targets"] = _moved(self.targets, here)
-        layers = self.layers_of(model)
-        with self._autocast(here):
+        is_lower = self.precision is not torch.float32
+        precision = self.precision if is_lower else torch.bfloat16
+        layers, inputs = self.layers_of(model), _moved(self.inputs, here)
+        with torch.autocast(here.type, precision, enabled=is_lower):
             return profile(layers, inputs, busy=busy, **options)
 
     def profiles_for(
@@ -140,21 +145,24 @@ class Target:
             ConfigError: the cluster has cores of another machine, or layers are to be measured
                 and nothing here is of the cluster's kind.
         """
+        # 1. Without measuring, count the layers for the accelerators, or else for the cores.
         sizes = sizes or sizes_up_to(self.batch_size, self._microbatch_size)
         devices = cluster.devices.values()
         is_measured = self.measure if measure is None else measure
-        counted = [device for device in devices if device.torch_type != "cpu"]
-        first = (counted or [*devices])[0]
+        accelerators = [device for device in devices if device.torch_type != "cpu"]
+        first = (accelerators or [*devices])[0]
         if not is_measured:
             return [self.profile(sizes, first)]
+        # 2. Measure on an accelerator, or with the target's own number of threads.
         if lacks := why_missing(first.torch_type):
             raise ConfigError(
                 f"to measure layers for {cluster.name}, they run on one of its devices, and "
                 f"{lacks}; plan where there is one, or leave out pipeline.measure and "
                 "--measure, by which seconds are estimated"
             )
-        if not threads or counted:
+        if not threads or accelerators:
             return [self.profile(sizes, kind=first.torch_type)]
+        # 3. Measure on the cores of this machine, for each number of threads.
         cores = [name for name in cluster.devices if name != "core"]
         if cores:
             raise ConfigError(
@@ -162,8 +170,8 @@ class Target:
                 'machine, "core", can be measured; give --profile with a profile that was made '
                 "there"
             )
-        every = (replace(self, threads_per_stage=n) for n in threads)
-        return [each.profile(sizes, busy=True, kind=first.torch_type) for each in every]
+        targets = (replace(self, threads_per_stage=n) for n in threads)
+        return [target.profile(sizes, busy=True, kind=first.torch_type) for target in targets]
 
     @property
     def _microbatch_size(self) -> int:
@@ -172,36 +180,21 @@ class Target:
         return microbatch_sizes(self.batch_size // self.num_replicas, per_replica)[0]
 
     def _counted(self, device: Device, options: dict[str, Any]) -> Profile:
-        """Count the layers without values; in lower precision, as if all of them had it."""
+        """Count the layers without values, all of them in the target's precision."""
         with torch.device("meta"):
             model = self.make_model()
         layers = resolve_layers(self.layers_of(model), self.inputs)
-        weights = layer_weights(layers, options["optimizer"])
-        inputs = self._lowered(model, self.inputs)
+        weights, inputs = layer_weights(layers, options["optimizer"]), self.inputs
+        if self.precision is not torch.float32 and isinstance(model, nn.Module):
+            model.to(self.precision)  # after the weights were counted, which stay in float32
+            inputs = tree_map(
+                lambda t: t.to(self.precision) if t.is_floating_point() else t, inputs
+            )
         kind = device.torch_type
-        found = profile(layers, inputs, measure=False, torch_type=kind, **options)
-        pairs = zip(weights, found.weights, strict=True)  # bytes of the precision they are kept in
-        same = tuple(replace(own, num_norms=counted.num_norms) for own, counted in pairs)
-        return replace(found, weights=same)
-
-    def _on(self, device: torch.device) -> tuple[Any, Any]:
-        """Make the model on a device; return it and the inputs there."""
-        model = self.make_model()
-        if isinstance(model, nn.Module):
-            model = model.to(device)
-        return model, _moved(self.inputs, device)
-
-    def _lowered(self, model: Any, inputs: Any) -> Any:
-        """Give a model without values the target's precision; return inputs that have it."""
-        if self.precision is torch.float32 or not isinstance(model, nn.Module):
-            return inputs
-        model.to(self.precision)
-        return tree_map(lambda t: t.to(self.precision) if t.is_floating_point() else t, inputs)
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        is_lower = self.precision is not torch.float32
-        precision = self.precision if is_lower else torch.bfloat16
-        return torch.autocast(device.type, precision, enabled=is_lower)
+        counted = profile(layers, inputs, measure=False, torch_type=kind, **options)
+        pairs = zip(weights, counted.weights, strict=True)  # bytes as they are kept
+        as_kept = tuple(replace(own, num_norms=lower.num_norms) for own, lower in pairs)
+        return replace(counted, weights=as_kept)
 
 
 def sizes_up_to(batch_size: int, *others: int) -> list[int]:

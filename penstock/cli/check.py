@@ -53,6 +53,7 @@ def check(  # noqa: PLR0913 - one for each option
 
     from .targets import load_target
 
+    # 1. Read the target, with the options that were given.
     options = {
         "num_stages": num_stages,
         "stages_per_rank": stages_per_rank,
@@ -62,6 +63,7 @@ def check(  # noqa: PLR0913 - one for each option
     }
     options_set = {key: value for key, value in options.items() if value is not None}
     loaded = load_target(target, overrides, options_set, needs_values=True)
+    # 2. Compare, and print the report.
     report = compare(
         loaded.layers_of(loaded.make_model()),
         loaded.inputs,

@@ -63,6 +63,7 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
       torchrun --nproc-per-node 4 -m penstock doctor --timeout 20
       penstock doctor --calibrate --save cluster.toml
     """
+    # 1. Calibrate instead, alone.
     as_json, timeout_s = options["as_json"], options["timeout_s"]
     if calibrate:
         if num_processes is not None or "WORLD_SIZE" in os.environ:
@@ -71,11 +72,13 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
                 "without --num-processes"
             )
         return _calibrate(options["budget_s"], options["save"], as_json)
+    # 2. Refuse options of --calibrate without it.
     if options["save"] is not None:
         raise click.UsageError("--save is for --calibrate: give both, or neither")
     if as_json:
         raise click.UsageError("--json is for --calibrate: give both, or neither")
     if num_processes is not None:
+        # 3. Start the processes; each of them runs this command.
         refuse_inside_torchrun()
         return launch(num_processes, 0, ["doctor", "--timeout", str(timeout_s)])
     require_torch()
@@ -94,12 +97,14 @@ def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
     from penstock.doctor.calibration import calibrate
     from penstock.doctor.calibration.figures import as_line, calibration_lines, comment_of
 
+    # 1. Measure.
     if save is not None:
         _refuse_unwritable(save)  # before anything is measured
     calibration = calibrate(budget_s)
     cluster = calibration.cluster
     if save is not None:
         cluster.save(save, comment_of(calibration))
+    # 2. Print: one line of JSON, or tables and a warning.
     if as_json:
         click.echo(as_line(calibration))
         return 0
@@ -113,11 +118,7 @@ def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Check that a file can be written; leave none behind.
-
-    Raises:
-        click.UsageError: it cannot.
-    """
+    """Check that a file can be written; leave none behind."""
     is_new = not path.exists()
     try:
         path.open("a").close()

@@ -28,9 +28,11 @@ def launch(num_processes: int, max_restarts: int, arguments: Sequence[str]) -> i
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # 1. Quiet torchrun: it has no news for the user.
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say so, and do the same
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.CRITICAL)
+    # 2. Start the processes, and translate their end into an exit code.
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # torchrun would end for it
     options = torchrun.parse_args(
         [

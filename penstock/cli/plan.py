@@ -136,6 +136,7 @@ def plan(  # noqa: PLR0913 - one for each option
     from penstock.planner.make_plan import save_prediction
     from penstock.planner.shared_cores import num_cores
 
+    # 1. Check files and options before anything slow runs.
     cluster = Cluster.load(cluster_name)
     if html is not None:
         from penstock.planner.plan_page import plan_page
@@ -144,6 +145,7 @@ def plan(  # noqa: PLR0913 - one for each option
         check_page(html)
     if (target_name is None) == (not profiles):
         raise click.UsageError("give either a TARGET or --profile")
+    # 2. Find the model: a target, or saved profiles, which need no PyTorch.
     model: Any
     if target_name is not None:
         say(f"loading PyTorch, to plan for {target_name}")
@@ -162,6 +164,7 @@ def plan(  # noqa: PLR0913 - one for each option
         model = [Profile.load(path) for path in profiles]
     if batch_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
+    # 3. Choose the plan.
     constraints = Constraints(
         batch_size=batch_size,
         offload=not decided.pop("no_offload"),
@@ -180,6 +183,7 @@ def plan(  # noqa: PLR0913 - one for each option
         measure=measure or None,
         sharding=None if sharding == "none" else sharding or "auto",
     )
+    # 4. Save and print it.
     if save is not None:
         choice.plan.save(save)
         save_prediction(save, choice.timeline)

@@ -58,6 +58,7 @@ def profile(  # noqa: PLR0913 - one for each option
       penstock profile digits --save here.json
       penstock profile mymodel:example --device a100
     """
+    # 1. Check the options before PyTorch is loaded.
     if busy and device is not None:
         raise click.UsageError("--busy measures, and --device counts; leave out one of them")
     from penstock.costs.cluster.cluster import load_device
@@ -67,6 +68,7 @@ def profile(  # noqa: PLR0913 - one for each option
     require_torch()
     from .targets import load_target
 
+    # 2. Count or measure, save and print.
     counted = load_target(target, overrides).profile(sizes, described, busy=busy)
     if save is not None:
         counted.save(save)

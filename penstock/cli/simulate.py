@@ -111,6 +111,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     from penstock.simulator import simulate as predict
     from penstock.trace.grid import render_grid
 
+    # 1. Make or read the schedule.
     costs = _costs(units)
     if csv is None:
         family = named_schedule(schedule, num_stages, stages_per_rank, costs)
@@ -122,11 +123,13 @@ def simulate(  # noqa: PLR0913 - one for each option
             "schedule", "num_stages", "stages_per_rank", "num_microbatches", "window"
         )
         program = read_csv(csv)
+    # 2. Write it, if that is asked for.
     if write_csv is not None:
         try:
             write_csv.write_text(to_csv(program), encoding="utf-8")
         except OSError as error:
             raise click.UsageError(f"--write-csv {write_csv}: {error.strerror}") from None
+    # 3. Simulate, and print JSON, a grid, or a summary of what is too long to draw.
     _say("simulating its instructions", sum(map(len, program.programs)))
     timeline = predict(add_recompute(program) if recompute else program, costs)
     _say("adding up where the time goes", len(timeline.spans))
@@ -142,11 +145,7 @@ def simulate(  # noqa: PLR0913 - one for each option
 
 
 def _refuse_beside_csv(*names: str) -> None:
-    """Refuse options of a schedule beside a file that contains one.
-
-    Raises:
-        click.UsageError: one of them is given.
-    """
+    """Refuse options of a schedule beside a file that contains one."""
     context = click.get_current_context()
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -169,10 +168,10 @@ def _costs(units: Mapping[str, Fraction | int]) -> "Costs":
     )
 
 
-def _say(what: str, num_instructions: int) -> None:
-    """Report the work `what` if it has so many instructions that it takes seconds."""
+def _say(work: str, num_instructions: int) -> None:
+    """Report `work` if it has so many instructions that it takes seconds."""
     if num_instructions >= _MANY:
-        say(what)
+        say(work)
 
 
 def _summary(timeline: "Timeline") -> str:

@@ -48,10 +48,12 @@ def load_target(
     Raises:
         ConfigError: there is no such recipe, module or function, or it returns something else.
     """
+    # 1. A colon names a function.
     if ":" in name:
         if overrides:
             raise ConfigError(f"--set {overrides[0]} changes a recipe, and {name} is a function")
         return _of_function(name, options or {})
+    # 2. Other names are read by installed packages.
     readers = list(entry_points(group=_GROUP))
     for reader in readers:
         target: Target | None = reader.load()(name, overrides, options or {}, needs_values)

@@ -58,9 +58,11 @@ def layer_costs(
             device; it was measured on another device, and has no operators; or its sizes have
             other values between layers.
     """
+    # 1. Find the two profiled sizes on whose line the wanted size lies.
     check_count("microbatch_size", microbatch_size)
     low, high = _nearest(profile.sizes, microbatch_size)
 
+    # 2. Price a profiled size: measured seconds, or scaled ones, or those of the roofline.
     def known(size: AtSize) -> AtSize:
         is_measured = _is_measured(profile, size, device)
 
@@ -72,6 +74,7 @@ def layer_costs(
 
         return size.with_kinds(on_device)
 
+    # 3. A profile of one size lies on a line with 0 samples.
     if low.microbatch_size == microbatch_size:
         return known(low)
     if low is high:

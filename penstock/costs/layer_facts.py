@@ -21,11 +21,7 @@ class LayerFacts:
     """Digest of the names and shapes of parameters."""
 
     def __post_init__(self) -> None:
-        """Refuse an impossible layer.
-
-        Raises:
-            ConfigError: the number of parameters is below 0.
-        """
+        """Refuse an impossible layer."""
         if not self.num_parameters >= 0:
             raise ConfigError(
                 f"num_parameters of layer {self.name!r} is {self.num_parameters}; it must be at "
@@ -45,30 +41,30 @@ class LayerFacts:
 
 
 def first_difference(
-    known: Sequence[LayerFacts], found: Sequence[LayerFacts], what: str
+    known: Sequence[LayerFacts], model: Sequence[LayerFacts], holder: str
 ) -> str | None:
-    """Return a text about the first layer that differs between a `what`, such as a plan, and the
+    """Return a text about the first layer that differs between a `holder`, such as "plan", and the
     model; None if all layers are the same.
     """
-    for n, (own, other) in enumerate(zip(known, found, strict=False)):
-        if own == other:
+    for n, (layer, other) in enumerate(zip(known, model, strict=False)):
+        if layer == other:
             continue
-        if (own.name, own.kind) != (other.name, other.kind):
-            return f"layer {n} is {own} in the {what} and {other} in the model"
+        if (layer.name, layer.kind) != (other.name, other.kind):
+            return f"layer {n} is {layer} in the {holder} and {other} in the model"
         return f"the parameters of layer {n}, {other}, have other names or shapes"
-    if len(known) == len(found):
+    if len(known) == len(model):
         return None
-    longer, where = (known, what) if len(known) > len(found) else (found, "model")
-    n = min(len(known), len(found))
+    longer, where = (known, holder) if len(known) > len(model) else (model, "model")
+    n = min(len(known), len(model))
     return (
-        f"it has {len(known)} layers and the model {len(found)}; layer {n}, {longer[n]}, is in "
+        f"it has {len(known)} layers and the model {len(model)}; layer {n}, {longer[n]}, is in "
         f"the {where} only"
     )
 
 
 def check_factors(factors: Sequence[float], num_layers: int) -> None:
     """Refuse factors that are not () or a finite number above 0 for each layer."""
-    if len(factors) not in (0, num_layers) or not all(0 < own < inf for own in factors):
+    if len(factors) not in (0, num_layers) or not all(0 < factor < inf for factor in factors):
         raise ConfigError(
             f"layer_factors={factors!r:.80} of a plan with {num_layers} layers; give a "
             "finite number above 0 for each layer, or ()"

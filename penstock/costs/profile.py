@@ -41,14 +41,14 @@ class Profile:
         if not num_layers or not self.sizes:
             raise ConfigError("a profile needs at least one layer, and one micro-batch size")
         # 1. Every list has an entry for each layer.
-        for what, of_layers in (
+        for name, of_layers in (
             ("weights", self.weights),
-            *((f"sizes[{n}].kind_of", each.kind_of) for n, each in enumerate(self.sizes)),
-            *((f"sizes[{n}].saved", each.saved) for n, each in enumerate(self.sizes)),
+            *((f"sizes[{n}].kind_of", size.kind_of) for n, size in enumerate(self.sizes)),
+            *((f"sizes[{n}].saved", size.saved) for n, size in enumerate(self.sizes)),
         ):
             if len(of_layers) != num_layers:
                 raise ConfigError(
-                    f"a profile of {num_layers} layers has {what} for {len(of_layers)}; give one "
+                    f"a profile of {num_layers} layers has {name} for {len(of_layers)}; give one "
                     "entry for each layer"
                 )
         # 2. Sizes rise, and name entries that there are; no number is below 0.
@@ -69,11 +69,11 @@ class Profile:
             ("saved", [v for of_layer in size.saved for v in of_layer], len(size.values)),
             ("loss_saved", size.loss_saved, len(size.values)),
         )
-        for what, numbers, count in places:
+        for name, numbers, count in places:
             wrong = [x for x in numbers if not 0 <= x < count]
             if wrong:
                 raise ConfigError(
-                    f"sizes[{n}].{what} of a profile names entry {wrong[0]}, and there are {count}"
+                    f"sizes[{n}].{name} of a profile names entry {wrong[0]}, and there are {count}"
                 )
 
     def check_model(self, layers: Sequence[LayerFacts]) -> None:

@@ -67,8 +67,9 @@ def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
             continue
         peer = target if mesh.rank == source else source
         job = partial(_measure, mesh, peer, leads=mesh.rank == source)
-        what = f"for messages of rank {peer}, while {edge} was measured"
-        small_s, large_s = mesh.background.wait(mesh.background.controls.submit(job), what, peer)
+        purpose = f"for messages of rank {peer}, while {edge} was measured"
+        ran = mesh.background.controls.submit(job)
+        small_s, large_s = mesh.background.wait(ran, purpose, peer)
         if mesh.rank == source:
             bytes_s = max(large_s - small_s, large_s / 10)
             mine.append(Edge(source, target, small_s / 2, _LARGE_BYTES / bytes_s))

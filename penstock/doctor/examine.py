@@ -138,6 +138,7 @@ def self_test(where: str, num_stages: int, **options: Mesh | str) -> tuple[str, 
     Raises:
         PeerError: another process failed, or is gone.
     """
+    # 1. Make layers that show a wrong order: BatchNorm, dropout, and an uneven batch.
     layers: list[nn.Module] = []
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
@@ -150,6 +151,7 @@ def self_test(where: str, num_stages: int, **options: Mesh | str) -> tuple[str, 
         "num_microbatches": _NUM_MICROBATCHES,
     }
     options_of_check |= {"partition": [2] * num_stages, "threads_per_stage": 1, **options}
+    # 2. Compare a step of the pipeline with the unsplit model.
     try:
         report: CheckReport | Exception = check(layers, inputs, targets, **options_of_check)
     except Exception as failure:  # a torch that does not fit the machine may raise any

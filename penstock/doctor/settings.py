@@ -43,6 +43,7 @@ def check_network(
     environment: Environment, host: str, resolve: Resolve = addresses_of
 ) -> Iterator[Finding]:
     """Check that gloo and MASTER_ADDR reach other hosts, if the job has some."""
+    # 1. The interface that gloo is told to use must be there.
     interfaces = [name for _, name in socket.if_nameindex()]
     wanted = environment.get("GLOO_SOCKET_IFNAME", "")
     absent = [name for name in wanted.split(",") if wanted and name not in interfaces]
@@ -56,6 +57,7 @@ def check_network(
     here = environment.get("LOCAL_WORLD_SIZE", "")
     if not here.isdigit() or int(here) >= int(environment.get("WORLD_SIZE", "1")):
         return
+    # 2. Across hosts, neither rank 0 nor gloo may be reached by a loopback address.
     address = environment.get("MASTER_ADDR", "")
     if _is_loopback(resolve(address)):
         yield Finding(
@@ -84,6 +86,7 @@ def check_together(
 
     `quota` is the container's limit of CPU time, in cores; default: the system's.
     """
+    # 1. Processes on the same cores of a machine share them.
     quota = quota_cores() if quota is None else quota
     sharing: dict[tuple[str, tuple[int, ...]], list[RankFacts]] = defaultdict(list)
     for facts in ranks:
@@ -104,6 +107,7 @@ def check_together(
                     else f"Start at most {max(1, int(num_cores))} processes on this host"
                 ),
             )
+    # 2. A machine with GPUs that torch does not see has the wrong build of torch.
     is_hidden = "CUDA_VISIBLE_DEVICES" in os.environ
     if nvidia.is_dir() and not ranks[0].gpus and not is_hidden:
         yield Finding(

@@ -40,9 +40,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of a pipeline that decide how it runs; None is what was not given.
+    """The arguments of a pipeline that decide how it runs; None was not given.
 
-    `devices` are the names of one for each stage, or of one for all.
+    `devices` names a device for each stage, or one for all.
     """
 
     num_stages: int | None = None
@@ -64,20 +64,16 @@ class Arguments:
 
     @property
     def are_measured(self) -> bool:
-        """True if layers must be measured: to balance them, or to meet a limit of memory."""
+        """True if layers must be measured, to balance them or to meet a memory limit."""
         return self.partition is None or self.memory_limit_bytes is not None
 
     def check_none_beside_plan(self) -> None:
-        """Refuse arguments that a plan decides already.
-
-        Raises:
-            ConfigError: names those that were given.
-        """
+        """Raise a ConfigError that names the given arguments, which a plan decides already."""
         names = [field.name for field in fields(self)]
-        given = [f"{name}=" for name in names if getattr(self, name) is not None]
-        if given:
+        named = [f"{name}=" for name in names if getattr(self, name) is not None]
+        if named:
             raise ConfigError(
-                f"plan= decides {', '.join(given)} already; leave out one or the other, or change "
+                f"plan= decides {', '.join(named)} already; leave out one or the other, or change "
                 "the plan: dataclasses.replace(plan, ...)"
             )
 
@@ -86,10 +82,9 @@ class Arguments:
 class Resources:
     """The resources of a pipeline.
 
-    `placement` says where each place of a mesh is; None without a mesh.  `transports`
-    are those that can carry values here, the usual one first: between processes each rank is one,
-    else a thread of this one.  `devices` are the accelerators of this process, `num_threads` those
-    that torch uses here.
+    `placement` has the ranks at each place of a mesh; None without a mesh.  `transports` can carry
+    values between these ranks, the usual one first.  `devices` are the accelerators of this
+    process, `num_threads` is torch's number of intra-op threads.
     """
 
     num_threads: int
@@ -104,7 +99,7 @@ class Resources:
         return None if self.placement is None else self.placement.num_places
 
     def placed(self, places: Sequence[int], devices: Sequence[str]) -> Placement:
-        """Return where stages are, each at one of these places."""
+        """Return the placement of stages, each at its entry of `places`."""
         if self.placement is None:
             return Placement.of(places, devices=devices)
         return self.placement.spread(places, devices)
@@ -119,7 +114,7 @@ class Model:
 
 
 def resolve_num_stages(arguments: Arguments, resources: Resources) -> int:
-    """Decide K: as asked, else as many as the schedule has on the ranks of a mesh.
+    """Return K: the one asked for, or the number that fills all ranks of the mesh.
 
     Raises:
         PartitionError: neither is given, `partition` is no list, or the two disagree.
@@ -145,19 +140,22 @@ def resolve_num_stages(arguments: Arguments, resources: Resources) -> int:
 
 
 def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Resources) -> Plan:
-    """Make the plan that the arguments ask for; layers are balanced by parameter counts until they
-    are measured.
+    """Return the plan of these arguments.
+
+    Without a `partition`, layers are balanced by parameter counts until they are measured.
 
     Raises:
         ConfigError: an argument cannot work, or does not fit the mesh.
         PartitionError: the layers cannot be cut as asked.
     """
+    # 1. Check the partition, and find the rank and the device of each stage.
     family, partition = _family(arguments), arguments.partition
     if partition is not None:
         check_partition(tuple(partition), len(model.layers))
     counts = [layer.num_parameters for layer in model.layers]
     places = resolve_places(family, num_stages, resources)
     devices = resolve_devices(arguments.devices, places, resources)
+    # 2. Fill in defaults; `Plan` checks the values.
     plan = Plan(
         layers=model.layers,
         partition=tuple(partition or balance_spans([counts] * num_stages, model.spans)),
@@ -181,21 +179,24 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         timeout_s=check_timeout(_or(arguments.timeout_s, DEFAULT_TIMEOUT_S)),
         balanced_by=BalancedBy.PARAMETERS if partition is None else BalancedBy.HAND,
     )
+    # 3. Only a plan can tell whether each named layer is on the stage that names it.
     check_named_layers(plan, is_cut=partition is not None)
     return plan
 
 
 def check_named_layers(plan: Plan, *, is_cut: bool = True) -> None:
-    """Refuse layers to recompute that were named for a stage which has not got them; before the
-    model `is_cut`, for one that may not get them.
+    """Refuse recomputed layers that are named for another stage than their own.
+
+    Before the model `is_cut`, any stage may get a layer, so all must name it.
 
     Raises:
         ConfigError: a layer is, or might be, recomputed on no stage.
     """
     home_of = [stage for stage, size in enumerate(plan.partition) for _ in range(size)]
     choices = enumerate(plan.recompute)
-    some = [(stage, x.layers) for stage, x in choices if isinstance(x, RecomputeLayers)]
-    named = [(stage, int(n)) for stage, layers in some for n in layers]
+    named_layers = [(stage, x.layers) for stage, x in choices if isinstance(x, RecomputeLayers)]
+    named = [(stage, int(n)) for stage, layers in named_layers for n in layers]
+    # The stage that gets a layer must recompute it: whole, or by the same name.
     for stage, n in named:
         for home in (home_of[n],) if is_cut else range(plan.num_stages):
             if plan.recompute[home] is Recompute.STAGE or (home, n) in named:
@@ -210,31 +211,23 @@ def check_named_layers(plan: Plan, *, is_cut: bool = True) -> None:
 
 
 def _of_each(
-    name: str, given: _T | Sequence[_T] | None, default: _T, count: int
+    name: str, values: _T | Sequence[_T] | None, default: _T, count: int
 ) -> tuple[_T, ...]:
-    """Return one entry for each stage, or rank: those given, or the one for all.
-
-    Raises:
-        ConfigError: there are more or fewer.
-    """
-    if not isinstance(given, list | tuple):
-        return (default if given is None else cast(_T, given),) * count
-    if len(given) != count:
-        what = "ranks" if name == "memory_limit_bytes" else "stages"
-        entries = "1 entry" if len(given) == 1 else f"{len(given)} entries"
+    """Return one entry for each stage or rank, from one each or one for all."""
+    if not isinstance(values, list | tuple):
+        return (default if values is None else cast(_T, values),) * count
+    if len(values) != count:
+        owners = "ranks" if name == "memory_limit_bytes" else "stages"
+        entries = "1 entry" if len(values) == 1 else f"{len(values)} entries"
         raise ConfigError(
-            f"{name}= has {entries}, and the pipeline {count} {what}; give one for each, or one "
+            f"{name}= has {entries}, and the pipeline {count} {owners}; give one for each, or one "
             "for all"
         )
-    return tuple(given)
+    return tuple(values)
 
 
 def _usual_recompute(arguments: Arguments) -> Recompute:
-    """Return what is recomputed where nothing else is said: under a limit, what it asks for.
-
-    Raises:
-        ConfigError: both are given.
-    """
+    """Return the default recompute policy; with a memory limit `balanced` chooses it later."""
     if arguments.memory_limit_bytes is None:
         return Recompute.STAGE
     if arguments.recompute is not None:
@@ -279,14 +272,14 @@ def resolve_places(family: Family, num_stages: int, resources: Resources) -> tup
 def resolve_devices(
     devices: Sequence[str] | str | None, places: Sequence[int], resources: Resources
 ) -> tuple[str, ...]:
-    """Return the device of each stage: as asked, else the accelerators rank by rank, else the CPU.
+    """Return the device of each stage; the default is one accelerator per rank, or the CPU.
 
     Raises:
-        ConfigError: there are not as many as stages.
+        ConfigError: the number of devices is not that of the stages.
     """
     if devices is None:
-        own = resources.devices or ("cpu",)
-        return tuple(own[place % len(own)] for place in places)
+        local = resources.devices or ("cpu",)
+        return tuple(local[place % len(local)] for place in places)
     if isinstance(devices, str):
         return (devices,) * len(places)
     if len(devices) != len(places):
@@ -298,11 +291,12 @@ def resolve_devices(
 
 
 def resolve_threads(asked: int | None, places: Sequence[int], resources: Resources) -> int:
-    """Return the intra-op threads of a stage: as asked, at most the cores; else torch's for this
-    process (OMP_NUM_THREADS, torch.set_num_threads) divided among its ranks.
+    """Return the intra-op threads of a stage, at most one per core.
+
+    The default divides torch's threads (OMP_NUM_THREADS) among the ranks of this process.
 
     Raises:
-        ConfigError: `threads_per_stage` is no whole number of at least 1.
+        ConfigError: `threads_per_stage` is not a whole number of at least 1.
     """
     if asked is None:
         between = resources.transports[0].is_between_processes
@@ -320,12 +314,12 @@ def resolve_threads(asked: int | None, places: Sequence[int], resources: Resourc
     return min(asked, cores)
 
 
-def resolve_transport(asked: Transport | None, resources: Resources) -> Transport:
-    """Return what carries values here: as asked, if that can, else the first that can."""
+def resolve_transport(transport: Transport | None, resources: Resources) -> Transport:
+    """Return the transport: the one asked for if it works here, else the usual one."""
     able = resources.transports
-    if asked is None or (isinstance(asked, Transport) and asked not in able):
+    if transport is None or (isinstance(transport, Transport) and transport not in able):
         return able[0]
-    return asked  # a plan refuses what is no transport
+    return transport  # `Plan` refuses other types
 
 
 def _or(value: _T | None, default: _T) -> _T:
@@ -333,22 +327,10 @@ def _or(value: _T | None, default: _T) -> _T:
 
 
 def check_wanted(loss: Any, reduction: Any, check_batches: Any) -> None:
-    """Refuse what a pipeline cannot be told about its losses and batches.
+    """Check the arguments of a pipeline about its loss and batches.
 
     Raises:
-        ConfigError: says which, and what to give.
-    """
-    _check_loss(loss)
-    _check_reduction(reduction)
-    choices = "one of " + ", ".join(map(str, CheckBatches))
-    check_kind("check_batches", check_batches, CheckBatches, choices)
-
-
-def _check_loss(loss: Any) -> None:
-    """Refuse a loss that cannot be called with outputs and targets; None is none.
-
-    Raises:
-        ConfigError: it is a class, or nothing that can be called.
+        ConfigError: names the argument that is of another kind, and says what to give.
     """
     if isinstance(loss, type):
         name = loss.__name__
@@ -358,17 +340,11 @@ def _check_loss(loss: Any) -> None:
             f"loss={shown(loss)}; give a function (output, target) -> scalar tensor, such as "
             "torch.nn.functional.cross_entropy"
         )
-
-
-def _check_reduction(reduction: Any) -> None:
-    """Refuse what does not say how a loss reduces.
-
-    Raises:
-        ConfigError: it is neither a Reduction nor a function.
-    """
     is_choice = isinstance(reduction, Reduction)
     if not is_choice and (reduction is Reduction or not callable(reduction)):
         raise ConfigError(
             f"reduction={shown(reduction)}; give {', '.join(map(str, Reduction))}, or a function "
             "target -> weight of its micro-batch"
         )
+    choices = "one of " + ", ".join(map(str, CheckBatches))
+    check_kind("check_batches", check_batches, CheckBatches, choices)

@@ -1,6 +1,4 @@
-"""Cut the layers of a pipeline anew by what was measured, and keep what its ranks keep within a
-limit of memory.
-"""
+"""Balance the stages of a pipeline by measured times, within its memory limit."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,8 +25,8 @@ from .stage_work import steady
 class Measured:
     """Measured seconds and bytes of the layers of a pipeline, for one micro-batch.
 
-    `kept` is None where memory has no limit, `trainable_bytes` are those of each layer's weights
-    that an update moves, each weight in one layer.
+    `kept` is None without a memory limit.  `trainable_bytes` are those of each layer's trained
+    weights; a shared weight counts in one layer.
     """
 
     seconds: Sequence[LayerSeconds]
@@ -37,24 +35,25 @@ class Measured:
 
 
 def balanced(plan: Plan, measured: Measured, spans: Spans) -> Plan:
-    """Return the plan whose cut is best by Alpa's formula (see `cuts`), with what that predicts;
-    the layers of each stage are kept where they were given by hand.
+    """Return the plan with the partition that is best by Alpa's formula (see `cuts`).
 
-    A layer costs a stage its backward, and its forward as often as the schedule runs that: a stage
-    whose backward follows at once recomputes nothing, and has time for more layers.  Where the
-    plan limits memory, what is recomputed is chosen by that, and what is moved away of the stages
-    that may.
+    A partition that was given by hand stays.  A layer costs its backward, and its forward as often
+    as the schedule runs that.  Under a memory limit the plan also gets the recompute and offload
+    policies that fit.
 
     Raises:
         ConfigError: nothing fits; says by how many bytes, on which rank, and what would help.
     """
+    # 1. Choose the partition.
     prices = _prices(plan, measured)
     if plan.balanced_by is not BalancedBy.HAND:
         partitions = best_cuts(prices, spans)
-        if not partitions:  # what is missing is told of the cut without a limit
+        if not partitions:
+            # Nothing fits: cut without the limit, so that step 2 says which rank lacks how much.
             unlimited = replace(plan, memory_limit_bytes=None)
             partitions = best_cuts(_prices(unlimited, measured), spans)
         plan = replace(plan, partition=partitions[0], balanced_by=BalancedBy.TIME)
+    # 2. Choose the policy by which each rank stays within its limit.
     policy = Policy(plan.recompute, plan.offload)
     if plan.memory_limit_bytes is not None:
         fitted = fit(prices, plan.partition)
@@ -68,15 +67,22 @@ def balanced(plan: Plan, measured: Measured, spans: Spans) -> Plan:
             predicted_peak_bytes=fitted.peak_bytes,
         )
     if plan.balanced_by is BalancedBy.HAND:
+        # A partition by hand has no prediction.
         return plan
     return replace(plan, predicted_s=predicted_s(prices, plan.partition, policy))
 
 
 def _prices(plan: Plan, measured: Measured) -> StagePrices:
-    """Return what any run of layers costs each stage of a plan."""
+    """Return the prices of all runs of layers on each stage of a plan."""
     limits = plan.memory_limit_bytes
     nothing = (0,) * len(measured.seconds)
-    kept = measured.kept or _keeping_nothing(len(measured.seconds))
+    kept = measured.kept or AtSize(  # without a limit, no bytes were measured
+        microbatch_size=1,
+        kinds=(LayerKind(operators=(), inner_bytes=0, left_bytes=0),),
+        kind_of=nothing,
+        values=(),
+        saved=((),) * len(nothing),
+    )
     return StagePrices(
         family=plan.schedule,
         num_stages=plan.num_stages,
@@ -91,17 +97,6 @@ def _prices(plan: Plan, measured: Measured) -> StagePrices:
         versioned=measured.trainable_bytes or nothing,
         recompute=plan.recompute if limits is None else None,
         may_offload=sorted(plan.offloading),
-    )
-
-
-def _keeping_nothing(num_layers: int) -> AtSize:
-    """Return layers of which nothing was looked at but their seconds."""
-    return AtSize(
-        microbatch_size=1,
-        kinds=(LayerKind(operators=(), inner_bytes=0, left_bytes=0),),
-        kind_of=(0,) * num_layers,
-        values=(),
-        saved=((),) * num_layers,
     )
 
 
@@ -131,26 +126,27 @@ def _why_no_room_for_versions(
     versions = num_versions(steady(plan.schedule, plan.num_stages, plan.num_microbatches))
     ends = np.cumsum([0, *plan.partition])
     weights = [sum(measured.trainable_bytes[ends[s] : ends[s + 1]]) for s in stages]
-    kept = [
-        f"{versions[s]} versions of {own:,} bytes on stage {s}"
-        for s, own in zip(stages, weights, strict=True)
+    texts = [
+        f"{versions[s]} versions of {stage_bytes:,} bytes on stage {s}"
+        for s, stage_bytes in zip(stages, weights, strict=True)
     ]
     rank = plan.placement.places[stages[0]]
     return (
         f"memory_limit_bytes={limit:,} on rank {rank}: {needed - limit:,} bytes too few for "
-        f"weights alone; {plan.schedule!r} keeps {', '.join(kept)}, and all but the newest count. "
-        "Use more and smaller stages, or a schedule with fewer versions (pipedream_2bw has two, "
-        "one_f_one_b one)"
+        f"weights alone; {plan.schedule!r} keeps {', '.join(texts)}, and all but the newest "
+        "count. Use more and smaller stages, or a schedule with fewer versions (pipedream_2bw has "
+        "two, one_f_one_b one)"
     )
 
 
 def _that_fit(plan: Plan, measured: Measured) -> list[str]:
-    """Name the synchronous schedules that fit the limit with each stage on the rank it is on; none
-    for one that updates weights while it runs, which computes something else.
+    """Name the synchronous schedules that fit the limit without moving a stage to another rank.
+
+    An asynchronous schedule trains differently, so it has no replacement.
     """
     if plan.schedule.is_asynchronous:
         return []
-    per_rank, found = plan.schedule.stages_per_rank, []
+    per_rank, names = plan.schedule.stages_per_rank, []
     for family in families_for(UNIT_COSTS, per_rank):
         is_twin = per_rank == 1 and dict(family.arguments).get("stages_per_rank") == 1
         if is_twin or family.ranks(plan.num_stages) != plan.placement.places:
@@ -158,5 +154,5 @@ def _that_fit(plan: Plan, measured: Measured) -> list[str]:
         with suppress(ConfigError):  # the family has no schedule of this size
             prices = replace(_prices(plan, measured), family=family, versioned=None)
             if not isinstance(fit(prices, plan.partition), NoRoom):
-                found.append(family.name)
-    return found
+                names.append(family.name)
+    return names

@@ -1,4 +1,4 @@
-"""The ways to run a model on a cluster that a planner looks at."""
+"""Enumerate the sizes of pipelines and the schedule families that a planner tries."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _LEAN = ("one_f_one_b", "interleaved_1f1b")
 
 
 class Candidate(Protocol):
-    """A plan that may be chosen: its predicted step, what was decided, and how that is told."""
+    """A plan that may be chosen, with its predicted step and texts for the table."""
 
     @property
     def plan(self) -> Plan:
@@ -87,11 +87,7 @@ class Constraints:
     offload: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse what no plan can be.
-
-        Raises:
-            ConfigError: names the argument.
-        """
+        """Check the constraints."""
         check_count("batch_size", self.batch_size)
         for name in ("num_ranks", "num_replicas", "num_microbatches"):
             if getattr(self, name) is not None:
@@ -112,7 +108,7 @@ class Size:
     """The size of a pipeline: ranks per replica, replicas, micro-batches, stages per rank.
 
     `places` are the cluster's devices of the ranks; empty: the first ones, in order.
-    `stages` are those of all ranks, where they have unlike numbers of them.
+    `stages` is the number of all stages where ranks have unlike numbers; else 0.
     """
 
     num_ranks: int
@@ -133,10 +129,10 @@ class Size:
 
 
 def sizes(asked: Constraints, cluster: Cluster, threads: int, num_spans: int) -> Iterator[Size]:
-    """Yield the sizes to look at where each rank has so many threads of its host.
+    """Yield the sizes to try where each rank has `threads` threads of its host.
 
-    One rank and one stage, the unsplit model, is among them unless another number of ranks is
-    asked for, on one device and in as many replicas as fit.
+    They include the unsplit model, on one device and in as many replicas as fit, unless another
+    number of ranks is asked for.
 
     Raises:
         ConfigError: the batch has fewer samples than there are to be replicas.
@@ -158,10 +154,11 @@ def sizes(asked: Constraints, cluster: Cluster, threads: int, num_spans: int) ->
 
 
 def why_no_size(asked: Constraints, cluster: Cluster, threads: int, num_spans: int) -> str:
-    """Say which constraint it is that leaves no size to look at, and what to change."""
+    """Return an error text: the constraint that leaves no size, and what to change."""
     num_devices = len(cluster.places) // threads or 1
     ranks, replicas = asked.num_ranks or 1, asked.num_replicas or 1
     parts = asked.num_microbatches or 1
+    # One case for each bound in `sizes`, in the same order; the last is `can_run`.
     if ranks > num_spans:
         return (
             f"num_ranks={ranks}, and the model can be cut into "
@@ -189,13 +186,14 @@ def why_no_size(asked: Constraints, cluster: Cluster, threads: int, num_spans: i
 
 
 def families(asked: Constraints, size: Size, costs: Costs) -> Iterator[Family]:
-    """Yield the schedule families to look at, made for these costs where they take any; first the
-    one that keeps least of those that take none.
+    """Yield the schedule families to try, those that keep the least memory first.
+
+    Families that take costs are made for these.
     """
-    wanted = [x for x in asked.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
-    found = families_for(costs, size.stages_per_rank)
+    names = [x for x in asked.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
+    made = families_for(costs, size.stages_per_rank)
     yield from sorted(
-        (x for x in found if x.name in wanted and not (is_large(size) and takes_costs(x))),
+        (x for x in made if x.name in names and not (is_large(size) and takes_costs(x))),
         key=lambda family: family.name not in _LEAN,
     )
 
@@ -220,16 +218,14 @@ def _numbers_of_ranks(asked: Constraints, num_devices: int, num_spans: int) -> S
     if asked.num_ranks is not None:
         return (asked.num_ranks,)
     most = min(num_devices, num_spans)
-    every = range(1, most + 1)
+    numbers = range(1, most + 1)
     if most <= _FEW:
-        return every
-    return [n for n in every if n <= _FEW // 2 or num_devices % n == 0 or n == most]
+        return numbers
+    return [n for n in numbers if n <= _FEW // 2 or num_devices % n == 0 or n == most]
 
 
 def _numbers_of_replicas(asked: Constraints, room: int) -> Sequence[int]:
-    """Return how many replicas to try where there is room for so many: the most, and the most
-    that share the batch out evenly.
-    """
+    """Return numbers of replicas to try: the most, the most that divide the batch, and 1."""
     if asked.num_replicas is not None:
         return (asked.num_replicas,) if asked.num_replicas <= room else ()
     most = min(room, asked.batch_size)
@@ -246,8 +242,9 @@ def _numbers_of_microbatches(asked: Constraints, num_ranks: int, samples: int) -
 
 
 def is_long(size: Size) -> bool:
-    """Tell whether a schedule has so many micro-batches that it is looked at only where fewer do
-    not fit: more of them would gain a few per cent of bubble at the most.
+    """Tell whether a size has so many micro-batches that it is tried only if fewer do not fit.
+
+    More of them would gain a few per cent of bubble at most.
     """
     enough = min(_ENOUGH_PER_RANK * size.num_ranks, _ENOUGH_IN_ALL // size.num_stages)
     return size.num_microbatches > max(enough, _LEAST_PER_STAGE * size.num_stages)

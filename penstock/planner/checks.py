@@ -1,4 +1,4 @@
-"""Check single arguments: times, layers per stage."""
+"""Check single arguments of plans."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,7 @@ def check_timeout(timeout_s: Any) -> float:
 
 
 def check_costs(profile: object, cluster: object) -> None:
-    """Refuse what is no profile, or no cluster.
-
-    Raises:
-        ConfigError: one of them is something else.
-    """
+    """Raise a ConfigError unless these are a profile and a cluster."""
     remedy = "what penstock.profile(layers, example_inputs) returns, or Profile.load(path)"
     check_kind("profile", profile, Profile, remedy)
     name = repr(cluster) if isinstance(cluster, str) else "path_or_preset"
@@ -61,7 +57,7 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
 def check_predicted(
     of_stages_s: Sequence[float] | None, step_s: float | None, batch_size: int | None
 ) -> None:
-    """Refuse what no step can take, and no batch can have; None is none.
+    """Check predicted seconds and the batch size; None was not predicted.
 
     Raises:
         ConfigError: seconds are below 0, or `batch_size` is below 1.
@@ -70,37 +66,33 @@ def check_predicted(
         ("predicted_s", of_stages_s or ()),
         ("predicted_step_s", (step_s or 0,)),
     ):
-        for each in seconds:
-            if not each >= 0:
-                raise ConfigError(f"{name} of a plan has {each!r}; seconds are at least 0")
+        for value in seconds:
+            if not value >= 0:  # also refuses NaN
+                raise ConfigError(f"{name} of a plan has {value!r}; seconds are at least 0")
     if batch_size is not None:
         check_count("batch_size", batch_size)
 
 
 def check_whole(name: str, value: Any) -> int:
-    """Return `value` as an int if it is a whole number, of numpy say.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return a whole number, such as numpy's, as an int; raise a ConfigError for other values."""
     try:
         return int(index(value))
     except TypeError:
         raise ConfigError(f"{name}={value!r}; it must be a whole number") from None
 
 
-def check_bytes(num_ranks: int, given: Mapping[str, Sequence[int] | None]) -> None:
-    """Refuse bytes that are not whole numbers of at least 0, one for each rank; None is none.
+def check_bytes(num_ranks: int, by_name: Mapping[str, Sequence[int] | None]) -> None:
+    """Check bytes by name: whole numbers of at least 0, one for each rank, or None.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: names the first that is something else.
     """
-    for name, of_ranks in given.items():
+    for name, of_ranks in by_name.items():
         if of_ranks is not None and len(of_ranks) != num_ranks:
             raise ConfigError(
                 f"{name} has {len(of_ranks)} entries, and the pipeline {num_ranks} ranks; give "
                 "one number for each rank, or one for all"
             )
-        for each in of_ranks or ():
-            if type(each) is not int or each < 0:
-                raise ConfigError(f"{name}={each!r}; it must be a whole number of at least 0")
+        for number in of_ranks or ():
+            if type(number) is not int or number < 0:
+                raise ConfigError(f"{name}={number!r}; it must be a whole number of at least 0")

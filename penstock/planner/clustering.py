@@ -1,14 +1,14 @@
-"""Cluster operators into layers, as Alpa does (Zheng et al., OSDI 2022, section 5.2); and layers
-into fewer, where a model has more of them than a search for stages wants.
+"""Cluster operators into layers, as Alpa does (Zheng et al., OSDI 2022, section 5.2), and many
+layers into fewer.
 
     operators   0  1  2  3  4  5  6  7       in topological order, K of them
     layers      └──────┘  └──┘  └─────┘      L of them, of about as many seconds each
 
     G(k, r) = min over i of  max(G(i, r - 1), C(i, k))      the first k operators in r layers
 
-C(i, k) are the bytes that the layer of operators [i, k) receives from before it.  A layer may take
-at most (1 + delta) / L of all seconds.  Of clusterings with the same greatest C the one with the
-least sum of C is taken, and of these the one whose layers' seconds vary least.
+C(i, k) are the bytes that the layer of operators [i, k) receives from earlier operators.  A layer
+takes at most (1 + delta) / L of all seconds.  Ties in G are broken by the sum of C, then by the
+sum of the squares of the layers' seconds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +30,9 @@ from .cuts import Spans, balance
 
 _Numbers = NDArray[Any]
 MOST_CLUSTERS = 128
-"""So many are searched for stages in seconds; of more layers, clusters are made."""
+"""Layers that a search for stages handles in seconds; more are clustered."""
 _DELTA = 0.5
-"""By what share a cluster may take longer than the mean, or as much more as the longest must."""
+"""Share by which a cluster may exceed the mean seconds, unless a longer layer demands more."""
 _ROUNDING = 1e-9
 """Seconds and bytes that differ by less, as a share, are equal."""
 
@@ -40,16 +40,20 @@ _ROUNDING = 1e-9
 def received_bytes(
     num_operators: int, values: Sequence[tuple[int, Sequence[int], float]]
 ) -> _Numbers:
-    """Return C as [start, end], from values: the operator that makes it (-1: an input), those
-    that use it, and its bytes.  A value that several operators of a layer use is received once.
+    """Return C as [start, end].
+
+    `values` are (operator that makes it or -1, operators that use it, bytes).  A layer receives a
+    value once, however many of its operators use it.
     """
-    found = np.zeros((num_operators + 1,) * 2)
+    at_end = np.zeros((num_operators + 1,) * 2)
+    # A value counts at its first user in the layer: layers that start after the user before,
+    # and, by the sum over ends, all that end later.
     for producer, users, num_bytes in values:
         before = producer
-        for user in sorted(set(users)):  # the first one in layers that start after `before`
-            found[before + 1 : user + 1, user + 1] += num_bytes
+        for user in sorted(set(users)):
+            at_end[before + 1 : user + 1, user + 1] += num_bytes
             before = user
-    received: _Numbers = found.cumsum(axis=1)  # and in all that end later
+    received: _Numbers = at_end.cumsum(axis=1)
     return received
 
 
@@ -58,8 +62,7 @@ def cluster_operators(
 ) -> tuple[int, ...]:
     """Return the operators per layer; `received[start, end]` are the bytes C.
 
-    Two passes of K^2 L steps, as arrays of numpy's: for the least greatest C, and then for the
-    least sums among the layers that keep to it.
+    The dynamic program takes two passes of K^2 L steps.
 
     Raises:
         ConfigError: there are fewer operators than layers, or no layers keep to their seconds.
@@ -70,32 +73,37 @@ def cluster_operators(
             f"num_layers={num_layers}, and there are {num_operators} operators; choose between 1 "
             "and as many layers as operators"
         )
+    # 1. Make layers that take too long impossible.
     most_s = (1 + delta) * total / num_layers
-    upto = np.concatenate([[0.0], np.cumsum(seconds)])
-    own_s = upto - upto[:, None]
-    bytes_in = np.where(own_s <= most_s * (1 + _ROUNDING), received, np.inf)
+    upto_s = np.concatenate([[0.0], np.cumsum(seconds)])
+    layer_s = upto_s - upto_s[:, None]
+    bytes_in = np.where(layer_s <= most_s * (1 + _ROUNDING), received, np.inf)
+    # 2. Find the least possible greatest C.
     (greatest,), _ = _program([bytes_in], num_layers, np.maximum)
     if greatest == np.inf:
         raise ConfigError(
             f"operators of {total:.3g} s are no {num_layers} layers of at most {most_s:.3g} s: "
             f"the longest takes {max(seconds):.3g} s; choose fewer layers or more than {delta=}"
         )
+    # 3. Among layers within it, minimise the sum of C, then the sum of squared seconds.
     bytes_in[bytes_in > greatest * (1 + _ROUNDING)] = np.inf
-    _, ends = _program([bytes_in, own_s**2], num_layers, np.add)
+    _, ends = _program([bytes_in, layer_s**2], num_layers, np.add)
     return tuple(end - start for start, end in pairwise(ends))
 
 
 def _program(
     costs: Sequence[_Numbers], num_layers: int, join: Callable[[_Numbers, _Numbers], _Numbers]
 ) -> tuple[list[float], list[int]]:
-    """Return the least joined costs of all operators, the first ones first, and the ends of layers
-    that have them; what is infinite in the first costs cannot be.
+    """Return the least costs of all operators, joined over layers, and the ends of these layers.
+
+    Later `costs` break ties of earlier ones.  A layer with infinite first costs is impossible.
     """
     size = len(costs[0])
     best = np.full((len(costs), num_layers + 1, size), np.inf)
     best[:, 0, 0] = 0.0
     cut = np.zeros((num_layers + 1, size), dtype=int)
     rows = np.arange(num_layers)
+    # Forward: the best last layer for each end and number of layers.
     for end in range(1, size):
         can = np.flatnonzero(np.isfinite(costs[0][:end, end]))
         if not len(can):
@@ -104,6 +112,7 @@ def _program(
         at = _least_of_rows(values)
         best[:, 1:, end] = [value[rows, at] for value in values]
         cut[1:, end] = can[at]
+    # Backward: follow the cuts from the last operator.
     ends = [size - 1]
     for layer in range(num_layers, 0, -1):
         ends.append(int(cut[layer, ends[-1]]))
@@ -111,20 +120,21 @@ def _program(
 
 
 def _least_of_rows(values: Sequence[_Numbers]) -> _Numbers:
-    """Return in each row the place of what is least by the first values, then by the others."""
+    """Return the place of the least in each row: by the first values, then by the others."""
     among = np.isfinite(values[0])
     for value in values:
-        left = np.where(among, value, np.inf)
-        among &= left <= left.min(axis=1, keepdims=True) * (1 + _ROUNDING)
-    found: _Numbers = among.argmax(axis=1)
-    return found
+        candidates = np.where(among, value, np.inf)
+        among &= candidates <= candidates.min(axis=1, keepdims=True) * (1 + _ROUNDING)
+    places: _Numbers = among.argmax(axis=1)
+    return places
 
 
 def cluster_layers(
     graph: Graph, spans: Spans, cluster: Cluster, num_layers: int | None = None
 ) -> Spans:
-    """Return the (start, end) of layers between which stages may be cut: all of them, or fewer
-    where that is asked for or there are many.
+    """Return the (start, end) of layers that stay together: `spans`, or clusters of them.
+
+    They are clustered if `num_layers` asks for it, or if there are many.
 
     Raises:
         ConfigError: there are fewer layers than asked for.
@@ -140,10 +150,10 @@ def cluster_layers(
 
 
 def clustered(graph: Graph, spans: Spans, device: Device, num_clusters: int) -> Spans:
-    """Return the (start, end) of clusters of layers; those of a span stay together.
+    """Return the (start, end) of clusters of spans that receive the fewest bytes.
 
-    Clusters receive the fewest bytes, and of about as many seconds each; where long layers do not
-    allow that, none takes longer than the longest of the best balanced ones.
+    Clusters take about the same time.  If a long layer does not allow that, none takes longer than
+    the longest of the best balanced clusters.
 
     Raises:
         ConfigError: there are fewer spans than clusters.
@@ -172,9 +182,7 @@ def _seconds(graph: Graph, layers: Sequence[int], device: Device) -> Iterator[fl
 
 
 def _values(graph: Graph, spans: Spans) -> Iterator[tuple[int, list[int], float]]:
-    """Yield each value between spans: the one that makes it, -1 for the model's inputs; those that
-    use it; its bytes.
-    """
+    """Yield each value: the span that makes it (-1: an input), spans that use it, its bytes."""
     span_of = [number for number, span in enumerate(spans) for _ in range(*span)]
     for value in graph.values:
         maker = -1 if value.maker < 0 else span_of[value.maker]

@@ -1,4 +1,4 @@
-"""Choose what the stages of a cut compute twice, so that what each rank keeps fits."""
+"""Choose the recompute and offload policy of each stage so that each rank fits its memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Policy:
     def changed(
         self, stage: int, recompute: RecomputePolicy, *, offload: bool = False
     ) -> "Policy":
-        """Return the same with something else for one stage."""
+        """Return the policy with one stage changed."""
         kinds, moves = list(self.recompute), list(self.offload)
         kinds[stage], moves[stage] = recompute, offload
         return Policy(tuple(kinds), tuple(moves))
@@ -27,7 +27,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The policy for a cut by which each rank keeps no more than it may, and what that is."""
+    """A policy by which all ranks fit, and the peak activation bytes of each."""
 
     policy: Policy
     peak_bytes: tuple[int, ...]
@@ -35,9 +35,7 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """A rank on which a cut does not fit: the least that it could keep, what it may, and how much
-    of that is gone for weights before any activation is kept.
-    """
+    """A rank on which a partition does not fit; `weight_bytes` are a part of `least_bytes`."""
 
     rank: int
     least_bytes: float
@@ -46,53 +44,52 @@ class NoRoom:
 
 
 def fit(prices: StagePrices, partition: Sequence[int]) -> Fitted | NoRoom:
-    """Return the first policy by which each rank keeps no more than it may, those that cost
-    less before others.
+    """Return the first policy, cheapest first, by which each rank fits its memory.
 
-        nothing ─► the layers that free most bytes for a second of work, one by one
-                ─► whole stages ─► and what is left of them moved away, where that is allowed
+        recompute nothing ─► layers one by one, most freed bytes per second first
+                          ─► whole stages ─► and offload what is left, where that is allowed
 
-    Ranks do not touch each other's.
+    Each rank is decided on its own: its memory depends on its own stages only.
     """
+    # 1. Start from the policy that was decided, or from no recompute.
     nothing = (False,) * prices.num_stages
-    decided = prices.recompute or (Recompute.NEVER,) * prices.num_stages
+    recompute = prices.recompute or (Recompute.NEVER,) * prices.num_stages
     moves = tuple(n in prices.may_offload for n in range(prices.num_stages))
-    chosen = Policy(decided, nothing if prices.recompute is None else moves)
+    chosen = Policy(recompute, nothing if prices.recompute is None else moves)
     runs, peaks = runs_of(partition), []
+    # 2. On each rank, try policies that keep less and less until one fits.
     for rank, stages in enumerate(prices.stages_of_ranks):
         if not stages:
             peaks.append(0)
             continue
         limit = prices.devices[prices.kinds[stages[0]]].memory_bytes
         weights = sum(float(prices.used_bytes(stage, only(runs[stage]))[0, 0]) for stage in stages)
-        tried = []
+        peaks_tried = []
         for policy in _policies(prices, stages, runs, chosen) if weights <= limit else ():
-            tried.append(weights + _peak_bytes(prices, stages, runs, policy))
-            if tried[-1] <= limit:
+            peaks_tried.append(weights + _peak_bytes(prices, stages, runs, policy))
+            if peaks_tried[-1] <= limit:
                 chosen = policy
                 break
         else:
-            return NoRoom(rank, min(tried, default=weights), limit, weights)
-        peaks.append(round(tried[-1]))
+            return NoRoom(rank, min(peaks_tried, default=weights), limit, weights)
+        peaks.append(round(peaks_tried[-1]))
     return Fitted(chosen, tuple(peaks))
 
 
 def predicted_s(
     prices: StagePrices, partition: Sequence[int], policy: Policy
 ) -> tuple[float, ...]:
-    """Return the seconds of a micro-batch on each stage, forward and backward, without
-    messages.
-    """
+    """Return the seconds of a micro-batch's forward and backward on each stage."""
     work = prices.work_if(_kinds(policy))
-    found = []
+    stages_s = []
     for stage, run in enumerate(runs_of(partition)):
         device = prices.devices[prices.kinds[stage]]
         seconds = sum(work[stage].seconds(device.seconds, policy.recompute[stage], run))
         if policy.offload[stage]:
             kept = prices.of_stages.kept(run, policy.recompute[stage])
             seconds += 2 * kept.inputs / device.host_bytes_per_s
-        found.append(seconds)
-    return tuple(found)
+        stages_s.append(seconds)
+    return tuple(stages_s)
 
 
 def _kinds(policy: Policy) -> Kinds:
@@ -102,32 +99,33 @@ def _kinds(policy: Policy) -> Kinds:
 def _policies(
     prices: StagePrices, stages: Sequence[int], runs: Sequence[tuple[int, int]], policy: Policy
 ) -> Iterator[Policy]:
-    """Yield policies that keep less and less on the stages of a rank, those that cost less
-    first.
-    """
+    """Yield policies that keep less and less on the stages of a rank, the cheapest first."""
     yield policy
     if prices.recompute is not None:
         return
     device = prices.devices[prices.kinds[stages[0]]]
 
-    def gain(pair: tuple[int, int]) -> float:
-        again_s = device.seconds[pair[1]].recompute_s
-        freed = prices.of_stages.freed_bytes(pair[1])
+    def gain(at: tuple[int, int]) -> float:
+        again_s = device.seconds[at[1]].recompute_s
+        freed = prices.of_stages.freed_bytes(at[1])
         return freed / again_s if again_s > 0 else float(freed)
 
-    pairs = [(stage, layer) for stage in stages for layer in range(*runs[stage])]
-    pairs = [pair for pair in pairs if prices.of_stages.inner_bytes[pair[1]]]
-    for stage, layer in sorted(pairs, key=gain, reverse=True):
-        before = policy.recompute[stage]
-        known = before.layers if isinstance(before, RecomputeLayers) else ()
-        again = RecomputeLayers((*known, layer))
-        is_whole = len(again.layers) == runs[stage][1] - runs[stage][0]
-        policy = policy.changed(stage, Recompute.STAGE if is_whole else again)
+    # 1. Recompute layers one by one; a stage with all its layers recomputes as a whole.
+    layers = [(stage, layer) for stage in stages for layer in range(*runs[stage])]
+    layers = [at for at in layers if prices.of_stages.inner_bytes[at[1]]]
+    for stage, layer in sorted(layers, key=gain, reverse=True):
+        previous = policy.recompute[stage]
+        recomputed = previous.layers if isinstance(previous, RecomputeLayers) else ()
+        more = RecomputeLayers((*recomputed, layer))
+        is_whole = len(more.layers) == runs[stage][1] - runs[stage][0]
+        policy = policy.changed(stage, Recompute.STAGE if is_whole else more)
         yield policy
+    # 2. Recompute whole stages, with layers that save nothing inside.
     for stage in stages:
         policy = policy.changed(stage, Recompute.STAGE)
         yield policy
     for stage in stages:
+        # x
         if stage in prices.may_offload:
             policy = policy.changed(stage, Recompute.STAGE, offload=True)
             yield policy
@@ -136,8 +134,8 @@ def _policies(
 def _peak_bytes(
     prices: StagePrices, stages: Sequence[int], runs: Sequence[tuple[int, int]], policy: Policy
 ) -> int:
-    """Return the most that a rank keeps at one time by a policy, of all its stages."""
-    kinds = Kinds(*(each.intersection(stages) for each in _kinds(policy)))
+    """Return the peak bytes of a rank under a policy, summed over its stages at each time."""
+    kinds = Kinds(*(affected.intersection(stages) for affected in _kinds(policy)))
     size = prices.num_stages, prices.num_microbatches
     held = held_by_rank(prices.family, size, tuple(stages), kinds)
     work = prices.work_if(kinds_of((), ()))  # which parts a backward has
@@ -150,8 +148,8 @@ def _peak_bytes(
         (
             sum(
                 n * size
-                for own, of_stage in zip(time, sizes, strict=True)
-                for n, size in zip(own, of_stage, strict=True)
+                for held_by_stage, of_stage in zip(time, sizes, strict=True)
+                for n, size in zip(held_by_stage, of_stage, strict=True)
             )
             for time in held
         ),

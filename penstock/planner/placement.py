@@ -1,17 +1,18 @@
-"""Say which ranks run which stage: the only place where ranks are counted.
+"""The placement of stages: which ranks run each stage of each replica.
 
     K = 3 stages, one to a rank, D = 2 replicas:      stage        0   1   2
                                                       replica 0    0   1   2
                                                       replica 1    3   4   5
 
-Stages that talk to each other are neighbours in rank, and so mostly on one host.  Each stage has a
-mesh of its own, replica x shard; stages may have unlike ones, as 2 x 2 + 1 x 4:
+Consecutive stages have neighbouring ranks, and so are mostly on one host.  Each stage has a mesh,
+replica x shard.  Meshes may differ, as 2 x 2 + 1 x 4:
 
                        stage 0      stage 1
                        0   1        4  5  6  7
                        2   3
 
-A stage's place along the pipeline, its rank in a schedule, need not be that of its ranks:
+The place of a stage along the pipeline is its rank in a schedule.  It need not follow the order of
+ranks:
 
     stage_places        0     1   2        stage 0 on ranks 2 and 3, as on the second kind of host
     ranks             2  3    0   1
@@ -39,8 +40,8 @@ class Placement:
     `cluster_places[rank]` is the number of the cluster's device that the rank was planned for:
     start the processes in that order of hosts and devices.  None: rank r is on device r.
 
-    `shard_shapes[stage]` are the lengths of the axes along which its shards are arranged, the last
-    one between neighbours in rank.  None: those of each stage are in a row.
+    `shard_shapes[stage]` are the lengths of the axes of its shards; neighbouring ranks differ
+    along the last axis.  None: the shards of each stage are in a row.
 
     `stage_places[stage]` is the place of its mesh along the pipeline; None: in order of ranks.
     `idle` are ranks that take part in the job and run no stage.
@@ -54,12 +55,8 @@ class Placement:
     idle: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse ranks that no job could have.
-
-        Raises:
-            PlanError: a stage's mesh has rows of unlike length, a rank is in several meshes, or a
-                place has none or two.
-        """
+        """Check the ranks."""
+        # 1. Check the shape: equal replicas on each stage, an entry for each stage in each list.
         if not self.ranks or not all(of_stage and of_stage[0] for of_stage in self.ranks):
             raise PlanError("a placement needs at least one stage, and a rank for each")
         for stage, of_stage in enumerate(self.ranks):
@@ -83,16 +80,17 @@ class Placement:
                 f"shard_shapes={self.shard_shapes}, and the stages have {numbers} shards; give "
                 "each stage axes whose lengths multiply to that"
             )
+        # 2. Check the order of meshes, and that each rank is in one mesh or idle.
         self._check_places()
-        every = [*self.idle, *(rank for mesh in self.meshes for row in mesh for rank in row)]
-        if min(every) < 0 or len(every) != len(set(every)):
+        all_ranks = [*self.idle, *(rank for mesh in self.meshes for row in mesh for rank in row)]
+        if min(all_ranks) < 0 or len(all_ranks) != len(set(all_ranks)):
             raise PlanError(
-                f"a placement has ranks {sorted(every)}; they count from 0, and each belongs to "
-                "one replica and one shard of the stages that it runs, or is idle"
+                f"a placement has ranks {sorted(all_ranks)}; they count from 0, and each belongs "
+                "to one replica and one shard of the stages that it runs, or is idle"
             )
 
     def _check_places(self) -> None:
-        """Refuse places along the pipeline that are not one for each mesh."""
+        """Check that `stage_places` has one place along the pipeline for each mesh."""
         if (places := self.stage_places) is None:
             return
         pairs = set(zip(places, self.ranks, strict=False))
@@ -111,10 +109,10 @@ class Placement:
         devices: Sequence[str] = (),
         num_shards: int | tuple[int, ...] = 1,
     ) -> "Placement":
-        """Place stages that have meshes alike: `places[stage]` says with which others one is, and
-        which these are along the pipeline.  A replica begins where the one before ends, and so
-        does a place in it, of as many ranks as shards; several numbers of shards are the lengths
-        of their axes.
+        """Place stages on equal meshes: stage s at `places[s]` along the pipeline.
+
+        Ranks are numbered replica by replica, then place by place, then shard by shard.  A tuple
+        `num_shards` has the lengths of the shard axes.
         """
         shape = num_shards if isinstance(num_shards, tuple) else None
         num_shards = num_shards if isinstance(num_shards, int) else prod(num_shards)
@@ -130,17 +128,19 @@ class Placement:
         return cls(ranks, tuple(devices) or ("cpu",) * len(ranks), shard_shapes=shapes)
 
     def spread(self, places: Sequence[int], devices: Sequence[str]) -> "Placement":
-        """Return where the stages of a pipeline are, each at one of the places of this mesh."""
+        """Return the placement of other stages, each at one of the places of this one."""
         meshes = self.meshes
         ranks = tuple(meshes[place] for place in places)
         shapes = tuple(self.shard_axes_of(self.ranks.index(mesh)) for mesh in ranks)
-        given = None if self.shard_shapes is None else shapes
-        own = None if self.stage_places is None else tuple(places)
-        return Placement(ranks, tuple(devices), None, given, own, self.idle)
+        shard_shapes = None if self.shard_shapes is None else shapes
+        stage_places = None if self.stage_places is None else tuple(places)
+        return Placement(ranks, tuple(devices), None, shard_shapes, stage_places, self.idle)
 
     def among(self, num_ranks: int) -> "Placement":
-        """Return the same stages in a job of so many processes, of which rank r is on device r of
-        the cluster: those that run no stage are idle.
+        """Return the placement in a job of `num_ranks` processes, rank r on device r of the
+        cluster.
+
+        Processes without a stage are idle.
         """
         on = self.cluster_places or tuple(range(self.num_ranks))
         ranks = tuple(
@@ -158,8 +158,9 @@ class Placement:
 
     @property
     def meshes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The meshes that stages have, [replica][shard], each once: as they stand along the
-        pipeline, which is in order of their first ranks unless `stage_places` say otherwise.
+        """The meshes of all stages, [replica][shard], each once, in order along the pipeline.
+
+        Without `stage_places` that is the order of their first ranks.
         """
         if self.stage_places is None:
             return tuple(sorted(set(self.ranks)))
@@ -178,11 +179,7 @@ class Placement:
 
     @property
     def num_replicas(self) -> int:
-        """D: replicas of the stages, of which all have as many.
-
-        Raises:
-            PlanError: some have more than others.
-        """
+        """D, the number of replicas; raises PlanError if stages have different numbers."""
         numbers = {len(mesh) for mesh in self.meshes}
         if len(numbers) > 1:
             raise PlanError(f"stages of this placement have {sorted(numbers)} replicas")
@@ -190,14 +187,14 @@ class Placement:
 
     @property
     def most_shards(self) -> int:
-        """Ranks that share a stage of a replica, where they are most."""
+        """The largest number of ranks that share a stage of a replica."""
         return max(len(mesh[0]) for mesh in self.meshes)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all stages together, and those that are idle."""
-        own = (rank for mesh in self.meshes for row in mesh for rank in row)
-        return 1 + max((*self.idle, *own))
+        """The number of ranks of all stages, idle ones included."""
+        busy = (rank for mesh in self.meshes for row in mesh for rank in row)
+        return 1 + max((*self.idle, *busy))
 
     @property
     def num_places(self) -> int:
@@ -209,7 +206,7 @@ class Placement:
         """The place of each stage along the pipeline: its rank in a schedule."""
         if self.stage_places is not None:
             return self.stage_places
-        if self.is_regular:  # a rank that no stage is on counts
+        if self.is_regular:  # by number: a place without a stage counts, too
             return tuple(of_stage[0][0] // self.most_shards for of_stage in self.ranks)
         return tuple(self.meshes.index(of_stage) for of_stage in self.ranks)
 
@@ -235,20 +232,20 @@ class Placement:
         return self._mesh_of(rank)[self.replica_of(rank)].index(rank)
 
     def place_of(self, rank: int) -> int:
-        """Return the place of `rank` in the pipeline and schedule; an idle one's is the next."""
+        """Return the place of `rank` along the pipeline; idle ranks come after the last place."""
         stages = self.stages_of(rank)
         return self.places[stages[0]] if stages else self.num_places
 
     def peers_in(self, replica: int) -> tuple[int, ...]:
-        """Return the ranks of a replica, in order; those that are idle are of the first."""
+        """Return the ranks of a replica, in order; idle ranks belong to the first replica."""
         idle = () if replica else self.idle
         return tuple(sorted((*idle, *(rank for mesh in self.meshes for rank in mesh[replica]))))
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks along an axis through `rank`, itself included, in order.
 
-        Along the stages these are the ranks of the same replica and shard; where stages have other
-        shards, those of the replica, and all, where they have other replicas.
+        Along the stages these are the ranks of the same replica and shard.  If stages differ in
+        shards, they are all ranks of the replica; if in replicas, all ranks.
         """
         mesh, replica, shard = self._mesh_of(rank), self.replica_of(rank), self.shard_of(rank)
         if axis == REPLICA:
@@ -256,8 +253,8 @@ class Placement:
         if axis == SHARD:
             return mesh[replica]
         if self.is_regular:
-            return tuple(sorted(each[replica][shard] for each in self.meshes))
-        is_replicated = len({len(each) for each in self.meshes}) == 1
+            return tuple(sorted(other_mesh[replica][shard] for other_mesh in self.meshes))
+        is_replicated = len({len(other_mesh) for other_mesh in self.meshes}) == 1
         return self.peers_in(replica) if is_replicated else tuple(range(self.num_ranks))
 
     def shard_axes_of(self, stage: int) -> tuple[int, ...]:
@@ -267,38 +264,34 @@ class Placement:
 
     @property
     def shard_axes(self) -> tuple[int, ...]:
-        """Lengths of the axes along which the shards of each stage are arranged.
-
-        Raises:
-            PlanError: some stages have others.
-        """
-        found = {self.shard_axes_of(stage) for stage in range(self.num_stages)}
-        if len(found) > 1:
-            raise PlanError(f"stages of this placement have shards along axes of {sorted(found)}")
-        return found.pop()
+        """Lengths of the shard axes of all stages; raises PlanError if stages differ."""
+        axes = {self.shard_axes_of(stage) for stage in range(self.num_stages)}
+        if len(axes) > 1:
+            raise PlanError(f"stages of this placement have shards along axes of {sorted(axes)}")
+        return axes.pop()
 
     def shard_lines(self, stage: int) -> list[list[tuple[int, ...]]]:
         """Return, for each axis of a stage's shards, all lines of ranks along it."""
         shape = self.shard_axes_of(stage)
-        found = []
+        lines = []
         for axis, length in enumerate(shape):
             inner = prod(shape[axis + 1 :])
             numbers = [n for n in range(prod(shape)) if n // inner % length == 0]
             rows = [row for row in self.ranks[stage] for _ in numbers]
             firsts = numbers * len(self.ranks[stage])
-            found.append(
+            lines.append(
                 [row[n : n + inner * length : inner] for row, n in zip(rows, firsts, strict=True)]
             )
-        return found
+        return lines
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return the ranks along an axis, for all ranks, each group once, in order."""
         return sorted({self.peers(rank, axis) for rank in range(self.num_ranks)})
 
     def _mesh_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the mesh of a rank; one that no stage is on is a mesh of its own."""
-        own = (mesh for mesh in self.meshes if any(rank in row for row in mesh))
-        return next(own, ((rank,),))
+        """Return the mesh of a rank; an idle rank is alone in its mesh."""
+        meshes = (mesh for mesh in self.meshes if any(rank in row for row in mesh))
+        return next(meshes, ((rank,),))
 
     @property
     def names(self) -> list[str]:

@@ -37,22 +37,20 @@ class BalancedBy(Enum):
 class Plan:
     """Everything that decides how a pipeline runs a model; nothing else does.
 
-    `layers` are those of the model, and `partition` says how many of them each stage has.
-    `placement` says which ranks run the stages.  `recompute` has an entry for each stage, and so
-    has `offload`: whether what its forwards keep is moved to the host's memory, or on a CPU to
-    files in `offload_folder` (None: where temporary files go).
-    `memory_limit_bytes` is what each rank of a replica may keep for backwards: recompute and
-    offload are chosen by it, and `predicted_peak_bytes` is what that predicts.
-    `sharding` says how the operators of each stage are divided among its ranks, where it has
-    several: the name of a ready plan, or a mapping (docs/sharding.md).  `predicted_s` are the
-    seconds of a micro-batch on each stage, forward and backward, if the layers were measured.
-    `predicted_stages` say more of them, where stages are on meshes that a planner chose.
-    `unsplit` are the layers whose gradients of weights do not wait where a schedule divides
-    backwards: what measuring has shown of each alone, and the first such step of the stages.
-    A planner says for which `batch_size`, over all replicas, it made the plan, how long it
-    predicted a step to take, optimizer included, and `why` it chose it, in lines; and on which
-    `cluster`, where it divided operators by its links: None is a host of eight A100s.
-    `layer_factors` are the measured seconds of each layer by the estimated ones, if it measured.
+    `layers` are those of the model; `partition` has the number of layers of each stage, and
+    `placement` its ranks.  `recompute` and `offload` have an entry for each stage.  `offload`
+    moves activations to the host's memory, or on a CPU to files in `offload_folder` (None: the
+    folder of temporary files).
+    `memory_limit_bytes` limits the activations of each rank of a replica.  It decides recompute
+    and offload; `predicted_peak_bytes` are the activations that result. `sharding` divides the
+    operators of a stage among its ranks: the name of a ready plan, or a mapping
+    (docs/sharding.md).  `predicted_s` are the seconds of a micro-batch's forward and backward on
+    each stage, if layers were measured; `predicted_stages` say more about stages on meshes.
+    `unsplit` are the layers whose backwards cannot be divided: found by measuring, and in the
+    first step of a schedule that divides backwards.
+    A planner notes the `batch_size` over all replicas, the predicted seconds of a step with the
+    optimizer, `why` it chose the plan, and the `cluster` by whose links operators were divided
+    (None: a host of eight A100s).  `layer_factors` are measured over estimated seconds, by layer.
 
     `print(plan)` is a table; `save` and `load` write and read JSON; `dataclasses.replace` makes
     another plan of it.
@@ -91,16 +89,18 @@ class Plan:
     def __post_init__(self) -> None:
         names = ("layers", "partition", "recompute", "offload", "predicted_s", "unsplit", "why")
         more = ("predicted_stages", "layer_factors")
-        for name in (*names, *more, *_OF_RANKS):  # as JSON gives them back
-            given = getattr(self, name)
-            object.__setattr__(self, name, None if given is None else tuple(given))
+        # 1. Bring fields to the form in which JSON gives them back, and layers to numbers.
+        for name in (*names, *more, *_OF_RANKS):
+            entries = getattr(self, name)
+            object.__setattr__(self, name, None if entries is None else tuple(entries))
         self._check_sharding()
         check_partition(self.partition, len(self.layers))
         object.__setattr__(self, "offload", self.offload or (False,) * self.num_stages)
         object.__setattr__(self, "recompute", tuple(map(self._numbered, self.recompute)))
+        # 2. Check each field on its own.
         for name, value, kind in (
             *(("recompute", x, Recompute) for x in self.recompute if not _is_some_layers(x)),
-            *(("offload", each, bool) for each in self.offload),
+            *(("offload", moves, bool) for moves in self.offload),
             ("tied_gradients", self.tied_gradients, TiedGradients),
             ("transport", self.transport, Transport),
         ):
@@ -112,6 +112,7 @@ class Plan:
         check_count("threads_per_stage", self.threads_per_stage)
         check_timeout(self.timeout_s)
         object.__setattr__(self, "seed", check_whole("seed", self.seed))
+        # 3. Check that all fields fit together: stages, ranks, layers, and the schedule.
         for name, of_stages in (
             ("recompute", self.recompute),
             ("offload", self.offload),
@@ -128,10 +129,10 @@ class Plan:
         check_bytes(self.placement.num_places, {n: getattr(self, n) for n in _OF_RANKS})
         check_factors(self.layer_factors, len(self.layers))
         check_unsplit(self.unsplit or (), len(self.layers))
-        wanted = self.schedule.ranks(self.num_stages)
-        if self.placement.places != wanted:
+        ranks = self.schedule.ranks(self.num_stages)
+        if self.placement.places != ranks:
             raise PlanError(
-                f"the schedule {self.schedule.name} runs the stages on ranks {list(wanted)}, and "
+                f"the schedule {self.schedule.name} runs the stages on ranks {list(ranks)}, and "
                 f"the placement has them on {list(self.placement.places)}; change one of the two"
             )
 
@@ -144,11 +145,7 @@ class Plan:
         return ranks if places is None else tuple(places[rank] for rank in ranks)
 
     def _check_sharding(self) -> None:
-        """Refuse shards without a way to divide operators, and the other way round.
-
-        Raises:
-            PlanError: only one of the two is there.
-        """
+        """Raise a PlanError for shards without `sharding`, and for `sharding` without shards."""
         if self.sharding is not None and not isinstance(self.sharding, str):
             object.__setattr__(self, "sharding", ShardingRequest.of(self.sharding))
         num_shards = self.placement.most_shards
@@ -170,84 +167,70 @@ class Plan:
         if not _is_some_layers(policy):
             return policy
         numbers = {layer.name: n for n, layer in enumerate(self.layers)}
-        found = [numbers.get(x, x) if isinstance(x, str) else x for x in policy.layers]
-        for given, number in zip(policy.layers, found, strict=True):
+        layers = [numbers.get(x, x) if isinstance(x, str) else x for x in policy.layers]
+        for name, number in zip(policy.layers, layers, strict=True):
             if type(number) is not int or not 0 <= number < len(self.layers):
                 raise ConfigError(
-                    f"recompute=Recompute.{policy.name}: the model has no layer {given!r}; give "
+                    f"recompute=Recompute.{policy.name}: the model has no layer {name!r}; give "
                     f"names, such as {self.layers[0].name!r}, or numbers from 0 to "
                     f"{len(self.layers) - 1}"
                 )
-        return RecomputeLayers(tuple(sorted(set(found))))
+        return RecomputeLayers(tuple(sorted(set(layers))))
 
     def recomputed(self, stage: int) -> tuple[int, ...]:
         """The layers of a stage that run twice, by number."""
         start = sum(self.partition[:stage])
-        own, policy = range(start, start + self.partition[stage]), self.recompute[stage]
+        stage_layers, policy = range(start, start + self.partition[stage]), self.recompute[stage]
         if isinstance(policy, RecomputeLayers):
-            return tuple(n for n in own if n in policy.layers)
-        return tuple(own) if policy is Recompute.STAGE else ()
+            return tuple(n for n in stage_layers if n in policy.layers)
+        return tuple(stage_layers) if policy is Recompute.STAGE else ()
 
     def dropped_layers(self, stage: int) -> frozenset[int]:
-        """The layers of a stage that drop what they saved each on its own."""
+        """The layers of a stage that are recomputed one by one, not with the whole stage."""
         is_whole = self.recompute[stage] is Recompute.STAGE
         return frozenset(() if is_whole else self.recomputed(stage))
 
     @property
     def recomputing(self) -> frozenset[int]:
-        """The stages that compute activations twice instead of keeping them."""
+        """The stages that recompute any layer."""
         return frozenset(stage for stage in range(self.num_stages) if self.recomputed(stage))
 
     @property
     def by_layers(self) -> frozenset[int]:
-        """Those of them that do so layer by layer."""
+        """The stages that recompute layer by layer."""
         return frozenset(stage for stage in self.recomputing if self.dropped_layers(stage))
 
     @property
     def offloading(self) -> frozenset[int]:
-        """The stages that move what their forwards keep away, and back."""
+        """The stages that offload their activations."""
         return frozenset(stage for stage, moves in enumerate(self.offload) if moves)
 
     def check_model(self, layers: Sequence[LayerFacts]) -> None:
-        """Refuse to run another model than the plan was made for.
-
-        Raises:
-            PlanError: names the first layer that differs.
-        """
+        """Raise a PlanError that names the first layer in which a model differs."""
         differs = first_difference(self.layers, layers, "plan")
         if differs is not None:
             raise PlanError(f"the plan is of another model: {differs}. {_REMEDY}")
 
     def check_ranks(self, num_processes: int, num_places: int | None = None) -> None:
-        """Refuse to run in other processes than the plan was made for.
+        """Raise a PlanError if the plan is for another number of processes, or of mesh places.
 
-        One process runs the ranks of one replica as threads, where none of them are shards.  A
-        mesh has `num_places` ranks for each replica.
-
-        Raises:
-            PlanError: they are more, or fewer.
+        One process runs all ranks as threads, if there is one replica and no shards.
         """
-        own = self.placement
-        is_alone = num_processes == own.num_replicas == own.most_shards == 1
-        if num_places in (None, own.num_places) and (is_alone or num_processes == own.num_ranks):
+        placement, planned = self.placement, self.placement.num_places
+        num_ranks, num_replicas = placement.num_ranks, placement.num_replicas
+        is_alone = num_processes == num_replicas == placement.most_shards == 1
+        if num_places in (None, planned) and (is_alone or num_processes == num_ranks):
             return
         if is_alone:
             raise PlanError(
-                f"the plan is for {count_text(own.num_places, 'rank')}, and the mesh has "
-                f"{num_places}; make it with init_mesh(num_stages={own.num_places}), or leave "
-                "mesh= out"
+                f"the plan is for {count_text(planned, 'rank')}, and the mesh has {num_places}; "
+                f"make it with init_mesh(num_stages={planned}), or leave mesh= out"
             )
-        there = count_text(num_processes, "process")
-        mesh = (
-            ""
-            if num_places is None
-            else f", with {count_text(num_places, 'rank')} for each replica"
-        )
+        mesh = f", with {count_text(num_places, 'rank')} for each replica" if num_places else ""
         raise PlanError(
-            f"the plan is for {count_text(own.num_ranks, 'rank')}, "
-            f"{own.num_ranks // own.num_replicas} for each replica, and this job has "
-            f"{there}{mesh}; start {own.num_ranks} (torchrun --nproc-per-node), or make a plan "
-            "for what is there"
+            f"the plan is for {count_text(num_ranks, 'rank')}, {num_ranks // num_replicas} for "
+            f"each replica, and this job has {count_text(num_processes, 'process')}{mesh}; start "
+            f"{num_ranks} (torchrun --nproc-per-node), or make a plan for what is there"
         )
 
     def save(self, path: str | Path) -> None:
@@ -308,7 +291,7 @@ class Plan:
 
     @property
     def choices(self) -> str:
-        """The schedule, what is recomputed and what is summed, in words."""
+        """The schedule, the recompute and offload policies and the tied gradients, in words."""
         kinds = dict.fromkeys(kind.name for kind in self.recompute)
         words = f"schedule={self.schedule}, recompute={'/'.join(kinds)}"
         if self.offloading:
@@ -324,8 +307,8 @@ class Plan:
             return "as given"
         if self.predicted_s is None:
             return "balanced by parameter counts"
-        each_s = [sum(self.predicted_s[n] for n in own) for own in segments_of(self)]
-        slowest_s, mean_s = max(each_s), sum(each_s) / len(each_s)
+        meshes_s = [sum(self.predicted_s[n] for n in stages) for stages in segments_of(self)]
+        slowest_s, mean_s = max(meshes_s), sum(meshes_s) / len(meshes_s)
         how = "measured" if self.predicted_step_s is None else "predicted"
         return (
             f"balanced by {how} time: slowest stage {time_text(slowest_s)} a micro-batch, "
@@ -337,7 +320,7 @@ class Plan:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What was chosen and why, in lines."""
+        """The lines above the table: the choices, and the reasons for them."""
         placement = self.placement
         return (
             f"{count_text(len(self.layers), 'layer')} as {count_text(self.num_stages, 'stage')} x "
@@ -362,11 +345,11 @@ class Plan:
         if self.memory_limit_bytes is not None:
             limits = ", ".join(f"{limit:,}" for limit in self.memory_limit_bytes)
             peaks = self.predicted_peak_bytes
-            found = "?" if peaks is None else ", ".join(f"{peak:,}" for peak in peaks)
-            yield f"bytes kept by rank: {found} predicted, at most {limits}"
+            predicted = "?" if peaks is None else ", ".join(f"{peak:,}" for peak in peaks)
+            yield f"bytes kept by rank: {predicted} predicted, at most {limits}"
 
     def _splitting(self) -> Iterator[str]:
-        """Say what runs whole in a schedule that divides backwards: few micro-batches tell."""
+        """Yield the backwards that run whole although the schedule divides them."""
         is_named, count = self.schedule.name in SCHEDULE_NAMES, self.num_microbatches
         few = min(count, _ENOUGH_TO_TELL) if is_named else count
         if divides_backwards(self.schedule(self.num_stages, few)):
@@ -379,5 +362,5 @@ def _is_some_layers(policy: Any) -> bool:
 
 _OF_RANKS = ("memory_limit_bytes", "predicted_peak_bytes")
 _ENOUGH_TO_TELL = 8
-"""Micro-batches that show whether a family's schedules divide backwards, of any number."""
+"""Micro-batches that suffice to see whether a family divides backwards."""
 _REMEDY = "Make a plan of this model, or leave plan= out"

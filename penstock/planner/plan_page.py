@@ -1,5 +1,5 @@
-"""A plan as a page: what was chosen and why, a table of its stages; and of a plan on sub-meshes a
-picture of layers by stages, and how each weight is cut.
+"""The page of a plan: the choice, the table of stages; for stages on sub-meshes also a chart of
+the layers, and the layout of each weight.
 
 devices   layers ──►
 0         ███████ 12 MiB
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import accumulate, cycle, pairwise, repeat
+from itertools import accumulate, cycle, pairwise
 
 from penstock.costs.counting.graph import Graph
 from penstock.sharding.layouts import I, Layout, R, S, State, layout_text
@@ -36,7 +36,7 @@ from .stage_rows import (
 _MOST_TICKS = 40
 _LEAST_ROW_PX, _LEAST_PX, _MOST_PX = 44, 150, 900
 _WORTH_A_WORD = 0.2
-"""Share of a layer's weights from which on its colour says how they are cut."""
+"""Least share of a layer's weights with a layout that its colour names."""
 _ONE_DEVICE, _NO_WEIGHTS = "on one device", "without weights"
 
 
@@ -72,12 +72,12 @@ class DrawnLayer:
             return _NO_WEIGHTS
         if not self.weights[0].layout:
             return _ONE_DEVICE
-        total, axes = sum(own.num_bytes for own in self.weights), []
+        total, axes = sum(weight.num_bytes for weight in self.weights), []
         for axis in range(len(self.weights[0].layout)):
-            found: dict[str, int] = defaultdict(int)
-            for own in self.weights:
-                found[own.words[axis]] += own.num_bytes
-            worth = (words for words, own in found.items() if own >= _WORTH_A_WORD * total)
+            sums: dict[str, int] = defaultdict(int)
+            for weight in self.weights:
+                sums[weight.words[axis]] += weight.num_bytes
+            worth = (words for words, size in sums.items() if size >= _WORTH_A_WORD * total)
             axes.append(" and ".join(sorted(worth)))
         return _over_axes(axes)
 
@@ -101,6 +101,7 @@ _DIMS_OF_EXPERTS = 3
 
 def plan_page(choice: Choice) -> Page:
     """Return the page of a plan that was chosen for a cluster."""
+    # 1. The timeline of the best candidate, and the table of candidates.
     plan, best, cluster = choice.plan, choice.candidates[0], choice.cluster
     limits: tuple[int, ...] = ()
     if plan.predicted_stages is None:
@@ -119,6 +120,7 @@ def plan_page(choice: Choice) -> Page:
     ]
     if plan.predicted_stages is None:
         return replace(page, sections=(*page.sections, *rest))
+    # 2. For stages on meshes also the layers and their weights.
     assert choice.task is not None, "its stages are on meshes"
     graph, names = choice.task.graph_of(plan.num_microbatches), choice.task.names
     sharding = None if plan.sharding is None else sharding_of(plan, graph, names)
@@ -131,7 +133,7 @@ def plan_page(choice: Choice) -> Page:
 def plan_section(plan: Plan) -> Section:
     """Write a plan as a section of a page."""
     heads, *rows = (tuple(row) for row in plan.rows)
-    lines = (line for each in plan.reasons for line in each.splitlines())
+    lines = (line for reason in plan.reasons for line in reason.splitlines())
     return Section("Plan", (*map(Text, lines), Table(heads, tuple(rows))))
 
 
@@ -156,40 +158,37 @@ _LEGEND = (
 def drawn_layers(
     plan: Plan, graph: Graph, names: Sequence[str], sharding: Sharding | None
 ) -> list[DrawnLayer]:
-    """Say how each layer's weights are divided; `graph` is that of a micro-batch."""
+    """Return each layer with the layouts of its weights; `graph` is a micro-batch's."""
     takes: dict[int, dict[int, None]] = defaultdict(dict)
     for call in graph.calls:
         takes[call.layer] |= dict.fromkeys(call.takes)
-    found = []
-    for n, stage in enumerate(_stages_of(plan)):
+    drawn = []
+    stages = [stage for stage, count in enumerate(plan.partition) for _ in range(count)]
+    for n, stage in enumerate(stages):
         axes = plan.placement.shard_axes_of(stage)
         whole: Layout = (I,) * len(axes) if axes != (1,) else ()
-        own = LayerSharding(names[n], (), {}) if sharding is None else sharding.layers[n]
+        layer = LayerSharding(names[n], (), {}) if sharding is None else sharding.layers[n]
         weights = []
         for spec in map(graph.tensors.__getitem__, takes[n]):
             if spec.name and spec.wants_gradient:
                 name = spec.name.removeprefix(f"{names[n]}.")
-                layout = own.weights.get(name, whole) if whole else whole
+                layout = layer.weights.get(name, whole) if whole else whole
                 weights.append(DrawnWeight(name, spec.shape, spec.num_bytes, layout))
-        sent = own.forward_bytes, own.backward_bytes
-        found.append(DrawnLayer(stage, names[n], tuple(weights), *sent))
-    return found
-
-
-def _stages_of(plan: Plan) -> Iterator[int]:
-    """Yield the stage of each layer."""
-    for stage, count in enumerate(plan.partition):
-        yield from repeat(stage, count)
+        sent = layer.forward_bytes, layer.backward_bytes
+        drawn.append(DrawnLayer(stage, names[n], tuple(weights), *sent))
+    return drawn
 
 
 def layers_figure(plan: Plan, layers: Sequence[DrawnLayer]) -> Figure:
-    """Draw layers, in order, by stages: as high as the devices of a mesh are many."""
+    """Draw layers in order; the height of a block is the number of devices of its mesh."""
+    # 1. A row for each mesh, as high as its number of devices; rows do not overlap.
     rows = [*segments_of(plan)]
-    sizes = [len(plan.placement.ranks[own[0]][0]) for own in rows]
+    sizes = [len(plan.placement.ranks[members[0]][0]) for members in rows]
     tops = list(accumulate(sizes, initial=0))
-    row_of = {stage: row for row, own in enumerate(rows) for stage in own}
+    row_of = {stage: row for row, members in enumerate(rows) for stage in members}
     px = min(max(_LEAST_ROW_PX / min(sizes), _LEAST_PX / tops[-1]), _MOST_PX / tops[-1])
     gap = 2 / px
+    # 2. A bar for each layer, one trace and colour for each way to cut.
     kinds: dict[str, list[int]] = defaultdict(list)
     for n, layer in enumerate(layers):
         kinds[layer.cuts].append(n)
@@ -197,39 +196,44 @@ def layers_figure(plan: Plan, layers: Sequence[DrawnLayer]) -> Figure:
         {
             "type": "bar",
             "name": cuts,
-            "x": own,
-            "y": [rounded(sizes[row_of[layers[n].stage]] - 2 * gap) for n in own],
-            "base": [rounded(tops[row_of[layers[n].stage]] + gap) for n in own],
+            "x": members,
+            "y": [rounded(sizes[row_of[layers[n].stage]] - 2 * gap) for n in members],
+            "base": [rounded(tops[row_of[layers[n].stage]] + gap) for n in members],
             "width": 1,
             "marker": {"color": colour, "line": {"width": 1}},
-            "customdata": [_hover(plan, layers[n]) for n in own],
+            "customdata": [_hover(plan, layers[n]) for n in members],
             "hovertemplate": "%{customdata}<extra></extra>",
         }
-        for (cuts, own), colour in zip(kinds.items(), _colours(kinds), strict=True)
+        for (cuts, members), colour in zip(kinds.items(), _colours(kinds), strict=True)
     ]
+    # 3. Axes: some layers below, meshes on the left; the ground and the sends of each row.
     count = len(layers)
     layout = layout_of(tops[-1] * px + 170, top=58, bottom=100, showlegend=True)
     ticks = spread(count, _MOST_TICKS)
     layout["xaxis"] = axis_of("layers, in order", range=[-0.5, count - 0.5], showgrid=False)
     layout["xaxis"] |= {"tickvals": ticks, "ticktext": [escape(layers[n].name) for n in ticks]}
     layout["xaxis"] |= {"automargin": True, "tickangle": -45}
-    heads = (f"stage {stages_text(own)} on {mesh_text(plan, own[0])}" for own in rows)
-    where = (escape(devices_text(plan, own[0])) for own in rows)
+    heads = (f"stage {stages_text(members)} on {mesh_text(plan, members[0])}" for members in rows)
+    where = (escape(devices_text(plan, members[0])) for members in rows)
     layout["yaxis"] = {
         "range": [tops[-1], 0],
         "tickvals": [(a + b) / 2 for a, b in pairwise(tops)],
-        "ticktext": [f"<b>{head}</b><br>{own}" for head, own in zip(heads, where, strict=True)],
+        "ticktext": [f"<b>{a}</b><br>{b}" for a, b in zip(heads, where, strict=True)],
         "fixedrange": True,
         "automargin": True,
         "showgrid": False,
     }
-    layout["shapes"] = [_ground(a + gap, b - gap, count) for a, b in pairwise(tops)]
+    # the ground behind the layers of a row
+    ground: Trace = {"name": "ground", "type": "rect", "layer": "below", "line": {"width": 0}}
+    ground |= {"x0": -0.5, "x1": count - 0.5}
+    ends = ({"y0": rounded(a + gap), "y1": rounded(b - gap)} for a, b in pairwise(tops))
+    layout["shapes"] = [{**ground, **end} for end in ends]
     layout["annotations"] = list(_links(plan, tops, count))
     return Figure("layers", tuple(data), layout)
 
 
 def _colours(kinds: Iterable[str]) -> Iterator[str]:
-    """Yield a colour for each way to cut: the same on every page for those along one axis."""
+    """Yield a colour for each way to cut; the usual ways have the same one on every page."""
     others = cycle(COLOURS[5:])
     for cuts in kinds:
         yield _USUAL.get(cuts) or next(others)
@@ -246,15 +250,10 @@ _USUAL = {
 }
 
 
-def _ground(top: float, low: float, count: int) -> Trace:
-    """Return the row behind a stage's layers."""
-    place = {"x0": -0.5, "x1": count - 0.5, "y0": rounded(top), "y1": rounded(low)}
-    return {"name": "ground", "type": "rect", "layer": "below", "line": {"width": 0}, **place}
-
-
 def _links(plan: Plan, tops: Sequence[int], count: int) -> Iterator[Trace]:
-    """Yield what each stage sends to the next, at the corner where their blocks meet: where its
-    row or that of the next one is free, on the side that has room.
+    """Yield a note of the bytes that each mesh sends to the next, where their blocks meet.
+
+    It stands in the row that is free there, on the side with more room.
     """
     ends = [*accumulate(plan.partition)]
     for row, stages in enumerate([*segments_of(plan)][:-1]):
@@ -274,10 +273,10 @@ def _links(plan: Plan, tops: Sequence[int], count: int) -> Iterator[Trace]:
 
 
 def _hover(plan: Plan, layer: DrawnLayer) -> str:
-    """Say what a block is: where it is, and the layout of each weight."""
+    """Return the text of a block: its stage, mesh, and the layout of each weight."""
     lines = [f"<b>{escape(layer.name)}</b>, stage {layer.stage} on {mesh_text(plan, layer.stage)}"]
-    for layout, own in _by_layout(layer).items():
-        names = ", ".join(weight.name for weight in own)
+    for layout, weights in _by_layout(layer).items():
+        names = ", ".join(weight.name for weight in weights)
         short = names if len(names) <= _MOST_LETTERS else f"{names[:_MOST_LETTERS]}..."
         lines.append(escape(f"{layout_text(layout)}  {short}".strip()))
     sent = layer.forward_bytes + layer.backward_bytes
@@ -288,24 +287,28 @@ _MOST_LETTERS = 90
 
 
 def _by_layout(layer: DrawnLayer) -> dict[Layout, list[DrawnWeight]]:
-    found: dict[Layout, list[DrawnWeight]] = defaultdict(list)
-    for own in layer.weights:
-        found[own.layout].append(own)
-    return found
+    weights: dict[Layout, list[DrawnWeight]] = defaultdict(list)
+    for weight in layer.weights:
+        weights[weight.layout].append(weight)
+    return weights
 
 
 def weights_table(layers: Sequence[DrawnLayer]) -> Table:
-    """Write the layouts of weights: a row for each layout of the layers of a stage whose weights
-    are alike, and what these layers send in the first of them.
+    """Tabulate the layouts of weights; layers of a stage with equal weights share a group of rows.
+
+    A group has a row for each layout.  The first row also has the bytes that its layers send.
     """
+    # 1. Group layers that have the same weights in the same layouts.
     alike: dict[object, list[DrawnLayer]] = defaultdict(list)
     for layer in layers:
         alike[layer.stage, layer.weights].append(layer)
+    # 2. Write a row for each layout of a group; only the first names the group.
     rows = []
-    for own in alike.values():
-        first = own[0]
-        name = first.name if len(own) == 1 else f"{len(own)}: {span_text([x.name for x in own])}"
-        both = zip(*((layer.forward_bytes, layer.backward_bytes) for layer in own), strict=True)
+    for group in alike.values():
+        first = group[0]
+        count = f"{len(group)}: " if len(group) > 1 else ""
+        name = count + span_text([layer.name for layer in group])
+        both = zip(*((x.forward_bytes, x.backward_bytes) for x in group), strict=True)
         sent = [bytes_text(total) if total else "-" for total in map(sum, both)]
         head = str(first.stage), name
         for layout, weights in _by_layout(first).items():
@@ -331,10 +334,10 @@ _HEADS = (
 
 
 def _names(weights: Sequence[DrawnWeight], *, is_all: bool) -> str:
-    """Name weights with their shapes; of many only those that are no vectors."""
+    """Name weights with their shapes; vectors are only counted if there are others."""
     if is_all and len(weights) > 1:
         return f"all {len(weights)}"
-    large = [own for own in weights if len(own.shape) > 1 or len(weights) == 1]
-    names = [f"{own.name} {'x'.join(map(str, own.shape))}" for own in large]
+    large = [weight for weight in weights if len(weight.shape) > 1 or len(weights) == 1]
+    names = [f"{weight.name} {'x'.join(map(str, weight.shape))}" for weight in large]
     rest = len(weights) - len(large)
     return ", ".join([*names, *([count_text(rest, "vector")] if rest else [])])

@@ -17,7 +17,7 @@ from .stage_work import work_of
 
 
 def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
-    """Say how each layer is divided among the ranks of its stage, from the graph of a micro-batch.
+    """Divide each layer among the ranks of its stage; `graph` is that of a micro-batch.
 
     Raises:
         ConfigError: a weight cannot be held as it is pinned.
@@ -26,35 +26,33 @@ def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
     assert plan.sharding is not None, "stages have several ranks"
     meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]
     number = plan.num_microbatches
-    kept = [1] * plan.num_stages  # a graph at a time, where all is recomputed
+    # micro-batches whose graph a stage keeps at one time: one if all stages recompute
+    num_kept = [1] * plan.num_stages
     if set(plan.recompute) != {Recompute.STAGE}:
         work = work_of(plan.schedule, plan.num_stages, number)
-        kept = [own.most_kept for own in work]
+        num_kept = [stage.most_kept for stage in work]
     ends = [0, *accumulate(plan.partition)]
     stages = [range(a, b) for a, b in pairwise(ends)]
     costs = Costs.usual(max(meshes, key=prod), number)
     if plan.cluster is not None:
         costs = Costs(costs.mesh, plan.cluster, number)
     costs = replace(costs, factors=plan.layer_factors)
-    each = [
-        replace(costs, mesh=m, num_in_flight=kept[n], devices=plan.devices_of(n))
+    of_stages = [
+        replace(costs, mesh=m, num_in_flight=num_kept[n], devices=plan.devices_of(n))
         for n, m in enumerate(meshes)
     ]
-    return divide(ShardingRequest.of(plan.sharding), graph, names, each, stages=stages)
+    return divide(ShardingRequest.of(plan.sharding), graph, names, of_stages, stages=stages)
 
 
 def divide(
-    wanted: ShardingRequest,
+    request: ShardingRequest,
     graph: Graph,
     names: Sequence[str],
     costs: Costs | Sequence[Costs],
     **how: Any,
 ) -> Sharding:
-    """Divide the layers of a graph, which is that of a micro-batch, as a user asks.
-
-    `how` are arguments of `plan_sharding`.
-    """
+    """Divide the layers of a micro-batch's graph; `how` are more arguments of `plan_sharding`."""
     from penstock.sharding.stages import plan_sharding  # the solver takes a while to import
 
-    how |= {"memory_limit_bytes": wanted.memory_limit_bytes, "pins": wanted.weights}
-    return plan_sharding(wanted.plan, graph, names, costs, **how)
+    how |= {"memory_limit_bytes": request.memory_limit_bytes, "pins": request.weights}
+    return plan_sharding(request.plan, graph, names, costs, **how)

@@ -1,7 +1,7 @@
-"""Predict a step: a plan, what its layers cost and what it runs on -> when, and with how much.
+"""Predict the timeline and the memory of a step, from a plan, a profile and a cluster.
 
 The schedule is the one that the executor would run, lowered by the same function.  One replica is
-simulated; the others run alike beside it, and what they share with it, cores and links, counts.
+simulated; the others run alike beside it, and share cores and links with it.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ def simulate(
     (`busy_speed`), ranks beyond its devices begin with the first again.  `batch_size` are the
     samples of a step over all replicas; left out, those that the plan was made for.
 
-    The optimizer's own time is not in the timeline: `Prediction(...).optimizer_s` tells.
+    The timeline ends before the optimizer; `Prediction(...).optimizer_s` has its seconds.
 
     Raises:
         PlanError: the plan is of another model than the profile; names the first layer.
@@ -57,14 +57,14 @@ def simulate(
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step that was predicted, and what it was predicted from; see `simulate`."""
+    """A predicted step, and the plan, profile and cluster that it depends on; see `simulate`."""
 
     plan: Plan
     profile: Profile
     cluster: Cluster
     batch_size: int | None = None
     shared: Pricing | None = field(default=None, compare=False, repr=False)
-    """Prices that several plans have together, of the same profile and cluster."""
+    """Prices of the same profile and cluster, which several plans share."""
 
     def __post_init__(self) -> None:
         if self.batch_size is None:
@@ -98,8 +98,10 @@ class Prediction:
 
     @property
     def update_s(self) -> float:
-        """Seconds from the end of the step to that of the update: processes and accelerators
-        update their weights at once, and a process of CPUs one stage after the other.
+        """Seconds of the update after the step.
+
+        Processes and accelerators update their weights at the same time.  The ranks of one process
+        on CPUs update one after the other.
         """
         is_one_after_another = (
             not self.plan.transport.is_between_processes
@@ -112,10 +114,10 @@ class Prediction:
         """Seconds of the update on each rank of a replica, after the step."""
         of_ranks = [0.0] * self.plan.placement.num_places
         for stage, place in enumerate(self.plan.placement.places):
-            own = self.profile.weights[self._runs[stage]]
+            weights = self.profile.weights[self._runs[stage]]
             devices = {self.cluster.device_of(p).name: p for p in self._places_of(stage)}
             of_ranks[place] += max(
-                sum(update_seconds(own, self.cluster.device_of(p))) for p in devices.values()
+                sum(update_seconds(weights, self.cluster.device_of(p))) for p in devices.values()
             )
         return tuple(of_ranks)
 
@@ -126,13 +128,15 @@ class Prediction:
 
     @property
     def quick_step_s(self) -> float:
-        """The same seconds as `step_s`, to the last digit, sooner: no proof, no timeline."""
+        """`step_s`, to the last bit, but faster: without a proof and a timeline."""
         program = _program(self._lowering, self.plan.num_microbatches)
         return step_s(program, self.costs, self.sharing) + self.update_s
 
     @cached_property
     def _lowering(self) -> Lowering:
         plan = self.plan
+        # shards hold partial gradients, which they sum
+        has_parts = any(layer.partial_bytes for layer in self.profile.weights)
         edges = {(m.transfer.producer, m.transfer.consumer) for m in self._messages}
         return Lowering(
             family=plan.schedule,
@@ -143,17 +147,12 @@ class Prediction:
             commits=tuple(
                 stage
                 for stage, run in enumerate(self._runs)
-                if any(own.num_norms for own in self.profile.weights[run])
+                if any(layer.num_norms for layer in self.profile.weights[run])
             ),
             offload=plan.offloading,
             posts=plan.transport.is_between_processes,
-            reduces=plan.placement.num_replicas > 1 or self._has_parts,
+            reduces=plan.placement.num_replicas > 1 or has_parts,
         )
-
-    @property
-    def _has_parts(self) -> bool:
-        """True if shards hold partial gradients, which they sum."""
-        return any(own.partial_bytes for own in self.profile.weights)
 
     @cached_property
     def microbatch_size(self) -> int:
@@ -187,20 +186,21 @@ class Prediction:
         stages = range(self.plan.num_stages)
         layers = [self._seconds_of(stage) for stage in stages]
 
-        def each(name: str) -> tuple[float, ...]:
-            return tuple(sum(getattr(layer, name) for layer in own) for own in layers)
+        def sums(name: str) -> tuple[float, ...]:
+            return tuple(sum(getattr(layer, name) for layer in run) for run in layers)
 
         starts = [run.start for run in self._runs]
+        # A stage runs only its recomputed layers again.
         again = (
             sum(layers[stage][n - starts[stage]].recompute_s for n in self.plan.recomputed(stage))
             for stage in stages
         )
         return Costs(
-            forward_s=each("forward_s"),
-            backward_s=each("backward_s"),
+            forward_s=sums("forward_s"),
+            backward_s=sums("backward_s"),
             recompute_s=tuple(again),
-            backward_input_s=each("input_s"),
-            backward_weight_s=each("weight_s"),
+            backward_input_s=sums("input_s"),
+            backward_weight_s=sums("weight_s"),
             reduce_s=tuple(self._reduce_s(stage) for stage in stages),
             commit_s=tuple(self._commit_s(stage) for stage in stages),
             offload_s=(moving_s := tuple(self._moving_s(stage) for stage in stages)),
@@ -222,12 +222,12 @@ class Prediction:
         """Bytes of each stage's weights, gradients and optimizer state."""
         return tuple(
             StageWeights(
-                weight_bytes=own.parameter_bytes + own.buffer_bytes,
-                gradient_bytes=own.gradient_bytes,
-                optimizer_bytes=own.optimizer_bytes,
-                version_bytes=own.gradient_bytes,
+                weight_bytes=layer_sums.parameter_bytes + layer_sums.buffer_bytes,
+                gradient_bytes=layer_sums.gradient_bytes,
+                optimizer_bytes=layer_sums.optimizer_bytes,
+                version_bytes=layer_sums.gradient_bytes,
             )
-            for own in (weights_together(self.profile.weights[run]) for run in self._runs)
+            for layer_sums in (weights_together(self.profile.weights[run]) for run in self._runs)
         )
 
     @cached_property
@@ -246,12 +246,8 @@ class Prediction:
 
     @property
     def _pools(self) -> tuple[Pool, ...]:
-        return shared_cores(
-            self.plan,
-            self.cluster,
-            self.places,
-            self.pricing.busy_speed(self.microbatch_size),
-        )
+        busy = self.pricing.busy_speed(self.microbatch_size)
+        return shared_cores(self.plan, self.cluster, self.places, busy)
 
     @cached_property
     def _runs(self) -> list[slice]:
@@ -277,7 +273,7 @@ class Prediction:
         """
         if self.plan.placement.cluster_places is not None:
             return self.plan.placement.cluster_places
-        found: list[int] = []
+        places: list[int] = []
         num_ranks, num_devices = self.plan.placement.num_ranks, len(self.cluster.places)
         for rank in range(num_ranks):
             place = rank % num_devices
@@ -287,31 +283,25 @@ class Prediction:
                     f"{self.cluster.name} has {count_text(num_devices, 'device')}; make a plan "
                     "for this cluster, or give another one"
                 )
-            found.append(place)
-        return tuple(found)
+            places.append(place)
+        return tuple(places)
 
     def _places_of(self, stage: int) -> list[int]:
         return [self.places[rank] for row in self.plan.placement.ranks[stage] for rank in row]
 
     def _seconds_of(self, stage: int) -> tuple[LayerSeconds, ...]:
         """Return the seconds of a stage's layers on the slowest device that runs it."""
-        run = self._runs[stage]
-        kinds = {self.cluster.places[p].kind: p for p in self._places_of(stage)}
-        found = [self._seconds_at(place)[run] for place in kinds.values()]
-        return max(found, key=lambda own: sum(x.forward_s + x.backward_s for x in own))
-
-    def _seconds_at(self, place: int) -> tuple[LayerSeconds, ...]:
-        return self.pricing.seconds(
-            self.cluster.places[place].kind,
-            self.microbatch_size,
-            self.plan.num_microbatches,
-        )
+        run, size = self._runs[stage], (self.microbatch_size, self.plan.num_microbatches)
+        kinds = dict.fromkeys(self.cluster.places[p].kind for p in self._places_of(stage))
+        on_kinds = (self.pricing.seconds(kind, *size)[run] for kind in kinds)
+        return max(on_kinds, key=lambda layers: sum(x.forward_s + x.backward_s for x in layers))
 
     def _reduce_s(self, stage: int) -> float:
-        """Return the seconds of the sums of gradients, over replicas and over shards."""
+        """Return the seconds of a stage's gradient sums, over replicas and over shards."""
         mesh = self.plan.placement.ranks[stage]
-        own = weights_together(self.profile.weights[self._runs[stage]])
-        sums = (([row[0] for row in mesh], own.gradient_bytes), (mesh[0], own.partial_bytes))
+        weights = weights_together(self.profile.weights[self._runs[stage]])
+        replicas = [row[0] for row in mesh]
+        sums = ((replicas, weights.gradient_bytes), (mesh[0], weights.partial_bytes))
         groups = ((sorted({self.places[rank] for rank in ranks}), n) for ranks, n in sums)
         processes = self.plan.transport.is_between_processes
         return sum(
@@ -321,16 +311,12 @@ class Prediction:
         )
 
     def _commit_s(self, stage: int) -> float:
-        own = weights_together(self.profile.weights[self._runs[stage]])
+        weights = weights_together(self.profile.weights[self._runs[stage]])
         device = self.cluster.device_of(self._places_of(stage)[0])
-        return commit_seconds(own.num_norms, device, self.plan.num_microbatches)
+        return commit_seconds(weights.num_norms, device, self.plan.num_microbatches)
 
     def _moving_s(self, stage: int) -> float:
-        """Return the seconds of what a stage keeps on its way to the host, or back.
-
-        Raises:
-            ConfigError: the plan moves it, and the device says nothing of that.
-        """
+        """Return the seconds in which a stage's activations move to the host, or back."""
         if not self.plan.offload[stage]:
             return 0.0
         device = self.cluster.device_of(self._places_of(stage)[0])
@@ -343,7 +329,7 @@ class Prediction:
         return kept.moves(keeps_graph=keeps_graph) / device.host_bytes_per_s
 
     def _way(self, edge: Edge, num_bytes: int) -> Way:
-        """Return how a message goes; replicas that use the same lane at once share it."""
+        """Return the route and the seconds of a message; replicas share its lanes."""
         _, source, target = edge
         placement = self.plan.placement
         routes = [

@@ -1,12 +1,11 @@
-"""Costs of any run of layers on each stage of a pipeline: seconds, and bytes that stay.
+"""Prices of every run of layers on each stage of a pipeline: seconds, and bytes.
 
     seconds of its layers, as often as the schedule runs them, by the fastest option that fits
-      + for how long messages at its two ends keep it from computing
-    or what its messages take on their links, if that is more: then these set the pace
+      + seconds in which messages at its two ends keep it from computing
+    or the seconds of its messages on their links, if these are more and so set the pace
 
-A run is [start, end), and a matrix has an entry for each; infinity is what does not fit.  A stage
-runs on one device; `search` cuts the model by these prices, and the simulator says what a step
-takes in the end.
+A run is [start, end), and a matrix has an entry for each; infinity does not fit.  A stage runs on
+one device.  `search` cuts the model by these prices; the simulator then computes the step.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -39,9 +38,7 @@ from .stage_work import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnDevice:
-    """A kind of device: the seconds of each layer there, what a rank may keep in its memory, and
-    how fast what is kept can be moved away and back.
-    """
+    """A kind of device: seconds of each layer, usable memory, and the rate of offload."""
 
     seconds: Sequence[LayerSeconds]
     memory_bytes: float = np.inf
@@ -72,12 +69,12 @@ def no_messages(setting: Setting) -> Neighbours:
 class StagePrices:
     """Prices of a model for one schedule of one size.
 
-    `devices` has an entry for each kind, and `kinds` says which kind each stage is on.
-    `lasting` are the bytes of each layer that are there all the time and count, `versioned` those
-    of another version of its weights.  `recompute` is what was decided already, None what is to be
-    chosen: nothing, some layers, whole stages, and for those of `may_offload` to move what is left
-    away.  `neighbours` says how messages travel; `room_for_messages`: as many as can be on their
-    way count as kept.  `windows` are the runs that each stage may have (see `cuts.windows`).
+    `devices` has an entry for each kind of device, and `kinds` the kind of each stage.  `lasting`
+    are the bytes that each layer always keeps, `versioned` those of one older version of its
+    weights.  `recompute` are the policies if they are decided; None: the cheapest that fits is
+    chosen, and stages of `may_offload` may also offload.  `neighbours` has the routes of messages;
+    with `room_for_messages` those on their way count as kept.  `windows` are the runs that each
+    stage may have (see `cuts.windows`).
     """
 
     family: Family
@@ -95,9 +92,7 @@ class StagePrices:
     windows: Sequence[Window] | None = None
 
     def least_s(self, stage: int) -> Matrix:
-        """Return the seconds of a micro-batch by the fastest option that fits; infinity where none
-        does.
-        """
+        """Return the seconds of a micro-batch by the fastest option that fits, or infinity."""
         window = self._window(stage)
         if not self._shares:
             return self.seconds(Setting(stage, self.kinds[stage]), window)
@@ -107,14 +102,19 @@ class StagePrices:
         return self._known[key][window]
 
     def seconds(self, setting: Setting, window: Window = EVERYWHERE) -> Matrix:
-        """Return the same in any setting; that part of the matrix that is within a window."""
-        takes = (self._option_s(setting, option, window) for option in self._options)
+        """Return these seconds in any setting, within a window of the matrix."""
+        takes = (
+            np.where(
+                self._missing(setting, option, window) <= 0,
+                self._without_limit(setting, option, window),
+                np.inf,
+            )
+            for option in self._options
+        )
         return reduce(np.minimum, takes)
 
     def if_all_fits_s(self, stage: int) -> Matrix:
-        """Return the seconds of the first option, which recomputes least, whether it fits or
-        not.
-        """
+        """Return the seconds of the option that recomputes least, whether it fits or not."""
         option, setting = self._first, Setting(stage, self.kinds[stage])
         work = option.work[stage]  # the same for stages that only keep more or less
         key = (
@@ -126,8 +126,9 @@ class StagePrices:
         return self._known[key][self._window(stage)]
 
     def all_fits(self, partition: Sequence[int]) -> bool:
-        """Tell whether each stage of a cut fits by the first option: no other cut is faster then
-        than the one that is fastest by it.
+        """Tell whether each stage of a partition fits without more recompute.
+
+        If the fastest partition of `if_all_fits_s` does, no other partition is faster.
         """
         return all(
             (self._missing(Setting(n, self.kinds[n]), self._first, only(run)) <= 0).all()
@@ -135,11 +136,11 @@ class StagePrices:
         )
 
     def missing(self, stage: int) -> Matrix:
-        """Return the bytes that are missing by the option that keeps least; 0 where it fits."""
+        """Return the bytes that each run lacks by the option that keeps least; 0 if it fits."""
         return self._least_missing(stage, self._window(stage))
 
     def missing_bytes(self, partition: Sequence[int]) -> float:
-        """Return what a cut is short of on the stage that is short of most."""
+        """Return the most bytes that a stage of a partition lacks."""
         runs = enumerate(runs_of(partition))
         return max(float(self._least_missing(stage, only(run))[0, 0]) for stage, run in runs)
 
@@ -147,10 +148,10 @@ class StagePrices:
     def stages_of_ranks(self) -> list[list[int]]:
         """The stages that each rank runs."""
         ranks = self.family.ranks(self.num_stages)
-        found: list[list[int]] = [[] for _ in range(1 + max(ranks))]
+        stages_of: list[list[int]] = [[] for _ in range(1 + max(ranks))]
         for stage, rank in enumerate(ranks):
-            found[rank].append(stage)
-        return found
+            stages_of[rank].append(stage)
+        return stages_of
 
     @cached_property
     def _first(self) -> Option:
@@ -161,8 +162,7 @@ class StagePrices:
 
     @cached_property
     def _options(self) -> list[Option]:
-        """What stages may do to keep less and less: nothing, recompute all, and move it away as
-        well where they may.
+        """The options, which keep less and less: recompute nothing, recompute all, also offload.
 
         Raises:
             ConfigError: the family makes no schedule of such a size.
@@ -177,7 +177,7 @@ class StagePrices:
         return Option(recompute, self.work_if(kinds_of(recompute, away)), away)
 
     def work_if(self, key: Kinds) -> tuple[StageWork, ...]:
-        """Return the work of stages that recompute, or move what they keep, as `key` says."""
+        """Return the work of all stages if those of `key` recompute or offload."""
         if key not in self._works:
             size = self.num_stages, self.num_microbatches
             self._works[key] = work_of(self.family, *size, *key)
@@ -193,7 +193,7 @@ class StagePrices:
 
     @cached_property
     def _shares(self) -> bool:
-        """True if one table for all runs of like stages is less work than a window for each."""
+        """True if one table for each kind of stage is less work than a window for each stage."""
         stages = range(self.num_stages)
         if self.windows is None:
             return True
@@ -205,7 +205,7 @@ class StagePrices:
         return EVERYWHERE if self.windows is None else self.windows[stage]
 
     def _key(self, stage: int, option: Option) -> object:
-        """Return what stages have in common that cost the same by an option."""
+        """Return a key that is equal for stages with the same prices by an option."""
         return (
             *(option.recompute[stage], option.work[stage], stage in option.offload),
             *(self.kinds[stage], self._num_beside[stage]),
@@ -214,7 +214,7 @@ class StagePrices:
         )
 
     def _ends(self, setting: Setting) -> object:
-        """Return what of the links to its neighbours counts for a stage."""
+        """Return the figures of the links to both neighbours that decide a stage's prices."""
         routes = self.neighbours(setting)
         return tuple(
             None if x is None else (x.latency_s, x.bytes_per_s, x.overhead_s, x.blocks)
@@ -223,37 +223,34 @@ class StagePrices:
 
     @cached_property
     def _num_beside(self) -> dict[int, int]:
-        """Among how many stages the memory of each stage's rank is divided."""
+        """The number of stages that share the memory of each stage's rank."""
         return {n: len(stages) for stages in self.stages_of_ranks for n in stages}
-
-    def _option_s(self, setting: Setting, option: Option, window: Window) -> Matrix:
-        takes = self._without_limit(setting, option, window)
-        fits = self._missing(setting, option, window) <= 0
-        return np.where(fits, takes, np.inf)
 
     def _without_limit(self, setting: Setting, option: Option, window: Window) -> Matrix:
         """Return the seconds of an option, whether it fits or not."""
         device, stage = self.devices[setting.kind], setting.stage
+        # 1. Its layers, and offload there and back: how much other work hides is not known.
         takes = between(self._upto(setting.kind, option, stage), window)
         if stage in option.offload and device.host_bytes_per_s < np.inf:
-            # there and back; how much of it other work hides is not known
             takes = takes + 2 * self.of_stages.incoming.table[window] / device.host_bytes_per_s
-        own, routes = self.of_stages, self.neighbours(setting)
+        # 2. The overhead of each message that leaves, and of the one that comes back for it.
+        amounts, routes = self.of_stages, self.neighbours(setting)
         pace: Matrix | float = 0.0
         for route, leaving in (
-            (routes.after, own.sent),
-            (routes.before, own.received_gradient),
+            (routes.after, amounts.sent),
+            (routes.before, amounts.received_gradient),
         ):
             if route is not None:
                 on_link = leaving.table[window] / route.bytes_per_s
-                takes = takes + 2 * route.overhead_s  # what leaves, and what comes back for it
+                takes = takes + 2 * route.overhead_s
                 if route.blocks:
                     takes = takes + route.latency_s + on_link
                 pace = np.maximum(pace, on_link)
+        # 3. A link that is busy for longer than the stage sets the pace.
         return np.maximum(takes, pace)
 
     def _upto(self, kind: int, option: Option, stage: int) -> Matrix:
-        """Return the seconds of the first layers, looked up: much alike of many stages."""
+        """Return the cached sums of seconds up to each layer, which many stages share."""
         work, policy = option.work[stage], option.recompute[stage]
         key = "upto", kind, work.recomputes, work.wholes, work.halves, policy
         if key not in self._known:
@@ -263,22 +260,24 @@ class StagePrices:
     def _least_missing(self, stage: int, window: Window) -> Matrix:
         setting = Setting(stage, self.kinds[stage])
         missing = (self._missing(setting, option, window) for option in self._options)
-        found: Matrix = reduce(np.minimum, missing)
-        return found.clip(0)
+        least: Matrix = reduce(np.minimum, missing)
+        return least.clip(0)
 
     def _missing(self, setting: Setting, option: Option, window: Window) -> Matrix:
-        """Return by how many bytes any layers keep too much."""
+        """Return the bytes that each run lacks by an option; negative if it fits."""
         stage, memory = setting.stage, self.devices[setting.kind].memory_bytes
         if memory == np.inf:
             return np.full((1, 1), -np.inf)
-        own = self.of_stages
-        tables = Tables(own.graph.table, own.incoming.table, own.left.table, own.given.table)
+        amounts = self.of_stages
+        tables = Tables(
+            *(x.table for x in (amounts.graph, amounts.incoming, amounts.left, amounts.given))
+        )
         kept = option.work[stage].peak_bytes(tables.within(window))
-        found: Matrix = kept + self.used_bytes(stage, window) - memory / self._num_beside[stage]
-        return found
+        lacks: Matrix = kept + self.used_bytes(stage, window) - memory / self._num_beside[stage]
+        return lacks
 
     def used_bytes(self, stage: int, window: Window) -> Matrix:
-        """Return the bytes that weights take, and messages on their way."""
+        """Return the bytes of weights, their older versions, and messages on their way."""
         used = between(self._lasting, window)
         if self._versions[stage] > 1:
             used = used + (self._versions[stage] - 1) * between(self._of_version, window)

@@ -1,13 +1,13 @@
 """Layer costs per kind of device, with dispatch overhead, busy cores and gradient sums.
 
-Beside the layers' own work a backward adds gradients up: every micro-batch but the first reads the
-sum and what is new, and writes the sum.  Where a layer was measured, that is in its seconds: there
-it is left out for the first one.  On an accelerator the host issues operators while the device
-works on earlier ones: what takes longer counts.  The loss counts with the last layer.
+Every micro-batch but the first adds its gradients to a sum, in its backward.  Measured seconds of
+a layer include that sum, so it is subtracted for the first micro-batch.  On an accelerator the
+host issues operators while the device runs earlier ones, so the slower of the two counts.  The
+loss counts with the last layer.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, cached_property
 
 from penstock.costs.cluster import Cluster, Device
@@ -20,7 +20,7 @@ from .stage_bytes import StageBytes
 
 
 class Pricing:
-    """Prices of one profile on one cluster, whose figures are numbers; many plans share them."""
+    """Prices of one profile on one cluster, which many plans share; all methods are cached."""
 
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self.profile, self.cluster = profile, cluster
@@ -32,7 +32,7 @@ class Pricing:
 
     @cached_property
     def between_processes(self) -> Cluster:
-        """The cluster as ranks see it that are processes."""
+        """The cluster for ranks in separate processes."""
         return self.cluster.between_processes()
 
     def _sum_s(self, group: tuple[int, ...], num_bytes: int, *, processes: bool) -> float:
@@ -43,12 +43,13 @@ class Pricing:
 
     def _prices(self, kind: str, microbatch_size: int) -> AtSize:
         devices, measured_on = self.cluster.devices, self.profile.measured_on
-        like = next((each for each in devices.values() if each.name == measured_on), None)
+        like = next((x for x in devices.values() if x.name == measured_on), None)
         return layer_costs(self.profile, devices[kind], microbatch_size, like=like)
 
     def _busy_speed(self, microbatch_size: int) -> float | None:
-        """Return how fast the layers run while all cores of a host are busy with them, as a share
-        of alone; None where that was not measured.
+        """Return the speed of the layers while all cores of a host run them, as a share of alone.
+
+        None: it was not measured.
         """
         sizes, measured_on = self.profile.sizes, self.profile.measured_on
         known = {device.name for device in self.cluster.devices.values()}
@@ -57,10 +58,10 @@ class Pricing:
             return None
         alone_s, busy_s = (
             sum(
-                found.seconds(n).forward_s + found.seconds(n).backward_s
-                for n in range(len(found.kind_of))
+                costs.seconds(n).forward_s + costs.seconds(n).backward_s
+                for n in range(len(costs.kind_of))
             )
-            for found in (
+            for costs in (
                 layer_costs(self.profile, None, microbatch_size, busy=busy)
                 for busy in (False, True)
             )
@@ -70,8 +71,8 @@ class Pricing:
     def _seconds(
         self, kind: str, microbatch_size: int, num_microbatches: int
     ) -> tuple[LayerSeconds, ...]:
-        found, device = self.prices(kind, microbatch_size), self.cluster.devices[kind]
-        return layer_seconds(found, self.profile.weights, device, num_microbatches)
+        costs, device = self.prices(kind, microbatch_size), self.cluster.devices[kind]
+        return layer_seconds(costs, self.profile.weights, device, num_microbatches)
 
     def _bytes(
         self, kind: str, microbatch_size: int, *, copies_weights: bool = True
@@ -92,35 +93,46 @@ def layer_seconds(
     num_microbatches: int,
 ) -> tuple[LayerSeconds, ...]:
     """Return the seconds of each layer on a device, in a step of so many micro-batches."""
+    # 1. Kinds of layers, whose operators the host issues one by one.
     rate = device.bytes_per_s
     adding = (num_microbatches - 1) / num_microbatches
     issue_s = 0.0 if device.torch_type == "cpu" else device.issue_s
     issued = [_issued(kind, issue_s) for kind in at.kinds]
-    found = []
-    for kind, own in zip(at.kind_of, weights, strict=True):
-        times = adding - issued[kind].is_measured
-        found.append(_adding(issued[kind], times * _PASSES_TO_ADD * own.gradient_bytes / rate))
-    if at.loss is None:
-        return tuple(found)
-    return (*found[:-1], _together(found[-1], _issued(at.loss, issue_s)))
+    # 2. Layers, which add their gradients up; the loss counts with the last one.
+    layers = []
+    for kind, own_weights in zip(at.kind_of, weights, strict=True):
+        # measured seconds have one sum for each micro-batch, the step has one fewer
+        seconds, times = issued[kind], adding - issued[kind].is_measured
+        adding_s = times * _PASSES_TO_ADD * own_weights.gradient_bytes / rate
+        layers.append(
+            replace(
+                seconds,
+                backward_s=max(0.0, seconds.backward_s + adding_s),
+                weight_s=max(0.0, seconds.weight_s + adding_s),
+            )
+        )
+    if at.loss is not None:
+        layers[-1] = _together(layers[-1], _issued(at.loss, issue_s))
+    return tuple(layers)
 
 
 def commit_seconds(num_norms: int, device: Device, num_microbatches: int) -> float:
-    """Return the seconds of moving BatchNorms' running statistics by all micro-batches: each takes
-    some small operators, and reads a row of moments of each micro-batch.
+    """Return the seconds of the update of BatchNorms' running statistics.
+
+    Each takes some small operators, and one for the moments of each micro-batch.
     """
     one_s = max(device.floor_s + device.gap_s, device.issue_s)
     return num_norms * (_OPERATORS_OF_A_COMMIT + num_microbatches) * one_s
 
 
 def update_seconds(weights: Sequence[LayerWeights], device: Device) -> tuple[float, ...]:
-    """Return the seconds of the optimizer for each layer: what it moves, by the bandwidth."""
+    """Return the seconds of the optimizer for each layer: the bytes it moves, by the bandwidth."""
     rate = device.bytes_per_s
     return tuple(
-        (2 * own.parameter_bytes + own.gradient_bytes + 2 * own.optimizer_bytes) / rate
-        if own.gradient_bytes
+        (2 * layer.parameter_bytes + layer.gradient_bytes + 2 * layer.optimizer_bytes) / rate
+        if layer.gradient_bytes
         else 0.0
-        for own in weights
+        for layer in weights
     )
 
 
@@ -141,32 +153,12 @@ def _issued(kind: LayerKind, issue_s: float) -> LayerSeconds:
     )
 
 
-def _adding(seconds: LayerSeconds, adding_s: float) -> LayerSeconds:
-    """Return the seconds where what is added to gradients takes so much more, or less."""
-    return replace(
-        seconds,
-        backward_s=max(0.0, seconds.backward_s + adding_s),
-        weight_s=max(0.0, seconds.weight_s + adding_s),
-    )
-
-
 def _together(one: LayerSeconds, other: LayerSeconds) -> LayerSeconds:
-    return LayerSeconds(
-        forward_s=one.forward_s + other.forward_s,
-        recompute_s=one.recompute_s + other.recompute_s,
-        backward_s=one.backward_s + other.backward_s,
-        input_s=one.input_s + other.input_s,
-        weight_s=one.weight_s + other.weight_s,
-    )
+    names = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
+    return LayerSeconds(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def weights_together(weights: Sequence[LayerWeights]) -> LayerWeights:
     """Return the bytes of the weights of several layers."""
-    return LayerWeights(
-        parameter_bytes=sum(own.parameter_bytes for own in weights),
-        gradient_bytes=sum(own.gradient_bytes for own in weights),
-        optimizer_bytes=sum(own.optimizer_bytes for own in weights),
-        buffer_bytes=sum(own.buffer_bytes for own in weights),
-        num_norms=sum(own.num_norms for own in weights),
-        partial_bytes=sum(own.partial_bytes for own in weights),
-    )
+    sums = ((f.name, sum(getattr(x, f.name) for x in weights)) for f in fields(LayerWeights))
+    return LayerWeights(**dict(sums))

@@ -1,4 +1,4 @@
-"""The cores that ranks share: those of this process, and how fast each computes beside others."""
+"""Speeds of ranks that share the cores of a host, and the cores of this process."""
 
 import os
 from collections.abc import Sequence
@@ -12,43 +12,47 @@ from .plan import Plan
 def shared_cores(
     plan: Plan, cluster: Cluster, places: Sequence[int], busy: float | None
 ) -> tuple[Pool, ...]:
-    """Return the hosts whose ranks slow each other down, as one replica sees them.
+    """Return a pool for each host whose ranks slow each other down, with the ranks of one replica.
 
-    `places[rank]` is the device of a rank.  `busy` is how fast these layers run while all cores of
-    the host are busy with them, if that was measured; else the host's own figures count.  It was
-    measured in threads, which wait for Python's lock as well: processes are no slower than that,
-    nor than the host's figures.
+    `places[rank]` is the device of a rank.  `busy` is the measured speed of these layers while all
+    cores of the host run them, as a share of alone; None: the host's figures count.
     """
+    # 1. Group the ranks of all replicas by host.
     by_host: dict[int, list[int]] = {}
     for rank, place in enumerate(places):
         by_host.setdefault(cluster.places[place].host, []).append(rank)
     placement = plan.placement
     place_of = {placement.rank_of(n): place for n, place in enumerate(placement.places)}
-    found = []
+    # 2. Make a pool of each host on which the replica has ranks.
+    pools = []
     for ranks in by_host.values():
-        mine = tuple(place_of[rank] for rank in ranks if rank in place_of)
+        places_of_host = tuple(place_of[rank] for rank in ranks if rank in place_of)
         host = cluster.host_of(places[ranks[0]])
-        if not mine or not host.busy_speed:
+        if not places_of_host or not host.busy_speed:
             continue
-        known = host.busy_speed
-        at_once = min(len(known), max(1, len(host.devices) // (plan.threads_per_stage or 1)))
+        host_speeds = host.busy_speed
+        at_once = min(len(host_speeds), max(1, len(host.devices) // (plan.threads_per_stage or 1)))
+        # Scale the host's figures to the measured speed.  Threads also wait for Python's lock, so
+        # processes are no slower than the host's figures.
         if busy is not None and at_once > 1:
-            at_least = known[at_once - 1] if plan.transport.is_between_processes else 0
-            known = _scaled(known[:at_once], max(busy, at_least))
-        speeds = Pool((), known)
-        share = len(ranks) / len(mine)
-        beside = (max(1, round(n * share)) for n in range(1, len(mine) + 1))
-        found.append(Pool(mine, tuple(map(speeds.speed, beside))))
-    return tuple(found)
+            at_least = host_speeds[at_once - 1] if plan.transport.is_between_processes else 0
+            host_speeds = _scaled(host_speeds[:at_once], max(busy, at_least))
+        # Other replicas run beside this one: each of its ranks stands for several on the host.
+        speeds = Pool((), host_speeds)
+        share = len(ranks) / len(places_of_host)
+        beside = (max(1, round(n * share)) for n in range(1, len(places_of_host) + 1))
+        pools.append(Pool(places_of_host, tuple(map(speeds.speed, beside))))
+    return tuple(pools)
 
 
 def _scaled(known: Sequence[float], last: float) -> tuple[float, ...]:
-    """Return how fast each of 1, 2, ... ranks is if the last number is as fast as was measured:
-    what they lose grows as the host says, and by even steps where it says that they lose nothing.
+    """Scale the speeds of 1, 2, ... ranks so that the last one is as measured.
+
+    The loss of speed grows as in the host's figures, or evenly if these have no loss.
     """
     lost = [1 - speed for speed in known]
     shape: Sequence[float] = lost if lost[-1] > 0 else range(len(known))
-    return tuple(1 - (1 - last) * each / shape[-1] for each in shape)
+    return tuple(1 - (1 - last) * loss / shape[-1] for loss in shape)
 
 
 def core_numbers() -> tuple[int, ...]:

@@ -1,12 +1,12 @@
-"""What a stage keeps of a micro-batch and what crosses its ends, for any run of layers.
+"""Bytes of one micro-batch that a stage keeps, sends and receives, for any run of layers.
 
-A value goes from the stage that gives it to the first later one that uses it, from there to the
-next one that does, and so on, and its gradient the same way back:
+A value passes from its producer's stage through all stages that use it, in order; its gradient
+passes back the same way:
 
-    given on stage 0, used on 1 and 3:     0 ──► 1 ──► 3
+    made on stage 0, used on 1 and 3:     0 ──► 1 ──► 3
 
-So a stage gets each value at most once and sends it on at most once, wherever the others are cut;
-and what it keeps and sends is known from its own start and end alone.
+So a stage receives each value at most once and sends it at most once.  Its bytes depend on its own
+start and end only, not on the other cuts.
 """
 
 from bisect import bisect_left
@@ -36,26 +36,27 @@ class Rectangle(NamedTuple):
 
 
 class Rectangles:
-    """Amounts for the runs of `num_layers` layers, added up for one of them, or for every one.
+    """Sums of amounts for each run [start, end) of `num_layers` layers.
 
-    A run is [start, end); a rectangle counts for every run whose start is from `first_start` to
-    `last_start`, and whose end is from `first_end` to `last_end`, all included.
+    A rectangle counts for every run with a start from `first_start` to `last_start` and an end
+    from `first_end` to `last_end`, all included.
     """
 
-    def __init__(self, num_layers: int, found: Iterable[Rectangle]) -> None:
+    def __init__(self, num_layers: int, rectangles: Iterable[Rectangle]) -> None:
         self._size = num_layers + 1
-        self._found = np.array([*found], dtype=np.int64).reshape(-1, 5).T
+        self._rectangles = np.array([*rectangles], dtype=np.int64).reshape(-1, 5).T
 
     def __call__(self, start: int, end: int) -> int:
-        """Return what counts for layers [start, end)."""
-        from_start, to_start, from_end, to_end, amounts = self._found
+        """Return the sum for layers [start, end)."""
+        from_start, to_start, from_end, to_end, amounts = self._rectangles
         has_start = (from_start <= start) & (start <= to_start)
         return int(amounts[has_start & (from_end <= end) & (end <= to_end)].sum())
 
     @cached_property
     def table(self) -> NDArray[np.int64]:
-        """All of it, [start, end]: made once, of corners that are summed up."""
-        from_start, to_start, from_end, to_end, amounts = self._found
+        """The sums of all runs, as [start, end]."""
+        from_start, to_start, from_end, to_end, amounts = self._rectangles
+        # A rectangle is four corners, whose signs cancel outside of it in a sum over both axes.
         corners = np.zeros((self._size + 1, self._size + 1), dtype=np.int64)
         np.add.at(corners, (from_start, from_end), amounts)
         np.add.at(corners, (to_start + 1, to_end + 1), amounts)
@@ -65,11 +66,11 @@ class Rectangles:
 
 
 MODEL_INPUT = -1
-"""The producer of what the caller gives."""
+"""The producer of the caller's batch."""
 
 
 class Message(NamedTuple):
-    """Bytes that a stage sends another one for each micro-batch, and of the gradients back."""
+    """A message between two stages: its bytes, and those of its gradients back."""
 
     transfer: Transfer
     num_bytes: int
@@ -77,29 +78,26 @@ class Message(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """A layer that makes a stage keep a storage, if the stage has it and starts after `after`."""
+    """A layer for which its stage keeps a storage, if the stage starts after layer `after`."""
 
     layer: int
     after: int
 
 
 class StageBytes:
-    """Bytes of one micro-batch on a stage of layers [start, end), as `Rectangles`: call them with
-    both, or take the `table` of all.
+    """Bytes of one micro-batch on a stage of layers [start, end), as `Rectangles`.
 
-    `copies_weights`: a weight that has its home on an earlier stage comes with each micro-batch,
-    and is kept as other values are, as between processes; else it is there anyway.
+    `copies_weights`: as between processes, a weight of an earlier stage comes with each
+    micro-batch and is kept like other values; else it takes no bytes here.
 
-    `graph` is all that is kept for a backward: what layers save inside, what they save of values,
-    and the values that came in, each storage once; with the last layer also what the loss saves,
-    if that is known, and its targets.  `incoming` are the values that came in alone, and the
-    targets: what is left of a graph that was dropped.  `left` is what the input part of a divided
-    backward leaves to the weight part, at most.  `given` is the caller's batch, of the first stage
-    that uses it, and of the one that computes the loss.
+    graph       all that is kept for a backward, each storage once: tensors inside layers, saved
+                and received values; with the last layer also those of the loss, and the targets
+    incoming    the received values and the targets, which a stage that recomputes keeps
+    left        the most that the input part of a divided backward leaves to the weight part
+    given       the caller's batch, on its first stage, and the targets on the last
 
-    `received` comes from other stages and `sent` goes to others, as activations;
-    `received_gradient` is what goes back for the one, and `sent_gradient` what comes back for the
-    other.
+    received, sent                       activations from other stages, and to them
+    received_gradient, sent_gradient     gradients of what was received, and of what was sent
     """
 
     def __init__(self, at: AtSize, *, copies_weights: bool = True) -> None:
@@ -119,8 +117,8 @@ class StageBytes:
                 needs[value.storage].append(_Need(layer, MODEL_INPUT))
         for value in self._saved_by_loss:
             needs[value.storage].append(_Need(self._num_layers - 1, MODEL_INPUT))
-        every = self._each_layer(self.inner_bytes, self._of_loss)
-        return self._made((*every, *self._kept(needs), self._targets))
+        inside = self._each_layer(self.inner_bytes, self._of_loss)
+        return self._made((*inside, *self._kept(needs), self._targets))
 
     @cached_property
     def incoming(self) -> Rectangles:
@@ -136,10 +134,10 @@ class StageBytes:
     def given(self) -> Rectangles:
         inputs = (v for v in self._travels if v.producer == MODEL_INPUT)
         last = self._num_layers
-        found = (
+        kept_inputs = (
             Rectangle(0, v.consumers[0], v.consumers[0] + 1, last, v.num_bytes) for v in inputs
         )
-        return self._made((*found, self._targets))
+        return self._made((*kept_inputs, self._targets))
 
     @cached_property
     def received(self) -> Rectangles:
@@ -160,21 +158,21 @@ class StageBytes:
 
     @cached_property
     def inner_bytes(self) -> tuple[int, ...]:
-        """What each layer saves inside."""
+        """Bytes of the tensors that each layer saves inside."""
         return tuple(self._at.layer(n).inner_bytes for n in range(self._num_layers))
 
     def freed_bytes(self, layer: int) -> int:
-        """Return what is not kept, about, of a layer that is recomputed."""
+        """Return about how many bytes the recompute of a layer frees."""
         at = self._at
-        own = {v.storage for n in at.saved[layer] if (v := at.values[n]).producer == layer}
-        return self.inner_bytes[layer] + sum(self._bytes_of[storage] for storage in own)
+        storages = {v.storage for n in at.saved[layer] if (v := at.values[n]).producer == layer}
+        return self.inner_bytes[layer] + sum(self._bytes_of[storage] for storage in storages)
 
     def kept(
         self, run: tuple[int, int], policy: RecomputePolicy, *, divides: bool = False
     ) -> Kept:
-        """Return what a stage of a run of layers keeps that recomputes by a policy.
+        """Return the bytes that a stage of a run of layers keeps under a recompute policy.
 
-        With `divides`, all layers are recomputed before a backward: it is in two parts, or may be.
+        With `divides` its backward may be in two parts, before which all layers are recomputed.
         """
         graph, dropped = self.graph(*run), self.incoming(*run)
         if isinstance(policy, RecomputeLayers):
@@ -183,29 +181,32 @@ class StageBytes:
         return Kept(graph, dropped, self.left(*run), self.given(*run))
 
     def _by_layers(self, run: tuple[int, int], again: Sequence[int | str]) -> tuple[int, int]:
-        """Return what is kept after a forward where some layers keep their inputs only, and the
-        most until the end of the backward, which recomputes them one at a time, the last first.
+        """Return the bytes after a forward if the layers `again` keep their inputs only, and the
+        peak of the backward, which recomputes these one at a time, the last first.
         """
         storages, of_loss = set[int](), run[1] == self._num_layers
 
         def more(values: Iterable[Value]) -> dict[int, int]:
-            found = {v.storage: self._bytes_of[v.storage] for v in values}
-            return {storage: found[storage] for storage in found.keys() - storages}
+            new = {v.storage for v in values} - storages
+            return {storage: self._bytes_of[storage] for storage in new}
 
         def add(values: Iterable[Value]) -> int:
-            found = more(values)
-            storages.update(found)
-            return sum(found.values())
+            new = more(values)
+            storages.update(new)
+            return sum(new.values())
 
+        # 1. The values from earlier stages, and the targets.
         came = (v for n in range(*run) for v in self._arrives_at[n] if v.producer < run[0])
         total = most = add(came) + of_loss * self._at.target_bytes
-        for layer in range(*run):  # what it and the layers before it keep
+        # 2. Each layer: a recomputed one keeps its inputs, and its graph during its backward.
+        for layer in range(*run):
             if layer in again:
                 total += add(self._given_to[layer])
                 inside = self.inner_bytes[layer] + sum(more(self._saved_by[layer]).values())
                 most = max(most, total + inside)
             else:
                 total += self.inner_bytes[layer] + add(self._saved_by[layer])
+        # 3. The loss.
         if of_loss:
             total += self._of_loss + add(self._saved_by_loss)
         return total, max(most, total)
@@ -216,23 +217,23 @@ class StageBytes:
         recompute: Sequence[RecomputePolicy],
         divides: Collection[int] = (),
     ) -> Sizes:
-        """Return what the stages of a partition keep, for `schedules.memory`; some divide their
+        """Return the bytes that the stages of a partition keep; those of `divides` divide
         backwards.
         """
         runs = pairwise(accumulate(partition, initial=0))
-        each = [
+        stages = [
             self.kept(run, policy, divides=stage in divides)
             for stage, (run, policy) in enumerate(zip(runs, recompute, strict=True))
         ]
         return Sizes(
-            kept_bytes=tuple(kept.graph for kept in each),
-            input_bytes=tuple(kept.inputs for kept in each),
-            weight_bytes=tuple(kept.weights for kept in each),
-            stay_bytes=tuple(kept.stays for kept in each),
+            kept_bytes=tuple(kept.graph for kept in stages),
+            input_bytes=tuple(kept.inputs for kept in stages),
+            weight_bytes=tuple(kept.weights for kept in stages),
+            stay_bytes=tuple(kept.stays for kept in stages),
         )
 
     def messages(self, partition: Sequence[int]) -> tuple[Message, ...]:
-        """Return what the stages of a partition send each other, with its bytes."""
+        """Return the messages between the stages of a partition."""
         stage_of = [stage for stage, count in enumerate(partition) for _ in range(count)]
         crossing: dict[tuple[int, int], list[Value]] = defaultdict(list)
         for value in self._travels:
@@ -249,7 +250,7 @@ class StageBytes:
 
     @property
     def _targets(self) -> Rectangle:
-        """What counts where the last layer is."""
+        """The targets, which the stage of the last layer keeps."""
         last = self._num_layers
         return Rectangle(0, last - 1, last, last, self._at.target_bytes)
 
@@ -259,7 +260,7 @@ class StageBytes:
 
     @cached_property
     def _saved_by(self) -> list[list[Value]]:
-        """What each layer saves of values."""
+        """The values that each layer saves."""
         values = self._at.values
         return [[values[n] for n in saved if not values[n].is_weight] for saved in self._at.saved]
 
@@ -270,47 +271,48 @@ class StageBytes:
 
     @cached_property
     def _given_to(self) -> list[list[Value]]:
-        """The values that each layer is given, weights left out."""
+        """The values that each layer takes, without weights."""
         return self._by_consumer(v for v in self._travels if not v.is_weight)
 
     @cached_property
     def _arrives_at(self) -> list[list[Value]]:
-        """The values that come to a stage, by the layers that use them."""
+        """The values that a stage may receive, by the layers that use them."""
         return self._by_consumer(self._arrives)
 
     def _by_consumer(self, values: Iterable[Value]) -> list[list[Value]]:
-        found: list[list[Value]] = [[] for _ in range(self._num_layers)]
+        values_of: list[list[Value]] = [[] for _ in range(self._num_layers)]
         for value in values:
             for layer in value.consumers:
-                found[layer].append(value)
-        return found
+                values_of[layer].append(value)
+        return values_of
 
-    def _made(self, found: Iterable[Rectangle]) -> Rectangles:
-        return Rectangles(self._num_layers, found)
+    def _made(self, rectangles: Iterable[Rectangle]) -> Rectangles:
+        return Rectangles(self._num_layers, rectangles)
 
     def _each_layer(self, amounts: Sequence[int], of_loss: int) -> Iterator[Rectangle]:
-        """Yield what counts wherever a layer is, and what counts where the last one is."""
+        """Yield the amount of each layer, and that of the loss on the last layer's stage."""
         last = self._num_layers
         for layer, amount in enumerate(amounts):
             yield Rectangle(0, layer, layer + 1, last, amount)
         yield Rectangle(0, last - 1, last, last, of_loss)
 
     def _needs_of_arrivals(self) -> dict[int, list[_Need]]:
-        """Return by storage the layers that use what came from before their stage."""
+        """Return the layers that use values of earlier layers, by storage."""
         needs: dict[int, list[_Need]] = defaultdict(list)
         for value in self._arrives:
             needs[value.storage] += [_Need(layer, value.producer) for layer in value.consumers]
         return needs
 
     def _kept(self, needs: Mapping[int, Sequence[_Need]]) -> Iterator[Rectangle]:
-        """Yield where each storage is kept, once: where a stage has a layer that needs it."""
+        """Yield the runs that keep each storage: they have at least one layer that needs it."""
         for storage, of_storage in needs.items():
             layers_after: dict[int, list[int]] = defaultdict(list)
             for need in sorted(of_storage):
                 layers_after[need.after].append(need.layer)
             marks = {need.after + 1 for need in of_storage} | {n.layer + 1 for n in of_storage}
+            # Between two marks all starts have the same first layer that needs the storage; a run
+            # that reaches this layer keeps the storage.
             for start, next_start in pairwise(sorted(marks)):
-                # the first layer from a start on that needs it is the same up to the next mark
                 after = [x for before, x in layers_after.items() if before < start]
                 first = min((n for x in after for n in x[bisect_left(x, start) :][:1]), default=-1)
                 if first >= 0:
@@ -319,18 +321,18 @@ class StageBytes:
 
 
 def _holders(value: Value) -> list[int]:
-    """Return the layers that have a value, in order; the caller's batch is on its users only."""
+    """Return the layers that hold a value, in order; the caller's batch has no producer."""
     return [*(() if value.producer == MODEL_INPUT else (value.producer,)), *value.consumers]
 
 
 def _received(value: Value, num_layers: int) -> Iterator[Rectangle]:
-    """Yield the runs that have a layer which holds a value, and another one before them."""
+    """Yield the runs that hold a value, and receive it from a holder before them."""
     for before, layer in pairwise(_holders(value)):
         yield Rectangle(before + 1, layer, layer + 1, num_layers, value.num_bytes)
 
 
 def _sent(value: Value) -> Iterator[Rectangle]:
-    """Yield the runs that have a layer which holds a value, and another one behind them."""
+    """Yield the runs that hold a value, and send it to a holder after them."""
     for layer, behind in pairwise(_holders(value)):
         yield Rectangle(0, layer, layer + 1, behind, value.num_bytes)
 

@@ -1,4 +1,4 @@
-"""The table of a plan's stages: a row for each, with what was predicted of it."""
+"""The table of a plan's stages: a row for each, with its predicted figures."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PredictedStage:
-    """What a planner predicted of a stage on a mesh, for a micro-batch.
+    """The predicted figures of a stage on a mesh, for one micro-batch.
 
-    `handover_s` are the seconds of what goes on to the next stage, of `sent_bytes`, and of what
-    comes back.  Each device has `state_bytes` of weights, gradients and optimizer state, and keeps
-    at most `kept_bytes` of activations.  Where several stages follow each other on a mesh, as
-    segments do, nothing is sent between them, and the bytes of all of them add up.
+    `handover_s` are the seconds to send `sent_bytes` to the next stage and to receive their
+    gradients.  Each device has `state_bytes` of weights, gradients and optimizer state, and at
+    most `kept_bytes` of activations.  Segments, consecutive stages on one mesh, send nothing to
+    each other, and their bytes add up.
     """
 
     forward_s: float
@@ -37,24 +37,32 @@ _HEADS = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micr
 
 
 def stage_rows(plan: "Plan") -> Iterator[Sequence[str]]:
-    """Yield the heads of the table, then the row of each stage; on meshes that of each mesh."""
+    """Yield the heads of the table, then a row for each stage, or for each mesh."""
     predicted, ends = plan.predicted_stages, [*accumulate(plan.partition, initial=0)]
     yield _HEADS if predicted is None else MESH_HEADS
-    every = [range(n, n + 1) for n in range(plan.num_stages)]
-    for stages in every if predicted is None else segments_of(plan):
-        own = plan.layers[ends[stages[0]] : ends[stages[-1] + 1]]
-        layers = f"{len(own)}: {span_text([layer.name for layer in own])}"
-        first = stages_text(stages), layers, f"{sum(layer.num_parameters for layer in own):,}"
+    single = [range(n, n + 1) for n in range(plan.num_stages)]
+    for stages in single if predicted is None else segments_of(plan):
+        layers_here = plan.layers[ends[stages[0]] : ends[stages[-1] + 1]]
+        layers = f"{len(layers_here)}: {span_text([layer.name for layer in layers_here])}"
+        num_parameters = sum(layer.num_parameters for layer in layers_here)
+        first = stages_text(stages), layers, f"{num_parameters:,}"
         if predicted is None:
-            yield (*first, *_usual_cells(plan, stages[0]))
+            stage = stages[0]
+            yield (
+                *first,
+                plan.recompute[stage].value + (", offload" if plan.offload[stage] else ""),
+                " ".join(str(rank) for row in plan.placement.ranks[stage] for rank in row),
+                plan.placement.devices[stage],
+                "?" if plan.predicted_s is None else time_text(plan.predicted_s[stage]),
+            )
         else:
             yield (*first, *_mesh_cells(plan, stages[0], [predicted[n] for n in stages]))
 
 
 def segments_of(plan: "Plan") -> Iterator[range]:
-    """Yield the stages that follow each other on one mesh: several where they are segments."""
-    for _, own in groupby(range(plan.num_stages), key=plan.placement.ranks.__getitem__):
-        stages = [*own]
+    """Yield the consecutive stages on each mesh; several on one mesh are segments."""
+    for _, same_mesh in groupby(range(plan.num_stages), key=plan.placement.ranks.__getitem__):
+        stages = [*same_mesh]
         yield range(stages[0], stages[-1] + 1)
 
 
@@ -68,22 +76,15 @@ def span_text(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def _usual_cells(plan: "Plan", stage: int) -> Iterator[str]:
-    yield plan.recompute[stage].value + (", offload" if plan.offload[stage] else "")
-    yield " ".join(str(rank) for row in plan.placement.ranks[stage] for rank in row)
-    yield plan.placement.devices[stage]
-    yield "?" if plan.predicted_s is None else time_text(plan.predicted_s[stage])
-
-
 def _mesh_cells(plan: "Plan", stage: int, segments: Sequence[PredictedStage]) -> Iterator[str]:
     last = segments[-1]
     yield mesh_text(plan, stage)
     yield devices_text(plan, stage)
-    yield time_text(sum(own.forward_s for own in segments))
-    yield time_text(sum(own.backward_s for own in segments))
+    yield time_text(sum(segment.forward_s for segment in segments))
+    yield time_text(sum(segment.backward_s for segment in segments))
     yield time_text(last.handover_s) if last.handover_s else "-"
-    yield bytes_text(sum(own.state_bytes for own in segments))
-    yield bytes_text(sum(own.kept_bytes for own in segments))
+    yield bytes_text(sum(segment.state_bytes for segment in segments))
+    yield bytes_text(sum(segment.kept_bytes for segment in segments))
     yield bytes_text(last.sent_bytes) if last.sent_bytes else "-"
 
 

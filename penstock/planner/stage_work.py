@@ -1,8 +1,8 @@
-"""Work and in-flight micro-batches of each stage, read off a schedule.
+"""Count the work and the in-flight micro-batches of each stage in a schedule.
 
-Read off the programs that will run, recompute and offload put in: a stage whose backward follows
-at once recomputes nothing, one near the start keeps more than one near the end, and one whose
-backward is divided keeps what waits for the second part.
+The programs are those that will run, with recompute and offload.  So a stage whose backward
+follows its forward at once recomputes nothing, early stages keep more than late ones, and a
+divided backward keeps what its second part needs.
 """
 
 from collections import Counter
@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, repeat
+from operator import le
 from typing import NamedTuple
 
 import numpy as np
@@ -34,14 +35,15 @@ class Tables(NamedTuple):
     stays: Matrix
 
     def within(self, window: Window) -> "Tables":
-        """Return the part that is within a window."""
+        """Return the tables of a window only."""
         return Tables(*(table[window] for table in self))
 
 
 class Held(NamedTuple):
-    """How many micro-batches a stage keeps something of at one time: graphs; inputs, or whatever
-    else stays where a graph was dropped; parts of backwards that wait for weights; and those that
-    were moved away.
+    """Micro-batches that a stage keeps at one time, by what it keeps of them.
+
+    `graphs`: the whole graph; `inputs`: the inputs of a dropped graph; `weights`: operands of the
+    second part of a backward; `away`: offloaded.
     """
 
     graphs: int
@@ -54,9 +56,8 @@ class Held(NamedTuple):
 class StageWork:
     """The mean work of a stage for a micro-batch, and the micro-batches that it keeps.
 
-    Every micro-batch runs forward once, `recomputes` times again, and backward in one piece
-    (`wholes`) or in two (`halves`).  `held` are the times at which it keeps most: no other time
-    has as much of everything.
+    Each micro-batch has one forward, `recomputes` recomputes, and a backward in one part
+    (`wholes`) or two (`halves`).  `held` are the peaks: no other time keeps as much of everything.
     """
 
     recomputes: float
@@ -75,23 +76,22 @@ class StageWork:
         policy: RecomputePolicy,
         run: tuple[int, int] | None = None,
     ) -> tuple[float, ...]:
-        """Return what each layer would take the stage for a micro-batch, if it were there; only
-        those of a `run`, if one is given.
+        """Return the seconds of each layer for a micro-batch, if it were on this stage.
 
-        `policy` is what is recomputed on the stage: all of it, or some layers.
+        `policy` is the stage's recompute policy.  A `run` limits the result to its layers.
         """
-        some = policy.layers if isinstance(policy, RecomputeLayers) else None
+        recomputed = policy.layers if isinstance(policy, RecomputeLayers) else None
         start, end = run or (0, len(of_layers))
         return tuple(
             layer.forward_s
-            + (self.recomputes if some is None or n in some else 0) * layer.recompute_s
+            + (self.recomputes if recomputed is None or n in recomputed else 0) * layer.recompute_s
             + self.wholes * layer.backward_s
             + self.halves * (layer.input_s + layer.weight_s)
             for n, layer in enumerate(of_layers[start:end], start)
         )
 
     def peak_bytes(self, tables: Tables) -> Matrix:
-        """Return the most that the stage keeps, whatever layers it has."""
+        """Return the peak bytes of the stage for each run of layers."""
         most: Matrix = np.zeros_like(tables.graph)
         for held in self.held:
             terms = zip(held, tables, strict=True)
@@ -110,25 +110,26 @@ def work_of(
     away: Collection[int] = (),
     by_layers: Collection[int] = (),
 ) -> tuple[StageWork, ...]:
-    """Return the work of each stage where the stages `twice` recompute, those `by_layers` some
-    layers only, and those `away` move what they keep.
+    """Return the work of each stage where `twice` recompute (`by_layers` in part) and `away`
+    offload.
 
     Raises:
         ConfigError: the family makes no schedule of such a size.
     """
     schedule = _with(steady(family, num_stages, num_microbatches), twice, away, by_layers)
-    places, every = schedule.ranks, schedule.num_microbatches
+    places, count = schedule.ranks, schedule.num_microbatches
     programs = [schedule.programs[places[stage]] for stage in range(num_stages)]
-    own = [tuple(x for x in program if x.stage == n) for n, program in enumerate(programs)]
-    return tuple(_work(program, num_stages, every) for program in own)
+    of_stages = [tuple(x for x in program if x.stage == n) for n, program in enumerate(programs)]
+    return tuple(_work(program, num_stages, count) for program in of_stages)
 
 
 @lru_cache(maxsize=256)
 def held_by_rank(
     family: Family, size: tuple[int, int], stages: tuple[int, ...], policy: "Kinds"
 ) -> tuple[tuple[Held, ...], ...]:
-    """Return what the stages of a rank hold together at the times at which they keep most: at each
-    of them, what each of `stages` does.  `size` are the stages and micro-batches of the schedule.
+    """Return what each of a rank's `stages` keeps, at each time at which the rank may keep most.
+
+    `size` are the numbers of stages and micro-batches of the schedule.
     """
     schedule = steady(family, *size)
     only = Schedule((schedule.programs[schedule.ranks[stages[0]]],))
@@ -136,9 +137,7 @@ def held_by_rank(
 
 
 class Kinds(NamedTuple):
-    """The stages that recompute, those that move away what they keep, and those of the first that
-    recompute some layers only.
-    """
+    """The stages that recompute, that offload, and that recompute some layers only."""
 
     twice: frozenset[int]
     away: frozenset[int]
@@ -146,10 +145,10 @@ class Kinds(NamedTuple):
 
 
 def kinds_of(recompute: Sequence[RecomputePolicy], away: Iterable[int]) -> Kinds:
-    """Return what the stages of these policies do, of which those `away` move what they keep."""
+    """Return the kinds of stages with these recompute policies; those `away` offload."""
     twice = (stage for stage, x in enumerate(recompute) if x is not Recompute.NEVER)
-    some = (stage for stage, x in enumerate(recompute) if isinstance(x, RecomputeLayers))
-    return Kinds(frozenset(twice), frozenset(away), frozenset(some))
+    by_layers = (stage for stage, x in enumerate(recompute) if isinstance(x, RecomputeLayers))
+    return Kinds(frozenset(twice), frozenset(away), frozenset(by_layers))
 
 
 def _with(
@@ -163,40 +162,38 @@ def _with(
 
 
 class OnWay(NamedTuple):
-    """The most activations and gradients that are on their way to a stage at one time."""
+    """The most activations and gradients in flight to a stage at one time."""
 
     activations: int
     gradients: int
 
 
 def most_on_way(work: Sequence[StageWork], num_microbatches: int) -> list[OnWay]:
-    """Return for each stage how many messages can be on their way to it, whatever the times.
+    """Return the most messages in flight to each stage, for any seconds of instructions.
 
-    What a message belongs to is kept at the same time: of an activation by the stage that sent it,
-    whose backward waits for what comes back, and of a gradient by the stage that it goes to.
+    The micro-batch of a message is kept meanwhile: of an activation by its sender, whose backward
+    waits for the gradient, and of a gradient by its receiver.
     """
-    kept = [min(num_microbatches, each.most_kept) for each in work]
-    before = accumulate(kept, max, initial=0)
-    return [OnWay(sent, own) for sent, own in zip(before, kept, strict=False)]
+    kept = [min(num_microbatches, stage.most_kept) for stage in work]
+    kept_before = accumulate(kept, max, initial=0)
+    return [OnWay(sent, here) for sent, here in zip(kept_before, kept, strict=False)]
 
 
 made = lru_cache(maxsize=16)(Family.__call__)
-"""What a family makes, looked up: its work is read off it, and it is lowered and priced."""
+"""The cached schedule of a family, which is counted here, and lowered and priced elsewhere."""
 
 
 def steady(family: Family, num_stages: int, num_microbatches: int) -> Schedule:
-    """Make the schedule of a step, or without a flush of as many mini-batches as it takes until
-    a stage keeps the most that it ever will.
-    """
+    """Make the schedule of a step, or of the mini-batches after which no stage keeps more."""
     if not family.is_asynchronous:
         return made(family, num_stages, num_microbatches, 1)
     filling = -(-num_stages // num_microbatches)
     return made(family, num_stages, num_microbatches, filling + 3)
 
 
-def _work(own: Program, num_stages: int, num_microbatches: int) -> StageWork:
-    """Count what the instructions of one stage do; `own` are only those."""
-    done = Counter(map(type, own))
+def _work(program: Program, num_stages: int, num_microbatches: int) -> StageWork:
+    """Count the work of one stage; `program` has only its instructions."""
+    done = Counter(map(type, program))
 
     def per_microbatch(kind: type[ir.Instruction]) -> float:
         return done[kind] / num_microbatches
@@ -205,45 +202,46 @@ def _work(own: Program, num_stages: int, num_microbatches: int) -> StageWork:
         recomputes=per_microbatch(ir.Recompute),
         wholes=per_microbatch(ir.Backward),
         halves=per_microbatch(ir.BackwardInput),
-        held=tuple(held for (held,) in _most_held(own, num_stages, [own[0].stage])) if own else (),
+        held=tuple(held for (held,) in _most_held(program, num_stages, [program[0].stage]))
+        if program
+        else (),
     )
 
 
 def _most_held(
-    own: Program, num_stages: int, stages: Sequence[int]
+    program: Program, num_stages: int, stages: Sequence[int]
 ) -> tuple[tuple[Held, ...], ...]:
-    """Count what stages keep after each instruction, as bytes where a thing of one kind has one;
-    only times at which no other time has as much of everything.
+    """Return what stages keep after each instruction, without times at which they keep less.
+
+    The formula of bytes is used to count: a graph has 1 byte, inputs `one`, weights `one` squared.
     """
-    one = len(own) + 1  # graphs, inputs and weights of a stage are digits, and fewer than this
-    kept = set(zip(*(_kept(own, num_stages, stage, one) for stage in stages), strict=True))
+    # so the three counts are digits of a sum in base `one`: there are fewer of each than that
+    one = len(program) + 1
+    kept = set(zip(*(_kept(program, num_stages, stage, one) for stage in stages), strict=True))
     times: Iterable[tuple[Held, ...]] = {
         tuple(Held(n % one, n // one % one, n // one**2, moved) for n, moved in time)
         for time in kept
     }
     most: list[tuple[Held, ...]] = []
-    for time in sorted(times, reverse=True):  # what has more of the first comes before
-        if not any(_is_within(time, other) for other in most):
+    for time in sorted(times, reverse=True):  # a time that is within another comes after it
+        numbers = [*chain(*time)]
+        within = (all(map(le, numbers, chain(*other))) for other in most)
+        if not any(within):
             most.append(time)
     return tuple(reversed(most))
 
 
-def _kept(own: Program, num_stages: int, stage: int, one: int) -> Iterator[tuple[int, int]]:
-    """Yield what a stage keeps after each instruction of its rank, in digits, and what is away."""
+def _kept(program: Program, num_stages: int, stage: int, one: int) -> Iterator[tuple[int, int]]:
+    """Yield the digits of what a stage keeps after each instruction, and its offloaded number."""
 
     def count(graph: int, inputs: int, weights: int, stays: int = 0) -> Iterator[int]:
         kept = [Kept(0, 0, 0)] * num_stages
         kept[stage] = Kept(graph, inputs, weights, stays)
-        return live_bytes(own, kept)
+        return live_bytes(program, kept)
 
-    away: Iterable[int] = repeat(0, len(own))
-    if any(isinstance(x, ir.Offload) and x.stage == stage for x in own):
+    # with bytes that stay, an Offload moves nothing away: the difference is what is away
+    away: Iterable[int] = repeat(0, len(program))
+    if any(isinstance(x, ir.Offload) and x.stage == stage for x in program):
         pairs = zip(count(1, 1, 0, 1), count(1, 1, 0), strict=True)
-        away = (wherever - left for wherever, left in pairs)
+        away = (without_offload - left for without_offload, left in pairs)
     return zip(count(1, one, one * one), away, strict=True)
-
-
-def _is_within(one: tuple[Held, ...], other: tuple[Held, ...]) -> bool:
-    """Tell whether nothing is kept at one time that is not at the other, and something less."""
-    pairs = zip(chain(*one), chain(*other), strict=True)
-    return one != other and all(a <= b for a, b in pairs)

@@ -7,17 +7,17 @@ Alpa's inter-operator dynamic program (Zheng et al., OSDI 2022, section 5), and 
 
     seconds of a step = sum of all t_i + (B - 1) x the greatest t_j       B micro-batches
 
-For a bound on the greatest, t_max, the least sum is found from the last layer on:
+For a bound t_max on the greatest t_j, the least sum is computed from the last layer on:
 
     F(s, k, d) = min over the end i and the mesh m of   t(k, i, m) + F(s - 1, i, d - m)
 
-with s stages from layer k on and d devices left, of each kind of host, where t(k, i, m) <= t_max
-and the memory of m holds what s micro-batches in flight keep, as many as 1F1B has there.
+with s stages from layer k on and d devices left of each kind of host.  A stage needs
+t(k, i, m) <= t_max, and memory for the s micro-batches that 1F1B has in flight there.
 
-A greater t_max never makes F greater: for t_max in [a, b] no answer takes less than
-(B - 1) a + F(b).  The paper tries bounds in ascending order until B x t_max is no better than the
-best answer.  Here intervals that hold no better answer are left out, and others halved: the answer
-is the same, after tens of bounds instead of thousands.
+F does not grow with t_max, so for t_max in [a, b] no answer takes less than (B - 1) a + F(b).  The
+paper tries bounds in ascending order until B x t_max reaches the best answer.  Here an interval
+without a better answer is skipped, and any other is halved: the same answer, after tens of bounds
+instead of thousands.
 """
 
 import math
@@ -38,18 +38,18 @@ from penstock.trace.units import bytes_text
 from .stage_table import Hosts, Numbers, Stage, StageTable, Submesh, Task
 
 MOST_STAGES = 64
-"""How many stages `find_stages` looks at, at most."""
+"""The most stages of an answer."""
 _LONGEST_S = sys.float_info.max
-"""Seconds that are finite."""
+"""The greatest finite seconds."""
 
 
 def submeshes(hosts: Sequence[Hosts]) -> list[Submesh]:
     """Return the meshes that a stage may have: any part of a host, and any number of hosts."""
-    found = []
+    meshes = []
     for kind, (num_hosts, most, _) in enumerate(hosts):
-        found += [Submesh(kind, 1, size) for size in range(1, most + 1)]
-        found += [Submesh(kind, number, most) for number in range(2, num_hosts + 1)]
-    return found
+        meshes += [Submesh(kind, 1, size) for size in range(1, most + 1)]
+        meshes += [Submesh(kind, number, most) for number in range(2, num_hosts + 1)]
+    return meshes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,18 @@ class Answer:
 def find_stages(
     task: Task, *, most: int = 8, eps: float = 0.01, ahead: int = 1, limit_s: float = inf
 ) -> list[Answer]:
-    """Return the best answers, at most so many, best first; with a limit none that takes longer.
+    """Return at most `most` answers, best first, none slower than `limit_s`.
 
-    Meshes have any number of devices of a host or any number of hosts, of any kind, and some may
-    stay unused.  Hosts of several kinds come in any order, each filled before the next.
+    A mesh has some devices of one host or several whole hosts, of any kind; devices may stay
+    unused.  Kinds of hosts come in any order, and one host is filled before the next.
 
-    A stage is so many micro-batches `ahead` of the next, 1 in 1F1B and 2 in eager 1F1B: with s
-    stages from it on it keeps (s - 1) ahead + 1, at most B, and the way to the next one and back,
-    in its seconds and those of handing over, goes on for so many at a time.
+    A stage is `ahead` micro-batches ahead of the next: 1 in 1F1B, 2 in eager 1F1B.  The first of s
+    stages keeps (s - 1) ahead + 1 micro-batches, at most B, and so many are on the way to the next
+    stage and back at a time.
 
-    The best is at most a share `eps` from the least there is, likewise the second, and so on;
-    exact with 0.  Not more than `MOST_STAGES` stages.  A hundred layers on 1,000 devices take
-    seconds, 48 on 128 of each of two kinds most of a minute: every pair of numbers left is a
+    Each answer takes at most a share `eps` longer than the optimum in its place; 0 is exact.
+    There are at most `MOST_STAGES` stages.  A hundred layers on 1,000 devices take seconds, 48
+    layers on 128 devices of each of two kinds most of a minute, as every pair of numbers left is a
     state.
 
     Raises:
@@ -88,7 +88,7 @@ def find_stages(
 
 
 class _State(NamedTuple):
-    """The first stages, their sum of seconds, and what is left: stages, devices of each kind."""
+    """The first stages, their sum of seconds, and the numbers of stages and devices left."""
 
     sum_s: float
     stages: tuple[Stage, ...]
@@ -101,7 +101,7 @@ class _State(NamedTuple):
 
 
 class _Search:
-    """The bounds on the slowest stage that there are, and the best answers so far."""
+    """The search over bounds on the slowest stage, with the best answers so far."""
 
     def __init__(self, task: Task, most: int, eps: float, ahead: int, limit_s: float) -> None:
         numbers = [task.num_layers, task.num_microbatches, len(task.hosts), ahead]
@@ -113,48 +113,52 @@ class _Search:
             )
         self.task, self.most = task, most
         self.close = math.sqrt(1 + eps)
-        """As a factor: bounds that count as one; and again what may be missed."""
+        """Factor within which bounds count as one, and again by which an answer may be missed."""
         self.devices = tuple(host.num_hosts * host.num_devices for host in task.hosts)
         num_stages = min(task.num_layers, sum(self.devices), MOST_STAGES)
         self.meshes = submeshes(task.hosts)
         self.table = StageTable(task, self.meshes, num_stages, ahead)
-        self.found: dict[tuple[Stage, ...], Answer] = {}
+        self.answer_of: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = limit_s
 
     def answers(self) -> list[Answer]:
         """Return the best answers, best first."""
         self._search()
-        if not self.found and self.worst_s == inf:
+        if not self.answer_of and self.worst_s == inf:
             raise PlanError(self._missing())
         return self._best()
 
     def _best(self) -> list[Answer]:
-        return sorted(self.found.values(), key=lambda answer: answer.seconds)[: self.most]
+        return sorted(self.answer_of.values(), key=lambda answer: answer.seconds)[: self.most]
 
     # -- bounds on the slowest stage ------------------------------------------------------------
 
     def _search(self) -> None:
-        """Put the best answers into `found`."""
+        """Put the best answers into `answer_of`."""
+        # 1. Group close paces into bounds: the least and the greatest of each group.
         most_s = self.worst_s / max(self.task.num_microbatches - 1, 1)
         paces = np.unique(self.table.pace[self.table.pace < most_s])
-        self.bounds: list[tuple[float, float]] = []  # the least and the greatest of close paces
+        self.bounds: list[tuple[float, float]] = []
         at = 0
         while at < len(paces):
             end = int(np.searchsorted(paces, paces[at] * self.close, side="right"))
             self.bounds.append((float(paces[at]), float(paces[end - 1])))
             at = end
+        # 2. Find the first bound for which there are enough devices.
         low, high = 0, len(self.bounds)
-        while low < high:  # the first bound that there are enough devices for
+        while low < high:
             middle = (low + high) // 2
             is_enough = self.table.num_needed(self.bounds[middle][1]) <= sum(self.devices)
             low, high = (low, middle) if is_enough else (middle + 1, high)
+        # 3. Try bounds at growing distances, until the best answer gets no better.
         tried, step = [(low - 1, 0.0)], 1
         is_better = True
-        while low < len(self.bounds) and (is_better or len(self.found) < self.most):
+        while low < len(self.bounds) and (is_better or len(self.answer_of) < self.most):
             best = self.best_s
             tried.append((low, self._try(low)))
             is_better = self.best_s < best
             low, step = low + step, step * 2
+        # 4. Explore the intervals between them, from the least sum within their upper end.
         least_sum = self.table.before(self.table.total)[0][-1]
         tried.append((len(self.bounds), float(least_sum)))
         for (before, _), (after, sum_s) in pairwise(tried):
@@ -174,8 +178,10 @@ class _Search:
         return self.worst_s / self.close - (self.task.num_microbatches - 1) * self.bounds[bound][0]
 
     def _try(self, bound: int) -> float:
-        """Put the best answers within a bound into `found`; return seconds that no sum of others
-        is below: within less bounds there are none but these.
+        """Put the best answers within a bound into `answer_of`.
+
+        Return a lower bound on the sums of all other answers within this bound, and so within
+        lower ones.
         """
         limit = self._limit(bound)
         total = self.table.within(self.bounds[bound][1])
@@ -183,10 +189,10 @@ class _Search:
         self.reached_s = limit
         for stages in islice(self._in_order(least, total, limit), self.most):
             at = [(self.meshes.index(mesh), end, start) for start, end, mesh in stages]
-            slowest = max(float(self.table.pace[each]) for each in at)
-            sum_s = sum(float(self.table.total[each]) for each in at)
+            slowest = max(float(self.table.pace[place]) for place in at)
+            sum_s = sum(float(self.table.total[place]) for place in at)
             seconds = sum_s + (self.task.num_microbatches - 1) * slowest
-            self.found[stages] = Answer(stages, seconds, self._devices_of(stages))
+            self.answer_of[stages] = Answer(stages, seconds, self._devices_of(stages))
         best = self._best()
         if best:
             self.best_s = best[0].seconds
@@ -197,8 +203,10 @@ class _Search:
     def _in_order(
         self, least: Numbers, total: Numbers, limit: float
     ) -> Iterator[tuple[Stage, ...]]:
-        """Yield answers, the least sum first: the best partial answer is always
-        the next to be continued, and F says how good it can become.
+        """Yield answers, the least sum first.
+
+        This is a best-first search: the sum so far plus F is the exact least sum of any
+        completion.
         """
         number, next_meshes = count(), cache(self._next_meshes)
         heap: list[tuple[float, int, _State, Iterator[tuple[float, _State]]]] = []
@@ -207,12 +215,14 @@ class _Search:
             for sum_s, state in islice(states, 1):
                 heappush(heap, (sum_s, next(number), state, states))
 
-        every: Any = (0, slice(None), *self.devices)
-        of_all = enumerate(least[every].tolist())
-        begun = sorted((sum_s, n) for n, sum_s in of_all if sum_s <= min(limit, _LONGEST_S))
+        # Begin with each number of stages that is possible.
+        of_each_number: Any = (0, slice(None), *self.devices)
+        sums = enumerate(least[of_each_number].tolist())
+        begun = sorted((sum_s, n) for n, sum_s in sums if sum_s <= min(limit, _LONGEST_S))
         put_next((sum_s, _State(0.0, (), n, self.devices)) for sum_s, n in begun)
         while heap:
             self.reached_s, _, state, siblings = heappop(heap)
+            # The heap holds one of a row of siblings at a time; the next one follows it.
             put_next(siblings)
             if state.num_left:
                 put_next(self._continued(state, next_meshes(state.devices), least, total, limit))
@@ -230,13 +240,16 @@ class _Search:
     def _continued(
         self, state: _State, onto: Sequence[Numbers], least: Numbers, total: Numbers, limit: float
     ) -> Iterator[tuple[float, _State]]:
-        """Yield a state with one stage more `onto` meshes, and its least sum, least first."""
+        """Yield states with one more stage, on the meshes of `onto`, and their least sums, in
+        order.
+        """
         (meshes, room), start = onto, state.start
         after = slice(start + 1, None)
         rest = least[after, state.num_left - 1][(slice(None), *room.T)].T
-        own = total[meshes, after, start]
-        own = np.where(self.table.deepest[meshes, after, start] >= state.num_left, own, inf)
-        sums = (state.sum_s + own + rest).ravel()
+        stage_s = total[meshes, after, start]
+        may_be_first = self.table.deepest[meshes, after, start] >= state.num_left
+        stage_s = np.where(may_be_first, stage_s, inf)
+        sums = (state.sum_s + stage_s + rest).ravel()
         for at in np.argsort(sums, kind="stable"):
             if not sums[at] <= min(limit, _LONGEST_S):
                 return
@@ -244,11 +257,11 @@ class _Search:
             mesh, end = meshes[which], start + 1 + further
             stages = (*state.stages, Stage(start, end, self.meshes[mesh]))
             left = tuple(room[which].tolist())
-            sum_s = state.sum_s + float(own[which, further])
+            sum_s = state.sum_s + float(stage_s[which, further])
             yield float(sums[at]), _State(sum_s, stages, state.num_left - 1, left)
 
     def _devices_of(self, stages: tuple[Stage, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the devices of each stage: the next ones of its kind."""
+        """Return the devices of each stage: the next unused ones of its kind."""
         firsts, devices = [*accumulate(self.devices, initial=0)], []
         for stage in stages:
             kind, first = stage.submesh.kind, firsts[stage.submesh.kind]

@@ -1,10 +1,10 @@
 """Choose the partition, the placement and the schedule of a plan together.
 
-Small changes are tried, priced by the simulator, and kept while they help:
+A local search tries small changes, simulates the step, and keeps a change that makes it faster:
 
     partition   [ 3 | 2 | 4 ]  ─►  [ 2 | 3 | 4 ]     a layer moves to the next stage
     placement   (0, 1, 2, 1)   ─►  (0, 1, 2, 0)      a stage moves to another rank
-    schedule    is made anew for what the stages then cost: `critical_path`
+    schedule    is made anew for the costs of the stages, by `critical_path`
 """
 
 from collections import Counter
@@ -30,9 +30,9 @@ from .price import runs_of
 from .search import Evaluator
 
 _PARTS = 10_000
-"""Costs and bytes in a schedule's arguments are parts of the largest one: so many."""
+"""Costs and bytes in a schedule's arguments are rounded to this many parts of the largest."""
 _BALANCED = 200
-"""So often a cut is changed at most before its first schedule is made."""
+"""The most changes of a cut by the lower bound alone, before its first schedule is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Cut:
 
 
 class Tuner:
-    """Looks for a faster plan of a size than one that is known; `left` plans are made at most."""
+    """A local search for a faster plan of a size; it simulates at most `left` plans."""
 
     def __init__(self, evaluator: Evaluator, size: Size, most_on_rank: int, left: int) -> None:
         self.evaluator, self.size = evaluator, size
@@ -54,48 +54,45 @@ class Tuner:
         self._tried: set[Cut] = set()
 
     def run(self, start: Prediction) -> tuple[Size, Prediction] | None:
-        """Return the fastest plan found that is faster than `start` and fits, after its size.
+        """Return the size and the plan of the fastest cut; None if none is faster than `start`.
 
-        From each of several cuts, the fastest first, the next faster neighbour is taken until
+        From each of several first cuts, the fastest first, it moves to a faster neighbour until
         there is none.
         """
         self._best_s = start.quick_step_s
         starts = [(self._step_s(cut), cut) for cut in dict.fromkeys(self._starts(start))]
         for first_s, first in sorted(starts, key=lambda pair: pair[0]):
-            at_s, at = first_s, first
-            while (step := self._faster(at_s, at)) is not None:
-                at_s, at = step
+            faster: tuple[float, Cut] | None = (first_s, first)
+            while faster is not None:
+                at_s, at = faster
+                neighbours = sorted(self._neighbours(at), key=self.bound_s)
+                steps = ((self._step_s(cut), cut) for cut in neighbours if cut not in self._tried)
+                faster = next((step for step in steps if step[0] < at_s), None)
         return self._best
 
-    def _faster(self, at_s: float, at: Cut) -> tuple[float, Cut] | None:
-        """Return the first neighbour that takes less time than a cut does, and how much."""
-        for cut in sorted(self._neighbours(at), key=self.bound_s):
-            if cut not in self._tried and (took_s := self._step_s(cut)) < at_s:
-                return took_s, cut
-        return None
-
     def _step_s(self, cut: Cut) -> float:
-        """Return the seconds of a cut's plan, and keep it if it is the fastest; infinity where it
-        does not fit, cannot be the fastest, or enough plans were made.
+        """Return the seconds of a cut's plan, and keep the plan if it is the fastest.
+
+        They are infinite if it does not fit, cannot be the fastest, or no plans are left to make.
         """
         if not self.left or self.bound_s(cut) >= self._best_s:
             return inf
         self._tried.add(cut)
         self.left -= 1
-        found, size = self._predicted(cut), self._size(cut)
-        if found is None or not self.evaluator.fits(size, found):
+        predicted, size = self._predicted(cut), self._size(cut)
+        if predicted is None or not self.evaluator.fits(size, predicted):
             return inf
-        took_s = found.quick_step_s
+        took_s = predicted.quick_step_s
         if took_s < self._best_s:
-            self._best_s, self._best = took_s, (size, found)
+            self._best_s, self._best = took_s, (size, predicted)
         return took_s
 
     def bound_s(self, cut: Cut) -> float:
-        """Return seconds that no schedule of a cut can take less than."""
+        """Return a lower bound on the step of a cut, for any schedule."""
         return max(self._rank_s(cut))
 
     def _rank_s(self, cut: Cut) -> list[float]:
-        """Return for each rank the seconds that it cannot end before."""
+        """Return a lower bound on the seconds at which each rank ends."""
         loads = []
         for rank, (start, end) in zip(cut.ranks, runs_of(cut.spans), strict=True):
             forward_s, back_s, busy_s = (upto[end] - upto[start] for upto in self._upto[rank])
@@ -105,28 +102,28 @@ class Tuner:
 
     @cached_property
     def _upto(self) -> list[list[list[float]]]:
-        """For each rank, the seconds on its device of all spans before each: of forwards, of the
-        least of backwards that others wait for, and of all work.
+        """For each rank, three lists of seconds of all spans before each, on its device.
+
+        They are those of forwards, of the shortest backwards that other stages wait for, and of
+        all work.
         """
-        found = []
+        spans, sums = self.evaluator.profile.spans, []
         for place in self.evaluator.places_of(self.size)[: self.size.num_ranks]:
-            layers = self.evaluator.layers_at(self.size, place)
-            each = [
+            layers = [
                 (
                     x.forward_s,
                     min(x.backward_s, x.input_s),
                     x.forward_s + min(x.backward_s, x.input_s + x.weight_s),
                 )
-                for x in layers
+                for x in self.evaluator.layers_at(self.size, place)
             ]
-            spans = self.evaluator.profile.spans
-            found.append(
+            sums.append(
                 [
                     [*accumulate((sum(values[a:b]) for a, b in spans), initial=0.0)]
-                    for values in zip(*each, strict=True)
+                    for values in zip(*layers, strict=True)
                 ]
             )
-        return found
+        return sums
 
     def _starts(self, start: Prediction) -> Iterator[Cut]:
         """Yield the cut of a plan, and balanced ones on several placements."""
@@ -139,9 +136,7 @@ class Tuner:
                 yield self._balanced(ranks)
 
     def _placements(self) -> Iterator[tuple[int, ...]]:
-        """Yield the ranks of stages: a chain, a loop, a V, a ring that is closed, and Vs between
-        ranks that have one stage.
-        """
+        """Yield the ranks of stages: a chain, two rounds, a V, a ring, and Vs without ends."""
         last = self.size.num_ranks - 1
         chain = (*range(last + 1),)
         yield chain
@@ -154,7 +149,8 @@ class Tuner:
         yield (*chain[:-1], *reversed(chain[1:]))
 
     def _balanced(self, ranks: tuple[int, ...]) -> Cut:
-        """Return a cut whose ranks have about as much to do, by the bound alone."""
+        """Return a cut whose ranks have about equal work, by the lower bound alone."""
+        # 1. Cut so that each rank's work is about equal, on the first rank's device.
         num_spans, counted = len(self.evaluator.profile.spans), Counter(ranks)
         work_s = self._upto[0][2]
         shares = list(accumulate(1 / counted[rank] for rank in ranks))
@@ -166,6 +162,7 @@ class Tuner:
             while at < most and abs(work_s[at + 1] - goal) < abs(work_s[at] - goal):
                 at += 1
             ends.append(at)
+        # 2. Improve it by single changes, on each rank's own device.
         cut = Cut(tuple(b - a for a, b in pairwise([*ends, num_spans])), ranks)
         for _ in range(_BALANCED):
             better = min(self._neighbours(cut), key=self._unevenness, default=cut)
@@ -198,44 +195,52 @@ class Tuner:
         return replace(self.size, stages_per_rank=1, stages=len(cut.ranks))
 
     def _predicted(self, cut: Cut) -> Prediction | None:
-        """Return the faster one of a schedule that keeps what it likes and one that keeps to the
-        memory there is; None if neither fits.
+        """Return the faster of two schedules, or None if neither fits.
+
+        One is made without a limit of memory, so that layers may have to be recomputed; the other
+        keeps to the memory of the ranks.
         """
         spans = self.evaluator.profile.spans
         edges = [0, *(spans[end - 1][1] for end in accumulate(cut.spans))]
         partition = tuple(b - a for a, b in pairwise(edges))
-        own, size = self.evaluator, self._size(cut)
-        draft = own.draft(size, critical_path(ranks=cut.ranks), partition)
+        evaluator, size = self.evaluator, self._size(cut)
+        draft = evaluator.draft(size, critical_path(ranks=cut.ranks), partition)
         costs = relative(self.evaluator.predicted(draft))
-        found = own.plan_at(size, critical_path(costs, cut.ranks), partition)
-        if found is not None and not found.recomputing:
-            return self.evaluator.predicted(found)
+        free = evaluator.plan_at(size, critical_path(costs, cut.ranks), partition)
+        if free is not None and not free.recomputing:
+            return self.evaluator.predicted(free)
         memory = self._room(cut, partition)
-        lean = memory and own.plan_at(size, critical_path(costs, cut.ranks, memory), partition)
-        both = [self.evaluator.predicted(each) for each in (found, lean) if isinstance(each, Plan)]
-        return min(both, key=lambda each: each.quick_step_s, default=None)
+        within = critical_path(costs, cut.ranks, memory)
+        lean = memory and evaluator.plan_at(size, within, partition)
+        both = [self.evaluator.predicted(x) for x in (free, lean) if isinstance(x, Plan)]
+        return min(both, key=lambda x: x.quick_step_s, default=None)
 
     def _room(self, cut: Cut, partition: tuple[int, ...]) -> AtMostBytes | None:
-        """Return the memory that ranks have beside weights, in parts of the largest; None if it
-        is not enough for one micro-batch.
+        """Return the memory of ranks beside their weights, in parts of the largest.
+
+        None: it is too little for one micro-batch.
         """
+        # 1. Subtract the weights from the memory of each rank, and compare with one micro-batch.
         size, num_stages = self._size(cut), len(partition)
         prices = self.evaluator.prices(size, critical_path(ranks=cut.ranks), None)
         kept = prices.of_stages.sizes(partition, (Recompute.NEVER,) * num_stages)
         limits, needed = [*self.evaluator.limits_of(size)], [0] * size.num_ranks
-        stages = zip(cut.ranks, runs_of(partition), kept.of_stages(num_stages), strict=True)
-        for rank, (start, end), own in stages:
+        of_stages = kept.of_stages(num_stages)
+        stages = zip(cut.ranks, runs_of(partition), of_stages, strict=True)
+        for rank, (start, end), stage_bytes in stages:
             limits[rank] -= sum(prices.lasting[start:end])
-            needed[rank] += max(own.graph, own.weights)
+            needed[rank] += max(stage_bytes.graph, stage_bytes.weights)
         if any(map(le, limits, needed)):
             return None
+        # 2. Round bytes up and limits down to parts, so that what fits in parts fits in bytes.
         unit = max(limits) / _PARTS
         graphs, weights = (
-            tuple(ceil(getattr(own, name) / unit) for own in kept.of_stages(num_stages))
+            tuple(ceil(getattr(stage_bytes, name) / unit) for stage_bytes in of_stages)
             for name in ("graph", "weights")
         )
         sizes = Sizes(kept_bytes=graphs, weight_bytes=weights)
         memory = AtMostBytes(sizes, tuple(int(limit / unit) for limit in limits))
+        # 3. Rounding may leave too little for one micro-batch.
         least = Counter[int]()
         for rank, graph, left in zip(cut.ranks, graphs, weights, strict=True):
             least[rank] += max(graph, left)
@@ -244,26 +249,30 @@ class Tuner:
 
 
 def relative(predicted: Prediction) -> Costs:
-    """Return what a list schedule is made for, as parts of the largest number: what stages take
-    with all that is computed twice or moved, and their messages.
+    """Return the costs for a list schedule, in parts of the largest: stages and messages.
+
+    Forwards include offload, backwards fetch and recompute.  Whole numbers of parts make equal
+    plans have equal schedules.
     """
-    given, ranks = predicted.costs, predicted.plan.placement.places
-    again = given.again(len(ranks))
+    costs, ranks = predicted.costs, predicted.plan.placement.places
+    again = costs.again(len(ranks))
     edges = {
         (s, s + 1): predicted.sharing.way_of((False, s, s + 1))
         for s, (here, there) in enumerate(pairwise(ranks))
         if here != there
     }
+    # 1. Add up the seconds of each kind of instruction, by stage.
     by_stage = {
-        "forward_s": (given.forward_s, given.offload_s),
-        "backward_s": (given.backward_s, again, given.fetch_s),
-        "backward_input_s": (given.backward_input_s, again, given.fetch_s),
-        "backward_weight_s": (given.backward_weight_s,),
+        "forward_s": (costs.forward_s, costs.offload_s),
+        "backward_s": (costs.backward_s, again, costs.fetch_s),
+        "backward_input_s": (costs.backward_input_s, again, costs.fetch_s),
+        "backward_weight_s": (costs.backward_weight_s,),
     }
     seconds = {
-        name: [sum(of_stage) for of_stage in zip(*map(_floats, parts), strict=True)]
+        name: [sum(of_stage) for of_stage in zip(*map(_of_stages, parts), strict=True)]
         for name, parts in by_stage.items()
     }
+    # 2. Messages: their travel, and how long they keep the sender from computing.
     travels = {edge: way.latency_s + way.lane_s for edge, way in edges.items()}
     busy = [0.0] * len(ranks)
     for (here, there), way in edges.items():
@@ -276,6 +285,6 @@ def relative(predicted: Prediction) -> Costs:
     )
 
 
-def _floats(given: object) -> tuple[float, ...]:
-    assert isinstance(given, tuple), "a prediction has one number for each stage"
-    return given
+def _of_stages(seconds: object) -> tuple[float, ...]:
+    assert isinstance(seconds, tuple), "a prediction has one number for each stage"
+    return seconds

@@ -1,4 +1,4 @@
-"""What a plan says of backwards that run in one part where its schedule divides them."""
+"""Backwards that run in one part although the schedule divides them."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from penstock.schedules.ir import BackwardInput, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Unsplit:
-    """A layer whose backward is not in two parts, by its number, and what the reason is.
+    """A layer, by number, whose backward cannot run in two parts, and the reason.
 
-    The number after the last is the loss.  `whole`: because of it, that of its stage is not.
+    The number after the last layer is the loss.  `whole`: no backward of its stage can.
     """
 
     layer: int
@@ -28,21 +28,21 @@ def divides_backwards(schedule: Schedule) -> bool:
 
 def check_unsplit(unsplit: Sequence[Unsplit], num_layers: int) -> None:
     """Raise PlanError if a layer is named that is not there."""
-    for each in unsplit:
-        if not 0 <= each.layer <= num_layers:
-            raise PlanError(f"unsplit names layer {each.layer}, and there are {num_layers}")
+    for entry in unsplit:
+        if not 0 <= entry.layer <= num_layers:
+            raise PlanError(f"unsplit names layer {entry.layer}, and there are {num_layers}")
 
 
 def unsplit_lines(
     unsplit: Sequence[Unsplit] | None, layers: Sequence[object], partition: Sequence[int]
 ) -> Iterator[str]:
-    """Say in a line each what runs in one part; `unsplit` is None where that is not known yet."""
+    """Yield a line for each backward in one part; `unsplit` is None before the first step."""
     if not unsplit:
         which = "the first step shows which" if unsplit is None else "all layers"
         yield f"backwards in two parts: {which}"
     ends = list(accumulate(partition))
-    for each in unsplit or ():
-        name = f"layer {layers[each.layer]}" if each.layer < len(layers) else "the loss"
-        stage = min(bisect_right(ends, each.layer), len(partition) - 1)
-        where = f"all of stage {stage}, because of {name}" if each.whole else name
-        yield f"backward in one part: {where}, {each.reason}"
+    for entry in unsplit or ():
+        name = f"layer {layers[entry.layer]}" if entry.layer < len(layers) else "the loss"
+        stage = min(bisect_right(ends, entry.layer), len(partition) - 1)
+        where = f"all of stage {stage}, because of {name}" if entry.whole else name
+        yield f"backward in one part: {where}, {entry.reason}"

@@ -65,6 +65,7 @@ def critical_path(
     Raises:
         ConfigError: `ranks` leave out a rank, or `memory` is no limit.
     """
+    # 1. Check that each rank from 0 up has a stage, and that the memory is a limit.
     numbers = ranks if isinstance(ranks, tuple) else ()
     is_whole = numbers and all(type(rank) is int for rank in numbers)
     if ranks is not None and not (is_whole and {*numbers} == {*range(1 + max(numbers))}):
@@ -73,6 +74,7 @@ def critical_path(
             "least once, such as (0, 1, 1, 0), or None for a rank for each"
         )
     check_is_limit(memory)
+    # 2. A limit becomes a law, which is proved of each schedule.
     laws: tuple[Law, ...] = SYNCHRONOUS if memory is None else (*SYNCHRONOUS, memory)
     arguments = (("costs", costs), ("ranks", ranks), ("memory", memory))
     deal = in_turn if ranks is None else OnRanks("critical_path", ranks)

@@ -119,12 +119,14 @@ def lower_unproved(
         ConfigError: it is of another size than asked for, or runs a stage on another rank.
     """
     schedule = _made(how, num_microbatches, num_minibatches, make)
-    every = how.family.microbatches_per_update(num_microbatches)
+    per_update = how.family.microbatches_per_update(num_microbatches)
     if mode is not Mode.TRAIN:
-        schedule, every = forwards_first(without_updates(schedule)), num_microbatches
-    if mode is not Mode.EVAL:
-        schedule = _saving_memory(schedule, how)
-    schedule = add_communication(add_commits(schedule, how.commits, every), how.transfers)
+        schedule, per_update = forwards_first(without_updates(schedule)), num_microbatches
+    if how.recompute and mode is not Mode.EVAL:
+        schedule = add_recompute(schedule, how.recompute, how.by_layers)
+    if how.offload and mode is not Mode.EVAL:
+        schedule = add_offload(schedule, how.offload)
+    schedule = add_communication(add_commits(schedule, how.commits, per_update), how.transfers)
     if how.reduces and mode is Mode.TRAIN:
         schedule = add_reductions(schedule)
     return post_receives(schedule) if how.posts else schedule
@@ -140,12 +142,6 @@ def _can_be_hashed(how: Lowering) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _saving_memory(schedule: Schedule, how: Lowering) -> Schedule:
-    if how.recompute:
-        schedule = add_recompute(schedule, how.recompute, how.by_layers)
-    return add_offload(schedule, how.offload) if how.offload else schedule
 
 
 def _made(how: Lowering, num_microbatches: int, num_minibatches: int, make: Make) -> Schedule:

@@ -133,6 +133,7 @@ def named_schedule(
     Raises:
         ConfigError: it does not run so many stages on a rank, or they are not dealt out evenly.
     """
+    # 1. Make the family with those of the values that it takes.
     types = argument_types(name)
     if stages_per_rank == 1 and _STAGES_PER_RANK in types:
         raise ConfigError(
@@ -144,6 +145,7 @@ def named_schedule(
     family = _IN_FILES[name]
     if not isinstance(family, Family):
         family = family(**{key: values[key] for key in taken})
+    # 2. Check that the stages per rank suit it, and that ranks have equally many.
     expected = family.stages_per_rank
     if expected != (stages_per_rank or expected):
         runs, remedy = (
@@ -185,7 +187,7 @@ def stages_on_ranks() -> str:
     return f"2 for {', '.join(several)}; 2 or more for {', '.join(of_choice)}"
 
 
-def family_of(given: Build | Schedule, num_microbatches: int) -> Family:
+def family_of(schedule: Build | Schedule, num_microbatches: int) -> Family:
     """Return a user's `schedule` argument as a family.
 
     A user's function does not state the ranks of its stages.  `ranks` of its family makes a
@@ -196,19 +198,20 @@ def family_of(given: Build | Schedule, num_microbatches: int) -> Family:
         ConfigError: it makes families and is none, or is no schedule at all.
         ScheduleError: it is a `Schedule`, and cannot run.
     """
-    if isinstance(given, Family):
-        return given
-    if isinstance(given, Schedule):
-        return from_csv(to_csv(given))
-    is_maker = isinstance(given, type) or given in (*_EVERY_FAMILY, *_MADE)
-    if is_maker or not callable(given):
+    if isinstance(schedule, Family):
+        return schedule
+    if isinstance(schedule, Schedule):
+        return from_csv(to_csv(schedule))
+    is_maker = isinstance(schedule, type) or schedule in (*_EVERY_FAMILY, *_MADE)
+    if is_maker or not callable(schedule):
         raise ConfigError(
-            f"schedule={given!r:.80} is no schedule; give a family, such as schedules.one_f_one_b "
-            "or schedules.zb_h1(), which is called as it has arguments, a Schedule, or a function "
-            "(num_stages, num_microbatches) -> Schedule; schedules.from_csv(path) reads one"
+            f"schedule={schedule!r:.80} is no schedule; give a family, such as "
+            "schedules.one_f_one_b or schedules.zb_h1(), which is called as it has arguments, a "
+            "Schedule, or a function (num_stages, num_microbatches) -> Schedule; "
+            "schedules.from_csv(path) reads one"
         )
-    name = given.__name__ if isinstance(given, FunctionType) else repr(given)
-    return Family(name, given, deal=_AsBuilt(given, num_microbatches))
+    name = schedule.__name__ if isinstance(schedule, FunctionType) else repr(schedule)
+    return Family(name, schedule, deal=_AsBuilt(schedule, num_microbatches))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ def add_recompute(
     """
 
     def rewrite(program: Program) -> Iterator[Instruction]:
+        # 1. Find the backwards that follow their forward at once.
         at_once = {
             (before.stage, before.microbatch)
             for before, after in pairwise(program)
@@ -40,6 +41,7 @@ def add_recompute(
             chosen = stages is None or stage in stages
             return chosen and (stage in by_layers or (stage, microbatch) not in at_once)
 
+        # 2. Drop the other graphs, and recompute right before the backward.
         for instruction in program:
             match instruction:
                 case ir.Forward(s, i, _, version) if drops(s, i):
@@ -83,13 +85,13 @@ def add_offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return _rewrite(schedule, rewrite)
 
 
-def add_commits(schedule: Schedule, stages: Collection[int], every: int | None = None) -> Schedule:
+def add_commits(schedule: Schedule, stages: Collection[int], after: int | None = None) -> Schedule:
     """Commit the BatchNorm statistics of each of `stages` right after its last forward, or after
-    `every` so many.
+    every `after` forwards.
     """
     if not stages:
         return schedule
-    every = every or schedule.num_microbatches
+    after = after or schedule.num_microbatches
 
     def rewrite(program: Program) -> Iterator[Instruction]:
         done: Counter[int] = Counter()
@@ -97,7 +99,7 @@ def add_commits(schedule: Schedule, stages: Collection[int], every: int | None =
             yield instruction
             if isinstance(instruction, ir.Forward) and instruction.stage in stages:
                 done[instruction.stage] += 1
-                if done[instruction.stage] % every == 0:
+                if done[instruction.stage] % after == 0:
                     yield ir.CommitStatistics(instruction.stage)
 
     return _rewrite(schedule, rewrite)
@@ -112,6 +114,7 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
     A receive stands right before its use, so that a Recompute before it runs while the gradient is
     still on its way.
     """
+    # Activations go from producers to consumers, gradients the other way.
     producers, consumers = neighbours(transfers)
     forward = ir.ReceiveActivation, producers, ir.SendActivation, consumers
     backward = ir.ReceiveGradient, consumers, ir.SendGradient, producers
@@ -121,6 +124,7 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
             if not isinstance(x, ir.Forward | ir.Backward | ir.BackwardInput):
                 yield x
                 continue
+            # Receive right before the use, send right after.
             receive, sources, send, targets = forward if isinstance(x, ir.Forward) else backward
             s, i = x.stage, x.microbatch
             for source in sources.get(s, ()):

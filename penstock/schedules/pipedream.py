@@ -79,9 +79,9 @@ def _schedule(
     )
 
 
-def _newest(stage: int, microbatch: int, every: int, num_stages: int) -> int:
+def _newest(stage: int, microbatch: int, per_update: int, num_stages: int) -> int:
     return max(microbatch - (num_stages - stage - 1), 0)
 
 
-def _synchronised(stage: int, microbatch: int, every: int, num_stages: int) -> int:
-    return _newest(0, microbatch, every, num_stages)
+def _synchronised(stage: int, microbatch: int, per_update: int, num_stages: int) -> int:
+    return _newest(0, microbatch, per_update, num_stages)

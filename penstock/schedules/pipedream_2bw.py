@@ -30,8 +30,8 @@ def _schedule(num_stages: int, num_microbatches: int, num_minibatches: int) -> S
     )
 
 
-def _version(stage: int, microbatch: int, every: int, num_stages: int) -> int:
-    return max(microbatch // every - 1, 0)
+def _version(stage: int, microbatch: int, per_update: int, num_stages: int) -> int:
+    return max(microbatch // per_update - 1, 0)
 
 
 pipedream_2bw = Family(

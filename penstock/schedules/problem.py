@@ -184,7 +184,7 @@ def fits(problem: Problem, rank: int, program: Iterable[int]) -> bool:
 
 def answer_of(problem: Problem, schedule: Schedule) -> Answer:
     """Write a schedule of compute instructions as numbers."""
-    kind = {made: number for number, made in enumerate(KINDS)}
+    kind = {kind_class: number for number, kind_class in enumerate(KINDS)}
     return [
         [
             problem.op(kind[type(x)], x.stage, x.microbatch)
@@ -209,6 +209,7 @@ def joined(problem: Problem, answer: Answer) -> Answer:
     The whole backward takes no longer than both parts.  The stage before uses the gradient only
     once both are done.
     """
+    # 1. Run the answer once, to know when each operation ends.
     p, size, m = problem, problem.size, problem.num_microbatches
     ran = run(problem, answer)
     assert ran is not None
@@ -225,14 +226,15 @@ def joined(problem: Problem, answer: Answer) -> Answer:
         took = p.time[(user + (WHOLE - INPUT) * size if user in wholes else user) // m]
         return user < size or ends[after] + p.lag[user // m] + took <= ends[user]
 
+    # 2. Put a whole backward in the place of two parts that may be one.
     result: Answer = []
     for program in answer:
-        result.append(made := [])
+        result.append(operations := [])
         for op, after in zip(program, [*program[1:], -1], strict=True):
             if are_one(op, after):
-                made.append(op + (WHOLE - INPUT) * size)
-            elif not made or made[-1] != op + (WHOLE - WEIGHT) * size:
-                made.append(op)
+                operations.append(op + (WHOLE - INPUT) * size)
+            elif not operations or operations[-1] != op + (WHOLE - WEIGHT) * size:
+                operations.append(op)
     return result
 
 
@@ -302,6 +304,7 @@ def _times(costs: Costs, ranks: tuple[int, ...]) -> Sequence[Sequence[float]]:
     rank receives right before the instruction that needs the message, and sends right after the
     one that makes it.  The times of forwards and backwards include both.
     """
+    # 1. Bring all costs to one scale; neighbours on one rank send nothing to each other.
     num_stages, wire_s = len(ranks), per_edge(costs.transfer_s)
     apart = [here != there for here, there in pairwise(ranks)]
     forward, of_inputs, of_weights, whole, again, travel, send, receive = _alike(
@@ -315,6 +318,7 @@ def _times(costs: Costs, ranks: tuple[int, ...]) -> Sequence[Sequence[float]]:
             per_stage(costs.receive_s, num_stages, "receive_s"),
         )
     )
+    # 2. Add sends and receives to the operations that need them.
     above, below = (False, *apart), (*apart, False)  # is the stage before, after, elsewhere?
 
     def with_messages(

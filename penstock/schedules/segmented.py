@@ -35,6 +35,7 @@ def segmented(sizes: tuple[int, ...], base: Family = one_f_one_b) -> Family:
         ConfigError: `sizes` are not whole numbers of at least 1, or `base` is no synchronous
             family, or has a limit of memory of its own.
     """
+    # 1. Check the sizes and the base.
     if not (isinstance(sizes, tuple) and sizes and all(type(n) is int and n > 0 for n in sizes)):
         raise ConfigError(
             f"sizes={sizes!r}: give the number of segments of each stage as a tuple of whole "
@@ -45,6 +46,7 @@ def segmented(sizes: tuple[int, ...], base: Family = one_f_one_b) -> Family:
             f"base={base!r:.80}: only stages of a synchronous family without a limit of memory "
             "are cut into segments; give one, such as one_f_one_b or zb_h1()"
         )
+    # 2. All segments of a stage are on its rank.
     ranks = chain(*map(repeat, base.ranks(len(sizes)), sizes))
     deal = OnRanks("segmented", tuple(ranks))
     return Family("segmented", _schedule, arguments=(("sizes", sizes), ("base", base)), deal=deal)

@@ -98,6 +98,7 @@ def to_csv(schedule: Schedule) -> str:
         ConfigError: it is a family, of any size.
         ScheduleError: it updates weights, for which the form has no word.
     """
+    # 1. Refuse what the form cannot say.
     if not isinstance(schedule, Schedule):
         raise ConfigError(
             f"{schedule!r:.80} is no schedule of one size: call the family, "
@@ -109,6 +110,7 @@ def to_csv(schedule: Schedule) -> str:
                 f"rank {rank}, {x}: weights are updated within the schedule, and the CSV form has "
                 "no word for that; write the text form instead, str(schedule)"
             )
+    # 2. Write a cell for each instruction that torch knows.
     rows = (
         (
             f"{x.stage}{_LETTERS[type(x)]}{x.microbatch}"
@@ -142,10 +144,10 @@ def _schedule(num_stages: int, num_microbatches: int, source: str) -> Schedule:
     )
 
 
-def _check_size(noun: str, asked: int, count: int, *, exactly: bool) -> None:
-    if asked > count or (exactly and asked != count):
+def _check_size(noun: str, wanted: int, count: int, *, exactly: bool) -> None:
+    if wanted > count or (exactly and wanted != count):
         raise ConfigError(
-            f"the schedule that was read as CSV has {count} {noun}, and {asked} were asked for: "
+            f"the schedule that was read as CSV has {count} {noun}, and {wanted} were asked for: "
             f"make it {count}{'' if exactly else ' or fewer'}, or read another schedule"
         )
 

@@ -12,9 +12,9 @@ _LOG = logging.getLogger("penstock")
 
 
 @contextmanager
-def saying(what: str, after_s: float | None = None) -> Iterator[None]:
-    """Report the work `what` if the block takes longer than `after_s` (None: `AFTER_S`)."""
-    timer = Timer(AFTER_S if after_s is None else after_s, say, (what,))
+def saying(work: str, after_s: float | None = None) -> Iterator[None]:
+    """Report `work` if the block takes longer than `after_s` (None: `AFTER_S`)."""
+    timer = Timer(AFTER_S if after_s is None else after_s, say, (work,))
     timer.daemon = True
     timer.start()
     try:
@@ -24,10 +24,10 @@ def saying(what: str, after_s: float | None = None) -> Iterator[None]:
         timer.join()
 
 
-def say(what: str) -> None:
+def say(work: str) -> None:
     """Write a line to stderr if that is a terminal; log it otherwise."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"penstock: {what} ...\n")
+        sys.stderr.write(f"penstock: {work} ...\n")
         sys.stderr.flush()
     else:
-        _LOG.info("%s", what)
+        _LOG.info("%s", work)

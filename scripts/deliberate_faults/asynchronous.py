@@ -8,8 +8,8 @@ FAULTS = (
     Fault(
         "asynchronous: a mini-batch sees weights one update too early",
         "penstock/schedules/pipedream_2bw.py",
-        "max(microbatch // every - 1, 0)",
-        "microbatch // every",
+        "max(microbatch // per_update - 1, 0)",
+        "microbatch // per_update",
         LAW,
         "in_every_way",
     ),

@@ -32,8 +32,8 @@ FAULTS = (
     Fault(
         "processes are predicted to wait for Python's lock",
         "penstock/planner/shared_cores.py",
-        "_scaled(known[:at_once], max(busy, at_least))",
-        "_scaled(known[:at_once], busy)",
+        "_scaled(host_speeds[:at_once], max(busy, at_least))",
+        "_scaled(host_speeds[:at_once], busy)",
         "tests/planner/test_predict.py",
         "say_themselves",
     ),
@@ -119,8 +119,8 @@ FAULTS = (
     Fault(
         "memory is limited as if a stage kept all micro-batches",
         "penstock/planner/plan_sharding.py",
-        "        kept = [own.most_kept for own in work]\n",
-        "        kept = [number for own in work]\n",
+        "        num_kept = [stage.most_kept for stage in work]\n",
+        "        num_kept = [number for own in work]\n",
         "tests/automatic/test_bounds.py",
         "divided_within",
     ),

@@ -54,8 +54,8 @@ FAULTS = (
     Fault(
         "a limit of memory does not count the versions of weights",
         "penstock/planner/fit.py",
-        "tried.append(weights + _peak_bytes(",
-        "tried.append(_peak_bytes(",
+        "peaks_tried.append(weights + _peak_bytes(",
+        "peaks_tried.append(_peak_bytes(",
         "tests/laws/test_memory_limit.py",
         "versions",
     ),

@@ -464,8 +464,8 @@ FAULTS = (
     Fault(
         "a stage recomputes because another one does",
         "penstock/planner/plan.py",
-        "tuple(own) if policy is Recompute.STAGE",
-        "tuple(own) if Recompute.STAGE in self.recompute",
+        "tuple(stage_layers) if policy is Recompute.STAGE",
+        "tuple(stage_layers) if Recompute.STAGE in self.recompute",
         "tests/laws/test_plan.py",
         "from_stage_to_stage",
     ),

@@ -183,9 +183,11 @@ def load_device(name_or_path: str | Path) -> Device:
         UnreadableError, ConfigError: there is neither, or the file does not hold a device; names
             it, and the place in it.
     """
+    # 1. A preset's name comes first.
     names = preset_names("devices")
     if name_or_path in names:
         return device_preset(str(name_or_path))
+    # 2. A file has the fields of a device, or a cluster with a single kind of device.
     with naming(name_or_path):
         known = f"no device of this name; described are {', '.join(names)}"
         text = file_text(name_or_path, known)

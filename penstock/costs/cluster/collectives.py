@@ -93,11 +93,7 @@ def _at_once_s(cluster: Cluster, pairs: Sequence[tuple[int, int]], num_bytes: fl
 
 
 def _checked(cluster: Cluster, group: Sequence[int]) -> list[int]:
-    """Return a group as a ring in order of devices, which leaves each host once.
-
-    Raises:
-        ConfigError: the group has a device twice.
-    """
+    """Return a group as a ring in order of devices, which leaves each host once."""
     if not group or len(set(group)) != len(group):
         raise ConfigError(f"the group {list(group)} is empty or repeats a device; name each once")
     for place in group:

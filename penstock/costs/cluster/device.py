@@ -41,11 +41,8 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse impossible figures.
-
-        Raises:
-            ConfigError: names the field.
-        """
+        """Refuse impossible figures."""
+        # 1. Rates, sizes and shares must be above 0, since costs divide by them.
         to_host = self.host_bytes_per_s
         positive: list[tuple[str, float]] = [
             ("bytes_per_s", self.bytes_per_s),
@@ -62,6 +59,7 @@ class Device:
                 raise ConfigError(
                     f"{name} of device {self.name!r} is {value}; give a number above 0"
                 )
+        # 2. Added times may be 0.
         for name in ("floor_s", "gap_s", "issue_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(

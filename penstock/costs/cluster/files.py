@@ -150,11 +150,7 @@ def _merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _host(where: str, host: Any) -> Any:
-    """Return a host with the kind of each of its devices.
-
-    Raises:
-        UnreadableError: the host has a key that is no longer supported.
-    """
+    """Return a host with the kind of each of its devices."""
     if isinstance(host, dict) and "process_bytes" in host:
         raise UnreadableError(
             f"{where}.process_bytes is read no more, as the memory of whole processes is not "

@@ -37,7 +37,8 @@ def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator,
     if product is not None:
         kind, flops, dims, batch = product
         return (_operator(kind, flops, num_bytes, dims, batch, dtype),)
-    kind = _class_of(name, func)
+    usual = "reduce" if torch.Tag.reduction in func.tags else "elementwise"
+    kind = next((kind for kind, words in _WORDS if any(word in name for word in words)), usual)
     if kind == "embedding":
         looked_up = _total(written)  # only the rows that are looked up are read of a table
         num_bytes = looked_up + sum(min(_total([tensor]), looked_up) for tensor in read)
@@ -66,13 +67,13 @@ def _operator(
 # -- bytes --------------------------------------------------------------------------------------
 
 
-def _is_view(func: Any, given: Any, result: Any) -> bool:
+def _is_view(func: Any, arguments: Any, result: Any) -> bool:
     """Tell if all results of an operator are views of its arguments."""
     if any(argument.is_write for argument in arguments_of(func)):
         return False
-    known = {storage_id(t) for t in tensors_in(given) if _is_dense(t)}
-    made = list(tensors_in(result))
-    return bool(made) and all(_is_dense(t) and storage_id(t) in known for t in made)
+    known = {storage_id(t) for t in tensors_in(arguments) if _is_dense(t)}
+    results = list(tensors_in(result))
+    return bool(results) and all(_is_dense(t) and storage_id(t) in known for t in results)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -115,11 +116,11 @@ def _more_passes(func: Any, name: str, args: Any, kwargs: Any) -> int:
     return 2 * largest if "backward" in name else largest
 
 
-def argument_of(func: Any, args: Any, kwargs: Any, wanted: str) -> Any:
+def argument_of(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Return an argument of an operator by name, or its default; None if it has none."""
     for place, argument in enumerate(arguments_of(func)):
-        if argument.name == wanted:
-            return args[place] if place < len(args) else kwargs.get(wanted, argument.default_value)
+        if argument.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
     return None
 
 
@@ -145,11 +146,6 @@ _WORDS = (
     ),
 )
 """Classes with parts of the names of their operators; the first match counts."""
-
-
-def _class_of(name: str, func: Any) -> str:
-    usual = "reduce" if torch.Tag.reduction in func.tags else "elementwise"
-    return next((kind for kind, words in _WORDS if any(word in name for word in words)), usual)
 
 
 # -- products -----------------------------------------------------------------------------------

@@ -69,6 +69,7 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
         ConfigError: a layer reads values, which meta tensors do not have; names it.
         BatchError: a layer, or the loss, fails on the shapes of its inputs; names it.
     """
+    # A tensor of `own` is not lasting: each micro-batch saves it again.
     size = samples_in(example_inputs) if microbatch_size is None else microbatch_size
     separate = {id(tensor) for tensor in own}
 
@@ -231,23 +232,20 @@ class _Count:
 
     @contextmanager
     def _explained(self, inputs: Any) -> Iterator[None]:
-        """Turn errors of tensors without values into one with a remedy.
-
-        Raises:
-            ConfigError: the layer reads values; names it.
-            BatchError: the layer fails on the shapes of its inputs; names it.
-        """
+        """Turn errors of tensors without values into one with a remedy."""
         try:
             yield
         except (NeedsValues, NotImplementedError, RuntimeError) as error:
+            # 1. The backward of such a checkpoint runs a second engine, which no hook sees.
             if "use_reentrant" in str(error):
                 raise ConfigError(
                     f"{self._where()} has a checkpoint with use_reentrant=True, whose backward "
                     "cannot be counted. Use checkpoint(..., use_reentrant=False), or let its cost "
                     "be measured on a device instead"
                 ) from error
+            # 2. Any error that does not speak of the meta device is about shapes.
             if type(error) is RuntimeError and "meta" not in str(error):
-                given = ", ".join(
+                leaves = ", ".join(
                     f"{dtype_name(t.dtype)} of shape {tuple(t.shape)}"
                     if isinstance(t, Tensor)
                     else shown(t)
@@ -255,7 +253,7 @@ class _Count:
                 )
                 raise BatchError(
                     f"{self._where()} does not take what reaches it ({_first_line(error)}). "
-                    f"The example inputs are {given}; give a batch that the model and the loss "
+                    f"The example inputs are {leaves}; give a batch that the model and the loss "
                     "take"
                 ) from error
             raise ConfigError(

@@ -27,9 +27,9 @@ def _looked_into(function: Any) -> Any:
     """
     seen_by_nobody = {"has_torch_function": lambda tensors: False}
     code, names = function.__code__, function.__globals__ | seen_by_nobody
-    found = FunctionType(code, names, function.__name__, function.__defaults__)
-    found.__kwdefaults__ = function.__kwdefaults__
-    return found
+    copy = FunctionType(code, names, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 LOOKED_INTO = _looked_into(F.multi_head_attention_forward)
@@ -60,6 +60,7 @@ def _attention(  # noqa: PLR0913 - as torch's own
     enable_gqa: bool = False,
 ) -> Any:
     """Run one kernel; return None if there is none for such arguments."""
+    # 1. Find the kernel; there is one for usual arguments only.
     usual = all(  # (B, H, T, C), of one width and dtype
         t.dim() == 4 and t.dtype is query.dtype and t.shape[-1] == query.shape[-1]
         for t in (query, key, value)
@@ -70,6 +71,7 @@ def _attention(  # noqa: PLR0913 - as torch's own
     operator = getattr(torch.ops.aten, kernel, None) if kernel else None
     if operator is None:
         return None
+    # 2. Call it as torch does: each kernel takes the mask in another form.
     if kernel == _FLASH:
         return operator(query, key, value, dropout_p, is_causal, scale=scale)[0]
     bias = _as_numbers(attn_mask, query)

@@ -145,12 +145,12 @@ class Graph:
         numbers: dict[int, int] = {}
         facts = []
         for call in self.of_layer(layer):
-            seen = (*call.takes, *call.gives)
-            for tensor in seen:
+            numbers_of_call = (*call.takes, *call.gives)
+            for tensor in numbers_of_call:
                 numbers.setdefault(tensor, len(numbers))
             specs = [
                 (numbers[t], replace(spec, maker=None, name="named" * bool(spec.name)))
-                for t, spec in ((t, self.tensors[t]) for t in seen)
+                for t, spec in ((t, self.tensors[t]) for t in numbers_of_call)
             ]
             arguments = _renumbered((call.arguments, call.options), numbers)
             facts.append((call.function, arguments, specs))

@@ -53,22 +53,17 @@ def _state_bytes(parameter: Tensor, make: MakeOptimizer, known: dict[Any, int]) 
     if key not in known:
         twin = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
         twin.grad = torch.empty_like(twin)
-        optimizer = make([twin])
-        error = _step(optimizer)
+        optimizer, error = make([twin]), ""
+        try:
+            optimizer.step()
+        except (NotImplementedError, RuntimeError) as failure:
+            # a step that asks for values may have made its state before
+            error = (str(failure).splitlines() or [type(failure).__name__])[0]
         state = [x for x in optimizer.state[twin].values() if isinstance(x, Tensor)]
-        if error is not None and not state:
+        if error and not state:
             raise ConfigError(
                 f"optimizer={type(optimizer).__name__} does not tell what it keeps of a parameter "
                 f"without values ({error}). Give another one that keeps as much"
             )
         known[key] = _bytes(state)
     return known[key]
-
-
-def _step(optimizer: torch.optim.Optimizer) -> str | None:
-    """Make a step; return the error of one that asks for values, which may have made its state."""
-    try:
-        optimizer.step()
-    except (NotImplementedError, RuntimeError) as error:
-        return (str(error).splitlines() or [""])[0]
-    return None

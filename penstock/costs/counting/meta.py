@@ -21,14 +21,16 @@ def on_meta(modules: Iterable[nn.Module]) -> Iterator[dict[int, Tensor]]:
     Yields:
         The stand-in of each tensor, by the id of the tensor.
     """
+    # 1. Find all tensors of the modules.
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
-    own = [
+    parameters = [
         (part, name, parameter)
         for part in parts
         for name, parameter in parameters_of(part).items()
         if parameter is not None
     ]
     state = read_state(parts, attributes(parts))
+    # 2. Make one stand-in for each, however many names it has.
     lent: dict[int, Tensor] = {}
 
     def lend(tensor: Tensor) -> Tensor:
@@ -37,14 +39,15 @@ def on_meta(modules: Iterable[nn.Module]) -> Iterator[dict[int, Tensor]]:
         return lent[id(tensor)]
 
     try:
-        for part, name, parameter in own:
+        for part, name, parameter in parameters:
             _put_parameter(part, name, lend(parameter))
         put_state({at: None if t is None else lend(t) for at, t in state.items()})
         yield lent
     finally:
+        # 3. Put the tensors back, and remove attributes that the run has added.
         after = read_state(parts, attributes(parts))
         put_state({place: state.get(place, ABSENT) for place in after.keys() | state.keys()})
-        for part, name, parameter in own:
+        for part, name, parameter in parameters:
             _put_parameter(part, name, parameter)
 
 

@@ -63,26 +63,26 @@ def _fact(value: Any, storages: dict[int, int]) -> Hashable:
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _specs(func: Any, given: Mapping[int, int], result: Any) -> Any:
+def _specs(func: Any, storages: Mapping[int, int], result: Any) -> Any:
     """Return specs from which `_made` makes equal results; None if some are not new.
 
-    `given` are the storages of the arguments.
+    `storages` are those of the arguments.
     """
     if any(argument.is_write for argument in arguments_of(func)):
         return None
     parts = result if isinstance(result, tuple | list) else [result]
-    specs = [None if part is None else _spec(part, given) for part in parts]
+    specs = [None if part is None else _spec(part, storages) for part in parts]
     if not specs or any(s is None and p is not None for s, p in zip(specs, parts, strict=True)):
         return None
     return tuple(specs) if isinstance(result, tuple | list) else specs[0]
 
 
-def _spec(part: Any, given: Mapping[int, int]) -> _Spec | None:
+def _spec(part: Any, storages: Mapping[int, int]) -> _Spec | None:
     if not isinstance(part, Tensor) or not part.is_meta or part.layout is not torch.strided:
         return None
     spec = part.shape, part.stride(), part.dtype
     same = _made(spec).untyped_storage().nbytes() == part.untyped_storage().nbytes()
-    return spec if same and storage_id(part) not in given else None
+    return spec if same and storage_id(part) not in storages else None
 
 
 def _made(specs: Any) -> Any:

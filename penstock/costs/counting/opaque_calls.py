@@ -26,14 +26,14 @@ def reader_of(error: BaseException) -> str:
 
     It may have read the values that an error asks for.
     """
-    found, trace = "its module", error.__traceback__
+    name, trace = "its module", error.__traceback__
     while trace is not None:
-        own = trace.tb_frame.f_locals.get("self")
-        kind = original_class(own) if isinstance(own, nn.Module) else nn.Module
+        module = trace.tb_frame.f_locals.get("self")
+        kind = original_class(module) if isinstance(module, nn.Module) else nn.Module
         if not kind.__module__.startswith("torch."):
-            found = f"{kind.__module__}.{kind.__qualname__}"
+            name = f"{kind.__module__}.{kind.__qualname__}"
         trace = trace.tb_next
-    return found
+    return name
 
 
 @contextmanager
@@ -43,10 +43,10 @@ def as_functions(modules: Iterable[nn.Module]) -> Iterator[None]:
     changed = []
     try:
         for part in parts:
-            own = opaque_of(part)
-            if own is not None and "forward" not in vars(part):
+            opaque = opaque_of(part)
+            if opaque is not None and "forward" not in vars(part):
                 changed.append(part)
-                part.forward = partial(_forward, part, own, part.forward)
+                part.forward = partial(_forward, part, opaque, part.forward)
         yield
     finally:
         for part in changed:
@@ -54,17 +54,17 @@ def as_functions(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _forward(
-    module: nn.Module, own: OpaqueModule, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    module: nn.Module, opaque: OpaqueModule, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    given = inspect.signature(forward).bind(*args, **kwargs).args
-    tensors = (*given, *(parameters_of(module)[name] for name in own.weights))
+    arguments = inspect.signature(forward).bind(*args, **kwargs).args
+    tensors = (*arguments, *(parameters_of(module)[name] for name in opaque.weights))
     if not has_torch_function(tensors):
         return forward(*args, **kwargs)
 
     def function(*tensors: Tensor, starts: Mapping[str, int] | None = None) -> Tensor:
         if any(tensor.is_meta for tensor in tensors):
-            return own.stand_in(module, *tensors)
-        return own.run(module, *tensors, starts=starts or {})
+            return opaque.stand_in(module, *tensors)
+        return opaque.run(module, *tensors, starts=starts or {})
 
-    function.__name__ = own.name
+    function.__name__ = opaque.name
     return handle_torch_function(function, tensors, *tensors)

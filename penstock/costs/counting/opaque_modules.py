@@ -48,9 +48,9 @@ OPAQUE: dict[str, OpaqueModule] = {}
 """Opaque modules by the name of the class, which is also the name of the function."""
 
 
-def opaque_module(own: OpaqueModule) -> None:
+def opaque_module(described: OpaqueModule) -> None:
     """Register a class of opaque modules."""
-    OPAQUE[own.name] = own
+    OPAQUE[described.name] = described
 
 
 # -- those of transformers ------------------------------------------------------------------------

@@ -162,14 +162,14 @@ class Recorder:
             self._finished(draft, backward.get(number, ()), lasting)
             for number, draft in enumerate(self._drafts)
         ]
-        kept = [n for n, c in enumerate(drafted) if c.function or c.operators or n in custom]
+        numbers = [n for n, c in enumerate(drafted) if c.function or c.operators or n in custom]
         # 2. Number the remaining calls from 0, also as the makers of tensors.
-        place = {number: place for place, number in enumerate(kept)}
+        place = {number: place for place, number in enumerate(numbers)}
         tensors = [
             spec if spec.maker is None else replace(spec, maker=place[spec.maker])
             for spec in self._specs
         ]
-        calls = tuple(drafted[number] for number in kept)
+        calls = tuple(drafted[number] for number in numbers)
         return Graph(tuple(tensors), calls, self._outputs, self._entering)
 
     def saved_of_layers(self) -> dict[int, dict[int, int]]:
@@ -189,13 +189,13 @@ class Recorder:
         number, now = len(self._drafts), self._drafts[self._now]
         draft = _Draft(now.layer, now.is_between)
         draft.arguments, draft.options = self._told(tuple(args)), self._told(kwargs)
-        given = [(tensor, version_counter(tensor)) for tensor in tensors_in((args, kwargs))]
+        versions = [(tensor, version_counter(tensor)) for tensor in tensors_in((args, kwargs))]
         self._drafts.append(draft)
         self._go_to(number)
         # 2. run it; operators and saved tensors are noted at the draft meanwhile
         result = run()
         gives = list(tensors_in(result))
-        changed = (tensor for tensor, before in given if version_counter(tensor) != before)
+        changed = (tensor for tensor, before in versions if version_counter(tensor) != before)
         draft.changes = tuple(self._number_of(tensor) for tensor in changed)
         self._go_to(self._of_layer)
         if not gives and not draft.operators and not draft.packed:
@@ -304,8 +304,8 @@ _DEVICE = re.compile(r"(cpu|meta|cuda|xpu|mps)(:\d+)?")
 
 def _alive(draft: _Draft) -> dict[int, int]:
     """Return the bytes that the graph keeps for a call, by storage."""
-    kept = (packed() for packed in draft.packed)
-    return {storage_id(t): t.untyped_storage().nbytes() for t in kept if t is not None}
+    tensors = (packed() for packed in draft.packed)
+    return {storage_id(t): t.untyped_storage().nbytes() for t in tensors if t is not None}
 
 
 class _Functions(TorchFunctionMode):

@@ -72,7 +72,7 @@ def run_alone(
 
 
 def _on_copies(
-    step: Step, function: Any, given: tuple[Any, Any], device: torch.device | None
+    step: Step, function: Any, originals: tuple[Any, Any], device: torch.device | None
 ) -> LayerRun:
     """Return a layer with copies of its arguments."""
     first_node = next_node_number()
@@ -85,7 +85,7 @@ def _on_copies(
         entries.append(make_entry(tensor.detach().to(device), wants_grad=True))
         return entries[-1].tensor.clone()
 
-    args, keywords = arguments = tree_map(entering, given)
+    args, keywords = arguments = tree_map(entering, originals)
     return LayerRun(step, partial(function, *args, **keywords), arguments, entries, first_node)
 
 

@@ -104,12 +104,14 @@ def measure(
     the bytes that layers keep.
     """
 
+    # The runs of the whole model time each layer, and leave the model unchanged.
     def run() -> StepTimer:
         timer = StepTimer(layers, call=call, look=look, divide=how.divide, loss=loss)
         with untouched([step.module for step in layers]):
             _repeat(timer, inputs, how.repeats)
         return timer
 
+    # Threads are set for the time of the measurement only.
     call, threads = how.call(layers), torch.get_num_threads()
     torch.set_num_threads(how.threads)
     try:
@@ -144,11 +146,12 @@ def with_seconds(
     Raises:
         ConfigError: the layers cannot be copied to keep other cores busy.
     """
+    # 1. Find the layers of each kind: their medians count together.
     members: list[list[int]] = [[] for _ in counted.kinds]
     for number, kind in enumerate(counted.kind_of):
         members[kind].append(number)
 
-    def add(found: AtSize, name: str) -> AtSize:
+    def add(costs: AtSize, name: str) -> AtSize:
         measured = measure(layers, inputs, how, loss=loss)
 
         def timed(kind: LayerKind, numbers: list[int]) -> LayerKind:
@@ -156,27 +159,30 @@ def with_seconds(
             return replace(kind, **seconds)
 
         return replace(
-            found,
-            kinds=tuple(map(timed, found.kinds, members)),
-            loss=None if found.loss is None else timed(found.loss, [len(layers)]),
+            costs,
+            kinds=tuple(map(timed, costs.kinds, members)),
+            loss=None if costs.loss is None else timed(costs.loss, [len(layers)]),
         )
 
-    found = add(counted, "seconds")
+    # 2. Measure alone, and again while copies of the layers keep other cores busy.
+    costs = add(counted, "seconds")
     if not how.busy:
-        return found
+        return costs
     with torch.random.fork_rng(devices=[]), _working(layers, inputs, how, loss):
-        return add(found, "busy_seconds")
+        return add(costs, "busy_seconds")
 
 
 @contextmanager
 def _working(layers: Layers, inputs: Any, how: How, loss: nn.Module | None) -> Iterator[None]:
     """Run copies of the layers in other threads meanwhile, one for each busy core."""
+    # 1. Copy the layers: a module cannot run in two threads at once.
     try:
         twins = [copy.deepcopy(layers) for _ in range(how.busy)]
     except Exception as error:
         raise ConfigError(
             f"the layers cannot be copied, which busy=True needs ({error}); leave busy out"
         ) from error
+    # 2. Run the copies until the block ends; threads do not inherit the caller's autocast.
     stop = threading.Event()
     lower = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
 

@@ -58,21 +58,21 @@ class _Kept:
         _, crossings = self._layers.run_noting(inputs, self._perform)
         values, storages = values_of(crossings, self._same)
         numbers = range(len(self._layers))
-        kept = [
+        of_layers = [
             divided_bytes([v.touches(n) for v in values], storages, self._saved.get(n, {}))
             for n in numbers
         ]
-        given = {v.storage: v.num_bytes for v in values if not v.consumers}
+        outputs = {v.storage: v.num_bytes for v in values if not v.consumers}
         return AtSize(
             microbatch_size=1,
             kinds=tuple(
                 LayerKind(operators=(), inner_bytes=inner, left_bytes=self._left.get(n, 0))
-                for n, (inner, _) in enumerate(kept)
+                for n, (inner, _) in enumerate(of_layers)
             ),
             kind_of=tuple(numbers),
             values=values,
-            saved=tuple(places for _, places in kept),
-            loss=LayerKind(operators=(), inner_bytes=sum(given.values()), left_bytes=0),
+            saved=tuple(places for _, places in of_layers),
+            loss=LayerKind(operators=(), inner_bytes=sum(outputs.values()), left_bytes=0),
         )
 
     def _perform(self, step: Step, function: Any) -> Any:

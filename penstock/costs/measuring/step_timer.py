@@ -218,12 +218,14 @@ class StepTimer:
                 result = self._call(step, layer.run)
                 end = mark(device)
                 tensors = flatten(result)[0]
+                # The first runs tell whether layers share a graph with earlier ones.
                 if self._number <= 1:
                     self._shares_graphs |= _has_older(tensors, layer.first_node)
                 if self._look is not None:
                     self._look(step, tensors)
             if part is not None:
                 self.samples.add(step.index, kind, part, start, end)
+                # Of equal layers one runs backward in each run, in turn, unless all are divided.
                 alike = self._alike[kind]
                 turn = alike[self._number % len(alike)]
                 if self._divide is not None or turn == step.index:

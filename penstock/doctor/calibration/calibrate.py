@@ -105,6 +105,7 @@ def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibra
 
 
 def _cores(budget_s: float, sizes: Sizes) -> Calibration:
+    # Read the facts of the processor; a container may have fewer cores than the machine.
     count = max(1, min(num_cores(), int(quota_cores() or num_cores())))
     cpu = torch.device("cpu")
     path = Path("/proc/cpuinfo")
@@ -122,6 +123,7 @@ def _cores(budget_s: float, sizes: Sizes) -> Calibration:
         "threads": measure_threads(_MESSAGE_BYTES, part_s),
         "processes": measure_processes(_MESSAGE_BYTES, part_s),
     }
+    # Describe the machine by the figures.
     described = Host(
         name=platform.node() or "host",
         devices=("core",) * count,
@@ -180,6 +182,7 @@ def measure_device(
         if not is_cpu:
             torch.cuda.synchronize(device)
 
+    # A copy, each dtype's product and the issue of operators share the budget.
     part_s = budget_s / 4
     copy = seconds_of(copy_work(device, sizes.copy_bytes), part_s, wait).per(sizes.copy_bytes)
     figures = [Figure("copy", "B/s", copy)]

@@ -118,13 +118,8 @@ def comment_of(calibration: "Calibration") -> str:
 
 def as_line(calibration: "Calibration") -> str:
     """Return the calibration as one line of JSON."""
-    figures = [
-        dict(
-            zip(
-                ("name", "unit", "middle", "low", "high"), (f.name, f.unit, *f.spread), strict=True
-            )
-        )
-        for f in calibration.figures
-    ]
+    names = ("name", "unit", "middle", "low", "high")
+    lines = ((f.name, f.unit, *f.spread) for f in calibration.figures)
+    figures = [dict(zip(names, line, strict=True)) for line in lines]
     cluster = json.loads(to_json(calibration.cluster))
     return json.dumps({"cluster": cluster, "figures": figures, "warning": calibration.warning})

@@ -118,7 +118,8 @@ class MeasuredLink(NamedTuple):
             f"{size}, both ways at once": self.crossing_s,
             "a small all-reduce between products": self.collective_s,
         }
-        return [Figure(f"{name}: {what}", "s", s) for what, s in spreads.items() if s is not None]
+        known = {work: spread for work, spread in spreads.items() if spread is not None}
+        return [Figure(f"{name}: {work}", "s", spread) for work, spread in known.items()]
 
 
 # -- between GPUs ---------------------------------------------------------------------------------
@@ -165,6 +166,7 @@ def measure_threads(num_bytes: int, budget_s: float) -> MeasuredLink:
 
 def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
     """Return half of a round trip to another thread, with a `touch` in each."""
+    # 1. Start a thread that answers each message.
     channels = QueueChannels(chain_transfers(2), _TIMEOUT_S, nullcontext())
     end = object()
 
@@ -178,6 +180,7 @@ def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
 
     peer = threading.Thread(target=answer, daemon=True)
     peer.start()
+    # 2. Time round trips, at least a few.
     times_s: list[float] = []
     began_s = time.perf_counter()
     while len(times_s) < LEAST_TIMES or time.perf_counter() - began_s < budget_s:
@@ -186,6 +189,7 @@ def _one_way_s(touch: Callable[[], Any], budget_s: float) -> Spread:
         channels.receive((True, 1, 0, len(times_s)), _INSTRUCTION)
         touch()
         times_s.append((time.perf_counter() - start_s) / 2)
+    # 3. Let the thread end.
     channels.send((False, 0, 1, len(times_s)), end)
     peer.join(_TIMEOUT_S)
     return Spread.of(times_s)
@@ -213,6 +217,7 @@ def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
     Raises:
         MeshError: they failed, or took too long.
     """
+    # The processes are a job of their own, also within torchrun; they write a file of medians.
     environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}
     timeout_s = _TIMEOUT_S + budget_s
     with tempfile.TemporaryDirectory() as folder:
@@ -228,6 +233,7 @@ def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
                 timeout=timeout_s,
                 check=True,
             )
+        # A busy machine is the usual cause.
         except subprocess.TimeoutExpired:
             raise MeshError(
                 f"two processes of this host took more than {timeout_s:.0f} s to be measured: the "
@@ -324,13 +330,13 @@ def _payload(num_bytes: int) -> Payload:
 
 def _measure(mesh: Mesh, step: Callable[[], float], budget_s: float) -> Spread:
     """Repeat a step equally often on both ranks; return the longer medians of both."""
-    what = "for the other process to tell what it measured"
+    purpose = "for the other process to tell what it measured"
     ends_s = [(step(), time.perf_counter())[1] for _ in range(_WARM + 1)]
     warm_s = sorted(b - a for a, b in pairwise(ends_s))[_WARM // 2]
-    wanted = mesh.world.highest(int(budget_s / max(warm_s, 1e-7)), what)
-    times = max(LEAST_TIMES, min(_MOST_TIMES, wanted))
+    times_wanted = mesh.world.highest(int(budget_s / max(warm_s, 1e-7)), purpose)
+    times = max(LEAST_TIMES, min(_MOST_TIMES, times_wanted))
     spread = Spread.of([step() for _ in range(times)])
-    return max(Spread(*values) for values in mesh.world.gather(tuple(spread), what))
+    return max(Spread(*values) for values in mesh.world.gather(tuple(spread), purpose))
 
 
 def main() -> None:

@@ -98,6 +98,7 @@ def share_at(known: Mapping[int, Spread], n: int) -> float:
 
 def rates(make: Callable[[], Run], num_threads: int, window_s: float) -> list[float]:
     """Return the repeats per second of each of several threads that work at once."""
+    # 1. All threads wait for each other, and the last one notes the time.
     began_s: list[float] = []
     barrier = threading.Barrier(num_threads, lambda: began_s.append(time.perf_counter()))
     speeds: list[float] = []
@@ -118,12 +119,13 @@ def rates(make: Callable[[], Run], num_threads: int, window_s: float) -> list[fl
             failures.append(failure)
             barrier.abort()
 
+    # 2. Run them, and raise the error that broke the barrier, if there is one.
     threads = [threading.Thread(target=serve, daemon=True) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if failures:  # one is the cause, the others are errors of the barrier
+    if failures:
         broken = threading.BrokenBarrierError
         raise next((f for f in failures if not isinstance(f, broken)), failures[0])
     return speeds

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from .common import (
+    AtMostBytes,
     commits,
     complete,
     ends,
@@ -15,7 +16,6 @@ from .common import (
     reductions,
 )
 from .lanes import Lanes
-from .memory import AtMostBytes
 from .updates import commits_by_minibatch, one_version, updates
 
 __all__ = [

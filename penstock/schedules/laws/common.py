@@ -1,9 +1,12 @@
 """The laws of every schedule: functions of its lanes that raise at the first fault."""
 
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedules import ir
+from penstock.schedules.costs import one_each
+from penstock.schedules.memory import BytesPerRank, Sizes, live_bytes
 from penstock.schedules.walk import walk_runs
 
 from .lanes import Lanes, Places, first_too_early
@@ -204,11 +207,13 @@ def messages(lanes: Lanes) -> None:
     for send, receive, what in _PAIRS:
         sent: dict[tuple[int, int], list[int]] = defaultdict(list)
         received: dict[tuple[int, int], list[int]] = defaultdict(list)
+        # 1. Collect the micro-batches of each edge, as sent and as received.
         for stage in range(lanes.num_stages):
             for peer, lane in lanes.by_peer(send, stage).items():
                 sent[stage, peer] = lane.microbatches
             for peer, lane in lanes.by_peer(receive, stage).items():
                 received[peer, stage] = lane.microbatches
+        # 2. Compare them, and check that the edge is a transfer.
         for source, target in sorted(sent.keys() | received.keys()):
             there, here = sent[source, target], received[source, target]
             if there != here or len(set(there)) < len(there):
@@ -217,17 +222,11 @@ def messages(lanes: Lanes) -> None:
                     f"which receives {here}; both must name the same micro-batches in the same "
                     f"order, each once.\n{lanes.schedule}"
                 )
-            _check_transfer(lanes, send, source, target)
-
-
-def _check_transfer(lanes: Lanes, send: type[ir.Send], source: int, target: int) -> None:
-    producer, consumer = (target, source) if send.gradient else (source, target)
-    if consumer not in lanes.consumers.get(producer, ()):
-        raise lanes.fault(
-            source,
-            lanes.by_peer(send, source)[target].positions[0],
-            f"stage {consumer} uses nothing of stage {producer}: there is no such transfer",
-        )
+            producer, consumer = (target, source) if send.gradient else (source, target)
+            if consumer not in lanes.consumers.get(producer, ()):
+                problem = f"stage {consumer} uses nothing of stage {producer}: there is no such"
+                position = lanes.by_peer(send, source)[target].positions[0]
+                raise lanes.fault(source, position, f"{problem} transfer")
 
 
 def complete(lanes: Lanes) -> None:
@@ -236,10 +235,12 @@ def complete(lanes: Lanes) -> None:
     """
     numbers = list(range(lanes.num_microbatches))
     for stage in range(lanes.num_stages):
+        # 1. A stage is complete if its forwards and backwards, whole or in parts, add up.
         by_kind = [sorted(lanes.microbatches(stage, kind)) for kind in _KINDS]
         forwards, whole, inputs, weights = by_kind
         if forwards == numbers and inputs == weights and sorted(whole + inputs) == numbers:
             continue
+        # 2. Otherwise find the first micro-batch at fault, and the kind with a wrong number.
         times = dict(zip(_KINDS, map(Counter, by_kind), strict=True))
         for i in range(lanes.num_microbatches):
             counts = tuple(times[kind][i] for kind in _KINDS)
@@ -266,3 +267,35 @@ _KINDS: tuple[type[ir.Compute], ...] = (
 )
 _RIGHT = ((1, 1, 0, 0), (1, 0, 1, 1))
 """The number of each of `_KINDS` for a micro-batch: with a backward in one part, and in two."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtMostBytes:
+    """Check that each rank's activation memory, by `sizes`, is at most `limit_bytes`.
+
+    With `Sizes(kept_bytes=1)` it limits the number of micro-batches in flight.
+
+    Raises:
+        ConfigError: sizes or limits are given for another number of stages or ranks.
+    """
+
+    sizes: Sizes
+    limit_bytes: BytesPerRank
+
+    def __call__(self, lanes: Lanes) -> None:
+        kept, programs = self.sizes.of_stages(lanes.num_stages), lanes.schedule.programs
+        for rank, limit in enumerate(self.limits(len(programs))):
+            for position, live in enumerate(live_bytes(programs[rank], kept)):
+                if live > limit:
+                    problem = (
+                        f"its rank then keeps {live:,} bytes, {live - limit:,} more than {limit:,}"
+                    )
+                    raise lanes.fault(programs[rank][position].stage, position, problem)
+
+    def limits(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the limit of each rank, in bytes.
+
+        Raises:
+            ConfigError: limits are given for another number of ranks.
+        """
+        return one_each(self.limit_bytes, num_ranks, "limit_bytes", "rank")

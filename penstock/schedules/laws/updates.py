@@ -28,24 +28,24 @@ def updates(lanes: Lanes) -> None:
     """Check that each update comes between the last backward of its mini-batch and the first of
     the next, and that a forward asks for no version before it is made.
     """
-    every = microbatches_per_update(lanes)
+    size = microbatches_per_update(lanes)  # of a mini-batch
     for stage in range(lanes.num_stages):
         ended = lanes.positions(stage, *ir.ADDS_GRADIENTS)
         made_at = lanes.positions(stage, ir.UpdateWeights)
         for number, position in enumerate(made_at, 1):
-            if not ended[number * every - 1] < position < [*ended, position + 1][number * every]:
+            if not ended[number * size - 1] < position < [*ended, position + 1][number * size]:
                 raise lanes.fault(
                     stage,
                     position,
-                    f"update {number} comes after {every * number} micro-batches' gradients, and "
+                    f"update {number} comes after {size * number} micro-batches' gradients, and "
                     "before those of the next",
                 )
-        made = 0
+        num_made = 0
         for position, x in lanes.each(stage, ir.Forward):
-            while made < len(made_at) and made_at[made] < position:
-                made += 1
-            if x.version > made:
-                problem = f"its stage's weights were updated {made} times so far"
+            while num_made < len(made_at) and made_at[num_made] < position:
+                num_made += 1
+            if x.version > num_made:
+                problem = f"its stage's weights were updated {num_made} times so far"
                 raise lanes.fault(stage, position, f"{problem}, not {x.version}")
 
 
@@ -53,17 +53,17 @@ def commits_by_minibatch(lanes: Lanes) -> None:
     """Check that statistics are committed, if at all, after the last Forward of each mini-batch
     and before the first of the next.
     """
-    every = microbatches_per_update(lanes)
+    per_update = microbatches_per_update(lanes)
     for stage in range(lanes.num_stages):
         positions = lanes.positions(stage, ir.CommitStatistics)
         if not positions:
             continue
         forwards = lanes.positions(stage, ir.Forward)
-        ends = forwards[every - 1 :: every]
-        starts = [*forwards[every::every], positions[-1] + 1]
+        ends = forwards[per_update - 1 :: per_update]
+        starts = [*forwards[per_update::per_update], positions[-1] + 1]
         for n, position in enumerate(positions):
             if n >= len(ends) or not ends[n] < position < starts[n]:
-                problem = f"statistics are committed once for every {every} micro-batches"
+                problem = f"statistics are committed once for every {per_update} micro-batches"
                 raise lanes.fault(stage, position, f"{problem}, after their last forward")
         if len(positions) < len(ends):
             raise lanes.fault(stage, ends[len(positions)], "its statistics are not committed")
@@ -93,10 +93,10 @@ class Sees:
     version: Version
 
     def __call__(self, lanes: Lanes) -> None:
-        every = microbatches_per_update(lanes)
+        per_update = microbatches_per_update(lanes)
         for stage in range(lanes.num_stages):
             for position, x in lanes.each(stage, ir.Forward):
-                stated = self.version(stage, x.microbatch, every, lanes.num_stages)
+                stated = self.version(stage, x.microbatch, per_update, lanes.num_stages)
                 if x.version != stated:
                     problem = f"it sees version {x.version} of the weights, and the family says"
                     raise lanes.fault(stage, position, f"{problem} {stated}")

@@ -105,6 +105,7 @@ _BAR_PX = 26
 
 def time_chart(times: Mapping[str, Sequence[RankTimes]]) -> Figure:
     """Draw a stacked bar for each rank; the predicted and the measured one side by side."""
+    # 1. Choose the ranks that are drawn, with a bar for each timeline.
     num_ranks = max(map(len, times.values()))
     ranks = spread(num_ranks, MOST_BARS // len(times))
     bars = [
@@ -114,6 +115,7 @@ def time_chart(times: Mapping[str, Sequence[RankTimes]]) -> Figure:
         if n < len(of_ranks)
     ]
     unit = unit_for(max(float(bar.total_s) for _, bar in bars))
+    # 2. Draw a part of all bars for each kind of time.
     data: list[Trace] = []
     for kind in kinds_of([bar for _, bar in bars]):
         values = [float(getattr(bar, kind) * unit.per_s) for _, bar in bars]
@@ -134,6 +136,7 @@ def time_chart(times: Mapping[str, Sequence[RankTimes]]) -> Figure:
                 "hovertemplate": f"<b>{PARTS[kind].name}</b>, %{{customdata}}<extra></extra>",
             }
         )
+    # 3. Name the bars, and say how many ranks are left out.
     left = 74 if len(times) == 1 else 128
     layout = layout_of(len(bars) * _BAR_PX + 94, left=left, top=40, barmode="stack")
     layout |= {"xaxis": axis_of(f"time ({unit.sign})"), "yaxis": rows_of([n for n, _ in bars])}
@@ -284,6 +287,7 @@ def _curve(metrics: Metrics, title: str, names: Sequence[str]) -> Figure:
     notes = []
     for n, name in enumerate(names):
         points = [(line["step"], line[name]) for line in metrics if _is_number(line.get(name))]
+        # Of many points every n-th is drawn, and the last.
         stride = -(-len(points) // MOST_POINTS)
         if stride > 1:
             notes.append(f"Of {len(points):,} points, one in {stride} is drawn.")
@@ -301,6 +305,7 @@ def _curve(metrics: Metrics, title: str, names: Sequence[str]) -> Figure:
                 "hovertemplate": f"step %{{x:,}}<br><b>%{{y:.5g}}</b> {shown}<extra></extra>",
             }
         )
+    # One curve needs no legend: its name is the title.
     several = len(data) > 1
     layout = layout_of(270, left=58, top=30 if several else 10, showlegend=several)
     layout["xaxis"] = axis_of("step", 8, rangemode="tozero")

@@ -98,11 +98,13 @@ def lane_chart(
     `bubbles` are the shares of idle time by title, `optimizer_s` the optimizer's time after each
     timeline.
     """
+    # 1. Choose lanes and boxes; lanes are lower where there are many.
     drawn = {title: lanes_of(timeline) for title, timeline in timelines.items()}
     steps_s = {title: float(timeline.step_s) for title, timeline in timelines.items()}
     unit = unit_for(max(steps_s.values()))
     most = max(len(lanes.ranks) for lanes in drawn.values())
     lane_px = 34 if most <= 8 else 24 if most <= 24 else 15
+    # 2. Put the timelines one above the other, each with its head.
     heads = {
         title: f"<b>{title}</b>   step {time_text(step_s + optimizer_s)}, "
         f"bubble {percent_text(bubbles[title])}"
@@ -111,6 +113,7 @@ def lane_chart(
     parts = [(heads[title], len(lanes.ranks) * lane_px) for title, lanes in drawn.items()]
     layout = stacked(parts, _GAP_PX, max(steps_s.values()))
     layout["uniformtext"] = {"mode": "hide", "minsize": 8}
+    # 3. Draw lanes and boxes; the legend has all kinds in one order.
     data: list[Trace] = []
     for n, (title, lanes) in enumerate(drawn.items(), start=1):
         layout[f"yaxis{n}"] |= rows_of([f"rank {rank}" for rank in lanes.ranks])
@@ -129,6 +132,7 @@ def lane_chart(
 
 def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
     """Yield the boxes of each kind."""
+    # 1. Group the boxes by kind.
     lane_of = {rank: n for n, rank in enumerate(lanes.ranks)}
     kinds: dict[Look, list[Box]] = defaultdict(list)
     for box in lanes.boxes:
@@ -136,6 +140,7 @@ def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
     is_numbered = len(lanes.boxes) <= _MOST_NUMBERED
     stages = {box.span.instruction.stage for box in lanes.boxes}
     many = len(stages) > len(lanes.ranks)
+    # 2. Draw each kind as one trace; few boxes have borders and micro-batch numbers.
     for look, boxes in kinds.items():
         trace: Trace = {
             "type": "bar",
