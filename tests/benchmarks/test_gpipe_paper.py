@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -161,31 +162,16 @@ def test_an_amoebanet_is_cut_by_flops_with_all_its_layers() -> None:
     assert len(step.activation_bytes) == len(partition)
 
 
-def cell(published: float, predicted: float, **others: float) -> Cell:
-    """Give a cell with a target of 10 % unless it is given."""
-    target = others.get("target", 0.1)
-    return Cell(
-        table="t", model="m", what="w", published=published, predicted=predicted, target=target
-    )
+def cell(published: float, predicted: float, target: float = 0.1, **others: Any) -> Cell:
+    told = {"published": published, "predicted": predicted, "target": target, **others}
+    return Cell(table="t", model="m", what="w", **told)
 
 
 def test_a_target_counts_both_ways() -> None:
     assert [cell(2, x).verdict for x in (1.79, 1.81, 2.19, 2.21)] == [MISSED, MET, MET, MISSED]
     assert cell(2, 2.0, target=0.0).verdict == MET
+    assert cell(0.5, 0.57, 0.08, by=Compared.BY_DIFFERENCE).verdict == MET
     assert targets_line([cell(1, 1), cell(1, 2)]) == "Targets: 1 of 2 are met; missed: m w."
-
-
-def test_a_difference_is_compared_as_such() -> None:
-    one = Cell(
-        table="t",
-        model="m",
-        what="w",
-        published=0.5,
-        predicted=0.57,
-        target=0.08,
-        by=Compared.BY_DIFFERENCE,
-    )
-    assert one.verdict == MET
 
 
 def test_orders_agree_where_both_rise() -> None:
