@@ -59,7 +59,7 @@ def test_two_processes_train_and_judge_the_same_model(recipe, uninterrupted, tmp
 def test_replicas_share_parts_that_have_fewer_rows_than_they_are(recipe, tmp_path) -> None:
     """With 64 tokens a part, some have one row; losses agree with one process but for rounding."""
     few = ("data.tokens_per_step=512", "data.tokens_per_part=64", "train.epochs=1")
-    given = [word for change in (*few, "model.dropout=0") for word in ("--set", change)]
+    given = runs.sets(*few, "model.dropout=0")
     run([*TRAIN, "train", recipe, *given, "--run-folder", "one"], tmp_path)
     replicas = ["--set", "pipeline.num_replicas=3", "--num-processes", "6"]
     run([*TRAIN, "train", recipe, *given, *replicas, "--run-folder", "three"], tmp_path)
