@@ -32,6 +32,7 @@ from penstock.runtime.planning import device_of_process
 from penstock.schedules import Backward, Forward, gpipe, pipedream, pipedream_2bw
 from penstock.schedules.ir import Schedule
 from tests.every_schedule import IN_TWO_PARTS
+from tests.model_parts import Does
 from tests.profiles import at_size, cluster, profile
 from tests.ways import IN_ONE_PROCESS
 
@@ -123,17 +124,6 @@ class Labelled(Tensor):
         made = x.as_subclass(cls)
         made.label = "seen"
         return made
-
-
-class Giving(nn.Module):
-    """Give what a function makes of the input."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(x)
 
 
 def local_class(x: Tensor) -> Tensor:
@@ -442,7 +432,7 @@ REFUSED = [
         stepped(
             "leaves stage 0.*Return plain tensors",
             BoundaryError,
-            after(Giving(kind), nn.Tanh()),
+            after(Does(kind), nn.Tanh()),
             partition=(2, 1),
             transport=transport,
         )
@@ -453,7 +443,7 @@ REFUSED = [
         stepped(
             "leaves the last stage",
             BoundaryError,
-            after(Giving(kind)),
+            after(Does(kind)),
             given=(X,),
             call="eval_step",
         )
