@@ -318,8 +318,9 @@ def digest_changed_by_hand(state: Path) -> None:
 
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+BY_MACHINE: tuple[Damage, ...] = (cut_short, flip_bit, Path.unlink)
 DAMAGED: list[tuple[Damage, str, str]] = [
-    *product((cut_short, flip_bit, Path.unlink), FILES, ("",)),
+    *product(BY_MACHINE, FILES, ("",)),
     (rate_changed_by_hand, "state.json", " is damaged: its digest is not"),
     (digest_changed_by_hand, "state.json", " is damaged: its digest is not"),
 ]

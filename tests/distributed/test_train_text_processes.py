@@ -9,7 +9,6 @@ from tests import runs
 from tests.distributed.launch import ROOT, start
 from tests.distributed.test_train_processes import (
     TRAIN,
-    begin,
     elastic,
     faulty,
     losses,
@@ -42,7 +41,7 @@ def assert_same_run(folder: Path, expected: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_by_bit(recipe: str, uninterrupted: Path, tmp_path: Path) -> None:
-    code, said = outcome(begin([*faulty("kill", "0", 5), "train", recipe], tmp_path))
+    code, said = outcome(runs.begin([*faulty("kill", "0", 5), "train", recipe], tmp_path))
     assert code != 0, said
     run([*TRAIN, "train", "--resume", "runs/names-1"], tmp_path)
     assert_same_run(tmp_path / "runs" / "names-1", uninterrupted)
