@@ -1,6 +1,9 @@
 """Runs of recipes: begun, stopped on the way, resumed, and compared with others."""
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from penstock_recipes.train.scalars import Summary
 from tests.quiet import quiet
 from tests.side_by_side import saved_tensors
 
+ROOT = Path(__file__).parents[1]
+
 
 def start(recipe: Path, changes: Sequence[str], folder: Path) -> Summary:
     return start_run(Request(recipe, changes, folder), quiet(), Interrupt())
@@ -25,6 +30,25 @@ def start(recipe: Path, changes: Sequence[str], folder: Path) -> Summary:
 
 def resume(folder: Path, changes: Sequence[str] = (), recipe: Path | None = None) -> Summary:
     return resume_run(Request(recipe, changes, folder), quiet(), Interrupt())
+
+
+def sets(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+def begin(
+    arguments: Sequence[str], folder: Path, stderr: int = subprocess.STDOUT
+) -> "subprocess.Popen[str]":
+    """Begin `python ARGUMENTS` in a folder, in a process of its own."""
+    path = f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+    )
 
 
 def train_until(trainer: Trainer, folder: RunFolder, step: int) -> None:

@@ -32,7 +32,10 @@ from penstock.runtime.planning import device_of_process
 from penstock.schedules import Backward, Forward, gpipe, pipedream, pipedream_2bw
 from penstock.schedules.ir import Schedule
 from tests.every_schedule import IN_TWO_PARTS
+from tests.laws.test_equality_or_refusal import model
+from tests.model_parts import Does
 from tests.profiles import at_size, cluster, profile
+from tests.side_by_side import assert_trains_like_unsplit
 from tests.ways import IN_ONE_PROCESS
 
 
@@ -125,17 +128,6 @@ class Labelled(Tensor):
         return made
 
 
-class Giving(nn.Module):
-    """Give what a function makes of the input."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(x)
-
-
 def local_class(x: Tensor) -> Tensor:
     class Local(Tensor):
         pass
@@ -165,20 +157,8 @@ def tied(kind: str) -> list[nn.Module]:
 
 @pytest.mark.parametrize("kind", ("weight", "module", "buffer"))
 def test_layers_that_share_on_one_stage_are_right(kind: str) -> None:
-    ours, theirs = tied(kind), tied(kind)
-    for a, b in zip(ours, theirs, strict=True):
-        b.load_state_dict(a.state_dict())
-    x, y = torch.randn(4, 6), torch.randn(4, 3)
-    with make([*ours, nn.Identity()], partition=(3, 1), loss=_first_three) as pipe:
-        pipe.train_step(x, y)
-    for x_i, y_i in zip(x.split(2), y.split(2), strict=True):
-        (_first_three(nn.Sequential(*theirs)(x_i), y_i) * 0.5).backward()
-    assert all(
-        torch.equal(_grad(a), _grad(b))
-        for a, b in zip(
-            nn.ModuleList(ours).parameters(), nn.ModuleList(theirs).parameters(), strict=True
-        )
-    )
+    made = model(lambda: [*tied(kind), nn.Linear(6, 3)])
+    assert_trains_like_unsplit(made, 4, partition=(3, 1), num_microbatches=2)
 
 
 def test_layers_that_share_are_never_balanced_apart() -> None:
@@ -191,15 +171,6 @@ def test_layers_that_share_are_never_balanced_apart() -> None:
         except PartitionError as error:
             assert "share" in str(error)
             assert all(p.grad is None for m in modules for p in m.parameters())
-
-
-def _first_three(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output[:, :3], target)
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 @pytest.mark.parametrize("schedule", (gpipe, pipedream_2bw))
@@ -442,7 +413,7 @@ REFUSED = [
         stepped(
             "leaves stage 0.*Return plain tensors",
             BoundaryError,
-            after(Giving(kind), nn.Tanh()),
+            after(Does(kind), nn.Tanh()),
             partition=(2, 1),
             transport=transport,
         )
@@ -453,7 +424,7 @@ REFUSED = [
         stepped(
             "leaves the last stage",
             BoundaryError,
-            after(Giving(kind)),
+            after(Does(kind)),
             given=(X,),
             call="eval_step",
         )

@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -188,34 +186,11 @@ def test_a_step_leaves_no_tensor_behind() -> None:
             gc.enable()
 
 
-def test_close_ends_its_threads_and_the_next_call_starts_new_ones() -> None:
-    pipe = pipeline(model(), num_stages=2)
-    pipe.train_step(*batch())
-    ours = [t for t in threading.enumerate() if t.name.startswith("penstock-rank")]
-    assert len(ours) >= 2
-    pipe.close()
-    assert not any(t.is_alive() for t in ours)
-    pipe.train_step(*batch())
-    pipe.close()
-
-
 def test_public_names_resolve() -> None:
     for name in penstock.__all__:
         assert getattr(penstock, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'pipelines'"):
         penstock.pipelines  # noqa: B018 - wrong on purpose
-
-
-def test_a_checkpoint_of_a_pipeline_loads_into_the_unsplit_model(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    with pipeline(model(), num_stages=3) as pipe:
-        pipe.train_step(*batch())
-        penstock.save_checkpoint(tmp_path / "saved", pipe)
-    unsplit = model()
-    unsplit.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"))
-    for name, value in pipe.state_dict().items():
-        assert torch.equal(unsplit.state_dict()[name], value)
 
 
 def test_dropout_that_begins_later_is_keyed_from_its_first_step() -> None:

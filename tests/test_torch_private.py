@@ -167,25 +167,15 @@ def test_storages_without_memory_are_told_apart() -> None:
     assert private.storage_id(one) != private.storage_id(other)
 
 
-def test_hooks_on_accumulated_gradients_are_seen() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    assert not private.has_accumulation_hooks(parameter)
-    parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert private.has_accumulation_hooks(parameter)
-
-
-def test_hooks_on_a_gradient_are_seen() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    assert not private.has_tensor_hooks(parameter)
-    parameter.register_hook(lambda _: None)
-    assert private.has_tensor_hooks(parameter)
-
-
-def test_the_hooks_of_a_gradient_are_there_to_be_written() -> None:
+def test_the_hooks_of_a_gradient_are_seen_and_there_to_be_written() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert private.gradient_hooks(parameter) == (None, None)
+    assert not private.has_tensor_hooks(parameter)
     parameter.register_hook(lambda gradient: gradient * 2)
+    assert private.has_tensor_hooks(parameter)
+    assert not private.has_accumulation_hooks(parameter)
     parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(3))
+    assert private.has_accumulation_hooks(parameter)
     for hooks in private.gradient_hooks(parameter):
         assert len(hooks) == 1
         hooks.clear()

@@ -32,8 +32,8 @@ FAULTS = (
     Fault(
         "asynchronous: a recompute works with the newest weights, not with those of its forward",
         "penstock/runtime/stage/stage.py",
-        "self.weights.show(tape.version)\n        try:\n            if tape",
-        "self.weights.show(self.weights.number)\n        try:\n            if tape",
+        "self.weights.show(tape.version)\n        try:\n            if tape.dropped_layers",
+        "self.weights.show(self.weights.number)\n        try:\n            if tape.dropped_layers",
         LAW,
         "in_every_way",
     ),

@@ -76,7 +76,7 @@ FAULTS = (
         "penstock/optim/clip.py",
         "for name, p in named if p.grad is not None}",
         "for name, p in named if p.grad is not None and '.' in name}",
-        "tests/model/capture/test_equality.py",
+        "tests/runtime/test_owned.py",
         "clipped",
     ),
     Fault(

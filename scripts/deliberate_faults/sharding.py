@@ -154,9 +154,9 @@ FAULTS = (
     ),
     Fault(
         "candidates on sub-meshes are ranked without the optimizer",
-        "penstock/planner/mesh_plans.py",
-        "costs) + own.update_s\n",
-        "costs)\n",
+        "penstock/planner/mesh_candidates.py",
+        "costs) + self.update_s, is_bound",
+        "costs), is_bound",
         "tests/automatic/test_choose.py",
     ),
     Fault(

@@ -96,15 +96,6 @@ def test_there_is_a_benchmark_for_each_claim() -> None:
     assert {folder.name for folder in FOLDERS} == claims | questions | others
 
 
-def test_a_table_is_aligned_markdown(report: Report) -> None:
-    assert str(report).splitlines()[:4] == [
-        "| who      |   ms |",
-        "| -------- | ---: |",
-        "| plain    | 12.3 |",
-        "| pipeline |  7.0 |",
-    ]
-
-
 def test_updating_a_readme_replaces_what_stands_between_the_marks_only(
     report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -12,12 +13,9 @@ from benchmarks.gpipe_paper.models import amoebanet, deepened, transformer
 from benchmarks.gpipe_paper.orders import agree, crossover_line, discordant
 from benchmarks.gpipe_paper.paper_step import Setting, Step, paper_schedule
 from benchmarks.gpipe_paper.planned import planned
-from benchmarks.gpipe_paper.published import LARGEST_AMOEBANET, THROUGHPUT_GPU, THROUGHPUT_TPU
+from benchmarks.gpipe_paper.published import THROUGHPUT_GPU, THROUGHPUT_TPU
 from benchmarks.gpipe_paper.throughput import OVER_K_2, TABLE_2, TABLE_3
 from penstock import Cluster
-
-PARAMETERS = {3: 282_178_816, 13: 785_761_536, 103: 5_318_006_016, 415: 21_029_786_880}
-PARAMETERS |= {1663: 83_876_910_336}
 
 
 @cache
@@ -63,12 +61,6 @@ def test_a_deepened_profile_is_that_of_the_deeper_model() -> None:
     assert deepened(shallow, 1).layers == deep.layers
     assert deepened(shallow, 1).weights == deep.weights
     assert deepened(shallow, 1).spans == deep.spans
-
-
-@pytest.mark.parametrize("num_blocks", PARAMETERS)
-def test_a_transformer_of_table_1_has_as_many_parameters(num_blocks: int) -> None:
-    layers = transformer(num_blocks).profile((1,)).layers
-    assert sum(layer.num_parameters for layer in layers) == PARAMETERS[num_blocks]
 
 
 def test_blocks_are_dealt_out_as_in_the_published_configuration() -> None:
@@ -143,15 +135,6 @@ def test_which_model_gains_more_is_predicted_with_many_micro_batches() -> None:
         assert wanted in crossover_line(*both)
 
 
-@pytest.mark.slow
-def test_an_amoebanet_of_table_1_has_the_parameters_of_the_public_code() -> None:
-    numbers = [
-        sum(layer.num_parameters for layer in amoebanet(*x.size).profile((4,)).layers)
-        for x in LARGEST_AMOEBANET
-    ]
-    assert numbers == [81_785_166, 318_277_617, 540_986_433, 1_054_083_969, 1_843_386_873]
-
-
 def test_an_amoebanet_is_cut_by_flops_with_all_its_layers() -> None:
     profile = amoebanet(6, 32, image=64).profile((2,))
     partition = by_flops(profile, 4)
@@ -161,31 +144,16 @@ def test_an_amoebanet_is_cut_by_flops_with_all_its_layers() -> None:
     assert len(step.activation_bytes) == len(partition)
 
 
-def cell(published: float, predicted: float, **others: float) -> Cell:
-    """Give a cell with a target of 10 % unless it is given."""
-    target = others.get("target", 0.1)
-    return Cell(
-        table="t", model="m", what="w", published=published, predicted=predicted, target=target
-    )
+def cell(published: float, predicted: float, target: float = 0.1, **others: Any) -> Cell:
+    told = {"published": published, "predicted": predicted, "target": target, **others}
+    return Cell(table="t", model="m", what="w", **told)
 
 
 def test_a_target_counts_both_ways() -> None:
     assert [cell(2, x).verdict for x in (1.79, 1.81, 2.19, 2.21)] == [MISSED, MET, MET, MISSED]
     assert cell(2, 2.0, target=0.0).verdict == MET
+    assert cell(0.5, 0.57, 0.08, by=Compared.BY_DIFFERENCE).verdict == MET
     assert targets_line([cell(1, 1), cell(1, 2)]) == "Targets: 1 of 2 are met; missed: m w."
-
-
-def test_a_difference_is_compared_as_such() -> None:
-    one = Cell(
-        table="t",
-        model="m",
-        what="w",
-        published=0.5,
-        predicted=0.57,
-        target=0.08,
-        by=Compared.BY_DIFFERENCE,
-    )
-    assert one.verdict == MET
 
 
 def test_orders_agree_where_both_rise() -> None:

@@ -115,13 +115,12 @@ def kept(mesh: Mesh, plan: str) -> tuple[dict[int, int], int]:
     return pipe.last_timeline.peak_bytes(), sum(held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "sharding"),
     [
-        pytest.param(UNLIKE, "data", marks=pytest.mark.slow),
-        pytest.param(TWO, "megatron", marks=pytest.mark.slow),
-        pytest.param(TWO, "zero3", marks=pytest.mark.slow),
-        pytest.param(FOUR, "data", marks=pytest.mark.slow),
+        *((UNLIKE, "data"), (TWO, "megatron")),
+        *((TWO, "zero3"), (FOUR, "data")),
     ],
     ids=["1 + 2 data", "2 megatron", "2 zero3", "2 x 2 data"],
 )

@@ -11,6 +11,7 @@ import pytest
 from penstock.cli.main import run
 from penstock.cli.targets import load_target
 from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES, named_schedule
+from tests.runs import sets
 
 ROOT = Path(__file__).parents[2]
 DIGITS = "digits"
@@ -261,7 +262,7 @@ def test_check_takes_a_recipe_with_changes(tmp_path: Path, capsys: Captured) -> 
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 30)
     changes = ["data.path=book.txt", "data.length=8", "train.batch_size=4"]
     changes += ["model.num_layers=2", "model.width=8", "model.num_heads=2"]
-    words = [word for change in changes for word in ("--set", change)]
+    words = sets(*changes)
     assert run(["check", GPT_SMALL, *words, "--num-stages", "2"]) == 0
     assert "EQUAL: all" in capsys.readouterr().out
     assert run(["check", "my_model:good", "--set", "data.path=book.txt"]) == 2

@@ -135,8 +135,14 @@ def same(a: list[float], b: list[float], *, bits: bool) -> bool:
     return a == b if bits else a == pytest.approx(b, rel=1e-5)
 
 
-def test_two_processes_save_and_one_process_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    (expected,) = losses(2, 1, "save", [tmp_path / "two"])
+TWO = pytest.param(2, marks=pytest.mark.slow)
+ONE_OR_TWO = pytest.mark.parametrize("stages_per_rank", (1, TWO))
+"""With two, stages 0 and 2 are one process's, 1 and 3 the other's: neither holds neighbours."""
+
+
+@ONE_OR_TWO
+def test_two_processes_save_and_one_process_goes_on_bit_by_bit(stages_per_rank, tmp_path) -> None:
+    (expected,) = losses(2, 1, "save", [tmp_path / "two"], stages_per_rank=stages_per_rank)
     here = Run(penstock.init_mesh(3), seed=5)
     penstock.load_checkpoint(tmp_path / "two", here.pipe, here.optimizer)
     assert finish(here) == expected
@@ -193,13 +199,15 @@ def test_damage_that_one_finds_and_another_model_are_refused_by_all_with_names_a
             assert fault in said, said
 
 
-def test_one_process_saves_and_two_load_it_or_say_what_does_not_fit(tmp_path: Path) -> None:
+@ONE_OR_TWO
+def test_one_process_saves_and_two_load_it(stages_per_rank: int, tmp_path: Path) -> None:
     here = Run(penstock.init_mesh(2))
     here.step(), here.step()
     penstock.save_checkpoint(tmp_path / "one", here.pipe, here.optimizer, note="hello")
     expected = finish(here)
     here.pipe.close()
-    assert losses(2, 1, "load", [tmp_path / "one"]) == [expected]
+    told = losses(2, 1, "load", [tmp_path / "one"], stages_per_rank=stages_per_rank)
+    assert told == [expected]
 
 
 def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> None:
@@ -233,38 +241,6 @@ def test_optimizer_state_of_another_type_than_its_parameter_comes_back_to_the_bi
     first, second = call(masters, (1, 2), tmp_path, folder_for_saves=str(tmp_path))
     assert (len(first), len(second)) == (12, 12)  # the 6 parameters, twice
     assert all(first) and all(second)
-
-
-@pytest.mark.slow
-def test_optimizer_state_that_replicas_share_out_is_saved_whole(tmp_path: Path) -> None:
-    """Go on as one replica of another number of stages, and back: the rounding of D alone."""
-    (expected,) = losses(1, 2, "save", [tmp_path / "shared"], shared="1")
-    assert losses(1, 2, "load", [tmp_path / "shared"]) == [expected]
-    here = Run(penstock.init_mesh(3), seed=5)
-    penstock.load_checkpoint(tmp_path / "shared", here.pipe, here.optimizer)
-    found = finish(here)
-    here.pipe.close()
-    assert same(found, expected, bits=False)
-
-
-@pytest.mark.slow
-def test_two_processes_of_two_stages_save_and_one_process_goes_on_bit_by_bit(tmp_path) -> None:
-    """Stages 0 and 2 are one process's, 1 and 3 the other's: neither holds neighbours."""
-    (expected,) = losses(2, 1, "save", [tmp_path / "four"], stages_per_rank=2)
-    here = Run(penstock.init_mesh(3), seed=5)
-    penstock.load_checkpoint(tmp_path / "four", here.pipe, here.optimizer)
-    assert finish(here) == expected
-    here.pipe.close()
-
-
-@pytest.mark.slow
-def test_processes_of_two_stages_load_what_one_process_saved(tmp_path: Path) -> None:
-    here = Run(penstock.init_mesh(1))
-    here.step(), here.step()
-    penstock.save_checkpoint(tmp_path / "one", here.pipe, here.optimizer, note="hello")
-    expected = finish(here)
-    here.pipe.close()
-    assert losses(2, 1, "load", [tmp_path / "one"], stages_per_rank=2) == [expected]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,61 +23,31 @@ def code_of(page: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
-def test_the_code_about_checkpoints_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+FOUND: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "failure.md": lambda _: Path("checkpoints/step-1/state.json").is_file(),
+    "plans.md": lambda _: Path("plan.json").is_file(),
+    "clusters.md": lambda found: len(found["pod"].places) == 128,
+    "profile.md": lambda found: found["counted"].layers == found["here"].layers,
+    "planning.md": lambda found: found["timeline"].step_s > 0,
+    "memory.md": lambda found: "pipe" in found,
+    "sharding.md": lambda found: (
+        found["pinned"].layers[2].weights["feed_forward.narrow.weight"] == (R,)
+    ),
+    "asynchronous.md": lambda found: found["losses"].shape == (6,),
+    "searched.md": lambda found: Plan.load("plan.json").schedule == found["searched"],
+}
+"""Pages, and what their code has made where it has run."""
+SLOW, SAYS = "planning.md", {"sharding.md": "more. Use more shards"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if p == SLOW else []) for p in FOUND]
+)
+def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(code_of("failure.md"), "failure.md", "exec"), {})
-    assert (tmp_path / "checkpoints" / "step-1" / "state.json").is_file()
-
-
-def test_the_code_about_plans_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code_of("plans.md"), "plans.md", "exec"), {})
-    assert (tmp_path / "plan.json").is_file()
-
-
-def test_the_page_about_clusters_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    found: dict[str, Any] = {}
-    exec(compile(code_of("clusters.md"), "clusters.md", "exec"), found)
-    assert len(found["pod"].places) == 128
-
-
-def test_the_page_about_profiles_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    found: dict[str, Any] = {}
-    exec(compile(code_of("profile.md"), "profile.md", "exec"), found)
-    assert found["counted"].layers == found["here"].layers
-
-
-@pytest.mark.slow
-def test_the_page_about_planning_runs() -> None:
-    found: dict[str, Any] = {}
-    exec(compile(code_of("planning.md"), "planning.md", "exec"), found)
-    assert found["timeline"].step_s > 0
-
-
-def test_the_page_about_memory_runs() -> None:
-    exec(compile(code_of("memory.md"), "memory.md", "exec"), {})
-
-
-def test_the_page_about_sharding_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    found: dict[str, Any] = {"__name__": "sharding_page"}
-    exec(compile(code_of("sharding.md"), "sharding.md", "exec"), found)
-    assert found["pinned"].layers[2].weights["feed_forward.narrow.weight"] == (R,)
-    assert "more. Use more shards" in capsys.readouterr().out
-
-
-def test_the_page_about_asynchronous_schedules_runs() -> None:
-    found: dict[str, Any] = {}
-    exec(compile(code_of("asynchronous.md"), "asynchronous.md", "exec"), found)
-    assert found["losses"].shape == (6,)
-
-
-def test_the_page_about_searched_schedules_runs(tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    found: dict[str, Any] = {}
-    exec(compile(code_of("searched.md"), "searched.md", "exec"), found)
-    assert Plan.load(tmp_path / "plan.json").schedule == found["searched"]
+    found: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code_of(page), page, "exec"), found)
+    assert FOUND[page](found) and SAYS.get(page, "") in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -87,6 +58,19 @@ def test_the_guides_code_gives_the_same_losses_in_one_process_and_in_two(tmp_pat
     lines = [[line for line in text.splitlines() if ": loss " in line] for text in outputs]
     assert len(lines[0]) == 10 and lines[0] == lines[1]
     assert all("utilisation" in text for text in outputs), "no breakdown was printed"
+
+
+@pytest.mark.slow
+def test_the_guides_script_trains_alike_in_one_process_and_in_two() -> None:
+    """As it is, under python and under torchrun."""
+    together = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    found = []
+    for launcher in ((), together):
+        command = [sys.executable, *launcher, "docs/finetune_gpt2.py", "LICENSE", "20"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append([line for line in done.stdout.splitlines() if line.startswith("step")])
+    assert found[0] and found[0] == found[1]
 
 
 SHORTER: dict[str, dict[str, str]] = {

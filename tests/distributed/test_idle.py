@@ -119,40 +119,6 @@ def test_jobs_with_and_without_an_idle_rank_go_on_from_each_other_to_the_bit(tmp
         assert all(same_bits(t, wanted[kind][4][n]) for n, t in unsplit.state_dict().items())
 
 
-def ordinary(mesh: penstock.Mesh) -> dict[str, Any]:
-    """Train as a script that knows nothing of idle ranks: a scaler, clipping, a scheduler."""
-    pipe = piped(mesh)
-    assert [p.numel() > 0 for p in pipe.parameters()], "what torch makes an optimizer of"
-    optimizer = AdamW(pipe.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    scaler = penstock.GradScaler(pipe, init_scale=1024.0)
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    for step in range(3):
-        inputs = batch(step, mesh.replica, mesh.num_replicas)
-        loss = pipe.train_step(*inputs, loss_scale=scaler.get_scale())
-        found["losses"].append(float(loss))
-        scaler.unscale_(optimizer)
-        found["norms"].append(float(penstock.clip_grad_norm_(pipe, 0.1)))
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        pipe.zero_grad()
-    weights = {name: p.detach().clone() for name, p in pipe.named_parameters()}
-    assert weights.keys() <= pipe.state_dict().keys()
-    outputs = pipe.eval_step(batch(9, 0, 1)[0])
-    return found | {"weights": weights, "rates": scheduler.get_last_lr(), "outputs": outputs}
-
-
-def test_an_ordinary_script_trains_with_idle_ranks_as_without(tmp_path: Path) -> None:
-    wanted = ordinary(penstock.init_mesh(1))
-    found = call(ordinary, placed(1, 2, idle=(0,)), tmp_path)
-    for of_rank in found:
-        for key in ("losses", "norms", "rates"):
-            assert of_rank[key] == wanted[key], key
-        assert same_bits(of_rank["outputs"], wanted["outputs"])
-    check_same([of_rank["weights"] for of_rank in found], wanted["weights"], "weights")
-
-
 def asynchronous(mesh: penstock.Mesh) -> tuple[list[float], dict[str, Tensor]]:
     pipe = piped(mesh, partition=[2, 2], schedule=schedules.pipedream_2bw)
     optimizer = SGD(pipe.parameters(), lr=0.05)

@@ -16,6 +16,7 @@ from penstock_recipes.train.run_folder import RunFolder
 from penstock_recipes.train.tasks import build_task
 from tests.distributed.launch import Ended, start
 from tests.distributed.parallel_job import cluster_of
+from tests.distributed.test_train_processes import faulty
 from tests.recipes.text_recipes import TEXT
 from tests.runs import curve
 
@@ -26,7 +27,7 @@ LINES = "".join(
 
 def job(step: int, *arguments: str) -> list[str]:
     """Give a command that trains in float64, and is told to end before a step, if it is not 0."""
-    return ["-m", "tests.distributed.double_job", str(step), "train", *arguments]
+    return [*faulty("double term", "0", step), "train", *arguments]
 
 
 def stopped(ended: list[Ended]) -> None:

@@ -66,15 +66,19 @@ def used(mesh: penstock.Mesh | None, runs: str) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(trained, lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         averaged = AveragedModel(pipe, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        scaler = penstock.GradScaler(pipe, init_scale=1024.0)
         losses, norms = [], []
         for _ in range(2):
-            losses.append(pipe.train_step(INPUTS, TARGETS))
+            losses.append(pipe.train_step(INPUTS, TARGETS, loss_scale=scaler.get_scale()))
+            scaler.unscale_(optimizer)
             norms.append(penstock.clip_grad_norm_(pipe, 0.1))
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             scheduler.step()
             if [*pipe.named_parameters()]:  # torch averages nothing with an error
                 averaged.update_parameters(pipe)
+        assert {n for n, _ in pipe.named_parameters()} <= pipe.state_dict().keys()
         other, average = copy.deepcopy(pipe), cast(Pipeline, averaged.module)
         assert other.mesh is pipe.mesh or mesh is None
         path = Path(runs) / f"{captured}-{frozen}-{mesh is None}"

@@ -1,12 +1,10 @@
 """`penstock train` in many processes is the run of one process, whatever happens to them."""
 
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -20,10 +18,10 @@ from penstock_recipes.train.command import Request, start_run
 from penstock_recipes.train.interrupt import Interrupt
 from penstock_recipes.train.run_folder import RunFolder
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
-from tests.distributed.launch import ROOT, Ended, start
+from tests.distributed.launch import Ended, start
 from tests.profiles import cluster
 from tests.quiet import quiet
-from tests.runs import assert_same_run, curve
+from tests.runs import assert_same_run, begin, curve, sets
 
 SMALL = (*TWO_EPOCHS, "train.average_decay=0.5")
 TRAIN = ("-m", "penstock")
@@ -35,22 +33,7 @@ def faulty(action: str, ranks: str, step: int) -> tuple[str, ...]:
 
 
 def words(*changes: str, recipe: str = str(DIGITS)) -> list[str]:
-    return ["train", recipe, *(w for change in (*SMALL, *changes) for w in ("--set", change))]
-
-
-def begin(arguments: Sequence[str], folder: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}",
-            "OMP_NUM_THREADS": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return ["train", recipe, *sets(*SMALL, *changes)]
 
 
 def outcome(process: "subprocess.Popen[str]", timeout_s: float = 100.0) -> tuple[int, str]:
@@ -99,11 +82,19 @@ def two_replicas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_started_again_and_the_run_goes_on_bit_by_bit(
-    uninterrupted: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("fault", "changes", "told"),
+    [
+        (("kill", "1", 5), (), "rank 1 (stage 1)"),  # the other one says who was lost
+        *((fault, (), "") for fault in (("raise", "1", 6), ("kill", "0", 6))),
+        (("stop", "1", 5), ("pipeline.timeout_s=5",), "No sign of life from rank 1 (stage 1)"),
+    ],
+)
+def test_a_process_that_fails_is_started_again_and_the_run_goes_on_bit_by_bit(
+    fault, changes, told, uninterrupted, tmp_path
 ) -> None:
-    said = run(elastic([*faulty("kill", "1", 5), *words()], processes=2), tmp_path)
-    assert "rank 1 (stage 1)" in said  # the other one says who was lost
+    said = run(elastic([*faulty(*fault), *words(*changes)], processes=2), tmp_path)
+    assert told in said
     assert_resumed(said)
     assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits-1"]
@@ -128,7 +119,7 @@ def test_sigterm_to_one_process_saves_on_all_and_any_other_number_goes_on(
 def test_a_plan_that_was_chosen_for_a_recipe_trains_it(stages, replicas, tmp_path) -> None:
     cluster(4).save(tmp_path / "cluster.toml")
     plan, profile = tmp_path / "plan.json", str(tmp_path / "profile.json")
-    small = [w for change in SMALL for w in ("--set", change)]
+    small = sets(*SMALL)
     counted = ("--device", "h100", "--microbatch-size", "50", "--save", profile)
     assert command(["profile", str(DIGITS), *small, *counted]) == 0
     layout = ("--num-ranks", str(stages), "--num-replicas", str(replicas))
@@ -242,15 +233,6 @@ def test_an_unreachable_peer_is_named_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("action", "rank"), [("raise", 1), ("kill", 0)])
-def test_other_faults_too(action: str, rank: int, uninterrupted: Path, tmp_path: Path) -> None:
-    job = [*faulty(action, str(rank), 6), *words()]
-    said = run(elastic(job, processes=2), tmp_path)
-    assert_resumed(said)
-    assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
-
-
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(uninterrupted, tmp_path) -> None:
     """The recipe is being edited meanwhile, too; a restart takes the run as it was begun."""
     recipe = tmp_path / "mine.toml"
@@ -274,14 +256,6 @@ def test_a_fine_tuned_run_whose_only_checkpoint_is_damaged_begins_again_with_its
     said = run(elastic(job, processes=2), tmp_path)
     assert "step-000004 is set aside: " in said and "begins again at step 0" in said
     assert_same_run(tmp_path / "runs" / "mine-1", tmp_path / "whole")
-
-
-@pytest.mark.slow
-def test_a_stopped_process_is_noticed_and_replaced(uninterrupted: Path, tmp_path: Path) -> None:
-    job = [*faulty("stop", "1", 5), *words("pipeline.timeout_s=5")]
-    said = run(elastic(job, processes=2), tmp_path)
-    assert "No sign of life from rank 1 (stage 1)" in said
-    assert_same_run(tmp_path / "runs" / "digits-1", uninterrupted)
 
 
 @pytest.mark.slow

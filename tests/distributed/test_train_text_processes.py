@@ -9,7 +9,6 @@ from tests import runs
 from tests.distributed.launch import ROOT, start
 from tests.distributed.test_train_processes import (
     TRAIN,
-    begin,
     elastic,
     faulty,
     losses,
@@ -42,7 +41,7 @@ def assert_same_run(folder: Path, expected: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bit_by_bit(recipe: str, uninterrupted: Path, tmp_path: Path) -> None:
-    code, said = outcome(begin([*faulty("kill", "0", 5), "train", recipe], tmp_path))
+    code, said = outcome(runs.begin([*faulty("kill", "0", 5), "train", recipe], tmp_path))
     assert code != 0, said
     run([*TRAIN, "train", "--resume", "runs/names-1"], tmp_path)
     assert_same_run(tmp_path / "runs" / "names-1", uninterrupted)
@@ -59,7 +58,7 @@ def test_two_processes_train_and_judge_the_same_model(recipe, uninterrupted, tmp
 def test_replicas_share_parts_that_have_fewer_rows_than_they_are(recipe, tmp_path) -> None:
     """With 64 tokens a part, some have one row; losses agree with one process but for rounding."""
     few = ("data.tokens_per_step=512", "data.tokens_per_part=64", "train.epochs=1")
-    given = [word for change in (*few, "model.dropout=0") for word in ("--set", change)]
+    given = runs.sets(*few, "model.dropout=0")
     run([*TRAIN, "train", recipe, *given, "--run-folder", "one"], tmp_path)
     replicas = ["--set", "pipeline.num_replicas=3", "--num-processes", "6"]
     run([*TRAIN, "train", recipe, *given, *replicas, "--run-folder", "three"], tmp_path)

@@ -6,7 +6,8 @@ In the first attempt, process RANK kills itself, is stopped, raises or is told t
 it trains step STEP; or its parent, torchrun, is killed with it (lose); or it is killed after the
 newest checkpoint was damaged and the recipe edited (damage); or it is told to end just after it
 told the others to go on, in the agreement of number STEP, of which 0 is before the first step
-(late); or it has a seed (seed) or a version of Penstock (version) of its own.
+(late); or it has a seed (seed) or a version of Penstock (version) of its own.  With "double "
+before the action, all compute in float64.
 """
 
 import os
@@ -14,6 +15,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 import penstock
 from penstock.cli.main import main
@@ -74,7 +77,10 @@ def inject_late(agreement: int) -> None:
 
 
 if __name__ == "__main__":
-    action, ranks, step, *arguments = sys.argv[1:]
+    words, ranks, step, *arguments = sys.argv[1:]
+    *double, action = words.split()
+    if double:
+        torch.set_default_dtype(torch.float64)
     rank = os.environ.get("RANK", "0")
     is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if is_first_attempt and rank in ranks.split(","):

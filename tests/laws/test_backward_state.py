@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import StateError
 from penstock.schedules import gpipe, one_f_one_b, zb_h1
+from tests.laws.test_equality_or_refusal import model
 from tests.models import drawn
-from tests.side_by_side import same_bits
+from tests.side_by_side import assert_trains_like_unsplit
 from tests.ways import WAYS
 
 Write = Callable[[Any, Tensor], None]
@@ -64,47 +65,34 @@ def layers(write: Write = into_buffer) -> list[nn.Module]:
     return [nn.Linear(6, 6), Scaling(write), nn.Linear(6, 3)]
 
 
-def gradients(of: list[nn.Module]) -> list[Tensor | None]:
-    return [p.grad for layer in of for p in layer.parameters()]
-
-
-def unsplit(of: list[nn.Module], num_microbatches: int) -> list[Tensor | None]:
-    for _ in range(2):
-        pairs = zip(*(t.tensor_split(num_microbatches) for t in drawn(8)), strict=True)
-        for x, y in pairs:
-            (F.mse_loss(nn.Sequential(*of)(x), y) * (len(x) / 8)).backward()
-    return gradients(of)
-
-
-def trained(of: list[nn.Module], num_microbatches: int, **options: Any) -> list[Tensor | None]:
+def train(of: list[nn.Module], num_microbatches: int, **options: Any) -> None:
     options = {"partition": (2, 1), "threads_per_stage": 1, **options}
     with penstock.Pipeline(
         of, num_microbatches=num_microbatches, loss=F.mse_loss, **options
     ) as pipe:
         for _ in range(2):
             pipe.train_step(*drawn(8))
-    return gradients(of)
 
 
 @pytest.mark.parametrize("write", (into_buffer, another_buffer, into_attribute))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_reads_it_in_another_order_is_refused(way: dict[str, Any], write: Any) -> None:
     with pytest.raises(StateError, match=r"of a Scaling changed its .* num_microbatches=1"):
-        trained(layers(write), 4, **way)
+        train(layers(write), 4, **way)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_with_one_micro_batch_it_is_the_unsplit_models(way: dict[str, Any]) -> None:
-    assert all(map(same_bits, trained(layers(), 1, **way), unsplit(layers(), 1)))
+    assert_trains_like_unsplit(model(layers), 8, partition=(2, 1), num_microbatches=1, **way)
 
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)
 def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(recompute: Any) -> None:
     how: dict[str, Any] = {"partition": (1, 2), "recompute": recompute}
-    ours = trained(layers(), 4, schedule=one_f_one_b, **how)
-    assert all(map(same_bits, ours, unsplit(layers(), 4)))
+    made = model(layers)
+    assert_trains_like_unsplit(made, 8, num_microbatches=4, schedule=one_f_one_b, **how)
     with pytest.raises(StateError):
-        trained(layers(), 4, schedule=gpipe, **how)
+        train(layers(), 4, schedule=gpipe, **how)
 
 
 def test_the_check_refuses_it_too() -> None:
@@ -146,8 +134,8 @@ def test_an_optimizer_that_steps_in_a_hook_is_refused(name: str, schedule: Any) 
     step_in_a_hook(of, name)
     how: dict[str, Any] = {"schedule": schedule, "recompute": penstock.Recompute.NEVER}
     with pytest.raises(StateError, match=r"changed a parameter .* train with num_microbatches=1"):
-        trained(of, 4, **how)
-    trained(of, 1, **how)  # as the unsplit model's
+        train(of, 4, **how)
+    train(of, 1, **how)  # as the unsplit model's
 
 
 NEVER = penstock.Recompute.NEVER
@@ -188,5 +176,5 @@ class Seen(nn.Module):  # keep what it saw for whoever asks, in a checkpoint as 
 def test_hooks_and_checkpoints_may_keep_what_they_saw(way: dict[str, Any]) -> None:
     torch.manual_seed(0)
     seen = Seen()
-    trained([nn.Linear(6, 6), seen, nn.Linear(6, 3)], 4, **way)
+    train([nn.Linear(6, 6), seen, nn.Linear(6, 3)], 4, **way)
     assert seen.gradient is not None

@@ -19,7 +19,7 @@ from penstock.schedules.verify import verify
 from tests.covering import FACTORS, Run, covering_runs, many_runs
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
 from tests.models import ALL_MODELS, BY_NAME, Model
-from tests.reference import Unsplit, chain, split, whole_batch_step
+from tests.reference import Unsplit, chain, split
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import IN_ONE_PROCESS
 
@@ -210,19 +210,6 @@ def test_one_micro_batch_is_plain_autograd() -> None:
         assert torch.equal(_grad(a), _grad(b)), name
     for (name, c), (_, d) in zip(ours.named_buffers(), plain.named_buffers(), strict=True):
         torch.testing.assert_close(c, d, rtol=0, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize("num_microbatches", (2, 3, 8))
-def test_micro_batches_sum_to_the_whole_batch(num_microbatches: int) -> None:
-    ours = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    whole = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    whole.load_state_dict(ours.state_dict())
-    x, y = torch.randn(7, 6).double(), torch.randn(7, 3).double()
-    loss = Unsplit(list(ours), chain(3), num_microbatches).train_step(x, y, F.mse_loss)
-    expected = whole_batch_step(list(whole), chain(3), (x, y), F.mse_loss)
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-15)
-    for a, b in zip(ours.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-15)
 
 
 def test_uneven_batches_are_cut_with_the_larger_pieces_first() -> None:

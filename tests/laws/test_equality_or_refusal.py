@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from tests.model_parts import Checkpointed, Does, InPlaceAffine
-from tests.models import BY_NAME, Built, Model, tokens, vectors
-from tests.reference import Forward, Unsplit, chain
+from tests.model_parts import Does, InPlaceAffine
+from tests.models import BY_NAME, Built, Model, token_loss, tokens, vectors
+from tests.reference import Forward, Unsplit
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import WAYS
 
@@ -162,28 +162,11 @@ def test_a_tensor_hidden_in_a_users_own_object(way: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sparse_gradients(way: dict[str, Any]) -> None:
-    def layers() -> list[nn.Module]:
-        torch.manual_seed(0)
+    def layers() -> list[Any]:
         return [nn.Embedding(11, 4, sparse=True), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 11)]
 
-    ours, theirs = layers(), layers()
-    x, y = tokens(7, torch.Generator().manual_seed(0))
-
-    def loss(scores: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(scores.transpose(1, 2), target)
-
-    with penstock.Pipeline(
-        ours, partition=(1, 3), num_microbatches=3, loss=loss, threads_per_stage=1, **way
-    ) as pipe:
-        for _ in range(2):
-            pipe.train_step(x, y)
-    unsplit = Unsplit(theirs, chain(4), 3)
-    for _ in range(2):
-        unsplit.train_step(x, y, loss)
-    ours_grad = ours[0].get_parameter("weight").grad
-    theirs_grad = theirs[0].get_parameter("weight").grad
-    assert ours_grad is not None and theirs_grad is not None
-    assert ours_grad.is_sparse and torch.equal(ours_grad.to_dense(), theirs_grad.to_dense())
+    sparse = Model("sparse", layers, tokens, token_loss)
+    assert_trains_like_unsplit(sparse, 7, partition=(1, 3), num_microbatches=3, **way)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -323,17 +306,6 @@ def test_a_second_backward_through_one_forward(way: dict[str, Any]) -> None:
         for p, q in zip(a.parameters(), b.parameters(), strict=True):
             assert same_bits(p.grad, q.grad)
     pipe.close()
-
-
-@pytest.mark.parametrize("cut", ({"partition": (1, 1, 1)}, {"num_stages": 3}), ids=str)
-@pytest.mark.parametrize("reentrant", (True, False))
-@pytest.mark.parametrize("way", WAYS)
-def test_a_users_own_checkpoint(reentrant: bool, cut: dict[str, Any], way: dict[str, Any]) -> None:
-    def layers() -> list[Any]:
-        inside = Checkpointed(nn.Linear(6, 6), reentrant=reentrant)
-        return [nn.Linear(6, 6), inside, nn.Linear(6, 3)]
-
-    assert_trains_like_unsplit(model(layers), 7, num_microbatches=3, **cut, **way)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.complex64))

@@ -1,6 +1,5 @@
 """Uses beyond a plain step: chained pipelines, tied values, many stages, modes, odd buffers."""
 
-import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from tests.model_parts import Does
-from tests.models import BY_NAME, Model, tokens, vectors
+from tests.models import BY_NAME, Model, token_loss, tokens, vectors
 from tests.reference import Unsplit, chain
 from tests.side_by_side import (
     assert_trains_like_unsplit,
@@ -31,10 +30,6 @@ def stack(*sizes: int) -> list[nn.Module]:
     return [layer for a, b in pairs for layer in (nn.Linear(a, b), nn.Dropout(0.1))]
 
 
-def assert_same_gradients(ours: list[nn.Module], theirs: list[nn.Module]) -> None:
-    assert not differences(ours, theirs)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_two_pipelines_in_a_row(way: dict[str, Any]) -> None:
     x, y = torch.randn(7, 6), torch.randn(7, 3)
@@ -51,7 +46,7 @@ def test_two_pipelines_in_a_row(way: dict[str, Any]) -> None:
     inner.backward()
     middle.backward(leaf.grad)
     outer.backward()
-    assert_same_gradients([*ours[0], *ours[1]], [*theirs[0], *theirs[1]])
+    assert not differences([*ours[0], *ours[1]], [*theirs[0], *theirs[1]])
     for pipe in (first, second):
         pipe.close()
 
@@ -68,7 +63,7 @@ def test_the_input_may_come_from_other_layers(way: dict[str, Any]) -> None:
     leaf = middle.detach().requires_grad_()
     Unsplit(theirs, chain(4), 3).module_step(leaf, y, F.mse_loss)
     middle.backward(leaf.grad)
-    assert_same_gradients([before, *ours], [twin_before, *theirs])
+    assert not differences([before, *ours], [twin_before, *theirs])
     pipe.close()
 
 
@@ -84,7 +79,7 @@ def test_the_output_may_be_changed_in_place(num_microbatches: int, way: dict[str
     outstanding = Unsplit(theirs, chain(3), num_microbatches).module_forward(x)
     F.mse_loss(F.relu(outstanding.output, inplace=True), y).backward()
     outstanding.backward()
-    assert_same_gradients(ours, theirs)
+    assert not differences(ours, theirs)
     pipe.close()
 
 
@@ -112,10 +107,7 @@ def test_a_weight_may_travel_to_another_stage_as_a_value(partition: Any, way: An
         x, table = call(0, ids)
         return call(3, call(2, call(1, x)), table)
 
-    def loss(scores: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(scores.transpose(1, 2), target)
-
-    tied = Model("tied by value", layers, tokens, loss, forward)
+    tied = Model("tied by value", layers, tokens, token_loss, forward)
     assert_trains_like_unsplit(tied, 7, partition=partition, num_microbatches=3, **way)
 
 
@@ -210,7 +202,7 @@ def test_a_buffer_that_moves_in_some_steps_is_right_or_refused(way: dict[str, An
         expected = unsplit.train_step(*batch, F.mse_loss)
         try:
             assert same_bits(pipe.train_step(*batch), expected)
-            assert_same_gradients(ours, theirs)
+            assert not differences(ours, theirs)
         except penstock.errors.RecomputeError as error:
             assert "buffer 'scale'" in str(error)
     pipe.close()
@@ -251,24 +243,7 @@ def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(wrapped, bf1
             module.requires_grad_(False)
         return stack
 
-    def loss(scores: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(scores.transpose(1, 2), target)
-
-    frozen = Model("frozen encoder", layers, tokens, loss)
+    frozen = Model("frozen encoder", layers, tokens, token_loss)
     for partition in ((2, 2), (1, 1, 2)):
         told: dict[str, Any] = {"partition": partition, "num_microbatches": 3, **way}
         assert_trains_like_unsplit(frozen, 7, bf16=bf16, **told)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
-@pytest.mark.parametrize("way", WAYS)
-def test_compiled_layers_equal_the_unsplit_compiled_ones(way: dict[str, Any]) -> None:
-    def layers() -> list[Any]:
-        body = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Softmax(-1))
-        return [nn.Linear(6, 16), torch.compile(body), nn.Linear(16, 3)]
-
-    torch.compiler.reset()
-    compiled = Model("compiled", layers, vectors, F.mse_loss)
-    assert_trains_like_unsplit(compiled, 6, partition=(1, 1, 1), num_microbatches=3, **way)

@@ -17,6 +17,7 @@ from penstock.runtime import workers
 from penstock.runtime.run import Run
 from tests.every_schedule import EVERY_SCHEDULE
 from tests.reference import Unsplit, chain
+from tests.side_by_side import differences
 from tests.ways import IN_ONE_PROCESS, in_turns
 
 NUM_STAGES, NUM_MICROBATCHES = 3, 4
@@ -110,14 +111,7 @@ def assert_works(pipe: penstock.Pipeline, layers: list[nn.Module]) -> None:
         copy.load_state_dict(module.state_dict())
     unsplit = Unsplit(twin, chain(6), NUM_MICROBATCHES, step=pipe.step)
     assert torch.equal(pipe.train_step(*batch()), unsplit.train_step(*batch(), F.mse_loss))
-    for a, b in zip(
-        nn.ModuleList(layers).parameters(), nn.ModuleList(twin).parameters(), strict=True
-    ):
-        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
-    for (name, c), (_, d) in zip(
-        nn.ModuleList(layers).named_buffers(), nn.ModuleList(twin).named_buffers(), strict=True
-    ):
-        assert torch.equal(c, d), name
+    assert not differences(layers, twin)
 
 
 def told(error: BaseException) -> str:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, StatisticsWarning
+from tests.laws.test_equality_or_refusal import model
 from tests.models import drawn
-from tests.reference import plain_step
-from tests.side_by_side import same_bits
+from tests.side_by_side import assert_trains_like_unsplit, same_bits
 from tests.ways import WAYS
 
 deprecated = pytest.mark.filterwarnings("ignore:.*torch.jit")
@@ -102,17 +102,8 @@ def with_scripted(*, traced: bool) -> list[nn.Module]:
 @pytest.mark.parametrize("traced", (False, True))
 @pytest.mark.parametrize("way", WAYS)
 def test_scripted_layers_train_as_in_plain_torch(way: dict[str, Any], traced: bool) -> None:
-    ours, plain = with_scripted(traced=traced), nn.Sequential(*with_scripted(traced=traced))
-    x, y = drawn(6)
-    with pipeline(ours, F.mse_loss, **way) as pipe:
-        for _ in range(2):
-            pipe.train_step(x, y)
-    for _ in range(2):
-        plain_step(plain, (x, y), F.mse_loss)
-    found = nn.Sequential(*ours)
-    for a, b in zip(found.parameters(), plain.parameters(), strict=True):
-        assert same_bits(a.grad, b.grad)
-    assert all(map(same_bits, found.buffers(), plain.buffers()))
+    made = model(lambda: with_scripted(traced=traced))
+    assert_trains_like_unsplit(made, 6, steps=2, num_stages=2, num_microbatches=3, **way)
 
 
 @deprecated

@@ -16,7 +16,7 @@ from tests.laws.test_equality_or_refusal import model
 from tests.model_parts import Does
 from tests.models import drawn, vectors
 from tests.reference import Unsplit, chain
-from tests.side_by_side import differences, pipeline, same_bits
+from tests.side_by_side import assert_trains_like_unsplit, differences, same_bits
 from tests.ways import WAYS
 
 WITH_RECOMPUTE = [way for way in WAYS if way.values[0]["recompute"] is penstock.Recompute.STAGE]  # type: ignore[index]
@@ -184,16 +184,10 @@ def test_a_change_in_place_that_another_value_would_show_is_right_or_refused(
         return call(3, call(2, a), b)
 
     made = model(lambda: [nn.Linear(6, 6), *changed_in_place()], forward)
-    built, twin = made.build(), made.build()
-    ((x, y),) = made.batches(7, count=1)
     try:
-        with pipeline(made, built, partition=partition, num_microbatches=3, **way) as pipe:
-            found = pipe.train_step(x, y)
+        assert_trains_like_unsplit(made, 7, partition=partition, num_microbatches=3, **way)
     except penstock.errors.BoundaryError as error:
         assert "shares memory" in str(error)
-        return
-    assert same_bits(found, Unsplit(twin.modules, forward, 3).train_step(x, y, made.loss))
-    assert not differences(built.modules, twin.modules)
 
 
 class Queue(nn.Module):
@@ -224,16 +218,10 @@ def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(partition,
         return call(2, *call(1, call(0, x)))
 
     made = model(layers, forward)
-    built, twin = made.build(), made.build()
-    ((x, y),) = made.batches(9, count=1)
     try:
-        with pipeline(made, built, partition=partition, num_microbatches=3, **way) as pipe:
-            found = pipe.train_step(x, y)
+        assert_trains_like_unsplit(made, 9, partition=partition, num_microbatches=3, **way)
     except (penstock.PenstockError, RuntimeError) as error:
         assert any(word in str(error) for word in ("in place", "inplace"))
-        return
-    assert same_bits(found, Unsplit(twin.modules, forward, 3).train_step(x, y, made.loss))
-    assert not differences(built.modules, twin.modules)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,13 +2,10 @@
 
 import io
 import json
-import os
 import signal
 import subprocess
-import sys
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,10 +20,19 @@ from penstock_recipes.train.loop import Trainer
 from penstock_recipes.train.run_folder import RunFolder, create
 from tests.digits import DIGITS, NUM_STEPS, TWO_EPOCHS
 from tests.quiet import quiet
-from tests.runs import assert_same_run, curve, resume, start, stopped, train_until
+from tests.runs import (
+    assert_same_run,
+    begin,
+    curve,
+    resume,
+    sets,
+    start,
+    stopped,
+    train_until,
+)
 
-ROOT = Path(__file__).parents[2]
 SMALL = (*TWO_EPOCHS, "train.trace_every=1")
+TRAIN = ("-m", "penstock", "train", str(DIGITS), "--run-folder", "run")
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +192,8 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    sets = [word for change in [*SMALL, "train.epochs=2000"] for word in ("--set", change)]
-    train = [sys.executable, "-m", "penstock", "train", str(DIGITS)]
-    options: dict[str, Any] = {"cwd": tmp_path}
-    options |= {"env": {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"}}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*train, "--run-folder", "run", *sets], **options)
+    words = [*TRAIN, *sets(*SMALL, "train.epochs=2000")]
+    process = begin(words, tmp_path, stderr=subprocess.PIPE)
     assert process.stderr is not None
     said_so_far = list(takewhile(lambda line: not line.startswith("epoch"), process.stderr))
     process.send_signal(signal.SIGINT)
@@ -220,15 +222,7 @@ def test_a_hangup_is_a_request_to_stop_unless_nohup_has_it_ignored(before, numbe
 @pytest.mark.slow
 def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(uninterrupted, tmp_path) -> None:
     """As in `penstock train ... 2>&1 | head -2`."""
-    sets = [word for change in SMALL for word in ("--set", change)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", "train", str(DIGITS), "--run-folder", "run", *sets],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'recipes'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = begin([*TRAIN, *sets(*SMALL)], tmp_path)
     assert process.stdout is not None
     said = [process.stdout.readline() for _ in range(2)]
     process.stdout.close()
@@ -238,8 +232,7 @@ def test_a_closed_pipe_ends_what_is_shown_and_not_the_run(uninterrupted, tmp_pat
 
 def test_the_command_prints_a_summary_as_json(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    sets = [word for change in SMALL for word in ("--set", change)]
-    assert run(["train", str(DIGITS), "--json", *sets]) == 0
+    assert run(["train", str(DIGITS), "--json", *sets(*SMALL)]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["run_folder"] == "runs/digits-1" and summary["steps"] == NUM_STEPS
     assert summary["finished"] is True and len(summary["stages"]) == 2

@@ -144,18 +144,6 @@ def test_weights_that_cannot_be_shares_are_refused_before_any_gradient(value: fl
     assert all(p.grad is None for p in nn.ModuleList(modules).parameters())
 
 
-def test_gradients_are_never_rescaled_so_steps_with_other_sizes_add_up() -> None:
-    ours, theirs = layers(), layers()
-    unsplit = Unsplit(theirs, chain(5), 4)
-    with penstock.Pipeline(
-        ours, num_stages=2, num_microbatches=4, loss=sample_mean, threads_per_stage=1
-    ) as pipe:
-        for num_samples in (3, 8, 5):
-            batch = padded(num_samples)
-            assert torch.equal(pipe.train_step(*batch), unsplit.train_step(*batch, sample_mean))
-    assert_equal_gradients(ours, theirs)
-
-
 @pytest.mark.parametrize("scale", (0.1, 1000.0))
 def test_any_scale_of_weights_gives_the_same_shares(scale: float) -> None:
     batch = padded(7)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
@@ -199,38 +198,6 @@ def test_a_tuple_of_collections_holds_them_and_is_cut_where_they_are() -> None:
     assert split((X, (range(5), range(5, 10))), [2, 3])[1][1] == (range(2, 5), range(7, 10))
     with pytest.raises(BatchError, match="type UserList with 5 entries"):
         batch_size((X, (UserList(NAMES), UserList(NAMES))), "inputs")
-
-
-class _Scaled(nn.Module):  # read a list with one entry per sample, beside the tensor
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, batch: dict[str, Any]) -> Tensor:
-        rows = [x * len(name) for x, name in zip(batch["x"], batch["names"], strict=True)]
-        scaled: Tensor = self.linear(torch.stack(rows) * batch["sizes"][1])
-        return scaled
-
-
-def _judge(output: Tensor, target: dict[str, Any]) -> Tensor:
-    wanted = torch.tensor([[float(len(words)), 1.0] for words in target["words"]])
-    return F.mse_loss(output, wanted)
-
-
-@pytest.mark.parametrize("num_microbatches", (1, 2, 3, 5))
-def test_a_model_that_reads_lists_trains_as_on_the_whole_batch(num_microbatches: int) -> None:
-    torch.manual_seed(0)
-    layers = [_Scaled(), nn.Tanh(), nn.Linear(2, 2)]
-    inputs = {"x": X, "names": ["a", "bb", "ccc", "dd", "e"], "sizes": Whole([1, 3])}
-    targets = {"words": [["x"], [], ["y", "z"], ["x", "x", "x"], ["z"]]}
-    whole = nn.Sequential(*layers)({**inputs, "sizes": [1, 3]})
-    expected = _judge(whole, targets)
-    with penstock.Pipeline(
-        layers, 2, num_microbatches=num_microbatches, loss=_judge, threads_per_stage=1
-    ) as pipe:
-        torch.testing.assert_close(pipe.train_step(inputs, targets), expected.detach())
-        torch.testing.assert_close(pipe.eval_step(inputs), whole.detach())
-        torch.testing.assert_close(pipe(inputs), whole)
 
 
 class _Gives(nn.Module):  # give a tensor, and beside it what a function makes of it

@@ -19,7 +19,7 @@ from penstock.schedules.ir import ADDS_GRADIENTS
 from penstock.schedules.laws import ASYNCHRONOUS
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.memory import num_versions, version_bytes
-from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES, family_named
+from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES
 from penstock.schedules.transfers import chain_transfers
 from penstock.schedules.verify import verify
 from penstock.simulator import Costs, simulate
@@ -149,11 +149,6 @@ def test_weights_of_a_synchronous_family_do_not_change() -> None:
 def test_a_synchronous_family_has_one_minibatch() -> None:
     with pytest.raises(ConfigError, match="one mini-batch, and 2 were asked for"):
         one_f_one_b(2, 2, 2)
-
-
-@pytest.mark.parametrize("family", ASYNCHRONOUS_SCHEDULES, ids=repr)
-def test_a_plan_names_the_family(family) -> None:
-    assert family_named(family.name, dict(family.arguments)) == family
 
 
 @pytest.mark.parametrize("family", ASYNCHRONOUS_SCHEDULES, ids=repr)

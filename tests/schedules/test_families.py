@@ -160,21 +160,6 @@ def test_the_bubble_is_what_is_published(family: Family, since: StepOf, expected
     assert checked >= len(SIZES) // 2
 
 
-def test_zb_h1_has_a_third_of_the_bubble_of_1f1b() -> None:
-    for num_ranks, m in SIZES:
-        if m >= num_ranks:
-            bubble = step(zb_h1(), num_ranks, m) - 3 * m
-            assert step(one_f_one_b, num_ranks, m) - 3 * m == 3 * bubble
-
-
-def test_no_schedule_of_their_placement_is_shorter_than_zb_h1_and_zb_v() -> None:
-    """The last rank begins a micro-batch R - 1 forwards after the first at the earliest."""
-    for num_ranks, m in SIZES:
-        if m >= num_ranks:
-            assert step(zb_h1(), num_ranks, m) == (num_ranks - 1) * F + m * 3 * F
-            assert step(zb_v(), num_ranks, m) == (num_ranks - 1) * F + 2 * m * 3 * F
-
-
 @pytest.mark.parametrize("family", (zb_h2(), zb_v()), ids=str)
 def test_no_rank_waits_between_its_first_instruction_and_its_last(family: Family) -> None:
     for num_ranks, m in SIZES:

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedules import Family, Schedule, eager_1f1b, gpipe, ir, one_f_one_b, parse
+from penstock.schedules import Schedule, eager_1f1b, gpipe, ir, one_f_one_b, parse
 from penstock.schedules.laws import SYNCHRONOUS, AtMostBytes, Law
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.memory import Sizes, peak_bytes
@@ -22,7 +22,6 @@ from penstock.schedules.passes import (
 from penstock.schedules.text import parse_instruction
 from penstock.schedules.transfers import Transfer, chain_transfers
 from penstock.schedules.verify import verify
-from penstock.schedules.walk import walk
 from tests.every_schedule import EVERY_SCHEDULE
 
 SIZES = [(p, m) for p in range(1, 6) for m in (1, 2, 3, 4, 8)]
@@ -146,16 +145,6 @@ def test_1f1b_keeps_at_most_p_minus_s_microbatches_and_gpipe_all(p: int, m: int)
     verify(schedule, chain, laws)
     assert peak_bytes(schedule, sizes) == tuple(min(p - s, m) for s in range(p))
     assert peak_bytes(gpipe(p, m), sizes) == (m,) * p
-
-
-@pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)
-def test_a_walk_visits_every_instruction_once_and_receives_after_sends(function: Family) -> None:
-    for p, m in SIZES:
-        lowered = add_communication(function(p, m), chain_transfers(p))
-        visited = list(walk(lowered))
-        assert sorted(map(str, visited)) == sorted(map(str, lowered))
-        for rank, program in enumerate(lowered.programs):
-            assert tuple(x for r, x in visited if r == rank) == program
 
 
 def number_the_numbers(word: str) -> str:

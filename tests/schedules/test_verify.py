@@ -7,9 +7,8 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedules import Family, parse
-from penstock.schedules.laws import SYNCHRONOUS, AtMostBytes, in_order
+from penstock.schedules.laws import SYNCHRONOUS, in_order
 from penstock.schedules.lower import Lowering, lower
-from penstock.schedules.memory import Sizes
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfer, chain_transfers
 from penstock.schedules.verify import verify
@@ -144,13 +143,6 @@ def test_the_spot_is_marked_in_the_grid() -> None:
     assert str(caught.value).splitlines()[-1] == (
         "rank 0 | 0F0 0B0 0F1 0f2 0B1 >>0B2<<   <-- here"
     )
-
-
-def test_too_many_live_microbatches_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="its rank then keeps 3 bytes, 1 more than 2"):
-        verify(
-            parse("rank 0 | 0F0 0F1 0F2 0B0 0B1 0B2"), (), [AtMostBytes(Sizes(kept_bytes=1), 2)]
-        )
 
 
 def test_a_family_names_the_laws_that_hold_for_it() -> None:

@@ -85,36 +85,6 @@ def assert_loads(folder: Path, wanted: Mapping[str, Tensor]) -> None:
     assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
 
 
-UNLIKE = {
-    "1 + 2": (((0,),), ((1, 2),)),
-    "2 + 1": (((0, 1),), ((2,),)),
-    "1 + 2 + 1": (((0,),), ((1, 2),), ((3,),)),
-    "2 x 1 + 2 x 2": (((0,), (1,)), ((2, 3), (4, 5))),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1 + 2", "1 + 2 + 1", "2 + 1", "2 x 1 + 2 x 2"])
-def test_stages_of_unlike_meshes_train_as_the_unsplit_model(name: str, tmp_path: Path) -> None:
-    placement = Placement(UNLIKE[name], ("cpu",) * len(UNLIKE[name]))
-    wanted = two_steps(as_one(num_microbatches=2 * placement.num_replicas), WORDS)
-    own = {name: p.shape for name, p in made(0).named_parameters()}
-    for rank, found in enumerate(call(in_shards, placement, tmp_path, where=str(tmp_path))):
-        assert_trained(found, wanted)
-        is_cut = [n for n, shape in found["shapes"].items() if shape != own[n] and 0 not in shape]
-        assert bool(is_cut) == (len(placement.peers(rank, "shard")) > 1)
-    assert_loads(tmp_path / "first", dict(made(0).named_parameters()))
-
-
-def goes_on(mesh: Mesh, where: str) -> Tensor:
-    pipe = piped(made(5), mesh=mesh, sharding="megatron")
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    penstock.load_checkpoint(Path(where), pipe, optimizer)
-    optimizer.step()
-    pipe.train_step(WORDS, WORDS)
-    return pipe.train_step(WORDS, WORDS)
-
-
 def as_one(num_microbatches: int = 2) -> Pipeline:
     return piped(made(0), partition=[7], num_microbatches=num_microbatches)
 
@@ -136,22 +106,6 @@ def test_shards_train_as_the_unsplit_model_and_their_checkpoint_is_its_own(
         ]
         assert any(name.endswith("widen.weight") for name in cut)
     assert_loads(tmp_path / "first", dict(made(0).named_parameters()))
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_one_process_goes_on_in_shards(tmp_path: Path) -> None:
-    whole = as_one()
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    whole.train_step(WORDS, WORDS)
-    optimizer.step()
-    penstock.save_checkpoint(tmp_path / "saved", whole, optimizer)
-    optimizer.zero_grad()
-    optimizer.step()
-    whole.train_step(WORDS, WORDS)
-    wanted = whole.train_step(WORDS, WORDS)
-    placement = Placement.of(range(1), num_shards=2)
-    for found in call(goes_on, placement, tmp_path, where=str(tmp_path / "saved")):
-        assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
 def saves_and_loads(mesh: Mesh, where: str, sharding: str) -> dict[str, Any]:
@@ -417,7 +371,7 @@ def checked(mesh: Mesh) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "placement",
-    [Placement.of(range(1), num_shards=2), Placement(UNLIKE["1 + 2"], ("cpu", "cpu"))],
+    [Placement.of(range(1), num_shards=2), Placement((((0,),), ((1, 2),)), ("cpu", "cpu"))],
     ids=["2", "1 + 2"],
 )
 def test_check_spans_shards_and_stages(placement: Placement, tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.errors import ConfigError, ScheduleError
+from penstock.errors import ConfigError
 from penstock.schedules import (
-    Forward,
-    ReceiveActivation,
     Schedule,
-    SendActivation,
     eager_1f1b,
     gpipe,
     one_f_one_b,
@@ -150,17 +147,6 @@ class TestExactTimes:
         timeline = simulate(gpipe(3, 4), costs)
         assert timeline.step_s == 6
         assert timeline.bubble == Fraction(1, 3)
-
-
-def test_a_deadlock_is_shown_and_not_waited_for():
-    deadlock = Schedule(
-        (
-            (ReceiveActivation(0, 0, 1), Forward(0, 0), SendActivation(0, 0, 1)),
-            (ReceiveActivation(1, 0, 0), Forward(1, 0), SendActivation(1, 0, 0)),
-        )
-    )
-    with pytest.raises(ScheduleError, match="rank 0 waits at 0F0<1, rank 1 waits at 1F0<0"):
-        simulate(deadlock, UNIT_COSTS)
 
 
 @pytest.mark.parametrize(

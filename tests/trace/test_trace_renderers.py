@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from penstock.schedules import Forward, Schedule, gpipe, ir, one_f_one_b, parse
+from penstock.schedules import Forward, gpipe, ir, one_f_one_b, parse
 from penstock.schedules.passes import add_commits, add_recompute
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 from penstock.trace import MemorySample, Span, Timeline, render_grid, to_chrome
@@ -140,11 +140,6 @@ class TestChrome:
         costs = Costs(forward_s=Fraction(1, 4), backward_s=Fraction(1, 2), recompute_s=0)
         events = json.loads(to_chrome(simulate(gpipe(1, 1), costs)))["traceEvents"]
         assert [event["dur"] for event in events if event["ph"] == "X"] == [250_000, 500_000]
-
-
-def test_the_schedule_of_a_timeline_is_the_schedule_that_ran():
-    schedule = Schedule(((Forward(0, 0), Forward(0, 1)),))
-    assert simulate(schedule, UNIT_COSTS).schedule == schedule
 
 
 @pytest.mark.parametrize(

@@ -98,15 +98,6 @@ def test_a_star_in_a_pattern_stands_for_one_part_of_a_name() -> None:
     assert named.calls == ((finer[0], 0), *layers[1:]) and named.together == ((0, 4),)
 
 
-class Dropping(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(super().forward(x), 0.5, self.training)
-
-
-class DroppingAll(Chain):
-    kinds = (Dropping,) * 3
-
-
 class Gaining(Chain):  # fills all its tensors at once
     def __init__(self) -> None:
         super().__init__()

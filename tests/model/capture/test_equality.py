@@ -3,15 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-import torch
-from torch import nn
 
-import penstock
-from penstock import Pipeline
-from penstock.model.capture.captured import record_model
 from penstock.model.capture.inputs import EVERYWHERE, ROUTED
-from penstock.model.capture.source import captured_layers
-from tests.model.capture.any_models.lists import EVERY, REQUIRED
+from tests.model.capture.any_models.lists import EVERY
 from tests.model.capture.any_models.made import AnyModel
 from tests.model.capture.any_models.odd import CHAINS
 from tests.model.capture.running import (
@@ -20,7 +14,6 @@ from tests.model.capture.running import (
     Way,
     assert_close,
     assert_equal,
-    loss,
     run,
     whole,
 )
@@ -62,21 +55,3 @@ def assert_alike(model: AnyModel, found: Found, expected: Found) -> None:
     assert_equal(found.outputs, expected.outputs)
     compare(found.in_evaluation, expected.in_evaluation)
     compare(found.in_training, expected.in_training)
-
-
-def test_all_gradients_are_clipped_also_of_parameters_between_blocks() -> None:
-    model = next(m for m in REQUIRED if m.name == "branching")
-    plain, inputs_of = model.make()
-    cut, _ = model.make()
-    inputs = inputs_of(4)
-    loss(plain(inputs), inputs).backward()
-    layers = captured_layers(record_model(cut, inputs))
-    pipe = Pipeline(layers, num_stages=3, loss=loss, threads_per_stage=1)
-    with pipe:
-        pipe.train_step(inputs, inputs)
-        found = penstock.clip_grad_norm_(pipe, 1e-3)
-    expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
-    torch.testing.assert_close(found, expected)
-    assert cut.scale.grad is not None
-    for mine, theirs in zip(cut.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)

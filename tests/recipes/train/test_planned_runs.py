@@ -19,6 +19,7 @@ from tests.digits import DIGITS, SMALL
 from tests.few_devices import cluster
 from tests.quiet import quiet
 from tests.recipes.text_recipes import TEXT
+from tests.runs import sets
 
 ONE_EPOCH = (*SMALL, "train.epochs=1", "train.log_every=1")
 
@@ -86,7 +87,7 @@ def test_a_run_keeps_within_its_limit_and_computes_the_same(finished, tmp_path, 
     asked = ("num_stages=3", "schedule=one_f_one_b", "seed=5", "partition=[4, 2, 2]")
     layout = [f"pipeline.{each}" for each in (*asked, "offload=true")]
     changes = [*layout, "pipeline.memory_limit_bytes=9"]
-    said = refused(capsys, *(word for change in changes for word in ("--set", change)))
+    said = refused(capsys, *sets(*changes))
     assert "memory_limit_bytes=9 on rank 0 (stage 0)" in said
     assert "moved away it still keeps" in said
     changes[-1] = "pipeline.memory_limit_bytes=500_000"
