@@ -8,8 +8,9 @@ from penstock.costs.counting.graph import TensorSpec
 from penstock.errors import ConfigError
 
 from .layouts import I, Layout, R, S, State
+from .letters import base_name
 from .program import Allow, Site
-from .rules import Choice, base_name
+from .rules import Choice
 
 _PRODUCTS = ("linear", "addmm", "matmul")
 """Functions whose weights are cut by tensor parallelism."""

@@ -14,7 +14,8 @@ from math import prod
 from penstock.trace.units import bytes_text, columns, time_text
 
 from .layouts import I, Layout, Move, S, layout_text, moves, steps
-from .rules import Choice, base_name
+from .letters import base_name
+from .rules import Choice
 
 
 @dataclass(frozen=True, slots=True)

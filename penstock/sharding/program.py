@@ -29,9 +29,10 @@ from penstock.errors import PlanError
 from .choose import Numbers, Problem, Side, States
 from .costs import Costs, weights_of
 from .layouts import I, Layout, S, State
+from .letters import Seen
 from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
 from .routed import own_weights, routed_calls, used_outside
-from .rules import ALIKE, Choice, Seen, divisions, fits, together
+from .rules import ALIKE, Choice, divisions, fits, together
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class ShardingRequest:
         Raises:
             ConfigError: names those that do.
         """
-        from .named import ready_plan  # with all rules of operators
+        from .named import ready_plan
 
         ready_plan(self.plan)
 

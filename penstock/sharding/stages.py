@@ -10,10 +10,12 @@ from penstock.errors import ConfigError
 
 from .costs import Costs
 from .layouts import I, Layout, R, S, State, layout_of, layout_text
+from .letters import Seen
 from .named import ready_plan
+from .operators import unknown
 from .plan import LayerSharding, Sharding
 from .routed import own_weights, routed_calls, why_whole
-from .rules import Seen, fits, unknown
+from .rules import fits
 from .search import Part, Search
 
 

@@ -433,7 +433,7 @@ FAULTS = (
     ),
     Fault(
         "partial sums are multiplied by themselves",
-        "penstock/sharding/rules.py",
+        "penstock/sharding/operators.py",
         "if len(seen.call.uses) > len(seen.takes):",
         "if not seen:",
         "tests/sharding/test_program.py",

@@ -24,10 +24,11 @@ from penstock.runtime.shards.run import LayerRun, ShardedTensor
 from penstock.runtime.shards.sizes import Local, Sized
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, Layout, R, S, State
+from penstock.sharding.letters import Seen
 from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.program import Solved, priced
 from penstock.sharding.routed import routed_calls
-from penstock.sharding.rules import Choice, Seen, divisions, fits, together
+from penstock.sharding.rules import Choice, divisions, fits, together
 
 Difference = tuple[str, int, str, float]
 """Which case, which plan, what of it, and how far off."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.costs.counting.opaque_modules import OPAQUE
 from penstock.sharding.layouts import S, Shape
-from penstock.sharding.rules import base_name
+from penstock.sharding.letters import base_name
 
 from . import kernels_vision
 from .sizes import Function, Kernel, Local

@@ -24,8 +24,8 @@ from penstock.model.capture.ghost import OF_A_PART, bare, is_question, map_tenso
 from penstock.model.entries import mark_layout, whole_size
 from penstock.model.pytree import flatten, unflatten
 from penstock.sharding.layouts import I, Layout, S, Shape
+from penstock.sharding.letters import base_name
 from penstock.sharding.plan import LayerSharding, PlannedCall
-from penstock.sharding.rules import base_name
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
 from .convert import Regather, convert, convert_kept
