@@ -19,7 +19,7 @@ from penstock.model.materialize import has_memory
 from penstock.sharding.layouts import I, Layout, S, Slice, shrunk
 
 from .convert import convert
-from .sizes import size_like
+from .sizes import size_like, slice_here
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
@@ -45,12 +45,7 @@ class Cut(NamedTuple):
     @property
     def own(self) -> Slice:
         """The slice on this device."""
-        offsets, lengths = [0] * len(self.shape), list(self.shape)
-        for state, axis in zip(self.layout, self.axes, strict=True):
-            if isinstance(state, S):
-                offsets[state.dim] += sum(state.sizes[: axis.rank])
-                lengths[state.dim] = state.sizes[axis.rank]
-        return Slice(tuple(offsets), tuple(lengths), self.shape)
+        return slice_here(self.shape, self.layout, self.axes)
 
 
 def keep_slices(weights: Mapping[Tensor, Cut]) -> None:

@@ -319,7 +319,7 @@ class Stage:
         training = step.module.training
         calls = self._divided
         if calls and (divided := calls.get(step.index) or calls.get(NO_LAYER)) is not None:
-            function = partial(divided.call, function, tape.layouts)
+            function = partial(divided, function, tape.layouts)
         try:
             if (step.index, training) in self._drawing.silent:
                 return function()
