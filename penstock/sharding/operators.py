@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from penstock.costs.counting.opaque_modules import OPAQUE
 
 from . import odd_operators as odd
-from .letters import Rule, Seen, base_name, read
+from .letters import WHOLE, Rule, Seen, base_name, read
 
 TABLE: dict[str, str | Callable[[Seen], Rule | None]] = {
     # element by element
@@ -66,17 +66,10 @@ TABLE: dict[str, str | Callable[[Seen], Rule | None]] = {
     "index_add index_copy": "input:<.>, dim=, index:., source:<.> -> <.>",
     "getitem": odd.getitem,
     # vision: dimensions over which a window moves are whole
-    "conv1d conv2d conv3d": odd.convolution,
-    "conv_transpose1d conv_transpose2d conv_transpose3d": odd.convolution,
-    "max_pool1d max_pool1d_with_indices lp_pool1d": "*. -> *.",
-    "max_pool2d max_pool2d_with_indices lp_pool2d": "*.. -> *..",
-    "max_pool3d max_pool3d_with_indices lp_pool3d": "*... -> *...",
-    "adaptive_max_pool1d adaptive_max_pool1d_with_indices": "*. -> *.",
-    "adaptive_max_pool2d adaptive_max_pool2d_with_indices": "*.. -> *..",
-    "adaptive_max_pool3d adaptive_max_pool3d_with_indices": "*... -> *...",
-    "avg_pool1d adaptive_avg_pool1d": "*. => *.",
-    "avg_pool2d adaptive_avg_pool2d": "*.. => *..",
-    "avg_pool3d adaptive_avg_pool3d": "*... => *...",
+    "conv#d conv_transpose#d": odd.convolution,
+    "max_pool#d max_pool#d_with_indices lp_pool#d": "*# -> *#",
+    "adaptive_max_pool#d adaptive_max_pool#d_with_indices": "*# -> *#",
+    "avg_pool#d adaptive_avg_pool#d": "*# => *#",
     "interpolate": "ab_ => ab_",
     "group_norm": odd.group_norm,
     # running statistics are whole at rest: a kernel takes the statistics of all devices' samples,
@@ -85,7 +78,13 @@ TABLE: dict[str, str | Callable[[Seen], Rule | None]] = {
     # with running statistics, which are means over samples, the call runs replicated
     "instance_norm": "input:ab_, running_mean:, running_var:, weight:b, bias:b -> ab_",
 }
-_BY_NAME = {name: row for names, row in TABLE.items() for name in names.split()}
+"""By names of operators; # is 1, 2 or 3, and in a notation that number of whole dimensions."""
+_BY_NAME = {
+    name.replace("#", str(n)): row.replace("#", WHOLE * n) if isinstance(row, str) else row
+    for names, row in TABLE.items()
+    for name in names.split()
+    for n in (1, 2, 3)
+}
 
 
 def find(seen: Seen) -> Rule | None:

@@ -82,13 +82,9 @@ class ShardingRequest:
     def __str__(self) -> str:
         """Return the request in a line."""
         limit = self.memory_limit_bytes
-        return ", ".join(
-            (
-                str(self.plan),
-                *(f"{name}: {layout}" for name, layout in self.weights.items()),
-                *([] if limit is None else [f"at most {limit:,} bytes"]),
-            )
-        )
+        weights = (f"{name}: {layout}" for name, layout in self.weights.items())
+        limits = [] if limit is None else [f"at most {limit:,} bytes"]
+        return ", ".join((str(self.plan), *weights, *limits))
 
 
 def _check(name: str, layout: Any) -> None:

@@ -226,8 +226,8 @@ FAULTS = (
     Fault(
         "a replica keeps the first slice of a gradient instead of its own",
         "penstock/runtime/shards/convert.py",
-        "_parts(tensor, how)[rank].clone",
-        "_parts(tensor, how)[0].clone",
+        "_parts(tensor, after)[rank].clone",
+        "_parts(tensor, after)[0].clone",
         "tests/distributed/test_zero_processes.py",
         "plain_optimizer",
     ),

@@ -94,7 +94,7 @@ def _moved(  # noqa: C901 - one flat match
         case Move.SLICE:  # copy: a view holds the whole's memory
             return _parts(tensor, after)[rank].clone(memory_format=torch.contiguous_format)
         case Move.PAD:
-            cut = _cut(before)
+            cut = cut_of(before)
             shape = list(tensor.shape)
             shape[cut.dim] = sum(cut.sizes)
             whole = tensor.new_zeros(shape)
@@ -105,32 +105,33 @@ def _moved(  # noqa: C901 - one flat match
             axis.all_reduce(whole, _WHAT)
             return whole
         case Move.ALL_GATHER:
-            cut = _cut(before)
-            shapes = None if len(set(cut.sizes)) == 1 else _shapes(tensor, cut)
+            cut = cut_of(before)
+            shapes = None if len(set(cut.sizes)) == 1 else shapes_of(tensor, cut)
             return torch.cat(axis.all_gather(tensor.contiguous(), _WHAT, shapes), cut.dim)
         case Move.REDUCE_SCATTER:
             return axis.reduce_scatter(_parts(tensor, after), _WHAT)
         case Move.ALL_TO_ALL:
-            parts, cut = _parts(tensor, after), _cut(before)
-            return torch.cat(axis.all_to_all(parts, _shapes(parts[rank], cut), _WHAT), cut.dim)
+            parts, cut = _parts(tensor, after), cut_of(before)
+            return torch.cat(axis.all_to_all(parts, shapes_of(parts[rank], cut), _WHAT), cut.dim)
         case _:
             assert_never(move)
 
 
 def _parts(tensor: Tensor, after: State) -> Sequence[Tensor]:
     """Split a tensor into the slices of the state after a move."""
-    cut = _cut(after)
+    cut = cut_of(after)
     parts: Sequence[Tensor] = torch.split(tensor, list(cut.sizes), cut.dim)
     return parts
 
 
-def _shapes(part: Tensor, cut: S) -> list[list[int]]:
+def shapes_of(part: Tensor, cut: S) -> list[list[int]]:
     """Return the shapes of all slices, of which `part` is one."""
     shape = list(part.shape)
     return [[*shape[: cut.dim], length, *shape[cut.dim + 1 :]] for length in cut.sizes]
 
 
-def _cut(state: State) -> S:
+def cut_of(state: State) -> S:
+    """Return a state that has to be one of slices."""
     assert isinstance(state, S), state
     return state
 

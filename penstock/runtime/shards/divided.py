@@ -33,11 +33,6 @@ Noted = dict[int, tuple[Layout | None, ...]]
 """Layouts of inputs, by layer."""
 
 
-def _at_rest(layout: Layout) -> Layout:
-    """Return a weight's layout between steps, after the sum of its gradient."""
-    return tuple(I if state is R else state for state in layout)
-
-
 class DividedLayer:
     """Runs a layer in shards along axes; the plan has the layouts of its weights."""
 
@@ -70,11 +65,11 @@ class DividedLayer:
         # 2. Sort the weights: sliced ones, cached conversions, gathered again, partial gradients.
         held = {parameters[name]: layout for parameters, name, layout in self._places}
         self.cut = {
-            weight: Cut(_at_rest(layout), axes, tuple(weight.shape))
+            weight: Cut(tuple(I if x is R else x for x in layout), axes, tuple(weight.shape))
             for weight, layout in held.items()
             if any(isinstance(state, S) for state in layout)
         }
-        """The sliced weights, with their layouts between steps."""
+        """The sliced weights, with their layouts between steps, after the sum of gradients."""
         self.kept: dict[Tensor, dict[Layout, Tensor]] | None = (
             {weight: {} for weight in self.cut} if keeps else None
         )
@@ -117,7 +112,8 @@ class DividedLayer:
                     raise
                 self._is_whole_in_evaluation = True
         args, kwargs = unflatten(structure, _wholes(leaves, layouts, self.axes))
-        with self._instead(self._whole):
+        whole = (I,) * len(self.axes)
+        with self._instead(lambda w, layout: nn.Parameter(convert(w, layout, whole, self.axes))):
             return function.func(*args, **kwargs)
 
     def _divided(
@@ -154,9 +150,6 @@ class DividedLayer:
         finally:
             for (parameters, name, _), weight in zip(self._places, weights, strict=True):
                 parameters[name] = weight
-
-    def _whole(self, weight: Tensor, layout: Layout) -> Tensor:
-        return nn.Parameter(convert(weight, layout, (I,) * len(self.axes), self.axes))
 
     @contextmanager
     def _lent(self, run: "LayerRun", again: Regather | None) -> Iterator[None]:

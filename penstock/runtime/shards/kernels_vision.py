@@ -41,10 +41,6 @@ class _Arguments(NamedTuple):
         layouts = dict(zip(tensors, local.sized.takes, strict=True))
         return cls(values, {n: layouts[id(x)] for n, x in values.items() if id(x) in layouts})
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an argument."""
-        return self.values.get(name, default)
-
 
 def _mean(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     tensor, *rest = args
@@ -64,19 +60,19 @@ def _convolution(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor
     if func.__name__.startswith("conv_transpose"):
         names[5:] = "output_padding", "groups", "dilation"
     given = _Arguments.of(local, names, args, kwargs)
-    groups = given.get("groups", 1)
+    groups = given.values.get("groups", 1)
     if groups == 1:
         return func(*args, **kwargs)
-    whole = local.whole_shape(given.get("weight").shape, given.layouts["weight"])[0]
-    here = given.get("weight").shape[0]
+    whole = local.whole_shape(given.values.get("weight").shape, given.layouts["weight"])[0]
+    here = given.values.get("weight").shape[0]
     return func(**{**given.values, "groups": groups * here // whole})
 
 
 def _group_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     given = _Arguments.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
-    x = given.get("input")
+    x = given.values.get("input")
     channels = local.whole_shape(x.shape, given.layouts["input"])[1]
-    groups = given.get("num_groups") * x.shape[1] // channels
+    groups = given.values.get("num_groups") * x.shape[1] // channels
     return func(**{**given.values, "num_groups": groups})
 
 
@@ -84,17 +80,13 @@ def _instance_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tens
     """Also accept an empty batch, which torch's function of this name refuses."""
     names = ("input", "running_mean", "running_var", "weight", "bias")
     given = _Arguments.of(local, names, args, kwargs)
-    x = given.get("input")
+    x = given.values.get("input")
     if x.numel():
         return func(*args, **kwargs)
-    return F.group_norm(x, x.shape[1], given.get("weight"), given.get("bias"))
+    return F.group_norm(x, x.shape[1], given.values.get("weight"), given.values.get("bias"))
 
 
 # -- batch_norm -----------------------------------------------------------------------------------
-
-_BATCH_NORM = (
-    *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-)
 
 
 def _batch_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -103,13 +95,14 @@ def _batch_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     Running statistics are whole on each device.  A device changes a copy of its channels, because
     the backward reads the arguments of `func`, and then gathers the other channels.
     """
-    given = _Arguments.of(local, _BATCH_NORM, args, kwargs)
+    names = "input running_mean running_var weight bias training momentum eps"
+    given = _Arguments.of(local, names.split(), args, kwargs)
     layout = given.layouts["input"]
     own: tuple[State, ...] = tuple(_along(state, 1, 0) for state in layout)
-    running = [given.get(name) for name in ("running_mean", "running_var")]
+    running = [given.values.get(name) for name in ("running_mean", "running_var")]
     here = [None if buffer is None else local.part_of(buffer, own).clone() for buffer in running]
     values = {**given.values, "running_mean": here[0], "running_var": here[1]}
-    training = given.get("training", False)
+    training = given.values.get("training", False)
     if training and any(isinstance(state, S) and state.dim != 1 for state in layout):
         result = _normalized(values, local, layout)
     else:
@@ -179,11 +172,12 @@ def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
 def _embedding(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Look up words in this device's rows of a table; other words give zeros."""
     given = _Arguments.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
-    words, table, layout = given.get("input"), given.get("weight"), given.layouts["weight"]
+    words, table = given.values["input"], given.values["weight"]
+    layout = given.layouts["weight"]
     if not local.is_cut(layout, 0):
         return func(*args, **kwargs)
     start, here = local.start(layout, 0), table.shape[0]
-    padding = given.get("padding_idx")
+    padding = given.values.get("padding_idx")
     if padding is not None:
         padding = padding % local.whole_shape(table.shape, layout)[0] - start
         padding = padding if 0 <= padding < here else None
@@ -193,24 +187,19 @@ def _embedding(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     return rows.masked_fill(is_other.unsqueeze(-1), 0)
 
 
-_LOSS = (
-    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    "label_smoothing",
-)
-
-
 def _loss(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Compute the losses of the samples here; a mean divides by the weight of all samples."""
-    given = _Arguments.of(local, _LOSS, args, kwargs)
+    names = "input target weight size_average ignore_index reduce reduction label_smoothing"
+    given = _Arguments.of(local, names.split(), args, kwargs)
     layout = given.layouts["input"]
-    class_dim = 1 if given.get("input").dim() > 1 else 0
+    class_dim = 1 if given.values.get("input").dim() > 1 else 0
     if not any(isinstance(state, S) for state in layout):
         return func(*args, **kwargs)
     if local.is_cut(layout, class_dim):
         losses = _of_cut_vocabulary(given, local, class_dim, is_log=func.__name__ == "nll_loss")
     else:
         losses = func(**{**given.values, "reduction": "none"})
-    reduction = given.get("reduction", "mean")
+    reduction = given.values.get("reduction", "mean")
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -219,13 +208,13 @@ def _loss(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 def _weight_of_all(given: _Arguments, local: Local, losses: Tensor) -> Tensor:
     """Return the sum of the weights of all samples' targets."""
-    target = given.get("target")
+    target = given.values.get("target")
     with torch.no_grad():
         if target.is_floating_point():
             here = losses.new_tensor(losses.numel())
         else:
-            counted = target != given.get("ignore_index", -100)
-            weight = given.get("weight")
+            counted = target != given.values.get("ignore_index", -100)
+            weight = given.values.get("weight")
             words = target.masked_fill(~counted, 0)
             weights = losses.new_ones(()) if weight is None else weight[words]
             here = (weights * counted).sum()
@@ -238,8 +227,9 @@ def _of_cut_vocabulary(given: _Arguments, local: Local, class_dim: int, *, is_lo
 
     The first device adds the term of all words, the logarithm of the sum of exponentials.
     """
-    scores, target, layout = given.get("input"), given.get("target"), given.layouts["input"]
-    smoothing = 0.0 if is_log else given.get("label_smoothing", 0.0)
+    scores, target = given.values["input"], given.values["target"]
+    layout = given.layouts["input"]
+    smoothing = 0.0 if is_log else given.values.get("label_smoothing", 0.0)
     start, here = local.start(layout, class_dim), scores.shape[class_dim]
     # 1. Take the score of each target that is a word of this device.
     # A target on another device scores 0 here; the sum over devices has its score once.
@@ -253,19 +243,16 @@ def _of_cut_vocabulary(given: _Arguments, local: Local, class_dim: int, *, is_lo
         count = local.whole_shape(scores.shape, layout)[class_dim]
         losses = losses - smoothing / count * scores.sum(class_dim)
     if not is_log:
-        losses = losses + _first_has(_log_sum_exp(scores, local, layout, class_dim), local, layout)
-    counted: Tensor = losses.masked_fill(target == given.get("ignore_index", -100), 0)
+        pairs = zip(local.axes, layout, strict=True)
+        axes = [axis for axis, x in pairs if isinstance(x, S) and x.dim == class_dim]
+        of_all = _log_sum_exp(scores, class_dim, axes)  # replicated: only the first device adds it
+        losses = losses + convert(of_all, (I,) * len(axes), (P,) * len(axes), axes)
+    counted: Tensor = losses.masked_fill(target == given.values.get("ignore_index", -100), 0)
     return counted
 
 
-def _cut_axes(local: Local, layout: Layout, dim: int) -> list[Any]:
-    pairs = zip(local.axes, layout, strict=True)
-    return [axis for axis, state in pairs if isinstance(state, S) and state.dim == dim]
-
-
-def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tensor:
+def _log_sum_exp(scores: Tensor, dim: int, axes: Sequence[Any]) -> Tensor:
     """Return the log-sum-exp over the whole vocabulary, on each device."""
-    axes = _cut_axes(local, layout, dim)
     # Subtract the maximum of all devices, so that no exponential overflows.
     highest = scores.detach().amax(dim)
     for axis in axes:
@@ -273,13 +260,6 @@ def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tens
     exponentials = (scores - highest.unsqueeze(dim)).exp().sum(dim)
     total = convert(exponentials, (P,) * len(axes), (I,) * len(axes), axes)
     return total.log() + highest
-
-
-def _first_has(whole: Tensor, local: Local, layout: Layout) -> Tensor:
-    """Turn a replicated value into parts of a sum, along axes that cut the vocabulary."""
-    class_dim = 1 if whole.dim() else 0
-    axes = _cut_axes(local, layout, class_dim)
-    return convert(whole, (I,) * len(axes), (P,) * len(axes), axes)
 
 
 _CONVOLUTIONS = [f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)]
