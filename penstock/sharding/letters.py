@@ -157,7 +157,7 @@ def _read(seen: Seen, notation: str, pieces: tuple[tuple[str, int], ...]) -> Rul
 
     # 3. Keep dimensions whole that broadcast, and those around `dim` whose lengths differ.
     lengths: dict[str, set[int]] = {}
-    for letter, length in chain(*map(zip, names, seen.takes)):
+    for letter, length in chain(*map(zip, names, shapes if "~" in result else seen.takes)):
         lengths.setdefault(letter, set()).add(length)
     unlike = {x for x, own in lengths.items() if "<" in arguments and len(own) > 1}
     takes = tuple(

@@ -146,15 +146,6 @@ def _group_starts(before: Shape, after: Shape) -> Iterator[tuple[int, int]]:
         i, j = stops
 
 
-def expand(seen: Seen) -> Rule:
-    result = seen.gives[0]
-    letters = named(result)
-    others = (letters,) * (len(seen.takes) - 1)
-    is_linear = not others
-    takes = (ends(seen.takes[0], letters, result), *others)
-    return Rule(takes=takes, gives=(letters,), is_linear=is_linear)
-
-
 def repeat(seen: Seen) -> Rule:
     """Keep repeated dimensions whole."""
     times = seen.argument(1, "repeats")

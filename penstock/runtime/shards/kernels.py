@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.costs.counting.opaque_modules import OPAQUE
-from penstock.sharding.layouts import S, Shape
+from penstock.sharding.layouts import Layout, S, Shape
 from penstock.sharding.letters import base_name
 
 from . import kernels_vision
@@ -82,12 +82,16 @@ def _dropout(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     drops = options.get("p", 0.5) > 0 and options.get("training", True)
     if not drops or not any(isinstance(state, S) for state in layout):
         return func(*args, **kwargs)
-    # Every device draws the whole mask, so that all their generators stay in step.
-    whole = local.whole_shape(tensor.shape, layout)
-    ones = torch.ones(whole, dtype=tensor.dtype, device=tensor.device)
-    mask = local.part_of(F.dropout(ones, *rest, **kwargs), layout)
+    mask = _dropout_mask(tensor, layout, local, *rest, **kwargs)
     masked: Tensor = tensor * mask.clone()  # a view would keep the whole for the backward
     return masked
+
+
+def _dropout_mask(like: Tensor, layout: Layout, local: Local, *rest: Any, **kwargs: Any) -> Tensor:
+    """Return this device's part of a mask, which all draw whole: their generators stay in step."""
+    whole = local.whole_shape(like.shape, layout)
+    ones = torch.ones(whole, dtype=like.dtype, device=like.device)
+    return local.part_of(F.dropout(ones, *rest, **kwargs), layout)
 
 
 def _make_like(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -141,9 +145,7 @@ def _attention(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     no_key = (scores == float("-inf")).all(-1, keepdim=True)
     weights = scores.masked_fill(no_key, 0.0).softmax(-1).masked_fill(no_key, 0.0)
     # 4. Drop weights by this device's part of the whole mask.
-    rows = local.whole_shape(weights.shape[:-1], layout)
-    ones = torch.ones((*rows, weights.shape[-1]), dtype=weights.dtype, device=weights.device)
-    mixed: Tensor = weights * local.part_of(F.dropout(ones, given.dropout_p), layout) @ value
+    mixed: Tensor = weights * _dropout_mask(weights, layout, local, given.dropout_p) @ value
     return mixed
 
 

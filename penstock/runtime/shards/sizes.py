@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.model.entries import whole_size
 from penstock.sharding.layouts import Layout, S, Shape, Sizes, Slice, State, even
 from penstock.sharding.plan import PlannedCall
 from penstock.sharding.rules import Choice
@@ -54,11 +55,7 @@ class Local(NamedTuple):
 
     def whole_shape(self, here: Sequence[int], layout: Layout) -> list[int]:
         """Return the shape of the whole from that of this device's part."""
-        shape = list(here)
-        for state in reversed(layout):
-            if isinstance(state, S):
-                shape[state.dim] = sum(state.sizes)
-        return shape
+        return list(whole_size(tuple(here), None, layout)[0])
 
     def part_of(self, whole: Tensor, layout: Layout) -> Tensor:
         """Return this device's part of a whole tensor, as a view."""
