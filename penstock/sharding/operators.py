@@ -3,7 +3,7 @@
 Odd operators have a function that returns a rule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from penstock.costs.counting.opaque_modules import OPAQUE
 
@@ -102,8 +102,3 @@ def find(seen: Seen) -> Rule | None:
     if row is None:
         return None
     return read(seen, row) if isinstance(row, str) else row(seen)
-
-
-def unknown(calls: Sequence[Seen]) -> list[str]:
-    """Return the names of functions without a rule, in order of first sight."""
-    return list(dict.fromkeys(s.call.function for s in calls if s.takes and find(s) is None))

@@ -92,10 +92,7 @@ def size(
     """
     # 1. Begin with the whole shapes; results whose shape is unknown follow the arguments.
     takes = [_Growing(shape) for shape in shapes]
-    if gives is None:
-        results = [_Growing(None) for _ in planned.gives]
-    else:
-        results = [_Growing(shape) for shape in gives]
+    results = [_Growing(shape) for shape in gives or [None] * len(planned.gives)]
     # 2. Cut axis by axis: a later axis cuts the slices of the earlier ones.
     for number, (axis, choice) in enumerate(zip(axes, planned.choices, strict=True)):
         now = [layout[number] for layout in before]
