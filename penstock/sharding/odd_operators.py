@@ -106,6 +106,7 @@ def reduced(seen: Seen) -> Rule:
 
 
 def permuted(seen: Seen) -> Rule:
+    """Keep the letters, in the order of the result."""
     letters = named(seen.takes[0])
     order = list(range(len(letters)))
     if base_name(seen.call.function) == "permute":
@@ -193,6 +194,7 @@ def convolution(seen: Seen) -> Rule | None:
 
 
 def group_norm(seen: Seen) -> Rule | None:
+    """Cut channels between groups."""
     pieces = (("b", seen.takes[0][1] // seen.argument(1, "num_groups")),)
     return read(seen, "input:ab_, num_groups:, weight:b, bias:b -> ab_", pieces)
 
@@ -206,14 +208,15 @@ def getitem(seen: Seen) -> Rule | None:
 
     x[:, i]    "a., b -> ab"        x[0]    ".b -> b"
     """
+    # 1. Find the index of each dimension.
     index = seen.argument(1, "index")
     parts = _per_dimension(index if isinstance(index, tuple) else (index,), len(seen.takes[0]))
     if any(isinstance(part, tuple | bool) for part in parts):
         return None
     shapes = dict(zip(seen.call.takes, seen.takes, strict=True))
     indices = [shapes[part.tensor] for part in parts if isinstance(part, Ref)]
-    takes, gives = "", list[str]()
-    places = list[int]()
+    # 2. Name the dimensions of the tensor; those that are taken whole stay in the result.
+    takes, gives, places = "", list[str](), list[int]()
     letters = iter(LETTERS)
     for part in parts:
         name = next(letters) if part == _EVERY else WHOLE
@@ -222,8 +225,8 @@ def getitem(seen: Seen) -> Rule | None:
             places.append(len(gives))
         elif not isinstance(part, int):
             gives.append(name)
+    # 3. Put the dimensions of the indices into the result; in front if they do not stand together.
     names, of_each = _of_indices(indices, letters)
-    # several indices that do not stand together have their dimensions in front
     at = places[0] if places and places == [places[0]] * len(places) else 0
     gives[at:at] = names
     if len(gives) != len(seen.gives[0]):  # a list among the indices looks like several of them

@@ -86,9 +86,8 @@ def fits(shape: Shape, layout: Layout, mesh: tuple[int, ...]) -> bool:
 
 def _is_enough(seen: Seen, by_axis: Sequence[Choice], mesh: tuple[int, ...]) -> bool:
     """Tell whether each device gets at least one piece of each dimension that is cut."""
-    takes = zip(seen.takes, zip(*(choice.takes for choice in by_axis), strict=True), strict=True)
-    gives = zip(seen.gives, zip(*(choice.gives for choice in by_axis), strict=True), strict=True)
-    tensors = [*takes, *gives]
+    layouts = zip(*((*choice.takes, *choice.gives) for choice in by_axis), strict=True)
+    tensors = list(zip((*seen.takes, *seen.gives), layouts, strict=True))
     if not all(fits(shape, layout, mesh) for shape, layout in tensors):
         return False
     for axis, choice in enumerate(by_axis):
