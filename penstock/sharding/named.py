@@ -47,8 +47,8 @@ def _at_rest(first: str, others: str = "") -> Rests:
     """Allow states along the first axis, and others along later ones; "S" is any slices."""
 
     def rests(spec: TensorSpec, axis: int) -> Sequence[State]:
-        cuts = [S(d) for d in range(len(spec.shape))]
-        kinds = {"I": [I], "R": [R], "S": cuts}
+        cuts = map(S, range(len(spec.shape)))
+        kinds: dict[str, list[State]] = {"I": [I], "R": [R], "S": [*cuts]}
         return [x for kind in (others if axis and others else first) for x in kinds[kind]]
 
     return rests
