@@ -20,7 +20,7 @@ from penstock.costs.counting.graph import Call, Graph, TensorSpec
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 
-from .layouts import I, Layout, Move, R, S, State, moves, shrunk, steps
+from .layouts import I, Layout, Move, R, S, State, moves_of, shrunk
 from .plan import LayerSharding, PlannedCall
 from .rules import ALIKE
 
@@ -304,7 +304,7 @@ def _moves_between(
     has places of moves by [before, after, value or gradient, step], the third [before, after].
     """
     nothing: tuple[int, tuple[int, ...], Move] = 0, (), Move.NONE
-    known, steps_of = {nothing: 0}, [[_moves_of(old, new) for new in after] for old in before]
+    known, steps_of = {nothing: 0}, [[moves_of(old, new) for new in after] for old in before]
     num_steps = max(len(row_steps) for row in steps_of for row_steps in row)
     places = numpy.zeros((len(before), len(after), 2, num_steps), dtype=int)
     for i, j in numpy.ndindex(len(before), len(after)):
@@ -313,16 +313,3 @@ def _moves_between(
                 places[i, j, way, step] = known.setdefault((axis, cut, move), len(known))
     differs = numpy.array([[old != new for new in after] for old in before])
     return [*known], places, differs
-
-
-@lru_cache(maxsize=1 << 16)
-def _moves_of(
-    before: Layout, after: Layout
-) -> list[tuple[int, tuple[int, ...], tuple[Move, Move]]]:
-    """Return the steps of a conversion: axis, other axes that cut the value, and the moves."""
-    conversion, current = [], list(before)
-    for axis, old, new in steps(before, after):
-        others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))
-        conversion.append((axis, tuple(others), moves(old, new)))
-        current[axis] = new
-    return conversion

@@ -14,6 +14,7 @@ GSPMD, Xu et al. 2021, has no I, and so no rule that says when gradients are sum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -133,11 +134,8 @@ def moves(before: State, after: State) -> tuple[Move, Move]:
     """Return the moves of a conversion: of the value, and of its gradient on the way back."""
     if before == after:
         return Move.NONE, Move.NONE
-    return _PAIRS[_kind(before), _kind(after)]
-
-
-def _kind(state: State) -> Whole | type[S]:
-    return S if isinstance(state, S) else state
+    old, new = (S if isinstance(state, S) else state for state in (before, after))
+    return _PAIRS[old, new]
 
 
 def even(length: int, count: int) -> Sizes:
@@ -189,6 +187,17 @@ def steps(before: Layout, after: Layout) -> Iterator[tuple[int, State, State]]:
             current[axis] = I
         yield axis, current[axis], wanted
         current[axis] = wanted
+
+
+@lru_cache(maxsize=1 << 16)
+def moves_of(before: Layout, after: Layout) -> list[tuple[int, Shape, tuple[Move, Move]]]:
+    """Return the steps of a conversion: axis, other axes that cut the value, and the moves."""
+    conversion, current = [], list(before)
+    for axis, old, new in steps(before, after):
+        others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))
+        conversion.append((axis, tuple(others), moves(old, new)))
+        current[axis] = new
+    return conversion
 
 
 class Slice(NamedTuple):

@@ -8,11 +8,15 @@ from penstock.costs.counting.graph import TensorSpec
 from penstock.errors import ConfigError
 
 from .layouts import I, Layout, R, S, State
+from .letters import base_name
 from .program import Allow, Site
-from .rules import Choice, base_name
+from .rules import Choice
 
 _PRODUCTS = ("linear", "addmm", "matmul")
 """Functions whose weights are cut by tensor parallelism."""
+
+
+Rests = Callable[[TensorSpec, int], Sequence[State]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,7 @@ class Ready:
 
     allow: Allow
     """Allowed choices of calls."""
-    rests: Callable[[TensorSpec, int], Sequence[State]]
+    rests: Rests
     """Allowed states of a weight at rest along an axis."""
     borders: Mapping[State, Sequence[State]] = field(default_factory=lambda: {I: (I,)})
     """Allowed states of values between layers along the first axis, with those of all others."""
@@ -39,24 +43,15 @@ class Ready:
 # -- what weights may be at rest ------------------------------------------------------------------
 
 
-def _whole_or_cut(spec: TensorSpec, axis: int) -> Sequence[State]:
-    return [I, *_cut(spec, axis)]
+def _at_rest(first: str, others: str = "") -> Rests:
+    """Allow states along the first axis, and others along later ones; "S" is any slices."""
 
+    def rests(spec: TensorSpec, axis: int) -> Sequence[State]:
+        cuts = map(S, range(len(spec.shape)))
+        kinds: dict[str, list[State]] = {"I": [I], "R": [R], "S": [*cuts]}
+        return [x for kind in (others if axis and others else first) for x in kinds[kind]]
 
-def _cut(spec: TensorSpec, axis: int) -> Sequence[State]:
-    return [S(d) for d in range(len(spec.shape))]
-
-
-def _summed_once(spec: TensorSpec, axis: int) -> Sequence[State]:
-    return [R]
-
-
-def _any(spec: TensorSpec, axis: int) -> Sequence[State]:
-    return [R, *_whole_or_cut(spec, axis)]
-
-
-def _summed_first(spec: TensorSpec, axis: int) -> Sequence[State]:
-    return _any(spec, axis) if axis else [R]
+    return rests
 
 
 def _experts(spec: TensorSpec, axis: int) -> Sequence[State]:
@@ -106,10 +101,6 @@ def _expert(site: Site, axis: int, choice: Choice) -> bool:
     return not any(isinstance(state, S) and state != S(0) for state in _of_weights(site, choice))
 
 
-def _anything(site: Site, axis: int, choice: Choice) -> bool:
-    return True
-
-
 def _cuts_a_weight(site: Site, choice: Choice) -> bool:
     return any(isinstance(state, S) for state in _of_weights(site, choice))
 
@@ -126,16 +117,17 @@ def _cuts_samples(choice: Choice) -> bool:
 
 _SAMPLES: Mapping[State, Sequence[State]] = {S(0): (S(0),)}
 _ANY: Mapping[State, Sequence[State]] = {I: (I,), S(0): (I, S(0), S(1)), S(1): (S(1),)}
+_summed_first = _at_rest("R", "RIS")
 READY: dict[str, Ready] = {
-    "auto": Ready(allow=_anything, rests=_any, borders=_ANY),
-    "megatron": Ready(allow=_megatron, rests=_whole_or_cut),
-    "sequence": Ready(allow=_sequence, rests=_any, borders={S(1): (S(1),)}),
+    "auto": Ready(allow=lambda *_: True, rests=_at_rest("RIS"), borders=_ANY),
+    "megatron": Ready(allow=_megatron, rests=_at_rest("IS")),
+    "sequence": Ready(allow=_sequence, rests=_at_rest("RIS"), borders={S(1): (S(1),)}),
     "grid": Ready(allow=_grid, rests=_summed_first, borders={S(0): (I, S(0), S(1))}),
     "grid+sequence": Ready(allow=_grid, rests=_summed_first, borders={S(0): (S(1),)}),
     "expert": Ready(allow=_expert, rests=_experts, borders=_SAMPLES),
-    "data": Ready(allow=_data, rests=_summed_once, borders=_SAMPLES),
-    "zero2": Ready(allow=_data, rests=_cut, borders=_SAMPLES, keeps=True),
-    "zero3": Ready(allow=_data, rests=_cut, borders=_SAMPLES),
+    "data": Ready(allow=_data, rests=_at_rest("R"), borders=_SAMPLES),
+    "zero2": Ready(allow=_data, rests=_at_rest("S"), borders=_SAMPLES, keeps=True),
+    "zero3": Ready(allow=_data, rests=_at_rest("S"), borders=_SAMPLES),
 }
 """Plans by name, as `sharding=` takes them."""
 

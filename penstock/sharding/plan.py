@@ -13,8 +13,9 @@ from math import prod
 
 from penstock.trace.units import bytes_text, columns, time_text
 
-from .layouts import I, Layout, Move, S, layout_text, moves, steps
-from .rules import Choice, base_name
+from .layouts import I, Layout, Move, S, layout_text, moves_of
+from .letters import base_name
+from .rules import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +189,9 @@ def conversion_bytes(
     before: Layout, after: Layout, num_bytes: int, mesh: Sequence[int], *, has_gradient: bool
 ) -> tuple[int, int]:
     """Return the bytes that each device sends for a value, and for its gradient."""
-    sent, current = [0.0, 0.0], list(before)
-    for axis, old, new in steps(before, after):
-        others = (n for n, state in enumerate(current) if n != axis and isinstance(state, S))
+    sent = [0.0, 0.0]
+    for axis, others, both in moves_of(before, after):
         own_bytes = num_bytes // prod(mesh[n] for n in others)
-        both = moves(old, new)[: 1 + has_gradient]
-        sent = [
-            a + sent_bytes(move, own_bytes, mesh[axis])
-            for a, move in zip(sent, (*both, Move.NONE), strict=False)
-        ]
-        current[axis] = new
+        for way, move in enumerate(both[: 1 + has_gradient]):
+            sent[way] += sent_bytes(move, own_bytes, mesh[axis])
     return round(sent[0]), round(sent[1])

@@ -29,9 +29,10 @@ from penstock.errors import PlanError
 from .choose import Numbers, Problem, Side, States
 from .costs import Costs, weights_of
 from .layouts import I, Layout, S, State
+from .letters import Seen
 from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
 from .routed import own_weights, routed_calls, used_outside
-from .rules import ALIKE, Choice, Seen, divisions, fits, together
+from .rules import ALIKE, Choice, divisions, fits, together
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,13 @@ class _Choices:
     """Candidates of a layer's calls, then of its weights, and their costs for any borders."""
 
     def __init__(self, graph: Graph, layer: int, task: Task) -> None:
+        # 1. Find the candidates of the calls and of the weights that are only theirs.
         self._graph, self._task, self._mesh = graph, task, task.mesh
         self.calls = routed_calls(graph, layer)
         self.weights = own_weights(graph, self.calls)
         self.sites = [self._site(call) for call in self.calls]
         self.states = [self._weight_states(n) for n in self.weights]
+        # 2. Compute their costs.
         costs, names = task.costs, {graph.tensors[n].name for n in self.weights}
         shared = (spec for spec in weights_of(graph, self.calls) if spec.name not in names)
         self.shared_s = sum(costs.once_s(spec, (I,) * len(self._mesh)) for spec in shared)
@@ -115,6 +118,26 @@ class _Choices:
                 for n, states in zip(self.weights, self.states, strict=True)
             ),
         ]
+        # 3. Find the makers and users of all values, and the conversions of those at no border.
+        self.outside = used_outside(graph, self.calls)
+        """Values that are used outside the layer."""
+        self.users: dict[int, list[_Held]] = {}
+        """Users of each value, and an empty entry for values that are used outside only."""
+        self.makers: dict[int, _Held] = {}
+        """The maker of each value, except of values from other layers."""
+        for k, site in enumerate(self.sites):
+            for place, n in enumerate(site.call.takes):
+                self.users.setdefault(n, []).append((k, [x.takes[place] for x in site.options]))
+            for place, n in enumerate(site.call.gives):
+                self.makers.setdefault(n, (k, [x.gives[place] for x in site.options]))
+        self.users |= {n: [] for n in sorted(self.outside - self.users.keys())}
+        states_of = enumerate(self.states, len(self.sites))
+        self.makers |= dict(zip(self.weights, states_of, strict=True))
+        self.inner: dict[int, _Conversions] = {
+            n: self.conversions(n, self.makers[n], users)
+            for n, users in self.users.items()
+            if n in self.makers and n not in self.outside
+        }
 
     def _site(self, call: Call) -> Site:
         weights = tuple(n in self.weights for n in call.takes)
@@ -136,41 +159,6 @@ class _Choices:
         by_axis = [self._task.rests(spec, axis) for axis in range(len(self._mesh))]
         layouts = [layout for layout in product(*by_axis) if fits(spec.shape, layout, self._mesh)]
         return layouts or [(I,) * len(self._mesh)]
-
-    @cached_property
-    def users(self) -> "dict[int, list[_Held]]":
-        """Users of each value, and an empty entry for values that are used outside only."""
-        users_of: dict[int, list[_Held]] = {}
-        for k, site in enumerate(self.sites):
-            for place, tensor in enumerate(site.call.takes):
-                users_of.setdefault(tensor, []).append((k, [x.takes[place] for x in site.options]))
-        for tensor in sorted(self.outside):
-            users_of.setdefault(tensor, [])
-        return users_of
-
-    @cached_property
-    def outside(self) -> set[int]:
-        """Values that are used outside the layer."""
-        return used_outside(self._graph, self.calls)
-
-    @cached_property
-    def makers(self) -> "dict[int, _Held]":
-        """The maker of each value, except of values from other layers."""
-        maker_of: dict[int, _Held] = {}
-        for k, site in enumerate(self.sites):
-            for place, tensor in enumerate(site.call.gives):
-                maker_of.setdefault(tensor, (k, [x.gives[place] for x in site.options]))
-        states = enumerate(self.states, len(self.sites))
-        return maker_of | dict(zip(self.weights, states, strict=True))
-
-    @cached_property
-    def inner(self) -> "dict[int, _Conversions]":
-        """The conversions of values at no border."""
-        return {
-            tensor: self.conversions(tensor, self.makers[tensor], users)
-            for tensor, users in self.users.items()
-            if tensor in self.makers and tensor not in self.outside
-        }
 
     def conversions(self, tensor: int, maker: "_Held", users: "Sequence[_Held]") -> "_Conversions":
         """Return the conversions of a value between its maker and its users."""

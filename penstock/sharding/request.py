@@ -31,7 +31,12 @@ class ShardingRequest:
 
     def __post_init__(self) -> None:
         for pattern, layout in self.weights.items():
-            _check(pattern, layout)
+            if not isinstance(layout, str) or not _LAYOUT.fullmatch(layout):
+                raise ConfigError(
+                    f"sharding pins {pattern!r} to {layout!r}; a weight at rest is 'I' (whole), "
+                    "'R' (whole, its gradient summed once a step) or 'S(d)' (slices of dimension "
+                    "d) along each axis, such as 'S(0)' or 'S(0)·R'"
+                )
         if self.memory_limit_bytes is not None:
             check_count("memory_limit_bytes", self.memory_limit_bytes)
 
@@ -66,7 +71,7 @@ class ShardingRequest:
         Raises:
             ConfigError: names those that do.
         """
-        from .named import ready_plan  # with all rules of operators
+        from .named import ready_plan
 
         ready_plan(self.plan)
 
@@ -82,27 +87,9 @@ class ShardingRequest:
     def __str__(self) -> str:
         """Return the request in a line."""
         limit = self.memory_limit_bytes
-        return ", ".join(
-            (
-                str(self.plan),
-                *(f"{name}: {layout}" for name, layout in self.weights.items()),
-                *([] if limit is None else [f"at most {limit:,} bytes"]),
-            )
-        )
-
-
-def _check(name: str, layout: Any) -> None:
-    """Refuse a text that is no layout of a weight at rest.
-
-    Raises:
-        ConfigError: says which there are.
-    """
-    if not isinstance(layout, str) or not _LAYOUT.fullmatch(layout):
-        raise ConfigError(
-            f"sharding pins {name!r} to {layout!r}; a weight at rest is 'I' (whole), 'R' (whole, "
-            "its gradient summed once a step) or 'S(d)' (slices of dimension d) along each axis, "
-            "such as 'S(0)' or 'S(0)·R'"
-        )
+        weights = (f"{name}: {layout}" for name, layout in self.weights.items())
+        limits = [] if limit is None else [f"at most {limit:,} bytes"]
+        return ", ".join((str(self.plan), *weights, *limits))
 
 
 def _text(layout: Any) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from penstock.costs.counting.graph import Call, Graph
 
-from .rules import base_name
+from .letters import base_name
 
 
 def routed_calls(graph: Graph, layer: int) -> list[Call]:

@@ -11,38 +11,15 @@ is whole on each device, and its gradient is a partial sum.  A result without it
 Every call can also run replicated.  A function without a rule runs only so; the plan names it.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any
-
-from penstock.costs.counting.graph import Call, Graph, Ref
-from penstock.costs.counting.opaque_modules import OPAQUE
 
 from .layouts import I, Layout, P, R, S, Shape, State
-
-LETTERS = "abcdefghijlmopqrstuvwxyz"
-"""Names of dimensions; k and n are left to products: the sum's dimension and the columns."""
-WHOLE = "."
-"""A dimension that is not cut: it has length 1 where others are longer, or is needed whole."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """The letters of each dimension of a call's arguments and results."""
-
-    takes: tuple[str, ...]
-    """Letters of each argument."""
-    gives: tuple[str, ...]
-    """Letters of each result."""
-    is_linear: bool = False
-    """True where partial sums of all arguments together give partial sums."""
-    bias: int | None = None
-    """The place of the argument that is added to a product."""
-    pieces: tuple[tuple[str, int], ...] = ()
-    """Letters whose slices are multiples of a length, with that length; 1 for all others."""
+from .letters import WHOLE, Rule, Seen
+from .operators import find
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,77 +36,6 @@ class Choice:
 
 ALIKE = Choice((), ())
 """The choice of a call that is in no plan: it runs replicated."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A call with the shapes of its arguments and results."""
-
-    call: Call
-    takes: tuple[Shape, ...]
-    gives: tuple[Shape, ...]
-
-    @classmethod
-    def of(cls, graph: Graph, call: Call) -> "Seen":
-        """Look up the shapes of a call."""
-        tensors = graph.tensors
-        takes, gives = (tuple(tensors[n].shape for n in x) for x in (call.takes, call.gives))
-        return cls(call, takes, gives)
-
-    def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """Return an argument that may be given by its place or by its name."""
-        return self.call.argument(place, name, default)
-
-    def dim(self, place: int, default: int | None = None) -> Any:
-        """Return the argument `dim`, which torch also takes as `axis`."""
-        return self.argument(place, "dim", dict(self.call.options).get("axis", default))
-
-
-FindRule = Callable[[Seen], Rule | None]
-_RULES: dict[str, FindRule] = {}
-
-
-def rule(*names: str) -> Callable[[FindRule], FindRule]:
-    """Register a function that finds the rule of the functions with these names."""
-
-    def register(find: FindRule) -> FindRule:
-        _RULES.update(dict.fromkeys(names, find))
-        return find
-
-    return register
-
-
-@lru_cache(maxsize=4096)
-def base_name(function: str) -> str:
-    """Return a function's name without its module and its spelling as an operator.
-
-    torch.Tensor.__add__, torch.add and torch.Tensor.add_ have one name.  torch.rand_like and
-    torch.zeros_like have one, too: training may call the one and evaluation the other.
-    """
-    name = function.rpartition(".")[2]
-    if name == "__get__":
-        name = function.split(".")[-2]
-    if name.startswith("__") and name.endswith("__"):
-        name = name.strip("_")
-        stripped = name[1:]
-        name = stripped if stripped in _REFLECTED else name
-        return _SPELLED.get(name, name)
-    return _SPELLED.get(name.rstrip("_"), name.rstrip("_"))
-
-
-_REFLECTED = ("add", "sub", "mul", "truediv")
-_SPELLED = {
-    "truediv": "div",
-    "true_divide": "div",
-    "subtract": "sub",
-    "multiply": "mul",
-    "iadd": "add",
-    "isub": "sub",
-    "imul": "mul",
-    "swapaxes": "transpose",
-    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like"), "made_like"),
-    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), "made_like"),
-}
 
 
 @lru_cache(maxsize=1 << 14)
@@ -180,9 +86,8 @@ def fits(shape: Shape, layout: Layout, mesh: tuple[int, ...]) -> bool:
 
 def _is_enough(seen: Seen, by_axis: Sequence[Choice], mesh: tuple[int, ...]) -> bool:
     """Tell whether each device gets at least one piece of each dimension that is cut."""
-    takes = zip(seen.takes, zip(*(choice.takes for choice in by_axis), strict=True), strict=True)
-    gives = zip(seen.gives, zip(*(choice.gives for choice in by_axis), strict=True), strict=True)
-    tensors = [*takes, *gives]
+    layouts = zip(*((*choice.takes, *choice.gives) for choice in by_axis), strict=True)
+    tensors = list(zip((*seen.takes, *seen.gives), layouts, strict=True))
     if not all(fits(shape, layout, mesh) for shape, layout in tensors):
         return False
     for axis, choice in enumerate(by_axis):
@@ -192,132 +97,3 @@ def _is_enough(seen: Seen, by_axis: Sequence[Choice], mesh: tuple[int, ...]) -> 
         if next(lengths, parts * choice.piece) < parts * choice.piece:
             return False
     return True
-
-
-def find(seen: Seen) -> Rule | None:
-    """Return the rule of a call; None where there is none, or one tensor is given twice.
-
-    Rules speak of tensors that differ.
-    """
-    if len(seen.call.uses) > len(seen.takes):
-        return None
-    opaque = OPAQUE.get(seen.call.function)
-    if opaque is not None:
-        return Rule(takes=opaque.letters, gives=(opaque.gives,))
-    finder = _RULES.get(base_name(seen.call.function))
-    return None if finder is None else finder(seen)
-
-
-def unknown(calls: Sequence[Seen]) -> list[str]:
-    """Return the names of functions without a rule, in order of first sight."""
-    return list(dict.fromkeys(s.call.function for s in calls if s.takes and find(s) is None))
-
-
-# -- rules in letters -----------------------------------------------------------------------------
-
-
-def spelled(names: str, notation: str, *, is_linear: bool = False) -> None:
-    """Register one notation of letters, as `spell` reads it, for functions with these names."""
-    rule(*names.split())(partial(spell, notation=notation, is_linear=is_linear))
-
-
-def spell(
-    seen: Seen,
-    notation: str,
-    *,
-    pieces: tuple[tuple[str, int], ...] = (),
-    is_linear: bool = False,
-) -> Rule | None:
-    """Return the rule that a notation says; None where the call has other tensors as arguments.
-
-        "input *k, weight nk, +bias n -> *n"
-
-    The notation has the arguments in the order of the signature; those with letters are tensors.
-    `*` stands for the leading dimensions of the first tensor, `_` for its others, which are whole.
-    `+` marks the argument that is added to a product.
-    """
-    arguments, _, gives = notation.partition("->")
-    shapes = dict(zip(seen.call.takes, seen.takes, strict=True))
-    takes: dict[int, str] = {}
-    bias = None
-    rest = 0
-    for place, argument in enumerate(arguments.split(",")):
-        name, has_letters, letters = argument.lstrip().partition(" ")
-        value = seen.argument(place, name.lstrip("+"))
-        if not has_letters or not isinstance(value, Ref):
-            continue
-        letters = letters.strip()
-        if place == 0:
-            rest = len(shapes[value.tensor]) - len(letters.replace("*", "").replace("_", ""))
-        if name.startswith("+"):
-            bias = seen.call.takes.index(value.tensor)
-        takes[value.tensor] = _unfolded(letters, rest)
-    if takes.keys() != shapes.keys():
-        return None
-    return Rule(
-        takes=tuple(takes[tensor] for tensor in shapes),
-        gives=(_unfolded(gives.strip(), rest),) * len(seen.gives),
-        bias=bias,
-        pieces=pieces,
-        is_linear=is_linear,
-    )
-
-
-def _unfolded(letters: str, rest: int) -> str:
-    return letters.replace("*", LETTERS[:rest]).replace("_", WHOLE * rest)
-
-
-def named(shape: Shape, whole: Collection[int] = (), instead: str = WHOLE) -> str:
-    """Name all dimensions but those that are needed whole, which are called `instead`."""
-    letters = LETTERS[: len(shape)]
-    return "".join(instead if d in whole else x for d, x in enumerate(letters))
-
-
-def ends(shape: Shape, letters: str, result: Shape) -> str:
-    """Name the dimensions of a tensor that broadcasts to `result`, whose names are `letters`."""
-    first = len(result) - len(shape)
-    lengths = zip(shape, result[first:], letters[first:], strict=True)
-    return "".join(x if length == full else WHOLE for length, full, x in lengths)
-
-
-# -- element by element ---------------------------------------------------------------------------
-
-
-def elementwise(seen: Seen) -> Rule:
-    """Return the rule of a function that broadcasts its arguments and treats elements alike."""
-    (result,) = {*seen.gives}
-    letters = named(result)
-    takes = tuple(ends(shape, letters, result) for shape in seen.takes)
-    return Rule(takes=takes, gives=(letters,) * len(seen.gives))
-
-
-rule(
-    *("gelu", "relu", "silu", "tanh", "sigmoid", "exp", "log", "sqrt", "rsqrt", "pow", "abs"),
-    *("where", "lt", "gt", "le", "ge", "eq", "ne", "clamp", "square", "softplus", "erf"),
-    *("masked_fill", "float", "long", "bool", "half", "bfloat16", "double", "int", "short"),
-    *("exp2", "log2", "and", "or", "xor", "invert", "isinf", "isnan", "isfinite", "nan_to_num"),
-    *("rsub", "rpow", "floordiv", "floor_divide", "mod", "remainder", "fmod", "made_like"),
-    *("hardtanh", "relu6", "leaky_relu", "elu", "selu", "celu", "hardswish", "hardsigmoid"),
-    *("mish", "logsigmoid", "softsign", "threshold", "maximum", "minimum", "sign", "sin", "cos"),
-    *("log1p", "expm1", "reciprocal", "floor", "ceil", "round", "logical_and", "logical_or"),
-    *("logical_not",),
-)(elementwise)
-
-
-@rule("add", "sub", "mul", "div")
-def _arithmetic(seen: Seen) -> Rule:
-    """Sums of tensors of one shape are linear, and so is scaling by a number.
-
-    A number divided by a tensor is not linear, nor is a quotient that is rounded.
-    """
-    call = seen.call
-    if base_name(call.function) in ("add", "sub"):
-        is_linear = len(seen.takes) == 2 and len(set(seen.takes)) == 1
-    else:
-        divides = "rtruediv" in call.function or "rdiv" in call.function
-        starts = isinstance(call.arguments[0], Ref) if call.arguments else False
-        is_linear = len(seen.takes) == 1 and starts and not divides and not call.options
-    return replace(elementwise(seen), is_linear=is_linear)
-
-
-spelled("neg contiguous clone dropout detach positive", "input * -> *", is_linear=True)

@@ -188,11 +188,8 @@ class Search:
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return the costs of every range of layers as a stage, for a price of a byte."""
-        if byte_s not in self._ranges:
-            self._ranges[byte_s] = self._summed(byte_s)
-        return self._ranges[byte_s]
-
-    def _summed(self, byte_s: float) -> Ranges:
+        if byte_s in self._ranges:
+            return self._ranges[byte_s]
         count = len(self._layers)
         sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(5)]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
@@ -204,7 +201,8 @@ class Search:
             for table, own in zip(sums, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
         seconds, forward_s, stays, updates, keeps = sums
-        return Ranges(seconds, forward_s, stays, updates, keeps, self._entering())
+        ranges = Ranges(seconds, forward_s, stays, updates, keeps, self._entering())
+        return self._ranges.setdefault(byte_s, ranges)
 
     def _entering(self) -> Numbers:
         """Return the bytes of a micro-batch that enter every range, [first, end].

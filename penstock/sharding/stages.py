@@ -10,10 +10,12 @@ from penstock.errors import ConfigError
 
 from .costs import Costs
 from .layouts import I, Layout, R, S, State, layout_of, layout_text
+from .letters import Seen
 from .named import ready_plan
+from .operators import find
 from .plan import LayerSharding, Sharding
 from .routed import own_weights, routed_calls, why_whole
-from .rules import Seen, fits, unknown
+from .rules import fits
 from .search import Part, Search
 
 
@@ -62,10 +64,11 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
         chosen = search.compared(chosen) if compares else chosen
         of_layer.update(zip(stage, search.ended(chosen), strict=True))
     # 2. Name the functions that run replicated, and the reasons for whole layers.
-    seen = [Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n)]
+    seen = (Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n))
+    unknown = dict.fromkeys(x.call.function for x in seen if x.takes and find(x) is None)
     reasons = dict.fromkeys(filter(None, (why_whole(graph, n) for n in numbers)))
     plans = tuple(of_layer[n] for n in numbers)
-    return Sharding(tuple(pinned), plans, (*unknown(seen), *reasons), ready.keeps, ready.gathers)
+    return Sharding(tuple(pinned), plans, (*unknown, *reasons), ready.keeps, ready.gathers)
 
 
 def _pinned(

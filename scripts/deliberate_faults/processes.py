@@ -226,8 +226,8 @@ FAULTS = (
     Fault(
         "a replica keeps the first slice of a gradient instead of its own",
         "penstock/runtime/shards/convert.py",
-        "_parts(tensor, how)[rank].clone",
-        "_parts(tensor, how)[0].clone",
+        "_parts(tensor, after)[rank].clone",
+        "_parts(tensor, after)[0].clone",
         "tests/distributed/test_zero_processes.py",
         "plain_optimizer",
     ),
@@ -433,7 +433,7 @@ FAULTS = (
     ),
     Fault(
         "partial sums are multiplied by themselves",
-        "penstock/sharding/rules.py",
+        "penstock/sharding/operators.py",
         "if len(seen.call.uses) > len(seen.takes):",
         "if not seen:",
         "tests/sharding/test_program.py",

@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "a layer that is whole in evaluation has slices of its weights",
         "penstock/runtime/shards/divided.py",
-        "nn.Parameter(convert(weight, layout, (I,) * len(self.axes), self.axes))",
-        "nn.Parameter(weight.detach())",
+        "nn.Parameter(convert(w, layout, whole, self.axes))",
+        "nn.Parameter(w.detach())",
         "tests/sharding/test_whole.py",
         "code_between and 2 and not each and not stages and not x",
     ),

@@ -21,13 +21,14 @@ from penstock.runtime.shards.at_rest import keep_slices
 from penstock.runtime.shards.convert import convert
 from penstock.runtime.shards.divided import DividedLayer
 from penstock.runtime.shards.run import LayerRun, ShardedTensor
-from penstock.runtime.shards.sizes import Local, Sized
+from penstock.runtime.shards.sizes import slice_here
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, Layout, R, S, State
+from penstock.sharding.letters import Seen
 from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.program import Solved, priced
 from penstock.sharding.routed import routed_calls
-from penstock.sharding.rules import Choice, Seen, divisions, fits, together
+from penstock.sharding.rules import Choice, divisions, fits, together
 
 Difference = tuple[str, int, str, float]
 """Which case, which plan, what of it, and how far off."""
@@ -69,8 +70,8 @@ class CheckedRun(LayerRun):
         for found, wanted in zip(flatten(result)[0], _whole(func, *given), strict=True):
             assert isinstance(found, ShardedTensor)
             assert found.whole_shape == wanted, (func, found, wanted)
-            here = Local(Sized((), ()), self._axes).shape_here(wanted, found.held)
-            assert list(found.local.shape) == here, (func, found, here)
+            here = slice_here(wanted, found.held, self._axes).lengths
+            assert tuple(found.local.shape) == here, (func, found, here)
         return result
 
 

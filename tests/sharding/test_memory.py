@@ -122,11 +122,11 @@ def sent(mesh: Mesh, seeds: list[int]) -> list[tuple[int, int]]:
         divided = DividedLayer(0, module, plan, axes)
         keep_slices(divided.cut)
 
-        def moved(tensor: Tensor, how: Any, counted: list[float] = counted) -> Tensor:
-            result = MOVED(tensor, how)
+        def moved(tensor: Tensor, move: Move, step: Any, counted: Any = counted) -> Tensor:
+            result, count = MOVED(tensor, move, step), step[0].size
             held = max(tensor.nbytes, result.nbytes)
-            held *= how.axis.size if how.move is Move.ALL_TO_ALL else 1
-            counted[0] += sent_bytes(how.move, held, how.axis.size)
+            held *= count if move is Move.ALL_TO_ALL else 1
+            counted[0] += sent_bytes(move, held, count)
             return result
 
         with patch("penstock.runtime.shards.convert._moved", moved):

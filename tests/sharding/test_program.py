@@ -22,10 +22,12 @@ from penstock.runtime.shards.divided import DividedLayer
 from penstock.sharding.choose import Problem, Side
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
+from penstock.sharding.letters import Seen, base_name
 from penstock.sharding.named import ready_plan
+from penstock.sharding.operators import TABLE
 from penstock.sharding.plan import Sharding
 from penstock.sharding.routed import routed_calls
-from penstock.sharding.rules import Choice, Seen, base_name, choices, divisions, fits, together
+from penstock.sharding.rules import Choice, choices, divisions, fits, together
 from penstock.sharding.search import Part, Search
 from penstock.sharding.stages import plan_sharding
 from penstock_recipes.zoo import transformer_lm
@@ -47,6 +49,11 @@ def choices_of(module: nn.Module, count: int = 2) -> tuple[Choice, ...]:
     graph = graph_of(module)
     (call,) = graph.of_layer(1)
     return choices(Seen.of(graph, call), count)
+
+
+def test_an_operator_stands_in_one_row_of_the_table() -> None:
+    names = [name for row in TABLE for name in row.split()]
+    assert len(names) == len({*names})
 
 
 def test_a_linear_layer_is_cut_along_rows_columns_and_what_it_sums_over() -> None:

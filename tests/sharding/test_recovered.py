@@ -11,9 +11,9 @@ from penstock.costs.counting.count import record_graph
 from penstock.model.layer_list import as_layers
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import Layout, R, S
+from penstock.sharding.letters import base_name
 from penstock.sharding.plan import LayerSharding, PlannedCall
 from penstock.sharding.routed import routed_calls
-from penstock.sharding.rules import base_name
 from penstock.sharding.stages import plan_sharding
 from penstock_recipes.zoo import gpt
 from tests.sharding.cases_language import GShardBlock, Mixture

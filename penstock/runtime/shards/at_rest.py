@@ -18,8 +18,8 @@ from torch import Tensor
 from penstock.model.materialize import has_memory
 from penstock.sharding.layouts import I, Layout, S, Slice, shrunk
 
-from .convert import convert
-from .sizes import size_like
+from .convert import convert, cut_of, shapes_of
+from .sizes import size_like, slice_here
 
 if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
@@ -45,12 +45,7 @@ class Cut(NamedTuple):
     @property
     def own(self) -> Slice:
         """The slice on this device."""
-        offsets, lengths = [0] * len(self.shape), list(self.shape)
-        for state, axis in zip(self.layout, self.axes, strict=True):
-            if isinstance(state, S):
-                offsets[state.dim] += sum(state.sizes[: axis.rank])
-                lengths[state.dim] = state.sizes[axis.rank]
-        return Slice(tuple(offsets), tuple(lengths), self.shape)
+        return slice_here(self.shape, self.layout, self.axes)
 
 
 def keep_slices(weights: Mapping[Tensor, Cut]) -> None:
@@ -137,13 +132,8 @@ class Gathered:
     def _gather_along(self, number: int, weights: Sequence[Tensor]) -> None:
         """Gather the slices of some weights along one axis, in one all-gather."""
         # 1. Compute the shapes of all devices' slices.
-        axis, shapes = self._axes[number], []
-        for weight in weights:
-            state = self.cut[weight].layout[number]
-            assert isinstance(state, S)
-            shape = tuple(weight.shape)
-            before, after = shape[: state.dim], shape[state.dim + 1 :]
-            shapes.append([(*before, length, *after) for length in state.sizes])
+        axis, cuts = self._axes[number], [cut_of(self.cut[w].layout[number]) for w in weights]
+        shapes = [shapes_of(weight, cut) for weight, cut in zip(weights, cuts, strict=True)]
 
         # 2. Gather them as one flat tensor per device.
         counts = [[torch.Size(of[rank]).numel() for of in shapes] for rank in range(axis.size)]
@@ -154,11 +144,9 @@ class Gathered:
 
         # 3. Put each weight together.
         parts = [row.split(own) for row, own in zip(rows, counts, strict=True)]
-        for place, weight in enumerate(weights):
-            state = self.cut[weight].layout[number]
-            assert isinstance(state, S)
+        for place, (weight, cut) in enumerate(zip(weights, cuts, strict=True)):
             pairs = zip(parts, shapes[place], strict=True)
-            weight.data = torch.cat([part[place].view(s) for part, s in pairs], state.dim)
+            weight.data = torch.cat([part[place].view(s) for part, s in pairs], cut.dim)
 
 
 def cut_into_buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

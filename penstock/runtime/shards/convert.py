@@ -1,8 +1,7 @@
 """Convert values from one layout to another, and their gradients back.
 
-convert        for each use
-convert_kept   once for a step
-Regather       for a layer's forward, and again for its backward; freed in between
+convert    for each use, or once for a step
+Regather   for a layer's forward, and again for its backward; freed in between
 """
 
 import weakref
@@ -25,90 +24,58 @@ if TYPE_CHECKING:
 _WHAT = "for the other shards of the stage"
 
 
-class _AxisMove(NamedTuple):
-    """A move along one axis, and the states before and after it."""
-
-    axis: "Collectives"
-    move: Move
-    before: State
-    after: State
+_Step = tuple["Collectives", State, State]
+"""A conversion along one axis: the axis, and the states before and after."""
 
 
 def convert(
-    tensor: Tensor, before: Layout, after: Layout, axes: "Sequence[Collectives]"
-) -> Tensor:
-    """Return this device's part of a value in another layout; both layouts have sizes.
-
-    All devices of an axis must make the same calls.  The gradient is converted back.
-    """
-    for number, old, new in steps(before, after):
-        axis = axes[number]
-        if axis.size == 1:
-            continue
-        if tensor.requires_grad and torch.is_grad_enabled():
-            tensor = _Conversion.apply(tensor, old, new, axis)  # type: ignore[no-untyped-call]
-        else:
-            tensor = _moved(tensor, _AxisMove(axis, moves(old, new)[0], old, new))
-    return tensor
-
-
-def convert_kept(
     tensor: Tensor,
     before: Layout,
     after: Layout,
     axes: "Sequence[Collectives]",
-    kept: dict[Layout, Tensor],
+    kept: dict[Layout, Tensor] | None = None,
 ) -> Tensor:
-    """Return a value in another layout, converted once and cached in `kept`.
+    """Return this device's part of a value in another layout; both layouts have sizes.
 
-    The gradient is converted back for each use.
+    All devices of an axis must make the same calls.  The gradient is converted back, for each use.
+    `kept` caches values by layout: each is converted once.
     """
-    if after not in kept:
+    if kept is not None and after not in kept:
         kept[after] = convert(tensor.detach(), before, after, axes)
+    along = [(axes[n], old, new) for n, old, new in steps(before, after) if axes[n].size > 1]
+    if not along:
+        return tensor
+    cached = None if kept is None else kept[after]
     if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return kept[after]
-    back = [
-        _AxisMove(axes[number], moves(old, new)[1], new, old)
-        for number, old, new in steps(before, after)
-        if axes[number].size > 1
-    ]
-    cached: Any = _CachedConversion  # torch leaves `apply` untyped
-    converted: Tensor = cached.apply(tensor, kept[after], back)
+        return _converted(tensor, along) if cached is None else cached
+    conversion: Any = _Conversion  # torch leaves `apply` untyped
+    converted: Tensor = conversion.apply(tensor, along, cached)
     return converted
-
-
-class _CachedConversion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, converted: Tensor, back: Sequence[_AxisMove]) -> Tensor:
-        ctx.back = back
-        return converted.view_as(converted)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        for how in reversed(ctx.back if gradient is not None else ()):
-            gradient = _moved(gradient, how)
-        return gradient, None, None
 
 
 class _Conversion(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, before: State, after: State, axis: "Collectives"
-    ) -> Tensor:
-        forward, backward = moves(before, after)
-        ctx.back = _AxisMove(axis, backward, after, before)
-        moved = _moved(tensor, _AxisMove(axis, forward, before, after))
-        return moved.view_as(moved) if moved is tensor else moved
+    def forward(ctx: Any, tensor: Tensor, along: Sequence[_Step], cached: Tensor | None) -> Tensor:
+        ctx.along = along
+        moved = _converted(tensor, along) if cached is None else cached
+        return moved.view_as(moved) if moved is tensor or moved is cached else moved
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        return None if gradient is None else _moved(gradient, ctx.back), None, None, None
+        for axis, old, new in reversed(ctx.along if gradient is not None else ()):
+            gradient = _moved(gradient, moves(old, new)[1], (axis, new, old))
+        return gradient, None, None
+
+
+def _converted(tensor: Tensor, along: Sequence[_Step]) -> Tensor:
+    for axis, old, new in along:
+        tensor = _moved(tensor, moves(old, new)[0], (axis, old, new))
+    return tensor
 
 
 def _moved(  # noqa: C901 - one flat match
-    tensor: Tensor, how: _AxisMove
+    tensor: Tensor, move: Move, step: _Step
 ) -> Tensor:
     """Return the device's part after a move; received values are in new memory.
 
@@ -117,16 +84,17 @@ def _moved(  # noqa: C901 - one flat match
     """
     if tensor.layout is not torch.strided:
         raise sparse_gradient("a layer", tuple(tensor.shape))
-    axis, rank = how.axis, how.axis.rank
-    match how.move:
+    axis, before, after = step
+    rank = axis.rank
+    match move:
         case Move.NONE:
             return tensor
         case Move.MASK:
             return tensor if rank == 0 else torch.zeros_like(tensor)
         case Move.SLICE:  # copy: a view holds the whole's memory
-            return _parts(tensor, how)[rank].clone(memory_format=torch.contiguous_format)
+            return _parts(tensor, after)[rank].clone(memory_format=torch.contiguous_format)
         case Move.PAD:
-            cut = _cut(how.before)
+            cut = cut_of(before)
             shape = list(tensor.shape)
             shape[cut.dim] = sum(cut.sizes)
             whole = tensor.new_zeros(shape)
@@ -137,32 +105,33 @@ def _moved(  # noqa: C901 - one flat match
             axis.all_reduce(whole, _WHAT)
             return whole
         case Move.ALL_GATHER:
-            cut = _cut(how.before)
-            shapes = None if len(set(cut.sizes)) == 1 else _shapes(tensor, cut)
+            cut = cut_of(before)
+            shapes = None if len(set(cut.sizes)) == 1 else shapes_of(tensor, cut)
             return torch.cat(axis.all_gather(tensor.contiguous(), _WHAT, shapes), cut.dim)
         case Move.REDUCE_SCATTER:
-            return axis.reduce_scatter(_parts(tensor, how), _WHAT)
+            return axis.reduce_scatter(_parts(tensor, after), _WHAT)
         case Move.ALL_TO_ALL:
-            parts, cut = _parts(tensor, how), _cut(how.before)
-            return torch.cat(axis.all_to_all(parts, _shapes(parts[rank], cut), _WHAT), cut.dim)
+            parts, cut = _parts(tensor, after), cut_of(before)
+            return torch.cat(axis.all_to_all(parts, shapes_of(parts[rank], cut), _WHAT), cut.dim)
         case _:
-            assert_never(how.move)
+            assert_never(move)
 
 
-def _parts(tensor: Tensor, how: _AxisMove) -> Sequence[Tensor]:
+def _parts(tensor: Tensor, after: State) -> Sequence[Tensor]:
     """Split a tensor into the slices of the state after a move."""
-    cut = _cut(how.after)
+    cut = cut_of(after)
     parts: Sequence[Tensor] = torch.split(tensor, list(cut.sizes), cut.dim)
     return parts
 
 
-def _shapes(part: Tensor, cut: S) -> list[list[int]]:
+def shapes_of(part: Tensor, cut: S) -> list[list[int]]:
     """Return the shapes of all slices, of which `part` is one."""
     shape = list(part.shape)
     return [[*shape[: cut.dim], length, *shape[cut.dim + 1 :]] for length in cut.sizes]
 
 
-def _cut(state: State) -> S:
+def cut_of(state: State) -> S:
+    """Return a state that has to be one of slices."""
     assert isinstance(state, S), state
     return state
 

@@ -29,11 +29,8 @@ if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
 
 Axes = Sequence["Collectives"]
-
-
-def _at_rest(layout: Layout) -> Layout:
-    """Return a weight's layout between steps, after the sum of its gradient."""
-    return tuple(I if state is R else state for state in layout)
+Noted = dict[int, tuple[Layout | None, ...]]
+"""Layouts of inputs, by layer."""
 
 
 class DividedLayer:
@@ -68,11 +65,11 @@ class DividedLayer:
         # 2. Sort the weights: sliced ones, cached conversions, gathered again, partial gradients.
         held = {parameters[name]: layout for parameters, name, layout in self._places}
         self.cut = {
-            weight: Cut(_at_rest(layout), axes, tuple(weight.shape))
+            weight: Cut(tuple(I if x is R else x for x in layout), axes, tuple(weight.shape))
             for weight, layout in held.items()
             if any(isinstance(state, S) for state in layout)
         }
-        """The sliced weights, with their layouts between steps."""
+        """The sliced weights, with their layouts between steps, after the sum of gradients."""
         self.kept: dict[Tensor, dict[Layout, Tensor]] | None = (
             {weight: {} for weight in self.cut} if keeps else None
         )
@@ -92,7 +89,7 @@ class DividedLayer:
         Their order is the same on each device, since they are summed in buckets.
         """
 
-    def call(self, function: "partial[Any]", noted: dict[int, tuple[Layout | None, ...]]) -> Any:
+    def call(self, function: "partial[Any]", noted: Noted) -> Any:
         """Call the layer; its inputs and results are whole, or laid out as in the plan.
 
         `noted` has the layouts of inputs, by layer, for a recompute on the same micro-batch.  The
@@ -115,7 +112,8 @@ class DividedLayer:
                     raise
                 self._is_whole_in_evaluation = True
         args, kwargs = unflatten(structure, _wholes(leaves, layouts, self.axes))
-        with self._instead(self._whole):
+        whole = (I,) * len(self.axes)
+        with self._instead(lambda w, layout: nn.Parameter(convert(w, layout, whole, self.axes))):
             return function.func(*args, **kwargs)
 
     def _divided(
@@ -153,9 +151,6 @@ class DividedLayer:
             for (parameters, name, _), weight in zip(self._places, weights, strict=True):
                 parameters[name] = weight
 
-    def _whole(self, weight: Tensor, layout: Layout) -> Tensor:
-        return nn.Parameter(convert(weight, layout, (I,) * len(self.axes), self.axes))
-
     @contextmanager
     def _lent(self, run: "LayerRun", again: Regather | None) -> Iterator[None]:
         """Put the stand-ins of the weights into the modules inside."""
@@ -181,40 +176,31 @@ class DividedLayer:
                 self._stand_ins = {w: self._stand_ins[w] for w, _ in held if w in self._stand_ins}
 
 
-class WholeLayer:
-    """Runs the last layer of a stage on one device; the next stage gets slices of its samples."""
+def _called_whole(multiple: int, function: "partial[Any]", noted: dict[int, Any]) -> Any:
+    """Run the last layer of a stage on one device; the next stage gets slices of its samples.
 
-    def __init__(self, plan: LayerSharding) -> None:
-        self._multiple = plan.multiple
-
-    def call(self, function: "partial[Any]", noted: dict[int, Any]) -> Any:
-        """Call the layer; its result counts as one slice, if it can be cut evenly."""
-        result = function()
-        leaves, _ = flatten(result)
-        if len(leaves) == 1 and leaves[0].dim() and not len(leaves[0]) % self._multiple:
-            mark_layout(leaves[0], (S(0, (len(leaves[0]),)),))
-        return result
-
-
-class Alike:
-    """Runs a layer on all devices alike, on whole inputs.
-
-    Without an `index` it runs an operation between layers.
+    The result counts as one slice, if it can be cut evenly.
     """
+    result = function()
+    leaves, _ = flatten(result)
+    if len(leaves) == 1 and leaves[0].dim() and not len(leaves[0]) % multiple:
+        mark_layout(leaves[0], (S(0, (len(leaves[0]),)),))
+    return result
 
-    def __init__(self, index: int | None, axes: Axes) -> None:
-        self._index, self._axes = index, axes
 
-    def call(self, function: "partial[Any]", noted: dict[int, tuple[Layout | None, ...]]) -> Any:
-        """Call the layer; gather inputs in slices first, on all devices at once."""
-        leaves, structure = flatten((function.args, function.keywords))
-        layouts = tuple(map(layout_on, leaves))
-        if self._index is not None:
-            layouts = noted.setdefault(self._index, layouts)
-        if not any(layouts):
-            return function()
-        args, kwargs = unflatten(structure, _wholes(leaves, layouts, self._axes))
-        return function.func(*args, **kwargs)
+def _called_alike(index: int | None, axes: Axes, function: "partial[Any]", noted: Noted) -> Any:
+    """Run a layer on all devices alike; gather inputs in slices first, on all devices at once.
+
+    Without an `index` it is an operation between layers.
+    """
+    leaves, structure = flatten((function.args, function.keywords))
+    layouts = tuple(map(layout_on, leaves))
+    if index is not None:
+        layouts = noted.setdefault(index, layouts)
+    if not any(layouts):
+        return function()
+    args, kwargs = unflatten(structure, _wholes(leaves, layouts, axes))
+    return function.func(*args, **kwargs)
 
 
 def _wholes(
@@ -225,7 +211,8 @@ def _wholes(
     return [t if layout is None else convert(t, layout, whole, axes) for t, layout in pairs]
 
 
-Called = DividedLayer | WholeLayer | Alike
+Called = Callable[["partial[Any]", Noted], Any]
+"""A call in the place of a layer's own, with the layouts of inputs noted so far."""
 NO_LAYER = -1
 """The number in place of a layer's for operations between layers."""
 
@@ -287,16 +274,16 @@ class Shards:
         assert self.sharding is not None
         cut: dict[Tensor, Cut] = {}
         if prod(axis.size for axis in self._axes) > 1:
-            alike = {step.index: Alike(step.index, self._axes) for step in steps}
-            self.calls.update({NO_LAYER: Alike(None, self._axes), **alike})
+            alike = {n: partial(_called_alike, n, self._axes) for n in (s.index for s in steps)}
+            self.calls |= {NO_LAYER: partial(_called_alike, None, self._axes), **alike}
         for step in steps:
             plan = self.sharding.layers[step.index]
             if plan.is_divided:
                 layer = DividedLayer(step.index, step.module, plan, self._axes, keeps=self._keeps)
-                self.layers[step.index] = self.calls[step.index] = layer
+                self.layers[step.index], self.calls[step.index] = layer, layer.call
                 cut |= layer.cut
             elif plan.gives_slices:
-                self.calls[step.index] = WholeLayer(plan)
+                self.calls[step.index] = partial(_called_whole, plan.multiple)
 
         # 2. Slice further weights between steps only (ZeRO's first stage).
         if self._gathered is not None:

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.costs.counting.opaque_modules import OPAQUE
-from penstock.sharding.layouts import S, Shape
-from penstock.sharding.rules import base_name
+from penstock.sharding.layouts import Layout, S, Shape
+from penstock.sharding.letters import base_name
 
 from . import kernels_vision
-from .sizes import Function, Kernel, Local
+from .sizes import Function, Kernel, Local, slice_here
 
 
 def _opaque(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -69,9 +69,9 @@ def _make(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     return func(args[0], _shape_asked(local), *value, **options)
 
 
-def _shape_asked(local: Local) -> list[int]:
+def _shape_asked(local: Local) -> tuple[int, ...]:
     assert local.sized.shapes is not None
-    return local.shape_here(local.sized.shapes[0], local.sized.gives[0])
+    return slice_here(local.sized.shapes[0], local.sized.gives[0], local.axes).lengths
 
 
 def _dropout(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -82,12 +82,16 @@ def _dropout(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     drops = options.get("p", 0.5) > 0 and options.get("training", True)
     if not drops or not any(isinstance(state, S) for state in layout):
         return func(*args, **kwargs)
-    # Every device draws the whole mask, so that all their generators stay in step.
-    whole = local.whole_shape(tensor.shape, layout)
-    ones = torch.ones(whole, dtype=tensor.dtype, device=tensor.device)
-    mask = local.part_of(F.dropout(ones, *rest, **kwargs), layout)
+    mask = _dropout_mask(tensor, layout, local, *rest, **kwargs)
     masked: Tensor = tensor * mask.clone()  # a view would keep the whole for the backward
     return masked
+
+
+def _dropout_mask(like: Tensor, layout: Layout, local: Local, *rest: Any, **kwargs: Any) -> Tensor:
+    """Return this device's part of a mask, which all draw whole: their generators stay in step."""
+    whole = local.whole_shape(like.shape, layout)
+    ones = torch.ones(whole, dtype=like.dtype, device=like.device)
+    return local.part_of(F.dropout(ones, *rest, **kwargs), layout)
 
 
 def _make_like(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -114,49 +118,34 @@ class _Attention(NamedTuple):
     scale: float | None = None
     enable_gqa: bool = False
 
-    @property
-    def bias(self) -> Tensor | None:
-        """The term to add to the scores: the mask as 0 and -inf, or None."""
-        allowed = self.attn_mask
-        if self.is_causal:
-            scores = self.query.shape[-2], self.key.shape[-2]
-            allowed = torch.ones(scores, dtype=torch.bool, device=self.query.device).tril()
-        if allowed is None or allowed.dtype is not torch.bool:
-            return allowed
-        zeros = torch.zeros_like(allowed, dtype=self.query.dtype)
-        return zeros.masked_fill(~allowed, float("-inf"))
-
-    def weights(self) -> Tensor:
-        """Compute the weights as torch does without a fused kernel."""
-        # Both factors are scaled by the root: the product of half-precision numbers stays small.
-        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        key, half = self.for_each_head(self.key), abs(scale) ** 0.5
-        sign = -half if scale < 0 else half
-        scores = (self.query * sign) @ (key.transpose(-2, -1) * half)
-        if self.bias is not None:
-            scores = scores + self.bias
-        # A query that may attend to no key gets weights of 0 and gradients of 0, not NaN.
-        no_key = (scores == float("-inf")).all(-1, keepdim=True)
-        weights: Tensor = scores.masked_fill(no_key, 0.0).softmax(-1).masked_fill(no_key, 0.0)
-        return weights
-
-    def for_each_head(self, x: Tensor) -> Tensor:
-        """Repeat keys or values for the query heads that share them."""
-        if not self.enable_gqa or x.shape[-3] == self.query.shape[-3]:
-            return x
-        return x.repeat_interleave(self.query.shape[-3] // x.shape[-3], -3)
-
 
 def _attention(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Draw the dropout mask of all heads, so that the numbers are those of one device."""
     given, (layout,) = _Attention(*args, **kwargs), local.sized.gives
     if not given.dropout_p or not any(isinstance(state, S) for state in layout):
         return func(*args, **kwargs)
-    weights = given.weights()
-    rows = local.whole_shape(weights.shape[:-1], layout)
-    ones = torch.ones((*rows, weights.shape[-1]), dtype=weights.dtype, device=weights.device)
-    dropped = weights * local.part_of(F.dropout(ones, given.dropout_p), layout)
-    mixed: Tensor = dropped @ given.for_each_head(given.value)
+    # 1. Repeat keys and values for the query heads that share them.
+    query, key, value, allowed, *_ = given
+    if given.enable_gqa and key.shape[-3] != query.shape[-3]:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
+    # 2. Compute the scores as torch does without a fused kernel, and add the mask as 0 and -inf.
+    # Both factors are scaled by the root: the product of half-precision numbers stays small.
+    scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
+    half = abs(scale) ** 0.5
+    scores = (query * (-half if scale < 0 else half)) @ (key.transpose(-2, -1) * half)
+    if given.is_causal:
+        lengths = query.shape[-2], key.shape[-2]
+        allowed = torch.ones(lengths, dtype=torch.bool, device=query.device).tril()
+    if allowed is not None and allowed.dtype is torch.bool:
+        zeros = torch.zeros_like(allowed, dtype=query.dtype)
+        allowed = zeros.masked_fill(~allowed, float("-inf"))
+    scores = scores if allowed is None else scores + allowed
+    # 3. A query that may attend to no key gets weights of 0 and gradients of 0, not NaN.
+    no_key = (scores == float("-inf")).all(-1, keepdim=True)
+    weights = scores.masked_fill(no_key, 0.0).softmax(-1).masked_fill(no_key, 0.0)
+    # 4. Drop weights by this device's part of the whole mask.
+    mixed: Tensor = weights * _dropout_mask(weights, layout, local, given.dropout_p) @ value
     return mixed
 
 

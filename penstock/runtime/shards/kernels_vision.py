@@ -11,7 +11,7 @@ Kernels handle several axes: one may cut samples and another channels, or both o
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,23 +27,16 @@ from .sizes import Function, Kernel, Local
 _PURPOSE = "for the other shards of a vocabulary"
 
 
-class _Arguments(NamedTuple):
-    """The arguments of a call by name, and the layouts of the tensors among them."""
+_Named = tuple[dict[str, Any], dict[str, Layout]]
+"""The arguments of a call by name, and the layouts of the tensors among them."""
 
-    values: dict[str, Any]
-    layouts: dict[str, Layout]
 
-    @classmethod
-    def of(cls, local: Local, names: Sequence[str], args: Any, kwargs: Any) -> "_Arguments":
-        """Name the arguments; a plan's layouts come in the order of the distinct tensors."""
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-        layouts = dict(zip(tensors, local.sized.takes, strict=True))
-        return cls(values, {n: layouts[id(x)] for n, x in values.items() if id(x) in layouts})
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an argument."""
-        return self.values.get(name, default)
+def _named(names: str, args: Any, kwargs: Any, local: Local) -> _Named:
+    """Name arguments; a plan's layouts come in the order of the distinct tensors."""
+    values = {**dict(zip(names.split(), args, strict=False)), **kwargs}
+    tensors = dict.fromkeys(map(id, tensors_in((args, kwargs))))
+    layouts = dict(zip(tensors, local.sized.takes, strict=True))
+    return values, {n: layouts[id(x)] for n, x in values.items() if id(x) in layouts}
 
 
 def _mean(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -60,41 +53,39 @@ def _mean(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 def _convolution(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Convolve the groups on this device."""
-    names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
+    last = "dilation groups"
     if func.__name__.startswith("conv_transpose"):
-        names[5:] = "output_padding", "groups", "dilation"
-    given = _Arguments.of(local, names, args, kwargs)
-    groups = given.get("groups", 1)
-    if groups == 1:
-        return func(*args, **kwargs)
-    whole = local.whole_shape(given.get("weight").shape, given.layouts["weight"])[0]
-    here = given.get("weight").shape[0]
-    return func(**{**given.values, "groups": groups * here // whole})
+        last = "output_padding groups dilation"
+    names = f"input weight bias stride padding {last}"
+    return _grouped(func, _named(names, args, kwargs, local), local, "groups", ("weight", 0))
 
 
 def _group_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
-    given = _Arguments.of(local, ("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
-    x = given.get("input")
-    channels = local.whole_shape(x.shape, given.layouts["input"])[1]
-    groups = given.get("num_groups") * x.shape[1] // channels
-    return func(**{**given.values, "num_groups": groups})
+    given = _named("input num_groups weight bias eps", args, kwargs, local)
+    return _grouped(func, given, local, "num_groups", ("input", 1))
+
+
+def _grouped(
+    func: Function, given: _Named, local: Local, groups: str, channels: tuple[str, int]
+) -> Tensor:
+    """Call a function with the number of groups here; `channels`: a tensor, its dimension."""
+    (values, layouts), (name, dim) = given, channels
+    shape, count = values[name].shape, values.get(groups, 1)
+    if count > 1:
+        count = count * shape[dim] // local.whole_shape(shape, layouts[name])[dim]
+    return func(**{**values, groups: count})
 
 
 def _instance_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Also accept an empty batch, which torch's function of this name refuses."""
-    names = ("input", "running_mean", "running_var", "weight", "bias")
-    given = _Arguments.of(local, names, args, kwargs)
-    x = given.get("input")
+    values, _ = _named("input running_mean running_var weight bias", args, kwargs, local)
+    x = values["input"]
     if x.numel():
         return func(*args, **kwargs)
-    return F.group_norm(x, x.shape[1], given.get("weight"), given.get("bias"))
+    return F.group_norm(x, x.shape[1], values.get("weight"), values.get("bias"))
 
 
 # -- batch_norm -----------------------------------------------------------------------------------
-
-_BATCH_NORM = (
-    *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-)
 
 
 def _batch_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -103,13 +94,14 @@ def _batch_norm(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     Running statistics are whole on each device.  A device changes a copy of its channels, because
     the backward reads the arguments of `func`, and then gathers the other channels.
     """
-    given = _Arguments.of(local, _BATCH_NORM, args, kwargs)
-    layout = given.layouts["input"]
+    names = "input running_mean running_var weight bias training momentum eps"
+    values, layouts = _named(names, args, kwargs, local)
+    layout = layouts["input"]
     own: tuple[State, ...] = tuple(_along(state, 1, 0) for state in layout)
-    running = [given.get(name) for name in ("running_mean", "running_var")]
+    running = [values.get(name) for name in ("running_mean", "running_var")]
     here = [None if buffer is None else local.part_of(buffer, own).clone() for buffer in running]
-    values = {**given.values, "running_mean": here[0], "running_var": here[1]}
-    training = given.get("training", False)
+    values |= {"running_mean": here[0], "running_var": here[1]}
+    training = values.get("training", False)
     if training and any(isinstance(state, S) and state.dim != 1 for state in layout):
         result = _normalized(values, local, layout)
     else:
@@ -178,12 +170,12 @@ def _summed(part: Tensor, local: Local, layout: Layout) -> Tensor:
 
 def _embedding(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Look up words in this device's rows of a table; other words give zeros."""
-    given = _Arguments.of(local, ("input", "weight", "padding_idx"), args[:3], kwargs)
-    words, table, layout = given.get("input"), given.get("weight"), given.layouts["weight"]
+    values, layouts = _named("input weight padding_idx", args, kwargs, local)
+    words, table, layout = values["input"], values["weight"], layouts["weight"]
     if not local.is_cut(layout, 0):
         return func(*args, **kwargs)
     start, here = local.start(layout, 0), table.shape[0]
-    padding = given.get("padding_idx")
+    padding = values.get("padding_idx")
     if padding is not None:
         padding = padding % local.whole_shape(table.shape, layout)[0] - start
         padding = padding if 0 <= padding < here else None
@@ -193,53 +185,49 @@ def _embedding(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     return rows.masked_fill(is_other.unsqueeze(-1), 0)
 
 
-_LOSS = (
-    *("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-    "label_smoothing",
-)
-
-
 def _loss(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     """Compute the losses of the samples here; a mean divides by the weight of all samples."""
-    given = _Arguments.of(local, _LOSS, args, kwargs)
-    layout = given.layouts["input"]
-    class_dim = 1 if given.get("input").dim() > 1 else 0
+    names = "input target weight size_average ignore_index reduce reduction label_smoothing"
+    values, layouts = given = _named(names, args, kwargs, local)
+    layout, class_dim = layouts["input"], 1 if values["input"].dim() > 1 else 0
     if not any(isinstance(state, S) for state in layout):
         return func(*args, **kwargs)
     if local.is_cut(layout, class_dim):
         losses = _of_cut_vocabulary(given, local, class_dim, is_log=func.__name__ == "nll_loss")
     else:
-        losses = func(**{**given.values, "reduction": "none"})
-    reduction = given.get("reduction", "mean")
+        losses = func(**{**values, "reduction": "none"})
+    reduction = values.get("reduction", "mean")
     if reduction == "none":
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / _weight_of_all(given, local, losses)
 
 
-def _weight_of_all(given: _Arguments, local: Local, losses: Tensor) -> Tensor:
+def _weight_of_all(given: _Named, local: Local, losses: Tensor) -> Tensor:
     """Return the sum of the weights of all samples' targets."""
-    target = given.get("target")
+    values, layouts = given
+    target = values["target"]
     with torch.no_grad():
         if target.is_floating_point():
             here = losses.new_tensor(losses.numel())
         else:
-            counted = target != given.get("ignore_index", -100)
-            weight = given.get("weight")
+            counted = target != values.get("ignore_index", -100)
+            weight = values.get("weight")
             words = target.masked_fill(~counted, 0)
             weights = losses.new_ones(()) if weight is None else weight[words]
             here = (weights * counted).sum()
-        parts = tuple(P if isinstance(s, S) else I for s in given.layouts["target"])
+        parts = tuple(P if isinstance(s, S) else I for s in layouts["target"])
         return convert(here, parts, (I,) * len(parts), local.axes)
 
 
-def _of_cut_vocabulary(given: _Arguments, local: Local, class_dim: int, *, is_log: bool) -> Tensor:
+def _of_cut_vocabulary(given: _Named, local: Local, class_dim: int, *, is_log: bool) -> Tensor:
     """Return this device's parts of the losses: the scores of its words.
 
     The first device adds the term of all words, the logarithm of the sum of exponentials.
     """
-    scores, target, layout = given.get("input"), given.get("target"), given.layouts["input"]
-    smoothing = 0.0 if is_log else given.get("label_smoothing", 0.0)
+    values, layouts = given
+    scores, target, layout = values["input"], values["target"], layouts["input"]
+    smoothing = 0.0 if is_log else values.get("label_smoothing", 0.0)
     start, here = local.start(layout, class_dim), scores.shape[class_dim]
     # 1. Take the score of each target that is a word of this device.
     # A target on another device scores 0 here; the sum over devices has its score once.
@@ -253,19 +241,16 @@ def _of_cut_vocabulary(given: _Arguments, local: Local, class_dim: int, *, is_lo
         count = local.whole_shape(scores.shape, layout)[class_dim]
         losses = losses - smoothing / count * scores.sum(class_dim)
     if not is_log:
-        losses = losses + _first_has(_log_sum_exp(scores, local, layout, class_dim), local, layout)
-    counted: Tensor = losses.masked_fill(target == given.get("ignore_index", -100), 0)
+        pairs = zip(local.axes, layout, strict=True)
+        axes = [axis for axis, x in pairs if isinstance(x, S) and x.dim == class_dim]
+        of_all = _log_sum_exp(scores, class_dim, axes)  # replicated: only the first device adds it
+        losses = losses + convert(of_all, (I,) * len(axes), (P,) * len(axes), axes)
+    counted: Tensor = losses.masked_fill(target == values.get("ignore_index", -100), 0)
     return counted
 
 
-def _cut_axes(local: Local, layout: Layout, dim: int) -> list[Any]:
-    pairs = zip(local.axes, layout, strict=True)
-    return [axis for axis, state in pairs if isinstance(state, S) and state.dim == dim]
-
-
-def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tensor:
+def _log_sum_exp(scores: Tensor, dim: int, axes: Sequence[Any]) -> Tensor:
     """Return the log-sum-exp over the whole vocabulary, on each device."""
-    axes = _cut_axes(local, layout, dim)
     # Subtract the maximum of all devices, so that no exponential overflows.
     highest = scores.detach().amax(dim)
     for axis in axes:
@@ -273,13 +258,6 @@ def _log_sum_exp(scores: Tensor, local: Local, layout: Layout, dim: int) -> Tens
     exponentials = (scores - highest.unsqueeze(dim)).exp().sum(dim)
     total = convert(exponentials, (P,) * len(axes), (I,) * len(axes), axes)
     return total.log() + highest
-
-
-def _first_has(whole: Tensor, local: Local, layout: Layout) -> Tensor:
-    """Turn a replicated value into parts of a sum, along axes that cut the vocabulary."""
-    class_dim = 1 if whole.dim() else 0
-    axes = _cut_axes(local, layout, class_dim)
-    return convert(whole, (I,) * len(axes), (P,) * len(axes), axes)
 
 
 _CONVOLUTIONS = [f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)]

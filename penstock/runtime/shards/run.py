@@ -24,11 +24,11 @@ from penstock.model.capture.ghost import OF_A_PART, bare, is_question, map_tenso
 from penstock.model.entries import mark_layout, whole_size
 from penstock.model.pytree import flatten, unflatten
 from penstock.sharding.layouts import I, Layout, S, Shape
+from penstock.sharding.letters import base_name
 from penstock.sharding.plan import LayerSharding, PlannedCall
-from penstock.sharding.rules import base_name
 from penstock.torch_private import without_torch_dispatch, without_torch_function
 
-from .convert import Regather, convert, convert_kept
+from .convert import Regather, convert
 from .kernels import kernel_of, shapes_given
 from .sizes import Local, Sized, size, size_like
 
@@ -55,7 +55,10 @@ class ShardedTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_question(func, args, kwargs):
-            return _answer(func, args, kwargs)
+            if func in OF_A_PART:  # the shard has the answer, the shape of the whole all others
+                return func(args[0].local)
+            with without_torch_function():
+                return func(*args, **kwargs)
         if func is multi_head_attention_forward:  # the plan has the calls inside it
             return LOOKED_INTO(*args, **kwargs)
         tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
@@ -83,27 +86,16 @@ class ShardedTensor(Tensor):
         return f"ShardedTensor({self.held!r}, shape {self.whole_shape})"
 
 
-def _answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """Answer a question about the whole by its shape, or by the shard if that has the answer."""
-    if func in OF_A_PART:
-        return func(args[0].local)
-    with without_torch_function():
-        return func(*args, **kwargs)
-
-
 _NAMES: dict[Any, str] = {}
 """Full names of functions of torch, which live as long as torch does."""
 
 
 def _name_of(func: Any) -> str:
     """Return the full name of a function of torch, or `__name__` of another function."""
-    name = _NAMES.get(func)
-    if name is None:
-        name = resolve_name(func)
-        if not name:
-            return getattr(func, "__name__", "")
-        _NAMES[func] = name
-    return name
+    name = _NAMES.get(func) or resolve_name(func)
+    if not name:
+        return getattr(func, "__name__", "")
+    return _NAMES.setdefault(func, name)
 
 
 SizeCache = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
@@ -245,10 +237,10 @@ class LayerRun:
         """Return this device's part of a tensor in another layout."""
         if layout == tensor.held:
             return tensor.local
-        known, for_step = tensor.known, tensor.kept
+        known = tensor.known
         if layout not in known:
             how = tensor.local, tensor.held, layout, self._axes
-            known[layout] = convert(*how) if for_step is None else convert_kept(*how, for_step)
+            known[layout] = convert(*how, tensor.kept)
             if tensor.again is not None:
                 tensor.again.note(known[layout], how)
         return known[layout]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.sharding.layouts import Layout, S, Shape, Sizes, State, even
+from penstock.model.entries import whole_size
+from penstock.sharding.layouts import Layout, S, Shape, Sizes, Slice, State, even
 from penstock.sharding.plan import PlannedCall
 from penstock.sharding.rules import Choice
 
@@ -52,30 +53,23 @@ class Local(NamedTuple):
             if isinstance(state, S) and state.dim == dim
         )
 
-    def shape_here(self, whole: Sequence[int], layout: Layout) -> list[int]:
-        """Return the shape of this device's part of a whole."""
-        shape = list(whole)
-        for axis, state in zip(self.axes, layout, strict=True):
-            if isinstance(state, S):
-                shape[state.dim] = state.sizes[axis.rank]
-        return shape
-
     def whole_shape(self, here: Sequence[int], layout: Layout) -> list[int]:
         """Return the shape of the whole from that of this device's part."""
-        shape = list(here)
-        for state in reversed(layout):
-            if isinstance(state, S):
-                shape[state.dim] = sum(state.sizes)
-        return shape
+        return list(whole_size(tuple(here), None, layout)[0])
 
     def part_of(self, whole: Tensor, layout: Layout) -> Tensor:
         """Return this device's part of a whole tensor, as a view."""
-        for axis, state in zip(self.axes, layout, strict=True):
-            if isinstance(state, S):
-                whole = whole.narrow(
-                    state.dim, sum(state.sizes[: axis.rank]), state.sizes[axis.rank]
-                )
-        return whole
+        return whole[slice_here(whole.shape, layout, self.axes).indices]
+
+
+def slice_here(shape: Sequence[int], layout: Layout, axes: "Sequence[Collectives]") -> Slice:
+    """Return the slice of a whole tensor on this device."""
+    offsets, lengths = [0] * len(shape), list(shape)
+    for state, axis in zip(layout, axes, strict=True):
+        if isinstance(state, S):
+            offsets[state.dim] += sum(state.sizes[: axis.rank])
+            lengths[state.dim] = state.sizes[axis.rank]
+    return Slice(tuple(offsets), tuple(lengths), tuple(shape))
 
 
 Function = Callable[..., Tensor]
@@ -98,10 +92,7 @@ def size(
     """
     # 1. Begin with the whole shapes; results whose shape is unknown follow the arguments.
     takes = [_Growing(shape) for shape in shapes]
-    if gives is None:
-        results = [_Growing(None) for _ in planned.gives]
-    else:
-        results = [_Growing(shape) for shape in gives]
+    results = [_Growing(shape) for shape in gives or [None] * len(planned.gives)]
     # 2. Cut axis by axis: a later axis cuts the slices of the earlier ones.
     for number, (axis, choice) in enumerate(zip(axes, planned.choices, strict=True)):
         now = [layout[number] for layout in before]

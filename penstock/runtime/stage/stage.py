@@ -318,7 +318,7 @@ class Stage:
                 return self._layer_recompute.run(tape, step, function, call)
         training, calls = step.module.training, self._divided
         if calls and (divided := calls.get(step.index) or calls.get(NO_LAYER)) is not None:
-            function = partial(divided.call, function, tape.layouts)
+            function = partial(divided, function, tape.layouts)
         try:
             if (step.index, training) in self._drawing.silent:
                 return function()
