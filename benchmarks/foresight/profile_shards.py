@@ -43,7 +43,7 @@ from penstock.planner.plan_sharding import sharding_of
 from penstock.runtime.planning import StageCalls
 from penstock.runtime.profiling import CPU_CORE, divided_backward, of_samples
 from penstock.runtime.shards.at_rest import keep_slices
-from penstock.runtime.shards.divided import DividedLayer, WholeLayer
+from penstock.runtime.shards.divided import DividedLayer, called_whole
 from penstock.runtime.unsplit import left_bytes
 from penstock.sharding.layouts import S, as_on
 from penstock.sharding.plan import Sharding
@@ -186,7 +186,7 @@ class _ShardCalls:
             )
             for stage, own in enumerate(self._spent_s)
         ]
-        self._layers: dict[int, DividedLayer | WholeLayer] = {}
+        self._layers: dict[int, Callable[..., Any]] = {}
         if sharding is None:
             return
         for step in layers:
@@ -195,7 +195,7 @@ class _ShardCalls:
                 layer = DividedLayer(step.index, step.module, own, axes, keeps=sharding.keeps)
                 self._layers[step.index] = layer
             elif own.gives_slices:
-                self._layers[step.index] = WholeLayer(own)
+                self._layers[step.index] = partial(called_whole, own.multiple)
         for layer in self._divided.values():
             keep_slices(layer.cut)
 

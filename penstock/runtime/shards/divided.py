@@ -176,7 +176,7 @@ class DividedLayer:
                 self._stand_ins = {w: self._stand_ins[w] for w, _ in held if w in self._stand_ins}
 
 
-def _called_whole(multiple: int, function: "partial[Any]", noted: dict[int, Any]) -> Any:
+def called_whole(multiple: int, function: "partial[Any]", noted: dict[int, Any]) -> Any:
     """Run the last layer of a stage on one device; the next stage gets slices of its samples.
 
     The result counts as one slice, if it can be cut evenly.
@@ -283,7 +283,7 @@ class Shards:
                 self.layers[step.index], self.calls[step.index] = layer, layer.call
                 cut |= layer.cut
             elif plan.gives_slices:
-                self.calls[step.index] = partial(_called_whole, plan.multiple)
+                self.calls[step.index] = partial(called_whole, plan.multiple)
 
         # 2. Slice further weights between steps only (ZeRO's first stage).
         if self._gathered is not None:
