@@ -186,22 +186,19 @@ class _ShardCalls:
             )
             for stage, own in enumerate(self._spent_s)
         ]
-        self._layers: dict[int, Callable[..., Any]] = {}
+        self._divided: dict[int, DividedLayer] = {}
+        self._calls: dict[int, Callable[..., Any]] = {}
         if sharding is None:
             return
         for step in layers:
             own, axes = sharding.layers[step.index], self._axes[self._stage_of[step.index]]
             if own.is_divided and prod(axis.size for axis in axes) > 1:
                 layer = DividedLayer(step.index, step.module, own, axes, keeps=sharding.keeps)
-                self._layers[step.index] = layer
+                self._divided[step.index], self._calls[step.index] = layer, layer.call
             elif own.gives_slices:
-                self._layers[step.index] = partial(called_whole, own.multiple)
+                self._calls[step.index] = partial(called_whole, own.multiple)
         for layer in self._divided.values():
             keep_slices(layer.cut)
-
-    @property
-    def _divided(self) -> dict[int, DividedLayer]:
-        return {n: own for n, own in self._layers.items() if isinstance(own, DividedLayer)}
 
     def note(self, layers: Layers, inputs: Any) -> None:
         """Run all layers, and note in which layouts they are given what."""
@@ -221,8 +218,8 @@ class _ShardCalls:
         entered = [_entered(*each, axes) for each in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, entered)
         again = partial(function.func, *args, **kwargs)
-        layer = self._layers.get(step.index)
-        return again() if layer is None else layer.call(again, {})
+        call = self._calls.get(step.index)
+        return again() if call is None else call(again, {})
 
     def moved_s(self, layers: Layers, inputs: Any) -> list[tuple[float, float]]:
         """Return the seconds of the collectives of each layer, in its forward and its backward."""
