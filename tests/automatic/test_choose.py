@@ -124,20 +124,18 @@ def test_the_same_is_planned_again_and_survives_json() -> None:
     assert replace(plan, cluster=None).devices_of(1) == ()
 
 
-def test_ways_with_the_same_price_of_a_byte_search_a_shape_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = list[tuple[Search, float]]()
-    monkeypatch.setattr(Search, "_summed", lambda own, byte_s: asked.append((own, byte_s)))
+def test_ways_with_the_same_price_of_a_byte_search_a_shape_once() -> None:
     layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
     task = mesh_task(layers, torch.zeros(8, 4), cluster(2), 2)
     given = task.graph_of(2), task.names, task.model.spans, task.cluster, 2, "data"
     shared = dict[object, Search]()
+    tables = []
     for policy in (MemoryPolicy(), MemoryPolicy(recomputes=True), MemoryPolicy(byte_s=1e-11)):
         search = MeshPrices(*given, policy=policy, shared=shared)._search(Submesh(0, 1, 2), (2,))
-        for _ in range(2):
-            search.of_ranges(policy.byte_s)
-    assert [byte_s for _, byte_s in asked] == [0.0, 1e-11] and len(shared) == 1
+        tables.append(search.of_ranges(policy.byte_s))
+        assert search.of_ranges(policy.byte_s) is tables[-1]
+    free, recomputing, priced = tables
+    assert free is recomputing and free is not priced and len(shared) == 1
 
 
 def test_an_interrupted_search_gives_the_best_so_far_and_says_so() -> None:

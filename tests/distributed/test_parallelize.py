@@ -45,7 +45,7 @@ def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
     plan = Plan.from_json(results[0]["plan"])
     assert [[*ranks[0]] for ranks in plan.placement.ranks] == meshes
     assert {*plan.placement.idle} == {*range(count)} - {*chain(*meshes)}
-    assert "a step is predicted to take" in results[0]["text"]
+    assert "predicted: a step of" in results[0]["text"]
     check_trained(plan, results)
 
 

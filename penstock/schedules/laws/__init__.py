@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from .common import (
-    AtMostBytes,
     commits,
     complete,
     ends,
@@ -16,6 +15,7 @@ from .common import (
     reductions,
 )
 from .lanes import Lanes
+from .memory import AtMostBytes
 from .updates import commits_by_minibatch, one_version, updates
 
 __all__ = [
