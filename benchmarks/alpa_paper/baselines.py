@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from math import prod
 
 import numpy as np
 
@@ -54,11 +53,11 @@ class RestrictedPrices(MeshPrices):
 
 def _intra(task: MeshTask) -> Iterator[MeshTask]:
     every = len(task.cluster.places)
-    yield _allowing(task, lambda start, end, submesh: prod(submesh[1:]) == every)
+    yield _allowing(task, lambda start, end, submesh: submesh.size == every)
 
 
 def _inter(task: MeshTask) -> Iterator[MeshTask]:
-    yield _allowing(task, lambda start, end, submesh: prod(submesh[1:]) == 1)
+    yield _allowing(task, lambda start, end, submesh: submesh.size == 1)
 
 
 def _gpipe(task: MeshTask) -> Iterator[MeshTask]:
@@ -159,7 +158,7 @@ def _allowing(task: MeshTask, allow: Allow) -> MeshTask:
 def _is_one_of(
     stages: set[tuple[int, int]], start: int, end: int, submesh: Submesh, size: int | None = None
 ) -> bool:
-    return (start, end) in stages and size in (None, prod(submesh[1:]))
+    return (start, end) in stages and size in (None, submesh.size)
 
 
 def equal_stages(layers: Sequence[LayerFacts], most: int) -> Iterator[set[tuple[int, int]]]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import prod
 from time import process_time
 from typing import Any, ParamSpec, TypeVar
 
@@ -51,7 +50,7 @@ class HandedOver(RestrictedPrices):
         latency_s, bytes_per_s = self._way_out(submesh, kind)
         num_bytes = 2.0
         if self.handover == WHOLE:  # a copy for each receiver: of the next stage, of this one
-            copies = self.next_devices[end] + prod(submesh[1:])
+            copies = self.next_devices[end] + submesh.size
             num_bytes = self.entering_bytes(end) * copies
         return 2 * latency_s + num_bytes / bytes_per_s
 
@@ -130,7 +129,7 @@ class Planned:
         best = choice.candidates[0]
         assert isinstance(best, OnMeshes)
         stages = {(own.start, own.end, own.submesh) for own in best.answer.stages}
-        sizes = {own.start: prod(own.submesh[1:]) for own in best.answer.stages}
+        sizes = {own.start: own.submesh.size for own in best.answer.stages}
         only: dict[str, Any] = {"allow": lambda *stage: stage in stages, "next_devices": sizes}
         prices = partial(HandedOver, handover=handover, **only)
         alone: dict[str, Any] = {"families": (best.family,), "policies": (best.prices.policy,)}

@@ -10,7 +10,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -230,7 +229,7 @@ class MeshPrices:
     def devices(self, submesh: Submesh) -> tuple[int, ...]:
         """Return the first devices of the cluster that make such a mesh."""
         before = sum(host.count * len(host.devices) for host in self.cluster.hosts[: submesh.kind])
-        return tuple(range(before, before + submesh.num_hosts * submesh.num_devices))
+        return tuple(range(before, before + submesh.size))
 
     def handover_s(self, end: int, submesh: Submesh, kind: int) -> float:
         """Return the seconds of what goes on to the next stage, on hosts of a kind, and comes
@@ -288,7 +287,7 @@ class MeshPrices:
 
 def shapes_of(submesh: Submesh) -> Iterator[tuple[int, ...]]:
     """Yield the lengths of axes along which a mesh's devices may be arranged, one or two."""
-    count = prod(submesh[1:])
+    count = submesh.size
     yield (count,)
     for inner in range(2, submesh.num_devices + 1):
         if count % inner == 0 and submesh.num_devices % inner == 0 and inner < count:

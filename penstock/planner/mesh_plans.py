@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product, repeat
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from penstock.errors import PlanError
@@ -129,12 +129,12 @@ class _Search:
         the others with the bound alone, where they are near.
         """
         pairs = product(answers, self.task.families)
-        every = [make(answer=answer, family=family) for answer, family in pairs]
-        every = [replace(own, step_s=own.least_s()) for own in every]
-        for own in sorted(every, key=attrgetter("step_s")):  # the fastest shorten the rest
-            if own.step_s >= self.best_s:
-                is_near = self.candidates and own.step_s <= _MARGIN * self.best_s
-                self.candidates.extend([own] if is_near else [])
+        made = [make(answer=answer, family=family) for answer, family in pairs]
+        bounds = sorted(((own.least_s(), own) for own in made), key=itemgetter(0))
+        for least_s, own in bounds:  # the fastest shorten the rest
+            if least_s >= self.best_s:
+                if self.candidates and least_s <= _MARGIN * self.best_s:
+                    self.candidates.append(replace(own, step_s=least_s))
             elif own.fits() and (simulated := own.simulated()).step_s < self.task.limit_s:
                 self.candidates.append(simulated)
 

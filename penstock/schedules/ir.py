@@ -17,7 +17,7 @@ Message = tuple[bool, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class OfStage:
-    """An instruction of a stage, once a mini-batch."""
+    """An instruction of a stage: once a mini-batch, if it names no micro-batch."""
 
     stage: int
 
@@ -28,13 +28,10 @@ class OfStage:
 
 
 @dataclass(frozen=True, slots=True)
-class OfMicrobatch:
+class OfMicrobatch(OfStage):
     """An instruction of a stage for one micro-batch."""
 
-    stage: int
     microbatch: int
-
-    letter: ClassVar[str]
 
     def __str__(self) -> str:
         return f"{self.stage}{self.letter}{self.microbatch}"
