@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .sharding.request import ShardingRequest as ShardingRequest
     from .trace.timeline import Timeline as Timeline
     from .types import CheckBatches as CheckBatches
+    from .types import Outputs as Outputs
     from .types import Recompute as Recompute
     from .types import Reduction as Reduction
     from .types import TiedGradients as TiedGradients
@@ -64,6 +65,7 @@ _HOME = {
     "Layer": "penstock.model.layer_list",
     "Layers": "penstock.model.layers",
     "Mesh": "penstock.mesh",
+    "Outputs": "penstock.types",
     "PenstockError": "penstock.errors",
     "PerSample": "penstock.model.batch_entries",
     "Pipeline": "penstock.pipeline",
@@ -123,6 +125,7 @@ __all__ = [
     "Layer",
     "Layers",
     "Mesh",
+    "Outputs",
     "PenstockError",
     "PerSample",
     "Pipeline",

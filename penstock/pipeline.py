@@ -16,7 +16,7 @@ from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.state import Held, in_evaluation
-from penstock.planner.arguments import Arguments, check_wanted
+from penstock.planner.arguments import Arguments, Undecided, check_loss, reduction_of
 from penstock.planner.plan import Plan
 from penstock.runtime.asynchronous import (
     WeightUpdater,
@@ -38,12 +38,19 @@ from penstock.runtime.microbatches import (
 )
 from penstock.runtime.module_form import (
     accumulate_into_inputs,
-    check_all_here,
+    check_undivided,
     evaluate,
     run_as_module,
 )
 from penstock.runtime.own_loss import warn_of_other_reduction
-from penstock.runtime.planning import Devices, agree, balance, device_names, make_plan
+from penstock.runtime.planning import (
+    Devices,
+    agree,
+    balance,
+    device_names,
+    free_of_ranks,
+    make_plan,
+)
 from penstock.runtime.record import Record, as_trace
 from penstock.runtime.run import Run
 from penstock.runtime.shard import check_sharding, make_sharding
@@ -57,11 +64,13 @@ from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
 from penstock.types import (
     CheckBatches,
+    Outputs,
     RecomputePolicy,
     Reduction,
     TiedGradients,
     Trace,
     Transport,
+    word_of,
 )
 
 
@@ -70,7 +79,7 @@ class Pipeline(AbstractMovable):
 
     The gradients are those of the unsplit model run micro-batch after micro-batch, to the bit, for
     every K, schedule, recompute policy and transport (with as many intra-op threads on both
-    sides).
+    sides).  Where a value of an enum is taken, its word may be given: recompute="never".
 
     Args:
         layers: an nn.Sequential, a list of modules and `penstock.Layer`s, or any nn.Module with
@@ -78,23 +87,26 @@ class Pipeline(AbstractMovable):
         num_stages: K.  Measured times of layers balance the stages: of `example_inputs` now, else
             of the first batch; until then parameter counts do.
         partition: layers per stage, instead of `num_stages`.
-        num_microbatches: M, by default 1.  A batch of N < M samples runs as N micro-batches; sizes
-            differ by at most 1.
+        num_microbatches: M; default: 4 for each rank of a replica (GPipe, section 2.3).  A batch
+            of N < M samples runs as N micro-batches; sizes differ by at most 1.
         loss: (output, target) -> scalar tensor for one micro-batch.  `train_step` needs it, except
             for a captured model that computes its loss from labels among its inputs.
         reduction: the reduction of `loss` over a micro-batch; or a function target -> weight, such
             as the number of real tokens (of the inputs, if there is no target).  Weighted losses
             of the micro-batches sum to the loss of the mini-batch.
-        schedule: one of `penstock.schedules`, by default gpipe, a Schedule of this size, or your
-            function (num_stages, num_microbatches) -> Schedule.  It also assigns stages to ranks
+        schedule: the name of a family ("1f1b", "interleaved", "zb-h1", "zbv", ...), one of
+            `penstock.schedules`, a Schedule of this size, or your function (num_stages,
+            num_microbatches) -> Schedule; default: one_f_one_b.  It also assigns stages to ranks
             (threads or processes).
         memory_limit_bytes: the most activation memory of a rank, in bytes, with older versions of
             weights but without weights and gradients.  It replaces `recompute`: the cheapest
             policy within the limit is chosen by measurement.  `offload` then lists stages that may
             offload if recomputing is not enough.  One number for all ranks, or one for each.
-        recompute: activations to compute twice instead of keeping: those of stages (STAGE), of
-            some layers (Recompute.layers("block3", 5)), or none; one policy for all stages, or one
-            for each; default: STAGE.
+        recompute: activations to compute twice instead of keeping: those of stages ("stage"), of
+            each layer ("layers"), of some layers (Recompute.layers("block3", 5)), or none
+            ("never"); one policy for all stages, or one for each.  Default: "stage"; where layers
+            are measured and all ranks have GPUs, the cheapest policy that their free memory
+            allows, beside weights, gradients and two moments of Adam.
         offload: True moves activations to the host's memory, on CPUs to files, until shortly
             before their backward; one for all stages, or one for each; default: False.
         offload_folder: the folder of these files; default: that of temporary files (TMPDIR).
@@ -121,6 +133,7 @@ class Pipeline(AbstractMovable):
             as "auto" or "megatron", or layouts of weights by name.  Needs `example_inputs`.
         check_batches: the steps at which ranks of a replica compare the values of their batches;
             default: the first eight steps and each hundredth.
+        outputs: the ranks that get the outputs of `pipe(inputs)` in training; default: all.
         plan: a plan to run, such as another pipeline's; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
@@ -140,9 +153,9 @@ class Pipeline(AbstractMovable):
         partition: Sequence[int] | None = None,
         num_microbatches: int | None = None,
         loss: LossFunction | None = None,
-        reduction: Reduction | Callable[[Any], Any] = Reduction.MEAN,
-        schedule: Build | Schedule | None = None,
-        recompute: RecomputePolicy | Sequence[RecomputePolicy] | None = None,
+        reduction: Reduction | str | Callable[[Any], Any] = Reduction.MEAN,
+        schedule: Build | Schedule | str | None = None,
+        recompute: RecomputePolicy | str | Sequence[RecomputePolicy | str] | None = None,
         memory_limit_bytes: int | Sequence[int] | None = None,
         offload: bool | Sequence[bool] | None = None,
         offload_folder: str | os.PathLike[str] | None = None,
@@ -150,15 +163,16 @@ class Pipeline(AbstractMovable):
         seed: int | None = None,
         example_inputs: Any = None,
         threads_per_stage: int | None = None,
-        transport: Transport | None = None,
-        trace: Trace | bool = Trace.OFF,
+        transport: Transport | str | None = None,
+        trace: Trace | str | bool = Trace.OFF,
         timeout_s: float | None = None,
         mesh: Mesh | None = None,
         batch_norm_over_replicas: bool | None = None,
         weights: str | os.PathLike[str] | None = None,
-        tied_gradients: TiedGradients | None = None,
+        tied_gradients: TiedGradients | str | None = None,
         sharding: str | Mapping[str, Any] | None = None,
-        check_batches: CheckBatches = CheckBatches.FIRST,
+        check_batches: CheckBatches | str = CheckBatches.FIRST,
+        outputs: Outputs | str = Outputs.ALL,
         plan: Plan | None = None,
     ) -> None:
         # 1. Make the plan of the arguments, or check the one that was given.
@@ -181,21 +195,23 @@ class Pipeline(AbstractMovable):
             tied_gradients=tied_gradients,
             sharding=sharding,
         )
-        check_wanted(loss, reduction, check_batches)
-        records = as_trace(trace)
-        balances = plan is None and arguments.are_measured
+        check_loss(loss)
+        reduce, records = reduction_of(reduction), as_trace(trace)
+        check_batches = word_of("check_batches", check_batches, CheckBatches)
+        given = arguments if plan is None else None
+        undecided = given.undecided if given else Undecided()
         plan = make_plan(arguments, plan, resolved, mesh)
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
         loss, draws = loss or resolved.own_loss, weights is None
         computes = loss is resolved.own_loss is not None
-        wanted = Call(plan.num_microbatches, reduction, computes_loss=computes)
+        wanted = Call(plan.num_microbatches, reduce, computes_loss=computes)
         warn_of_other_reduction(resolved, example_inputs, wanted)
         # 2. Agree on it with the other processes; cut the layers into stages.
         with mesh.world.reporting(plan.placement.names):
             alike = {"check_batches": check_batches}
-            plan, number, balances = agree(plan, resolved, mesh, part, alike, balances=balances)
+            plan, number, undecided = agree(plan, resolved, mesh, part, alike, undecided)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
             engine = make_engine(resolved, loss, plan, mesh, draws=draws, sharding=divided)
             super().__init__()
@@ -203,9 +219,10 @@ class Pipeline(AbstractMovable):
             self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))
             engine.splitter.number = number
             engine.splitter.check_batches(check_batches)
-        self._wanted, self._will_balance = wanted, balances
+        self._wanted, self._undecided = wanted, undecided
+        self._by_default = given.by_default(plan) if given else ""
         self.step, self.evaluations = 0, 0
-        self._trace = records
+        self._trace, self._outputs_on = records, word_of("outputs", outputs, Outputs)
         self._record: Record | None = None
         self._timeline: Timeline | None = None
         self._none = [nn.Parameter(torch.empty(0, device=mesh.device))] if mesh.processes else []
@@ -216,8 +233,13 @@ class Pipeline(AbstractMovable):
 
     # -- a training step ------------------------------------------------------------------------
 
-    def train_step(self, inputs: Any, targets: Any = None, *, loss_scale: float = 1.0) -> Tensor:
+    def train_step(
+        self, inputs: Any = None, targets: Any = None, *, loss_scale: float = 1.0, **keywords: Any
+    ) -> Tensor:
         """Run one synchronous step: forwards, losses and backwards of all micro-batches.
+
+            loss = pipe.train_step(inputs, targets)
+            loss = pipe.train_step(**batch)  # a captured model, which computes its own loss
 
         Args:
             inputs: a tensor, or any nest of containers of tensors, of shape (N, ...); goes to the
@@ -228,6 +250,7 @@ class Pipeline(AbstractMovable):
             targets: likewise, of the same N; None if the loss needs none.
             loss_scale: multiplies all gradients, so that small ones are not lost in float16; see
                 `penstock.GradScaler`.  The same on every process.
+            keywords: of a captured model, its keyword arguments, instead of `inputs`.
 
         Returns:
             The loss of the mini-batch, a detached scalar tensor, not scaled.  Gradients are added
@@ -250,6 +273,8 @@ class Pipeline(AbstractMovable):
                 "synchronous schedule"
             )
         check_targets(targets)
+        if keywords:
+            inputs = self._layers.as_one_value(() if inputs is None else (inputs,), keywords)
         with self._engine.shared.lock.taken(), self._engine.reporting():
             scale = check_loss_scale(loss_scale)
             call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
@@ -361,6 +386,10 @@ class Pipeline(AbstractMovable):
         passes and add to `.grad`, as in `train_step`.  Without gradients (torch.no_grad())
         nothing is kept.
 
+        Between processes every rank calls this, computes the same loss from the outputs that it
+        gets (see `penstock.Outputs`), and calls `backward()`.  Each replica has the outputs of its
+        own samples; the gradient is that of the mean of the replicas' losses.
+
         Parameters are not in the graph of the outputs: `torch.autograd.grad(loss, parameters)`
         finds no gradients, and `torch.autograd.grad(loss, inputs)` also adds to their `.grad`.
 
@@ -377,11 +406,13 @@ class Pipeline(AbstractMovable):
         with self._engine.shared.lock.taken():
             if not torch.is_grad_enabled():
                 return self._outputs(inputs, keywords)
-            check_all_here(self.mesh)
+            check_undivided(self.plan.sharding)
             value = self._layers.as_one_value(inputs, keywords)
-            run = self._begin_step(value, None, replace(self._wanted, trace=self._trace))
-            outputs = run_as_module(self._engine, run, value)
-            self._record, self._timeline = self._engine.record(run, Mode.FORWARDS), None
+            call = replace(self._wanted, returns=True, trace=self._trace)
+            with self._engine.reporting():
+                run = self._begin_step(value, None, call)
+                outputs = run_as_module(self._engine, run, value, self._outputs_on)
+                self._record, self._timeline = self._engine.record(run, Mode.FORWARDS), None
             return outputs
 
     def _outputs(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -486,7 +517,7 @@ class Pipeline(AbstractMovable):
         return self._trace
 
     @trace.setter
-    def trace(self, trace: Trace | bool) -> None:
+    def trace(self, trace: Trace | str | bool) -> None:
         self._trace = as_trace(trace)
 
     @property
@@ -516,18 +547,21 @@ class Pipeline(AbstractMovable):
         plan = self.plan
         head = f"Pipeline({count_text(plan.num_stages, 'stage')}, "
         head += f"{count_text(plan.num_microbatches, 'micro-batch')}, "
-        until = "until the first batch is measured" if self._will_balance else ""
+        until = "until the first batch is measured" if self._undecided.balance else ""
         cut = ", ".join(filter(None, (f"  partition {list(plan.partition)}", plan.balance, until)))
-        return "\n".join([head + plan.choices, cut, *described(self._engine), ")"])
+        lines = (head + plan.choices, cut, self._by_default, *described(self._engine), ")")
+        return "\n".join(filter(None, lines))
 
     # -- another plan, another place ----------------------------------------------------------
 
     def _balance_by(self, part: Any) -> None:
         """Partition the layers by measured time, once, with the first micro-batch available."""
-        if self._will_balance and part is not None:
+        undecided = self._undecided
+        if undecided.balance and part is not None:
             self._engine.check_unchanged()
-            self._will_balance = False
-            self._run_as(balance(self.plan, self._layers, part))
+            self._undecided = Undecided()
+            free = free_of_ranks(self.plan, self.mesh) if undecided.recompute else None
+            self._run_as(balance(self.plan, self._layers, part, free))
 
     def _run_as(self, plan: Plan) -> None:
         before = self._engine

@@ -1,10 +1,37 @@
-"""The words a user chooses from; values, never strings.  Imports nothing of torch."""
+"""The words a user chooses from, as values or as strings.  Imports nothing of torch."""
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, TypeVar
+
+from .errors import ConfigError, shown
 
 LONGEST_TIMEOUT_S = 365 * 24 * 3600.0
 """A wait that may last longer is taken for a mistake."""
+_Word = TypeVar("_Word", bound=Enum)
+
+
+def letters_of(text: str) -> str:
+    """Return the letters and digits of a name, in lower case: "ZB-H1" and "zb_h1" are one."""
+    return "".join(filter(str.isalnum, text.lower()))
+
+
+def word_of(name: str, value: Any, kind: type[_Word], more: str = "") -> _Word:
+    """Return the member of an enum that `value` is or names, by its value or by its name.
+
+        word_of("recompute", "stage", Recompute)  ->  Recompute.STAGE
+
+    Raises:
+        ConfigError: it names none; lists those that there are, and `more`.
+    """
+    if isinstance(value, str):
+        for member in kind:
+            if letters_of(value) in (letters_of(member.value), letters_of(member.name)):
+                return member
+    if not isinstance(value, kind):
+        words = ", ".join(f'"{member.value}"' for member in kind)
+        raise ConfigError(f"{name}={shown(value)}; give one of {words}{more}")
+    return value
 
 
 class Reduction(Enum):
@@ -28,12 +55,13 @@ class Recompute(Enum):
     """Keep a stage's inputs only (GPipe, section 2.3); all where the backward follows at once."""
     NEVER = "never"
     """Keep everything the backward needs."""
+    LAYERS = "layers"
+    """Keep the inputs of each layer only; a backward recomputes one layer at a time, so it holds
+    what one of them saves."""
 
     @staticmethod
     def layers(*layers: int | str) -> "RecomputeLayers":
-        """Keep everything but what these layers save: their inputs only.
-
-        A backward recomputes one layer at a time, so it holds what one of them saves.
+        """Keep everything but what these layers save: their inputs only, as LAYERS does for all.
 
         Args:
             layers: their names, or their numbers in the model; a stage recomputes those it has.
@@ -87,6 +115,19 @@ class CheckBatches(Enum):
     """At the first eight steps, and then at every hundredth."""
     NEVER = "never"
     """At none; of shards of a stage the shapes are compared all the same."""
+
+
+class Outputs(Enum):
+    """Which ranks get the outputs of `pipe(inputs)` between processes.
+
+    Where a rank gets none, the call returns a scalar 0.  Every rank calls `backward()` of what it
+    got, or of a loss that it computed from the outputs.
+    """
+
+    ALL = "all"
+    """All ranks, each with a copy; all compute the same loss."""
+    LAST = "last"
+    """The ranks of the last stage, where the outputs are computed already."""
 
 
 class Trace(Enum):

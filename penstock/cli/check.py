@@ -3,8 +3,9 @@
 import click
 
 from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES
+from penstock.types import Recompute
 
-from .options import require_torch, set_option, stages_per_rank_option
+from .options import ScheduleName, require_torch, set_option, stages_per_rank_option
 
 _NAMES = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS_NAMES]
 """The families whose training step equals the unsplit model's."""
@@ -18,9 +19,13 @@ _NAMES = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS_NAMES]
 @click.option(
     "--num-microbatches", type=click.IntRange(min=1), help="M.  [default: the recipe's, or 4]"
 )
-@click.option("--schedule", type=click.Choice(_NAMES), help="[default: the recipe's, or gpipe]")
 @click.option(
-    "--recompute", type=click.Choice(["stage", "never"]), help="[default: the recipe's, or stage]"
+    "--schedule", type=ScheduleName(_NAMES), help="[default: the recipe's, or one_f_one_b]"
+)
+@click.option(
+    "--recompute",
+    type=click.Choice([policy.value for policy in Recompute]),
+    help="[default: the recipe's, or stage]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the report as JSON.")
 def check(  # noqa: PLR0913 - one for each option

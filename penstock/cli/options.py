@@ -4,10 +4,13 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import click
 
-from penstock.schedules.names import stages_on_ranks
+from penstock.errors import ConfigError
+from penstock.schedules.names import schedule_name, stages_on_ranks
 
 FAILED = 1
 """The exit code of a process that was ended without one."""
@@ -17,6 +20,15 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 RECIPES_PACKAGE = "penstock-recipes"
 """The package that trains the papers' tasks; the library does not need it."""
+
+
+class ScheduleName(click.Choice[str]):
+    """The name of a family, or another name of it, such as 1f1b."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: Any) -> str:
+        with suppress(ConfigError):
+            value = schedule_name(value)
+        return super().convert(value, param, ctx)
 
 
 def launch(num_processes: int, max_restarts: int, arguments: Sequence[str]) -> int:

@@ -9,7 +9,7 @@ from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.progress import say
 from penstock.trace.units import count_text
 
-from .options import require_torch, set_option
+from .options import ScheduleName, require_torch, set_option
 
 if TYPE_CHECKING:
     from penstock.planner.placement import Placement
@@ -71,7 +71,7 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--schedule",
     "schedules",
-    type=click.Choice(SCHEDULE_NAMES),
+    type=ScheduleName(SCHEDULE_NAMES),
     multiple=True,
     help="Only these.  [default: all]",
 )

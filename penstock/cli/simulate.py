@@ -15,7 +15,7 @@ from penstock.schedules.searched import searched
 from penstock.trace.progress import say
 from penstock.trace.units import count_text
 
-from .options import stages_per_rank_option
+from .options import ScheduleName, stages_per_rank_option
 
 if TYPE_CHECKING:
     from penstock.schedules.costs import Costs
@@ -54,7 +54,7 @@ def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
 
 
 @click.command()
-@click.option("--schedule", type=click.Choice(_NAMES), default="gpipe", show_default=True)
+@click.option("--schedule", type=ScheduleName(_NAMES), default="one_f_one_b", show_default=True)
 @click.option("--num-stages", type=click.IntRange(min=1), default=4, show_default=True, help="K.")
 @stages_per_rank_option
 @click.option(

@@ -15,7 +15,6 @@ from penstock.errors import ConfigError
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import flatten
 from penstock.schedules.names import named_schedule
-from penstock.types import Recompute
 
 from .options import RECIPES_PACKAGE
 
@@ -25,7 +24,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "num_stages": 2,
     "stages_per_rank": None,
     "num_microbatches": 4,
-    "schedule": "gpipe",
+    "schedule": "one_f_one_b",
     "recompute": "stage",
 }
 """The options of a function's pipeline that the command line leaves open."""
@@ -77,7 +76,6 @@ def _of_function(name: str, options: Mapping[str, Any]) -> Target:
     arguments = {**_DEFAULTS, **options}
     number, per_rank = arguments["num_stages"], arguments.pop("stages_per_rank")
     arguments["schedule"] = named_schedule(arguments["schedule"], number, per_rank)
-    arguments["recompute"] = Recompute(arguments["recompute"])
     return Target(
         name=name,
         make_model=lambda: layers,

@@ -25,6 +25,8 @@ CALLS = (
     "load_pretrained",
     "save_pretrained",
     "GradScaler",
+    "pipe(inputs)",
+    "backward() of pipe(inputs)",
 )
 """Calls that every process makes.  Each begins with one all-gather of a row of numbers: the
 call's index here, the pipeline's number, and values of the call.

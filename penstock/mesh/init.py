@@ -26,7 +26,7 @@ from .control import Control
 from .lifelines import Lifelines
 from .meet import join, meeting
 from .mesh import DEFAULT_TIMEOUT_S, Mesh, Processes
-from .start import check_backends, num_processes, process_device
+from .start import check_backends, device_by_default, num_processes, process_device
 from .threads import end_now
 from .watch import Watch
 
@@ -55,9 +55,10 @@ def init_mesh(
         placement: the ranks of each stage, for stages with different meshes: instead of these
             three.
         timeout_s: deadline of every wait between processes, in seconds; at most a year.
-        device: device of this process, if there are several; default: the CPU.  With a kind
-            ("cuda"), each process has the device of its number on its host (LOCAL_RANK).
-            Agreements go by gloo, tensors by the device's own backend.
+        device: device of this process, if there are several.  With a kind ("cuda"), each process
+            has the device of its number on its host (LOCAL_RANK).  Default: the kind of the host's
+            accelerators, else the CPU.  Agreements go by gloo, tensors by the device's own
+            backend.
 
     Raises:
         ConfigError: the number of processes is not K x D x shards, an argument or a variable of
@@ -112,6 +113,7 @@ def meet(
         ConfigError: `arguments` or versions differ between processes; else as `init_mesh`.
         MeshError: as `init_mesh`.
     """
+    device = device_by_default() if device is None else device
     backends, place = check_backends(device), process_device(device)
     if place.type != "cpu":
         torch.accelerator.set_device_index(place)
@@ -142,7 +144,7 @@ def from_rank_0(
     """
     if num_processes() == 1:
         return value
-    join(timeout_s, check_backends(device))
+    join(timeout_s, check_backends(device_by_default() if device is None else device))
     with meeting():
         return told_by_first(value)
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import chain
+from math import isclose
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -28,6 +29,9 @@ _EACH = 100
 """Calls between two comparisons after these."""
 _MOST_ELEMENTS = 4096
 """Floats of a tensor that its digest reads, about."""
+_ALIKE = 1e-3
+"""The relative difference that two ranks may find between their gradients of the outputs: they
+compute them alike, but perhaps on unlike devices."""
 _ABSENT = -1.0
 """None in a row of floats; no field is below 0."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -136,6 +140,38 @@ def check_same_call(headers: Sequence[CallHeader]) -> None:
                 "same loss_scale: penstock.GradScaler decides it jointly, if every process makes "
                 "one, and loads the same state"
             )
+
+
+def check_same_backward(
+    rows: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]]
+) -> None:
+    """Check that all processes begin the backward of the same call, of the same loss.
+
+    A row has the number of the call, whether the rank has the outputs, the sum of the absolute
+    gradients of these, and their number.
+
+    Raises:
+        MeshError: they differ.
+    """
+    numbers = [int(row[0]) for row in rows]
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise MeshError(
+                f"rank 0 runs the backward of call {numbers[0]}, rank {rank} that of call "
+                f"{number}. Every process must call backward() of the same outputs, in the same "
+                "order"
+            )
+    for ranks in replicas:
+        having = [rank for rank in ranks if rows[rank][1]]
+        for rank in having[1:]:
+            first, other = rows[having[0]][2:4], rows[rank][2:4]
+            if first[1] != other[1] or not isclose(first[0], other[0], rel_tol=_ALIKE):
+                raise MeshError(
+                    f"ranks {having[0]} and {rank} computed different losses: their gradients "
+                    f"of the outputs add up to {first[0]:g} and {other[0]:g}. Ranks of a replica "
+                    "have the same outputs: give them the same targets, or compute the loss on "
+                    'the last stage only: Pipeline(..., outputs="last")'
+                )
 
 
 def num_samples(

@@ -72,13 +72,54 @@ def _whole_number(name: str, default: str, least: int) -> int:
     return number
 
 
-def process_device(asked: torch.device | str | None) -> torch.device:
+def accelerators() -> tuple[str, ...]:
+    """Return the names of the accelerators that this process sees and computes on by default.
+
+    MPS computes only where it is named: no stage ever ran on it.
+    """
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type == "mps":
+        return ()
+    return tuple(f"{here.type}:{n}" for n in range(torch.accelerator.device_count()))
+
+
+def device_by_default() -> str:
+    """Return the kind of device of a process among several: an accelerator, if torch.distributed
+    has a backend for it, else the CPU.
+
+    Raises:
+        ConfigError: this host has fewer accelerators than processes of this job.
+    """
+    names = accelerators()
+    if not names or not _backend_of(kind := names[0].partition(":")[0]):
+        return "cpu"
+    processes = _whole_number("LOCAL_WORLD_SIZE", "1", 1)
+    if processes > len(names):
+        raise ConfigError(
+            f"{processes} processes on this host, and it has {len(names)} devices of kind "
+            f"{kind}; start {len(names)}, or say where they compute: "
+            f'init_mesh(device="{kind}") lets several share a device, init_mesh(device="cpu") '
+            "takes the CPU"
+        )
+    return kind
+
+
+def _backend_of(kind: str) -> str:
+    """Return torch's backend for tensors on a kind of device, if it can be used here."""
+    try:
+        name = dist.get_default_backend_for_device(kind)
+    except ValueError:
+        return ""
+    return name if dist.is_backend_available(name) else ""
+
+
+def process_device(asked: torch.device | str) -> torch.device:
     """Return the device of this process; of a kind, the one of its number on this host.
 
     Raises:
         ConfigError: this process sees no such device, or LOCAL_RANK is no number.
     """
-    device = torch.device(asked or "cpu")
+    device = torch.device(asked)
     if device.type == "cpu":
         return device
     here = torch.accelerator.current_accelerator()
@@ -91,19 +132,19 @@ def process_device(asked: torch.device | str | None) -> torch.device:
     if index >= count:
         raise ConfigError(
             f"device={str(asked)!r}: this process sees {count} devices of that kind; name one "
-            "that is there, or leave device out, to compute on the CPU"
+            'that is there, or device="cpu"'
         )
     return torch.device(device.type, index)
 
 
-def check_backends(asked: torch.device | str | None) -> str:
+def check_backends(asked: torch.device | str) -> str:
     """Return the backends for a device, as torch writes them.
 
     Raises:
         ConfigError: torch lacks one, or torch.distributed was initialized without it.
     """
     # Agreements need gloo on the CPU; tensors need the backend of their device.
-    kind = torch.device(asked or "cpu").type
+    kind = torch.device(asked).type
     if dist.is_initialized():
         met: str = dist.get_backend_config()
         kinds = {pair.partition(":")[0] for pair in met.split(",")}
@@ -116,15 +157,12 @@ def check_backends(asked: torch.device | str | None) -> str:
         return met
     if kind == "cpu":
         return "gloo"
-    try:
-        name = dist.get_default_backend_for_device(kind)
-    except ValueError:
-        name = ""
-    if not name or not dist.is_backend_available(name):
+    name = _backend_of(kind)
+    if not name:
         raise ConfigError(
-            f"device={str(asked)!r}: processes that compute there need torch's backend "
-            f"{name or 'for it'}, and torch {torch.__version__} has none. Install a torch that "
-            "has it, leave device out, to compute on the CPU, or use one process (no torchrun), "
-            "where each stage has a thread"
+            f"device={str(asked)!r}: processes that compute there need a backend of "
+            f"torch.distributed for it, and torch {torch.__version__} has none. Install a torch "
+            'that has one, give device="cpu", or use one process (no torchrun), where each '
+            "stage has a thread"
         )
     return f"cpu:gloo,{kind}:{name}"

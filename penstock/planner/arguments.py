@@ -11,22 +11,22 @@ from penstock.errors import (
     ExecutionWarning,
     PartitionError,
     check_count,
-    check_kind,
     shown,
 )
 from penstock.schedules.family import Build, Family
-from penstock.schedules.gpipe import gpipe
 from penstock.schedules.ir import Schedule
 from penstock.schedules.names import family_of
+from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.sharding.request import ShardingRequest
+from penstock.trace.units import count_text
 from penstock.types import (
-    CheckBatches,
     Recompute,
     RecomputeLayers,
     RecomputePolicy,
     Reduction,
     TiedGradients,
     Transport,
+    word_of,
 )
 
 from .checks import check_partition, check_timeout
@@ -35,7 +35,21 @@ from .placement import Placement
 from .plan import BalancedBy, Plan
 
 DEFAULT_TIMEOUT_S = 600.0
+MICROBATCHES_PER_RANK = 4
+"""By default.  GPipe found the bubble negligible from M = 4 K on (section 2.3)."""
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """What is left to decide when layers are measured.
+
+    `balance` covers the partition, and the policies that meet a memory limit; `recompute` the
+    default policy for the devices' free memory.
+    """
+
+    balance: bool = False
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,24 +62,44 @@ class Arguments:
     num_stages: int | None = None
     partition: Sequence[int] | None = None
     num_microbatches: int | None = None
-    schedule: Build | Schedule | None = None
-    recompute: RecomputePolicy | Sequence[RecomputePolicy] | None = None
+    schedule: Build | Schedule | str | None = None
+    recompute: RecomputePolicy | str | Sequence[RecomputePolicy | str] | None = None
     offload: bool | Sequence[bool] | None = None
     offload_folder: str | None = None
     memory_limit_bytes: int | Sequence[int] | None = None
     devices: Sequence[str] | str | None = None
     seed: int | None = None
     threads_per_stage: int | None = None
-    transport: Transport | None = None
+    transport: Transport | str | None = None
     timeout_s: float | None = None
     batch_norm_over_replicas: bool | None = None
-    tied_gradients: TiedGradients | None = None
+    tied_gradients: TiedGradients | str | None = None
     sharding: str | Mapping[str, Any] | None = None
 
     @property
-    def are_measured(self) -> bool:
-        """True if layers must be measured, to balance them or to meet a memory limit."""
-        return self.partition is None or self.memory_limit_bytes is not None
+    def undecided(self) -> "Undecided":
+        """The decisions that are left to measured layers."""
+        is_limited = self.memory_limit_bytes is not None
+        return Undecided(
+            balance=self.partition is None or is_limited,
+            recompute=self.recompute is None and not is_limited and not self.offload,
+        )
+
+    def by_default(self, plan: Plan) -> str:
+        """Say in words what was left out and is in the plan."""
+        texts, ranks = [], plan.placement.num_places
+        if self.num_microbatches is None and plan.schedule.most_microbatches is None:
+            texts.append(
+                f"{count_text(plan.num_microbatches, 'micro-batch')} ({MICROBATCHES_PER_RANK} for "
+                f"each of {count_text(ranks, 'rank')}; of a smaller batch one for each sample)"
+            )
+        if self.schedule is None:
+            texts.append(plan.schedule.name)
+        if self.undecided.recompute:
+            texts.append("recompute")
+        if self.devices is None:
+            texts.append("devices")
+        return f"  by default: {', '.join(texts)}" if texts else ""
 
     def check_none_beside_plan(self) -> None:
         """Raise a ConfigError that names the given arguments, which a plan decides already."""
@@ -136,7 +170,7 @@ def resolve_num_stages(arguments: Arguments, resources: Resources) -> int:
         return check_count("num_stages", num_stages)
     if resources.num_places is None:
         raise PartitionError("give num_stages=K, or partition=[layers per stage, ...]")
-    return resources.num_places * _family(arguments).stages_per_rank
+    return resources.num_places * _family(arguments, resources.num_places).stages_per_rank
 
 
 def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Resources) -> Plan:
@@ -149,7 +183,7 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         PartitionError: the layers cannot be cut as asked.
     """
     # 1. Check the partition, and find the rank and the device of each stage.
-    family, partition = _family(arguments), arguments.partition
+    family, partition = _family(arguments, num_stages), arguments.partition
     if partition is not None:
         check_partition(tuple(partition), len(model.layers))
     counts = [layer.num_parameters for layer in model.layers]
@@ -160,9 +194,12 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         layers=model.layers,
         partition=tuple(partition or balance_spans([counts] * num_stages, model.spans)),
         schedule=family,
-        num_microbatches=_or(arguments.num_microbatches, 1),
+        num_microbatches=_or(arguments.num_microbatches, usual_microbatches(family, num_stages)),
         recompute=_of_each(
-            "recompute", arguments.recompute, _usual_recompute(arguments), num_stages
+            "recompute",
+            cast(Any, arguments.recompute),  # a plan reads words
+            _usual_recompute(arguments),
+            num_stages,
         ),
         offload=_of_each("offload", arguments.offload, False, num_stages),
         offload_folder=arguments.offload_folder,
@@ -171,7 +208,9 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         else _of_each("memory_limit_bytes", arguments.memory_limit_bytes, 0, 1 + max(places)),
         placement=resources.placed(places, devices),
         sharding=cast(str | ShardingRequest | None, arguments.sharding),  # a plan reads mappings
-        tied_gradients=_or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH),
+        tied_gradients=cast(
+            TiedGradients, _or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH)
+        ),
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
         seed=_or(arguments.seed, 0),
         threads_per_stage=resolve_threads(arguments.threads_per_stage, places, resources),
@@ -199,7 +238,7 @@ def check_named_layers(plan: Plan, *, is_cut: bool = True) -> None:
     # The stage that gets a layer must recompute it: whole, or by the same name.
     for stage, n in named:
         for home in (home_of[n],) if is_cut else range(plan.num_stages):
-            if plan.recompute[home] is Recompute.STAGE or (home, n) in named:
+            if plan.recompute[home] in (Recompute.STAGE, Recompute.LAYERS) or (home, n) in named:
                 continue
             where = f"is on stage {home}; name it in recompute[{home}]"
             if not is_cut:
@@ -238,10 +277,16 @@ def _usual_recompute(arguments: Arguments) -> Recompute:
     return Recompute.NEVER
 
 
-def _family(arguments: Arguments) -> Family:
-    num_microbatches = check_count("num_microbatches", _or(arguments.num_microbatches, 1))
-    schedule = gpipe if arguments.schedule is None else arguments.schedule
+def _family(arguments: Arguments, num_stages: int) -> Family:
+    most = MICROBATCHES_PER_RANK * num_stages
+    num_microbatches = check_count("num_microbatches", _or(arguments.num_microbatches, most))
+    schedule = one_f_one_b if arguments.schedule is None else arguments.schedule
     return family_of(schedule, num_microbatches)
+
+
+def usual_microbatches(family: Family, num_stages: int) -> int:
+    """Return the default M: 4 for each rank (GPipe, section 2.3), or that of the one schedule."""
+    return family.most_microbatches or MICROBATCHES_PER_RANK * (1 + max(family.ranks(num_stages)))
 
 
 def resolve_places(family: Family, num_stages: int, resources: Resources) -> tuple[int, ...]:
@@ -314,20 +359,23 @@ def resolve_threads(asked: int | None, places: Sequence[int], resources: Resourc
     return min(asked, cores)
 
 
-def resolve_transport(transport: Transport | None, resources: Resources) -> Transport:
-    """Return the transport: the one asked for if it works here, else the usual one."""
-    able = resources.transports
-    if transport is None or (isinstance(transport, Transport) and transport not in able):
-        return able[0]
-    return transport  # `Plan` refuses other types
+def resolve_transport(transport: Transport | str | None, resources: Resources) -> Transport:
+    """Return the transport: the one asked for if it works here, else the usual one.
+
+    Raises:
+        ConfigError: there is no such transport.
+    """
+    usual, able = resources.transports[0], resources.transports
+    asked = usual if transport is None else word_of("transport", transport, Transport)
+    return asked if asked in able else usual
 
 
 def _or(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
 
-def check_wanted(loss: Any, reduction: Any, check_batches: Any) -> None:
-    """Check the arguments of a pipeline about its loss and batches.
+def check_loss(loss: Any) -> None:
+    """Check the loss of a pipeline.
 
     Raises:
         ConfigError: names the argument that is of another kind, and says what to give.
@@ -340,11 +388,15 @@ def check_wanted(loss: Any, reduction: Any, check_batches: Any) -> None:
             f"loss={shown(loss)}; give a function (output, target) -> scalar tensor, such as "
             "torch.nn.functional.cross_entropy"
         )
-    is_choice = isinstance(reduction, Reduction)
-    if not is_choice and (reduction is Reduction or not callable(reduction)):
-        raise ConfigError(
-            f"reduction={shown(reduction)}; give {', '.join(map(str, Reduction))}, or a function "
-            "target -> weight of its micro-batch"
-        )
-    choices = "one of " + ", ".join(map(str, CheckBatches))
-    check_kind("check_batches", check_batches, CheckBatches, choices)
+
+
+def reduction_of(reduction: Any) -> Any:
+    """Return the reduction that a user's argument names, or the function that it is.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if callable(reduction) and reduction is not Reduction:
+        return reduction
+    more = ", or a function target -> weight of its micro-batch"
+    return word_of("reduction", reduction, Reduction, more)

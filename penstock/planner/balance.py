@@ -72,6 +72,23 @@ def balanced(plan: Plan, measured: Measured, spans: Spans) -> Plan:
     return replace(plan, predicted_s=predicted_s(prices, plan.partition, policy))
 
 
+def least_recompute(plan: Plan, measured: Measured, limits: Sequence[int]) -> Plan:
+    """Return the plan with the cheapest recompute policy within each rank's bytes of activations.
+
+    Where none fits, the plan stays as it is: the limits are estimates.
+    """
+    prices = _prices(replace(plan, memory_limit_bytes=tuple(limits)), measured)
+    fitted = fit(prices, plan.partition)
+    if isinstance(fitted, NoRoom):
+        return plan
+    return replace(
+        plan,
+        recompute=fitted.policy.recompute,
+        predicted_peak_bytes=fitted.peak_bytes,
+        predicted_s=predicted_s(prices, plan.partition, fitted.policy),
+    )
+
+
 def _prices(plan: Plan, measured: Measured) -> StagePrices:
     """Return the prices of all runs of layers on each stage of a plan."""
     limits = plan.memory_limit_bytes

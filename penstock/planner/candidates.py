@@ -9,10 +9,10 @@ from penstock.costs.cluster import Cluster
 from penstock.errors import ConfigError, check_count
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
-from penstock.schedules.names import SCHEDULE_NAMES, families_for, suits
+from penstock.schedules.names import SCHEDULE_NAMES, families_for, schedule_name, suits
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
-from penstock.types import Transport
+from penstock.types import Transport, word_of
 
 from .plan import Plan
 
@@ -73,7 +73,7 @@ class Constraints:
     """Decisions that a user has made; None leaves one to the planner.
 
     `memory_share` is how much of a device's memory may be used: allocators need the rest.
-    `schedules` are names of families.
+    `schedules` are names of families, such as "1f1b".
     """
 
     batch_size: int
@@ -92,11 +92,10 @@ class Constraints:
         for name in ("num_ranks", "num_replicas", "num_microbatches"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        unknown = [name for name in self.schedules or () if name not in SCHEDULE_NAMES]
-        if unknown:
-            raise ConfigError(
-                f"there is no schedule {unknown[0]!r}; choose of {', '.join(SCHEDULE_NAMES)}"
-            )
+        if self.schedules is not None:
+            object.__setattr__(self, "schedules", tuple(map(schedule_name, self.schedules)))
+        if self.transport is not None:
+            object.__setattr__(self, "transport", word_of("transport", self.transport, Transport))
         if not 0 < self.memory_share <= 1:
             raise ConfigError(
                 f"memory_share={self.memory_share}; it must be above 0 and at most 1, as 0.9"

@@ -110,7 +110,7 @@ def _policies(
         freed = prices.of_stages.freed_bytes(at[1])
         return freed / again_s if again_s > 0 else float(freed)
 
-    # 1. Recompute layers one by one; a stage with all its layers recomputes as a whole.
+    # 1. Recompute more and more layers, one by one.
     layers = [(stage, layer) for stage in stages for layer in range(*runs[stage])]
     layers = [at for at in layers if prices.of_stages.inner_bytes[at[1]]]
     for stage, layer in sorted(layers, key=gain, reverse=True):
@@ -118,14 +118,14 @@ def _policies(
         recomputed = previous.layers if isinstance(previous, RecomputeLayers) else ()
         more = RecomputeLayers((*recomputed, layer))
         is_whole = len(more.layers) == runs[stage][1] - runs[stage][0]
-        policy = policy.changed(stage, Recompute.STAGE if is_whole else more)
+        policy = policy.changed(stage, Recompute.LAYERS if is_whole else more)
         yield policy
-    # 2. Recompute whole stages, with layers that save nothing inside.
+    # 2. Recompute whole stages: each keeps its inputs only, but all of its graph at a backward.
     for stage in stages:
         policy = policy.changed(stage, Recompute.STAGE)
         yield policy
+    # 3. Offload those inputs.
     for stage in stages:
-        # x
         if stage in prices.may_offload:
             policy = policy.changed(stage, Recompute.STAGE, offload=True)
             yield policy

@@ -8,13 +8,13 @@ from typing import Any
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.layer_facts import LayerFacts, check_factors, first_difference
-from penstock.errors import ConfigError, PlanError, UnreadableError, check_count
+from penstock.errors import ConfigError, PlanError, UnreadableError, check_count, check_kind
 from penstock.plain_values import from_json, path_of, to_json
 from penstock.schedules.family import Family
-from penstock.schedules.names import SCHEDULE_NAMES
+from penstock.schedules.names import SCHEDULE_NAMES, family_of
 from penstock.sharding.request import ShardingRequest
 from penstock.trace.units import columns, count_text, time_text
-from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport
+from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport, word_of
 
 from .checks import check_bytes, check_partition, check_predicted, check_timeout, check_whole
 from .placement import Placement
@@ -93,21 +93,17 @@ class Plan:
         for name in (*names, *more, *_OF_RANKS):
             entries = getattr(self, name)
             object.__setattr__(self, name, None if entries is None else tuple(entries))
+        object.__setattr__(self, "schedule", family_of(self.schedule, self.num_microbatches))
         self._check_sharding()
         check_partition(self.partition, len(self.layers))
         object.__setattr__(self, "offload", self.offload or (False,) * self.num_stages)
         object.__setattr__(self, "recompute", tuple(map(self._numbered, self.recompute)))
         # 2. Check each field on its own.
-        for name, value, kind in (
-            *(("recompute", x, Recompute) for x in self.recompute if not _is_some_layers(x)),
-            *(("offload", moves, bool) for moves in self.offload),
-            ("tied_gradients", self.tied_gradients, TiedGradients),
-            ("transport", self.transport, Transport),
-        ):
-            if not isinstance(value, kind):
-                words = [*map(str, kind)] if issubclass(kind, Enum) else ["True", "False"]
-                words += ["Recompute.layers('name of a layer', ...)"] if kind is Recompute else []
-                raise ConfigError(f"{name}={value!r}; it must be one of {', '.join(words)}")
+        for moves in self.offload:
+            check_kind("offload", moves, bool, "True or False")
+        tied = word_of("tied_gradients", self.tied_gradients, TiedGradients)
+        object.__setattr__(self, "tied_gradients", tied)
+        object.__setattr__(self, "transport", word_of("transport", self.transport, Transport))
         check_count("num_microbatches", self.num_microbatches)
         check_count("threads_per_stage", self.threads_per_stage)
         check_timeout(self.timeout_s)
@@ -163,9 +159,10 @@ class Plan:
         return len(self.partition)
 
     def _numbered(self, policy: Any) -> Any:
-        """Return a policy with layers by number, in order."""
+        """Return a policy as a value, with layers by number, in order."""
         if not _is_some_layers(policy):
-            return policy
+            more = ', or Recompute.layers("name of a layer", ...)'
+            return word_of("recompute", policy, Recompute, more)
         numbers = {layer.name: n for n, layer in enumerate(self.layers)}
         layers = [numbers.get(x, x) if isinstance(x, str) else x for x in policy.layers]
         for name, number in zip(policy.layers, layers, strict=True):
@@ -183,7 +180,7 @@ class Plan:
         stage_layers, policy = range(start, start + self.partition[stage]), self.recompute[stage]
         if isinstance(policy, RecomputeLayers):
             return tuple(n for n in stage_layers if n in policy.layers)
-        return tuple(stage_layers) if policy is Recompute.STAGE else ()
+        return () if policy is Recompute.NEVER else tuple(stage_layers)
 
     def dropped_layers(self, stage: int) -> frozenset[int]:
         """The layers of a stage that are recomputed one by one, not with the whole stage."""

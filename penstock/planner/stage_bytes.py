@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from penstock.costs.records import AtSize, Value
 from penstock.schedules.memory import Kept, Sizes
 from penstock.schedules.transfers import Transfer
-from penstock.types import RecomputeLayers, RecomputePolicy
+from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 
 class Rectangle(NamedTuple):
@@ -175,8 +175,9 @@ class StageBytes:
         With `divides` its backward may be in two parts, before which all layers are recomputed.
         """
         graph, dropped = self.graph(*run), self.incoming(*run)
-        if isinstance(policy, RecomputeLayers):
-            dropped, most = self._by_layers(run, policy.layers)
+        if policy is Recompute.LAYERS or isinstance(policy, RecomputeLayers):
+            recomputed = policy.layers if isinstance(policy, RecomputeLayers) else range(*run)
+            dropped, most = self._by_layers(run, recomputed)
             graph = graph if divides else most
         return Kept(graph, dropped, self.left(*run), self.given(*run))
 

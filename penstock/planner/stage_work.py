@@ -147,7 +147,8 @@ class Kinds(NamedTuple):
 def kinds_of(recompute: Sequence[RecomputePolicy], away: Iterable[int]) -> Kinds:
     """Return the kinds of stages with these recompute policies; those `away` offload."""
     twice = (stage for stage, x in enumerate(recompute) if x is not Recompute.NEVER)
-    by_layers = (stage for stage, x in enumerate(recompute) if isinstance(x, RecomputeLayers))
+    whole = (Recompute.NEVER, Recompute.STAGE)
+    by_layers = (stage for stage, x in enumerate(recompute) if x not in whole)
     return Kinds(frozenset(twice), frozenset(away), frozenset(by_layers))
 
 

@@ -39,6 +39,14 @@ def why_missing(name: Any) -> str:
     return "" if is_here else f"{name!r} is a device that {why}"
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a GPU that this process may still take or has taken; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
+
+
 def with_index(device: torch.device) -> torch.device:
     """Return the device with its number: `cuda` means the current GPU."""
     if device.type == "cuda" and device.index is None:

@@ -241,7 +241,8 @@ class Engine:
         run.looks = not self._has_looked and self._key(run, mode) in self._dividing
 
         # 2. Set earlier gradients and hooks aside: only this step's gradients are summed.
-        replicas = self.shared.replicas if mode is Mode.TRAIN else None
+        is_backward = mode in (Mode.TRAIN, Mode.BACKWARDS)
+        replicas = self.shared.replicas if is_backward else None
         if replicas is not None:
             parameters = [p for stage in self.stages for p in stage.weights.owned.parameters]
             replicas.hooks = summed_hooks(parameters, self.shards, self.layers, self.plan)

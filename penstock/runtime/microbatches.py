@@ -9,6 +9,7 @@ from itertools import chain
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.errors import BatchError, ConfigError, UncountedError
@@ -18,6 +19,7 @@ from penstock.mesh.same_batch import (
     BatchCheck,
     CallHeader,
     check_same,
+    check_same_backward,
     check_same_call,
     num_samples,
 )
@@ -38,17 +40,25 @@ _BY_STRENGTH = (Trace.OFF, Trace.TIME, Trace.MEMORY)
 class Call:
     """The options of a call.
 
-    Without `trains` the call returns outputs, and losses have no weights.  All processes must use
-    the same options, except `trace`: all record the strongest one.  With `computes_loss` the model
-    computes its loss itself.
+    Without `trains` the call returns outputs, and losses have no weights; if it `returns`, their
+    backward comes later.  All processes must use the same options, except `trace`: all record the
+    strongest one.  With `computes_loss` the model computes its loss itself.
     """
 
     num_microbatches: int
     reduction: Reduce
     trains: bool = False
+    returns: bool = False
     loss_scale: float = 1.0
     trace: Trace = Trace.OFF
     computes_loss: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name of the call, of `agreement.CALLS`."""
+        if self.trains:
+            return "train_step"
+        return "pipe(inputs)" if self.returns else "eval_step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +149,7 @@ class Splitter:
         raw = self._raw_weights(flat_targets or flat_inputs, call)
 
         # 2. Announce the call to all processes, and see that all make the same one.
-        kind = "train_step" if call.trains else "eval_step"
+        kind = call.kind
         flat = flat_inputs, flat_targets
         read = flat_inputs if reads else None, flat_targets if self._ends_here else None
         texts = NOTHING_SAID if self._alone else self._check.texts(kind, flat, read)
@@ -190,6 +200,25 @@ class Splitter:
             reduction,
         )
 
+    def begin_backward(self, number: int, gradients: Sequence[Tensor | None] | None) -> None:
+        """Begin the backward of call `number` on all processes; None: there are no outputs here.
+
+        Raises:
+            MeshError: they begin another call, or their losses give the outputs other gradients.
+        """
+        self._calls += 1
+        if self._alone:
+            return
+        sizes = [_size_of(gradient) for gradient in gradients or ()]
+        header = (float(number), float(gradients is not None), sum(sizes), float(len(sizes)))
+        rows = self._world.exchange("backward() of pipe(inputs)", self.number, header)
+        check_same_backward(rows, [sorted({*chain(*stages)}) for stages in self._ranks])
+
+    @property
+    def call(self) -> int:
+        """The number of the last call, alike on all processes."""
+        return self._calls
+
     def _raw_weights(self, weighed: FlatBatch | None, call: Call) -> list[float]:
         """Return the user's weights of the micro-batches, if this process computes the loss."""
         if not call.trains or isinstance(call.reduction, Reduction) or not self._ends_here:
@@ -212,6 +241,11 @@ class Splitter:
             return mine
         part = mine if self._counts else None
         return self._world.sum_scalars(part, "for the loss of the mini-batch")
+
+
+def _size_of(gradient: Tensor | None) -> float:
+    """Return the sum of a gradient's absolute values."""
+    return 0.0 if gradient is None else float(gradient.detach().abs().sum(dtype=torch.float64))
 
 
 def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, PenstockError, RandomnessError
-from penstock.mesh import Mesh
+from penstock.errors import ConfigError, PenstockError, RandomnessError, shown
 from penstock.model.pytree import flatten, flatten_by, unflatten
 from penstock.schedules.lower import Mode
+from penstock.types import Outputs
 
 from .caller import CallerContext, others_may_draw
 from .engine import Engine
@@ -101,42 +101,62 @@ def evaluate(engine: Engine, value: Any, call: Call, evaluation: int) -> Any:
         return share(engine.mesh.stages, last, whole, engine.mesh.device)
 
 
-def check_all_here(mesh: Mesh) -> None:
-    """Refuse outputs with gradients if stages are in several processes.
+def check_undivided(sharding: object) -> None:
+    """Refuse outputs with gradients if weights or operators of a stage are divided.
 
     Raises:
-        ConfigError: the mesh has several processes.
+        ConfigError: they are.
     """
-    if mesh.world_size > 1:
+    if sharding is not None:
         raise ConfigError(
-            "pipe(inputs) with gradients needs all stages in this process, and they are in "
-            "several; use train_step with loss=, or eval_step for outputs"
+            "pipe(inputs) with gradients needs stages whose weights and operators are whole, and "
+            f"sharding={shown(sharding)} divides them; use train_step with loss=, or eval_step "
+            "for outputs"
         )
 
 
-def run_as_module(engine: Engine, run: Run, inputs: Any) -> Any:
+def run_as_module(engine: Engine, run: Run, inputs: Any, where: Outputs) -> Any:
     """Run the forwards of `run`; return the gathered outputs, tied to the pipeline's backward.
 
         inputs, anchor ──► _TieToBackward ──► outputs     one node of the caller's graph
 
+    Between processes each has such a node, and those of other stages than the last get the outputs
+    as `where` says.
+
     Raises:
         BoundaryError: the outputs of the micro-batches cannot be gathered.
     """
-    # 1. Run the forwards and gather the outputs.
+    # 1. Run the forwards; gather the outputs where the last stage is.
     engine.drive(run, Mode.FORWARDS)
     batch, sizes = run.batch, run.batch.sizes
-    outputs = gather([run.outputs.pop(i) for i in range(len(sizes))], sizes, batch.output_weights)
+    mesh, has_outputs = engine.mesh, engine.plan.num_stages - 1 in run.stages
+    outputs: Any = torch.zeros((), device=mesh.device)
+    wants_grad, weights = list[bool](), list[float]()
+    if has_outputs:
+        parts = [run.outputs.pop(i) for i in range(len(sizes))]
+        outputs = gather(parts, sizes, batch.output_weights)
+        leaves = flatten_by(outputs, is_unjoined)[0]
+        tapes = run.stages[engine.plan.num_stages - 1].tapes.values()
+        wants_grad = [any(tape.output_wants_grad[n] for tape in tapes) for n in range(len(leaves))]
+        has_scalars = any(isinstance(leaf, Tensor) and leaf.dim() == 0 for leaf in leaves)
+        weights = batch.output_weights() if has_scalars and any(wants_grad) else []
+    # 2. Give them to the other processes of the replica.
+    if mesh.stages.size > 1:
+        last = mesh.speaker_of(engine.processes.places[-1])
+        facts = wants_grad, weights
+        wants_grad, weights = mesh.stages.broadcast(facts, last, "for the outputs' gradients")
+        if where is Outputs.ALL:
+            outputs, has_outputs = share(mesh.stages, last, outputs, mesh.device), True
+    if not has_outputs:
+        wants_grad = [any(wants_grad)]
     leaves, structure = flatten_by(outputs, is_unjoined)
-    last = run.stages[len(engine.stages) - 1].tapes.values()
-    wants_grad = [any(tape.output_wants_grad[n] for tape in last) for n in range(len(leaves))]
     tensors = {n: leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
-    # 2. Tie them to a node whose backward runs the second half of the schedule.  The anchor makes
+    # 3. Tie them to a node whose backward runs the second half of the schedule.  The anchor makes
     #    autograd call it even if no input requires a gradient.
     if not any(wants_grad[n] for n in tensors):
         return outputs
-    weights = batch.output_weights() if any(t.dim() == 0 for t in tensors.values()) else []
-    pending = _Pending(engine, run, (sizes, weights), tensors, wants_grad)
+    pending = _Pending(engine, run, (sizes, weights), tensors, wants_grad, has_outputs=has_outputs)
     del outputs, tensors
     for n in pending.places:
         leaves[n] = None
@@ -154,6 +174,7 @@ class _Pending:
 
     `cut` are the sizes of its micro-batches, and their weights in the model's own loss.  `tensors`
     are the gathered outputs by place; `wants_grad` also covers outputs that were not gathered.
+    Without `has_outputs` there is a scalar instead, whose gradient says nothing.
     """
 
     def __init__(
@@ -163,8 +184,11 @@ class _Pending:
         cut: tuple[list[int], list[float]],
         tensors: dict[int, Tensor],
         wants_grad: list[bool],
+        *,
+        has_outputs: bool,
     ) -> None:
         self.engine = engine
+        self.call, self.has_outputs = engine.splitter.call, has_outputs
         self.sizes, self.weights = cut
         self.run: Run | None = run
         self.places = tuple(tensors)
@@ -185,8 +209,11 @@ class _Pending:
                 "the pipeline was moved or cut anew between its forward and this backward; run "
                 "both again"
             )
+        with self.engine.reporting():
+            given = gradients if self.has_outputs else None
+            self.engine.splitter.begin_backward(self.call, given)
         cut: list[Sequence[Tensor | None] | None] = [None] * len(self.wants_grad)
-        for n, gradient in zip(self.places, gradients, strict=True):
+        for n, gradient in zip(self.places, given or (), strict=bool(given)):
             cut[n] = None if gradient is None else self._pieces(gradient)
         run.output_gradients = [
             [None if pieces is None else pieces[i] for pieces in cut]
@@ -195,13 +222,18 @@ class _Pending:
         # On a GPU autograd's device thread runs this function.  Workers would wait for that thread
         # while it waits for them, so the run stays in it.
         on_gpu = any(device.type == "cuda" for device in self.engine.devices)
-        with self.engine.shared.lock.taken(backward=True):
+        with self.engine.shared.lock.taken(backward=True), self.engine.reporting():
             here = CallerContext.capture(run.caller.with_grad, self.engine.devices)
             self.engine.drive(run, Mode.BACKWARDS, caller=here, in_caller=on_gpu)
         return input_gradients(run)
 
     def _pieces(self, gradient: Tensor) -> Sequence[Tensor | None]:
-        """Cut an output's gradient into micro-batches; a loss of weight 0 has none."""
+        """Cut an output's gradient into micro-batches; a loss of weight 0 has none.
+
+        The gradients of all replicas are added up, so that each counts as its share of their mean.
+        """
+        if self.engine.mesh.num_replicas > 1:
+            gradient = gradient / self.engine.mesh.num_replicas
         if gradient.dim():
             several = len(self.sizes) > 1  # one micro-batch takes the gradient itself
             return list(gradient.split(self.sizes)) if several else [gradient]

@@ -1,8 +1,9 @@
 """Make the plan of a pipeline, and agree on it between processes."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measuring.measure import How, measure
 from penstock.errors import ConfigError, PlanError, check_kind, shown
 from penstock.mesh import Mesh
+from penstock.mesh.start import accelerators
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layers import Layers
 from penstock.model.stage_plan import Step
@@ -19,13 +21,14 @@ from penstock.planner.arguments import (
     Arguments,
     Model,
     Resources,
+    Undecided,
     check_named_layers,
     resolve,
     resolve_num_stages,
     resolve_threads,
     resolve_transport,
 )
-from penstock.planner.balance import Measured, balanced
+from penstock.planner.balance import Measured, balanced, least_recompute
 from penstock.planner.plan import Plan
 from penstock.planner.shared_cores import num_cores
 from penstock.planner.unsplit import Unsplit
@@ -34,7 +37,7 @@ from penstock.trace.units import count_text
 
 from .batch_norm import batch_norms, separate_statistics
 from .caller import CallerContext
-from .devices import why_missing, with_index
+from .devices import free_bytes, why_missing, with_index
 from .microbatches import Batch
 from .random.drawing import Drawing, LayerCall
 from .run import Run, Streams
@@ -127,8 +130,17 @@ def layer_facts(layers: Any) -> tuple[LayerFacts, ...]:
     return facts_of(resolve_layers(layers, None))
 
 
-def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
+MEMORY_SHARE = 0.8
+"""Of the free memory of an accelerator, the share for weights and activations by default."""
+_TRAINED_TIMES = 4
+"""Bytes of a trained weight, in units of its own: itself, its gradient and Adam's two moments."""
+
+
+def balance(plan: Plan, layers: Layers, part: Any, free: Sequence[int] | None = None) -> Plan:
     """Measure the layers on a micro-batch; return a balanced plan within the memory limit.
+
+    With `free`, the free bytes of each rank's device, the plan gets the cheapest recompute policy
+    for which these suffice.
 
     Raises:
         ConfigError: a rank needs more memory than the limit.
@@ -141,13 +153,49 @@ def balance(plan: Plan, layers: Layers, part: Any) -> Plan:
             unsplit.extend(why_unsplit([(step.index, step.module)], divide(roots, set())))
 
         how = How(threads=plan.threads_per_stage, call=StageCalls)
-        left = None if plan.memory_limit_bytes is None else left_bytes
-        measured = measure(layers, part, how, look=look, left=left)
+        limits = plan.memory_limit_bytes is not None
+        left = left_bytes if limits or free else None
+        result = measure(layers, part, how, look=look, left=left)
     plan = replace(plan, unsplit=tuple(unsplit))
-    times = tuple(measured.seconds(step.index) for step in layers)
-    if measured.kept is None:
+    times = tuple(result.seconds(step.index) for step in layers)
+    if result.kept is None:
         return balanced(plan, Measured(times), layers.spans)
-    return balanced(plan, Measured(times, measured.kept, _trainable_bytes(layers)), layers.spans)
+    measured = Measured(times, result.kept, _trainable_bytes(layers))
+    if limits:
+        return balanced(plan, measured, layers.spans)
+    plan = balanced(plan, Measured(times), layers.spans)
+    return least_recompute(plan, measured, _room(plan, layers, free or ()))
+
+
+def _room(plan: Plan, layers: Layers, free: Sequence[int]) -> list[int]:
+    """Return the bytes that each rank's device has for activations, beside weights and Adam."""
+    room = [round(MEMORY_SHARE * num_bytes) for num_bytes in free]
+    trained = _trainable_bytes(layers)
+    ends = [0, *accumulate(plan.partition)]
+    for place, (start, end) in zip(plan.placement.places, pairwise(ends), strict=True):
+        room[place] -= _TRAINED_TIMES * sum(trained[start:end])
+    return [max(1, num_bytes) for num_bytes in room]
+
+
+def free_of_ranks(plan: Plan, mesh: Mesh) -> list[int] | None:
+    """Return the free bytes of the device of each rank of a pipeline; None with CPUs.
+
+    Ranks that share a device share its memory; of a place with several processes the least counts.
+    """
+    placement = plan.placement
+    if mesh.processes is not None:
+        mine = free_bytes(mesh.device)
+        if mine is None:
+            return None
+        free = mesh.world.gather(mine, "for the free memory of the devices")
+        return [min(free[rank] for rank in chain(*rows)) for rows in placement.meshes]
+    device_of = dict(zip(placement.places, stage_devices(plan, mesh), strict=True))
+    sharing = Counter(device_of.values())
+    found = {device: free_bytes(device) for device in sharing}
+    known = {device: n // sharing[device] for device, n in found.items() if n is not None}
+    if len(known) < len(found):
+        return None
+    return [known[device_of[place]] for place in range(placement.num_places)]
 
 
 def _trainable_bytes(layers: Layers) -> list[int]:
@@ -167,34 +215,35 @@ def agree(
     mesh: Mesh,
     part: Any,
     alike: Mapping[str, Any],
-    *,
-    balances: bool,
-) -> tuple[Plan, int, bool]:
+    undecided: Undecided,
+) -> tuple[Plan, int, Undecided]:
     """Agree on the plan for all processes; it is final, since each keeps its own layers only.
 
-    With `balances`, rank 0 measures the micro-batch `part`, if its layers have values.  `alike`
-    are further arguments that must be equal on all processes.
+    What is `undecided` rank 0 decides, by measuring the micro-batch `part`, if its layers have
+    values.  `alike` are further arguments that must be equal on all processes.
 
     Returns:
-        The plan of rank 0; the number of pipelines made before this one on the mesh; and whether
-        the plan may still be balanced, in a process that runs all stages.
+        The plan of rank 0; the number of pipelines made before this one on the mesh; and what
+        the first batch may still decide, in a process that runs all stages.
 
     Raises:
         ConfigError: the processes make different pipelines, or in another order.
     """
     limits = plan.memory_limit_bytes is not None
     if mesh.world_size == 1:
-        return plan, 0, balances and (plan.num_stages > 1 or limits)
+        may_balance = undecided.balance and (plan.num_stages > 1 or limits)
+        return plan, 0, replace(undecided, balance=may_balance)
     # 1. Refuse processes with different arguments.
     before = {"number of pipelines made before": len(mesh.world.pipelines)}
     mesh.world.require_same("Pipeline", {**before, **_facts(plan), **alike})
     # 2. Let rank 0 measure the layers, while it still has all of them.
     modules = [step.module for step in layers]
     tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
-    is_measured = balances and mesh.is_first_rank and part is not None
+    is_measured = undecided.balance and mesh.is_first_rank and part is not None
+    free = free_of_ranks(plan, mesh) if undecided.recompute else None
     if is_measured and not any(t.is_meta for t in tensors):
-        plan = balance(plan, layers, part)
-    elif limits and balances and mesh.is_first_rank:
+        plan = balance(plan, layers, part, free)
+    elif limits and undecided.balance and mesh.is_first_rank:
         raise ConfigError(
             "memory_limit_bytes= needs example_inputs= between processes, and layers with values: "
             "what layers keep is measured before each process keeps its own only"
@@ -209,7 +258,7 @@ def agree(
     plan = replace(plan, **decisions)
     num_parameters = sum(layer.num_parameters for layer in plan.layers)
     description = f"{len(plan.layers)} layers, {num_parameters:,} parameters"
-    return plan, mesh.world.number_pipeline(description), False
+    return plan, mesh.world.number_pipeline(description), Undecided()
 
 
 _NOT_COMPARED = frozenset({"layers", "threads_per_stage", "offload_folder"})
@@ -307,11 +356,10 @@ def _resources(mesh: Mesh | None) -> Resources:
             "each; give a stage more shards instead: they may share the samples of a micro-batch "
             '(sharding="data")'
         )
-    gpus = tuple(f"cuda:{n}" for n in range(torch.cuda.device_count()))
     return Resources(
         num_threads=torch.get_num_threads(),
         num_cores=num_cores(),
-        devices=gpus if used.own_device is None else (used.own_device.type,),
+        devices=accelerators() if used.own_device is None else (used.own_device.type,),
         placement=None if mesh is None else used.placement,
         transports=used.transports,
     )

@@ -9,11 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.errors import check_kind
 from penstock.mesh import Mesh
 from penstock.schedules.ir import Schedule, sent_message
 from penstock.trace.timeline import MemorySample, Span, Timeline
-from penstock.types import Trace
+from penstock.types import Trace, word_of
 
 from .run import Recorded
 
@@ -105,11 +104,12 @@ def clock_name() -> str | None:
         return None
 
 
-def as_trace(trace: Trace | bool) -> Trace:
+def as_trace(trace: Trace | str | bool) -> Trace:
     """Return the `Trace` to record; True stands for Trace.TIME.
 
     Raises:
-        ConfigError: `trace` is neither a bool nor a Trace.
+        ConfigError: `trace` is neither a bool nor a Trace, nor the name of one.
     """
-    check_kind("trace", trace, (Trace, bool), f"True, or one of {', '.join(map(str, Trace))}")
-    return trace if isinstance(trace, Trace) else (Trace.TIME if trace else Trace.OFF)
+    if isinstance(trace, bool):
+        return Trace.TIME if trace else Trace.OFF
+    return word_of("trace", trace, Trace, ", or True")

@@ -35,6 +35,7 @@ from .names import (
     SCHEDULE_NAMES,
     least_stages_per_rank,
     named_schedule,
+    schedule_name,
     suits,
 )
 from .one_f_one_b import one_f_one_b
@@ -89,6 +90,7 @@ __all__ = [
     "parse",
     "pipedream",
     "pipedream_2bw",
+    "schedule_name",
     "searched",
     "segmented",
     "suits",

@@ -88,6 +88,8 @@ class Family:
     laws: tuple[Law, ...] = SYNCHRONOUS
     """The laws that each of its schedules obeys."""
     updates: Updates = Updates.AFTER
+    most_microbatches: int | None = None
+    """The micro-batches of its one schedule, if it has only one, which may run with fewer."""
 
     def __post_init__(self) -> None:
         costs = dict(self.arguments).get("costs")

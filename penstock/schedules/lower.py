@@ -127,7 +127,7 @@ def lower_unproved(
     if how.offload and mode is not Mode.EVAL:
         schedule = add_offload(schedule, how.offload)
     schedule = add_communication(add_commits(schedule, how.commits, per_update), how.transfers)
-    if how.reduces and mode is Mode.TRAIN:
+    if how.reduces and mode in (Mode.TRAIN, Mode.BACKWARDS):
         schedule = add_reductions(schedule)
     return post_receives(schedule) if how.posts else schedule
 

@@ -6,7 +6,8 @@ from inspect import signature
 from types import FunctionType
 from typing import Any, get_type_hints
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
+from penstock.types import letters_of
 
 from .breadth_first import breadth_first
 from .costs import Costs
@@ -65,6 +66,13 @@ def by_default(family: Family | Maker) -> Family:
 _NAMED = {by_default(family).name: family for family in _EVERY_FAMILY}
 SCHEDULE_NAMES = (*_NAMED,)
 """The names of families in recipes and commands."""
+ALIASES: Mapping[str, str] = {
+    "1f1b": "one_f_one_b",
+    "interleaved": "interleaved_1f1b",
+    "looped-bfs": "breadth_first",
+    "zbv-zero-bubble": "zb_v",
+}
+"""Other names of families.  Of any name only letters and digits count: "ZB-H1" is zb_h1."""
 _MADE = (searched, segmented, from_csv)
 """Makers of families that need more than a name."""
 _IN_FILES = {**_NAMED, **{maker.__name__: maker for maker in _MADE}}
@@ -187,28 +195,46 @@ def stages_on_ranks() -> str:
     return f"2 for {', '.join(several)}; 2 or more for {', '.join(of_choice)}"
 
 
-def family_of(schedule: Build | Schedule, num_microbatches: int) -> Family:
-    """Return a user's `schedule` argument as a family.
+def schedule_name(name: str) -> str:
+    """Return the name, of SCHEDULE_NAMES, of the family that `name` means.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = {letters_of(alias): full for alias, full in ALIASES.items()}
+    known |= {letters_of(full): full for full in SCHEDULE_NAMES}
+    if letters_of(name) not in known:
+        aliases = ", ".join(f"{alias} for {full}" for alias, full in ALIASES.items())
+        raise ConfigError(
+            f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULE_NAMES)} (also "
+            f"{aliases})"
+        )
+    return known[letters_of(name)]
+
+
+def family_of(schedule: Build | Schedule | str, num_microbatches: int) -> Family:
+    """Return a user's `schedule` argument as a family: the one named, or made by its defaults.
 
     A user's function does not state the ranks of its stages.  `ranks` of its family makes a
     schedule of `num_microbatches` to see them.  A `Schedule` becomes a family of one size, like a
     schedule from a file: its forwards and backwards count.
 
     Raises:
-        ConfigError: it makes families and is none, or is no schedule at all.
+        ConfigError: it is no schedule, or a maker of families that needs arguments.
         ScheduleError: it is a `Schedule`, and cannot run.
     """
-    if isinstance(schedule, Family):
-        return schedule
     if isinstance(schedule, Schedule):
         return from_csv(to_csv(schedule))
-    is_maker = isinstance(schedule, type) or schedule in (*_EVERY_FAMILY, *_MADE)
-    if is_maker or not callable(schedule):
+    if isinstance(schedule, str):
+        return by_default(_NAMED[schedule_name(schedule)])
+    if isinstance(schedule, Family) or schedule in _EVERY_FAMILY:
+        return by_default(schedule)
+    is_maker = any(schedule is maker for maker in _MADE)
+    if isinstance(schedule, type) or is_maker or not callable(schedule):
         raise ConfigError(
-            f"schedule={schedule!r:.80} is no schedule; give a family, such as "
-            "schedules.one_f_one_b or schedules.zb_h1(), which is called as it has arguments, a "
-            "Schedule, or a function (num_stages, num_microbatches) -> Schedule; "
-            "schedules.from_csv(path) reads one"
+            f'schedule={shown(schedule)} is no schedule; give a name, such as "1f1b", a family, '
+            "such as schedules.interleaved_1f1b(stages_per_rank=2), a Schedule, or a function "
+            "(num_stages, num_microbatches) -> Schedule; schedules.from_csv(path) reads one"
         )
     name = schedule.__name__ if isinstance(schedule, FunctionType) else repr(schedule)
     return Family(name, schedule, deal=_AsBuilt(schedule, num_microbatches))

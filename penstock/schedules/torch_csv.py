@@ -61,6 +61,7 @@ def from_csv(source: str | Path) -> Family:
         stages_per_rank=1 if rest else per_rank,
         arguments=(("source", to_csv(schedule)),),
         deal=_Deal(schedule.ranks),
+        most_microbatches=schedule.num_microbatches,
     )
 
 

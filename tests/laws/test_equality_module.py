@@ -205,7 +205,8 @@ def test_gradients_of_parameters_are_found_in_grad_only() -> None:
     layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     x, weights = torch.randn(4, 6, requires_grad=True), list(layers.parameters())
     expected = torch.autograd.grad(layers(x).sum(), [x, *weights])
-    with penstock.Pipeline(layers, num_stages=2, threads_per_stage=1) as pipe:
+    options: dict[str, Any] = {"num_microbatches": 1, "threads_per_stage": 1}
+    with penstock.Pipeline(layers, num_stages=2, **options) as pipe:
         with pytest.raises(RuntimeError, match="not have been used in the graph"):
             torch.autograd.grad(pipe(x).sum(), weights)
         found = torch.autograd.grad(pipe(x).sum(), weights, allow_unused=True)

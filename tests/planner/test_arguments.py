@@ -1,6 +1,7 @@
 """The arguments of a pipeline, resolved into a plan."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -8,8 +9,8 @@ from penstock.errors import ConfigError, PartitionError
 from penstock.planner.arguments import Arguments, Model, Resources, resolve, resolve_num_stages
 from penstock.planner.placement import Placement
 from penstock.planner.plan import BalancedBy, Plan
-from penstock.schedules import interleaved_1f1b
-from penstock.types import Recompute, Transport
+from penstock.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+from penstock.types import Recompute, TiedGradients, Transport
 from tests.planner.plans import layers
 
 MODEL = Model(layers(6), tuple((n, n + 1) for n in range(6)))
@@ -27,8 +28,10 @@ def plan(arguments: Arguments, resources: Resources = HERE) -> Plan:
 def test_what_is_not_given_has_a_default() -> None:
     found = plan(Arguments(num_stages=2))
     assert (found.partition, found.balanced_by) == ((3, 3), BalancedBy.PARAMETERS)
-    assert (found.schedule.name, found.num_microbatches, found.seed) == ("gpipe", 1, 0)
+    assert (found.schedule.name, found.num_microbatches, found.seed) == ("one_f_one_b", 8, 0)
     assert found.recompute == (Recompute.STAGE, Recompute.STAGE)
+    assert plan(Arguments(num_stages=6, schedule=interleaved_1f1b(2))).num_microbatches == 12
+    assert plan(Arguments(num_stages=2, schedule=gpipe(2, 5))).num_microbatches == 5
     assert plan(Arguments(partition=[1, 5])).balanced_by is BalancedBy.HAND
 
 
@@ -55,10 +58,28 @@ def test_without_a_mesh_the_stages_must_be_said() -> None:
         plan(Arguments(num_stages=3, partition=[3, 3]))
 
 
-@pytest.mark.parametrize("wrong", [{"recompute": "never"}, {"transport": 1}])
-def test_words_for_choices_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="must be one of"):
-        plan(Arguments(num_stages=2, **wrong))  # type: ignore[arg-type]
+def test_words_stand_for_values() -> None:
+    words: dict[str, Any] = {"recompute": ["LAYERS", "never"], "transport": "Loopback"}
+    found = plan(Arguments(num_stages=2, schedule="ZB-H1", tied_gradients="summed", **words))
+    assert found.schedule == zb_h1() and found.transport is Transport.LOOPBACK
+    assert found.recompute == (Recompute.LAYERS, Recompute.NEVER)
+    assert found.tied_gradients is TiedGradients.SUMMED
+    assert replace(found, schedule="1f1b").schedule is one_f_one_b  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"recompute": "all"}, 'recompute=\'all\'; give one of "stage", "never", "layers", or Rec'),
+        ({"recompute": ["stage", 1]}, "recompute=1; give one of"),
+        ({"transport": 1}, 'transport=1; give one of "threads", "loopback", "torch.distributed"'),
+        ({"tied_gradients": ""}, "tied_gradients=''; give one of"),
+        ({"schedule": "1f2b"}, r"no schedule '1f2b'; .* \(also 1f1b for one_f_one_b, interleaved "),
+    ],
+)
+def test_other_words_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(Arguments(num_stages=2, **wrong))
 
 
 def test_a_plan_leaves_nothing_to_other_arguments() -> None:

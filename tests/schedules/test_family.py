@@ -77,7 +77,8 @@ def test_a_function_of_the_users_own_is_a_family_named_as_it_is() -> None:
     def mine(num_stages: int, num_microbatches: int) -> Schedule:
         return Dealt((0, 0, 1))(num_stages, num_microbatches)
 
-    assert family_of(one_f_one_b, 4) is one_f_one_b
+    assert family_of(one_f_one_b, 4) is family_of("1F1B", 4) is one_f_one_b
+    assert family_of(zb_h1, 4) == family_of("zb-h1", 4) == zb_h1()
     assert str(family_of(mine, 4)) == "mine"
     assert family_of(mine, 4).ranks(3) == (0, 0, 1)
     assert family_of(mine, 4)(3, 2) == mine(3, 2)
@@ -113,8 +114,8 @@ FEWER = family_of(lambda k, m: one_f_one_b(k - 1, m), 3)
         ),
         (family_named, ("wave", {"stages_per_rank": 0}), "must be a whole number of at least 1"),
         *(
-            (family_of, (given, 4), r"is no schedule; give a family, .*zb_h1\(\)")
-            for given in ("zb_h1", Path("x.csv"), searched, from_csv, segmented, zb_h1, 5)
+            (family_of, (given, 4), r"is no schedule; give a name, .*from_csv\(path\) reads")
+            for given in (Path("x.csv"), searched, from_csv, segmented, 5)
         ),
         (zb_h1, (5,), r"zb_h1\(costs=5\): give Costs"),
         (searched, (None,), r"searched\(costs=None\): it is made for costs"),

@@ -1,6 +1,7 @@
 """The pipeline of a recipe: `[pipeline]`."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Annotated, Any, Literal, Self
@@ -9,7 +10,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock import Recompute, ShardingRequest
 from penstock.errors import ConfigError
-from penstock.schedules import SCHEDULE_NAMES, least_stages_per_rank, named_schedule
+from penstock.schedules import (
+    SCHEDULE_NAMES,
+    least_stages_per_rank,
+    named_schedule,
+    one_f_one_b,
+    schedule_name,
+)
 
 from .section import Count, File, Mark, Section, Seed, one_of
 
@@ -79,13 +86,15 @@ class PipelineSection(Section):
         Literal["auto"] | tuple[int, ...], BeforeValidator(_check_partition), Mark.LAYOUT
     ] = "auto"
     """Layers of each stage, such as [5, 8]; auto: balanced by measured time."""
-    schedule: Annotated[str, AfterValidator(one_of(list(SCHEDULE_NAMES))), Mark.LAYOUT] = "gpipe"
+    schedule: Annotated[str, AfterValidator(one_of(list(SCHEDULE_NAMES))), Mark.LAYOUT] = (
+        one_f_one_b.name
+    )
     """The order of forwards and backwards."""
     recompute: Annotated[
         str, AfterValidator(one_of([r.value for r in Recompute])), Mark.EXECUTION
     ] = "stage"
-    """stage: keep only what enters a stage, run its forward twice; never: keep everything.  Not
-    looked at beside memory_limit_bytes."""
+    """stage: keep only what enters a stage, run its forward twice; layers: likewise for each
+    layer; never: keep everything.  Not looked at beside memory_limit_bytes."""
     memory_limit_bytes: Annotated[Count | None, Mark.EXECUTION] = None
     """Limit of activation memory of a rank, which decides the recomputed layers or stages; left
     out: recompute decides."""
@@ -103,8 +112,11 @@ class PipelineSection(Section):
     @classmethod
     def _stages_per_rank_are_the_schedules(cls, given: Any) -> Any:
         name = given.get("schedule") if isinstance(given, dict) else None
-        if isinstance(name, str) and name in SCHEDULE_NAMES:
-            return {"stages_per_rank": least_stages_per_rank(name), **given}
+        if not isinstance(name, str):
+            return given
+        with suppress(ConfigError):  # the field itself says which names there are
+            name = schedule_name(name)
+            return {"stages_per_rank": least_stages_per_rank(name), **given, "schedule": name}
         return given
 
     @model_validator(mode="before")  # before the one above
