@@ -27,7 +27,7 @@ from penstock.runtime.asynchronous import (
     run_window,
     train_one_by_one,
 )
-from penstock.runtime.construction import described, make_engine, plan_after_move
+from penstock.runtime.construction import Parts, described, make_engine, plan_after_move
 from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
     Call,
@@ -55,6 +55,7 @@ from penstock.runtime.record import Record, as_trace
 from penstock.runtime.run import Run
 from penstock.runtime.shard import check_sharding, make_sharding
 from penstock.runtime.shards.at_rest import CutWeights
+from penstock.runtime.wrong_uses import hint_for, refuse_fsdp
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
@@ -228,7 +229,7 @@ class Pipeline(AbstractMovable):
         self._none = [nn.Parameter(torch.empty(0, device=mesh.device))] if mesh.processes else []
         with self._engine.reporting():
             self._engine.shards.start_equal(self._engine.tensors())
-            load_and_tell(weights, Share(self.mesh, self.held, self.shards))
+            load_and_tell(weights, Share.of(self))
         self._balance_by(part)
 
     # -- a training step ------------------------------------------------------------------------
@@ -435,12 +436,6 @@ class Pipeline(AbstractMovable):
         """The sharding of operators, a table if printed; None if each stage has one rank."""
         return self._engine.shards.sharding
 
-    @property
-    def shards(self) -> CutWeights:
-        """The slices of weights in this process."""
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        return CutWeights(parameters, self._engine.shards.cut)
-
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yield the parameters of this process's stages.
 
@@ -465,11 +460,6 @@ class Pipeline(AbstractMovable):
         self._engine.plan = replace(self.plan, seed=seed)
 
     @property
-    def number(self) -> int:
-        """The number of this pipeline among those of its mesh."""
-        return self._engine.splitter.number
-
-    @property
     def mesh(self) -> Mesh:
         """The mesh of processes that run the stages, replicas and shards."""
         return self._engine.mesh
@@ -480,9 +470,8 @@ class Pipeline(AbstractMovable):
         return self._layers.model or self
 
     @property
-    def held(self) -> Held:
-        """The state in this process: tensors, and extra state of the modules it runs."""
-        return Held(
+    def _parts(self) -> Parts:
+        held = Held(
             self,
             self.original,
             self._layers.elsewhere(self._engine.holds),
@@ -490,6 +479,9 @@ class Pipeline(AbstractMovable):
             loss=self._engine.loss_here,
             names=self._layers.names(),
         )
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        cut = CutWeights(parameters, self._engine.shards.cut)
+        return Parts(self._engine.splitter.number, held, cut)
 
     @property
     def num_microbatches(self) -> int:
@@ -532,6 +524,16 @@ class Pipeline(AbstractMovable):
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         return self._engine.program(Mode.TRAIN, check_count("num_microbatches", count))
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(f"{error}{hint_for(name, self.__dict__)}") from None
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        refuse_fsdp(cls)
+        super().__init_subclass__(**keywords)
+
     def __len__(self) -> int:
         return len(self._layers)
 
@@ -567,7 +569,7 @@ class Pipeline(AbstractMovable):
         before = self._engine
         self._engine = make_engine(self._layers, before.loss, plan, before.mesh, before=before)
 
-    def after_move(self, function: Callable[..., Any]) -> None:
+    def _after_move(self, function: Callable[..., Any]) -> None:
         """Run each stage on the device of its parameters (after `to`, `half`)."""
         self._run_as(plan_after_move(self._engine, function))
 

@@ -345,15 +345,19 @@ class AbstractMovable(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.after_move(fn)
+        self._after_move(fn)
         return self
 
-    def after_move(self, function: Callable[[Tensor], Tensor]) -> None:
+    def _after_move(self, function: Callable[[Tensor], Tensor]) -> None:
         """Take notice that `function` was applied to all tensors."""
         raise NotImplementedError
 
 
 _needed(nn.Module, "_apply")
+
+DDP_ASKS_FOR = "_ddp_params_and_buffers_to_ignore"
+"""The attribute that DistributedDataParallel looks for in a module that it is to wrap.  Optional:
+without it the mistake shows later."""
 
 
 class AbstractSharedScaler(torch.amp.GradScaler):

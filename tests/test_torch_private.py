@@ -329,7 +329,7 @@ def test_all_tensors_of_a_module_are_moved() -> None:
 
 def test_a_module_is_told_after_it_was_moved() -> None:
     class Told(private.AbstractMovable):
-        def after_move(self, function: Callable[[Tensor], Tensor]) -> None:
+        def _after_move(self, function: Callable[[Tensor], Tensor]) -> None:
             told.append(next(self.parameters()).dtype)
 
     told: list[torch.dtype] = []

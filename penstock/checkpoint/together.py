@@ -20,7 +20,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.agreement import Outcome, outcome_of
 from penstock.mesh.control import Control
 from penstock.model.state import Held
-from penstock.runtime.construction import is_pipeline
+from penstock.runtime.construction import PipelineLike, is_pipeline, parts_of
 from penstock.runtime.shards.at_rest import CutWeights
 
 from .files import UNFINISHED, put_in_place
@@ -38,6 +38,12 @@ class Share(NamedTuple):
     held: Held
     shards: CutWeights
 
+    @classmethod
+    def of(cls, pipe: PipelineLike) -> "Share":
+        """Return the share of this process in a pipeline."""
+        parts = parts_of(pipe)
+        return cls(pipe.mesh, parts.held, parts.shards)
+
 
 def begin(call: str, module: nn.Module) -> Share:
     """Begin a call, one of `agreement.CALLS`, with all processes that hold parts of a model.
@@ -47,8 +53,8 @@ def begin(call: str, module: nn.Module) -> Share:
     """
     if not is_pipeline(module):
         return Share(Mesh.of_one_process(), Held(module, module), CutWeights({}, {}))
-    module.mesh.world.begin_call(call, module.number)
-    return Share(module.mesh, module.held, module.shards)
+    module.mesh.world.begin_call(call, parts_of(module).number)
+    return Share.of(module)
 
 
 def agreed(

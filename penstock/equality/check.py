@@ -15,6 +15,7 @@ from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.pytree import tree_map
 from penstock.pipeline import Pipeline
+from penstock.runtime.construction import parts_of
 from penstock.runtime.microbatches import LossFunction
 from penstock.torch_private import version_counter
 from penstock.types import Reduction
@@ -155,5 +156,5 @@ def _run_pipeline(
     outputs = outputs or [set() for _ in layers]
     result = collect(layers, loss, total, pipe.eval_step(inputs), outputs)
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-    whole = {id(gradients[n]): x for n, x in pipe.shards.whole(gradients).items()}
+    whole = {id(gradients[n]): x for n, x in parts_of(pipe).shards.whole(gradients).items()}
     return replace(result, tensors={k: whole.get(id(x), x) for k, x in result.tensors.items()})

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from penstock.errors import ConfigError
-from penstock.runtime.construction import check_pipeline
+from penstock.runtime.construction import check_pipeline, parts_of
 from penstock.torch_private import foreach_norm, grouped_by_kind
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def _norms(
         norms = _each_norm(values, norm_type, foreach)
     else:
         wide = [torch.linalg.vector_norm(v.abs().double(), norm_type) for v in values]
-        sums = pipe.shards.norms(list(gradients.values()), list(map(float, wide)), norm_type)
+        shards, weights = parts_of(pipe).shards, list(gradients.values())
+        sums = shards.norms(weights, list(map(float, wide)), norm_type)
         norms = list(torch.tensor(sums, dtype=torch.float64))
     return [
         _Norm(name, float(norm), _name(norm), _name(value))
@@ -122,10 +123,10 @@ def _name(tensor: Tensor) -> str:
 
 def _of_all_stages(pipe: "Pipeline", norms: list[_Norm]) -> list[_Norm]:
     """Return the norms of all stages in the order of the model, the loss's last."""
-    pipe.mesh.world.begin_call("clip_grad_norm_", pipe.number)
+    pipe.mesh.world.begin_call("clip_grad_norm_", parts_of(pipe).number)
     mine = [tuple(norm) for norm in norms] if pipe.mesh.speaks else []
     gathered = pipe.mesh.stages.gather(mine, "for the gradient norms of the other stages")
-    order = {name: place for place, name in enumerate(pipe.held.names)}
+    order = {name: place for place, name in enumerate(parts_of(pipe).held.names)}
     all_norms = [_Norm(*norm) for of_process in gathered for norm in of_process]
     return sorted(all_norms, key=lambda norm: order.get(norm.name, len(order)))
 

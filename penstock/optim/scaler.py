@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.runtime.construction import check_pipeline
+from penstock.runtime.construction import check_pipeline, parts_of
 from penstock.torch_private import AbstractSharedScaler
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class GradScaler(AbstractSharedScaler):
         super().__init__(
             self._place.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        self._mesh, self._number = pipe.mesh, pipe.number
+        self._mesh, self._number = pipe.mesh, parts_of(pipe).number
         # Torch makes the scale's tensor at the first call; `unscale_` needs it before that.
         self.scale(torch.zeros((), device=self._place))
 

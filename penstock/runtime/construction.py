@@ -1,7 +1,7 @@
 """Make an engine: cut layers into stages, place them on devices, choose a driver."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, groupby
 from typing import Any, Protocol, TypeGuard
@@ -185,24 +185,36 @@ def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
     return replace(engine.plan, placement=replace(placement, devices=tuple(names)))
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The state of a pipeline in this process, for checkpoints and clipping.
+
+    `number` counts the pipelines of the mesh.  `held` are the tensors here, and the extra state of
+    the modules that run here; `shards` the slices of weights among them.
+    """
+
+    number: int
+    held: Held
+    shards: CutWeights
+
+
 class PipelineLike(Protocol):
     """The part of `penstock.Pipeline` that checkpoints and clipping use, for types."""
 
     step: int
-    evaluations: int
     seed: int
-
-    @property
-    def number(self) -> int: ...
+    evaluations: int
 
     @property
     def mesh(self) -> Mesh: ...
 
     @property
-    def held(self) -> Held: ...
+    def _parts(self) -> Parts: ...
 
-    @property
-    def shards(self) -> CutWeights: ...
+
+def parts_of(pipe: PipelineLike) -> Parts:
+    """Return the state of a pipeline in this process."""
+    return pipe._parts
 
 
 def is_pipeline(module: object) -> TypeGuard[PipelineLike]:

@@ -19,6 +19,7 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
 from penstock.planner.mesh_task import MeshTask
+from penstock.runtime.construction import parts_of
 from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made
 
@@ -61,7 +62,8 @@ def train(pipe: penstock.Pipeline) -> dict[str, Any]:
     for _ in range(2):
         found["losses"].append(pipe.train_step(WORDS, WORDS))
         gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-        found["gradients"] = {n: g.clone() for n, g in pipe.shards.whole(gradients).items()}
+        whole = parts_of(pipe).shards.whole(gradients)
+        found["gradients"] = {n: g.clone() for n, g in whole.items()}
         optimizer.step()
         optimizer.zero_grad()
     return found | {"plan": pipe.plan.to_json(), "text": str(pipe.plan)}

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import penstock
 from penstock.errors import ConfigError
 from penstock.planner.placement import Placement
+from penstock.runtime.construction import parts_of
 from penstock.schedules import ALL_SCHEDULES, gpipe
 from penstock.sharding.named import READY
 from penstock.types import Recompute, Reduction
@@ -158,8 +159,9 @@ def whole_state(pipe: penstock.Pipeline, modules: list[nn.Module]) -> dict[str, 
     """List every gradient, parameter and buffer of this process; what shards share, whole."""
     own = dict(pipe.named_parameters())
     gradients = {name: p.grad for name, p in own.items() if p.grad is not None}
-    of = {id(own[name]): whole for name, whole in pipe.shards.whole(own).items()}
-    of |= {id(gradients[name]): whole for name, whole in pipe.shards.whole(gradients).items()}
+    shards = parts_of(pipe).shards
+    of = {id(own[name]): whole for name, whole in shards.whole(own).items()}
+    of |= {id(gradients[name]): whole for name, whole in shards.whole(gradients).items()}
     return {name: of.get(id(tensor), tensor) for name, tensor in state_of(modules)}
 
 

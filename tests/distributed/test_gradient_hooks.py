@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.planner.placement import Placement
+from penstock.runtime.construction import parts_of
 from penstock.schedules import pipedream_2bw
 from tests.distributed.call import call
 
@@ -101,8 +102,8 @@ def trained(mesh: penstock.Mesh, marks: list[str], sharding: str | None) -> Any:
     for _ in range(2):
         pipe.train_step(*batch(mesh))
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-    whole = {f"{n}.grad": t for n, t in pipe.shards.whole(gradients).items()}
-    return calls, {**pipe.shards.whole(dict(pipe.named_parameters())), **whole}
+    whole = {f"{n}.grad": t for n, t in parts_of(pipe).shards.whole(gradients).items()}
+    return calls, {**parts_of(pipe).shards.whole(dict(pipe.named_parameters())), **whole}
 
 
 WAYS: dict[str, list[Any]] = {

@@ -12,6 +12,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 import penstock
 from penstock import schedules
 from penstock.planner.placement import Placement
+from penstock.runtime.construction import parts_of
 from tests.distributed.call import call
 from tests.distributed.test_checkpoint_processes import MICROBATCHES, batch, layers
 from tests.sharding import test_pipeline as gpt
@@ -56,7 +57,7 @@ class Run:  # a pipeline and its optimizer
         return found | {"loss": loss}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.pipe.held.state().items():
+        for name, tensor in parts_of(self.pipe).held.state().items():
             yield name, tensor.detach().clone()
         for name, parameter in self.pipe.named_parameters():
             for key, value in self.optimizer.state[parameter].items():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipeline
+from penstock.runtime.construction import parts_of
 
 from .call import call
 
@@ -157,7 +158,7 @@ def two_steps(pipe: Pipeline, batch: Any, replica: int = 0, replicas: int = 1) -
     for step in range(2):
         found[f"loss {step}"] = pipe.train_step(_rows(batch, rows), torch.zeros(each))
         grads = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-        whole = pipe.shards.whole(grads)
+        whole = parts_of(pipe).shards.whole(grads)
         found |= {f"gradient {step}, {n}": g.detach().clone() for n, g in whole.items()}
         found[f"norm {step}"] = penstock.clip_grad_norm_(pipe, 0.5).double()
         optimizer.step()
@@ -166,8 +167,8 @@ def two_steps(pipe: Pipeline, batch: Any, replica: int = 0, replicas: int = 1) -
 
 
 def _state(pipe: Pipeline) -> dict[str, Tensor]:
-    held = {n: x.detach() for n, x in pipe.held.state().items() if isinstance(x, Tensor)}
-    return {n: x.clone() for n, x in pipe.shards.whole(held).items()}
+    held = {n: x.detach() for n, x in parts_of(pipe).held.state().items() if isinstance(x, Tensor)}
+    return {n: x.clone() for n, x in parts_of(pipe).shards.whole(held).items()}
 
 
 def in_replicas(mesh: penstock.Mesh, names: list[str], where: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from penstock.errors import PlanError
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
+from penstock.runtime.construction import parts_of
 from penstock.schedules.ir import Forward
 from penstock.sharding.layouts import Layout, S, as_on
 from penstock.transport import crossing
@@ -197,7 +198,7 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
         sent.clear()
         losses.append(pipe.train_step(batch, -batch))
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-    gradients = pipe.shards.whole(gradients)
+    gradients = parts_of(pipe).shards.whole(gradients)
     return {"losses": losses, "gradients": gradients, "sent": sent, "gathered": len(gathered)}
 
 

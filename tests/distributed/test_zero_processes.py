@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import penstock
+from penstock.runtime.construction import parts_of
 from tests.distributed.call import call
 from tests.side_by_side import same_bits
 
@@ -114,7 +115,7 @@ def trained(mesh: penstock.Mesh, model: str, name: str, *, scaled: bool) -> dict
         own = {n: p.detach() for n, p in pipe.named_parameters()}
         found[kind] = {
             "losses": losses,
-            "parameters": pipe.shards.whole(own),
+            "parameters": parts_of(pipe).shards.whole(own),
             "held": sum(p.numel() for n, p in own.items() if n != "0.frozen"),
             "bytes": state_bytes(optimizer),
         }

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
+from penstock.runtime.construction import parts_of
 from tests.gpu.models import Subject, language
 
 WAYS = [(sharding, dropout) for sharding in ("megatron", "zero1", "zero3") for dropout in (0, 0.1)]
@@ -26,11 +27,11 @@ def train(subject: Subject, **options: Any) -> dict[str, Any]:
     for step in range(2):
         found[f"loss {step}"] = pipe.train_step(subject.inputs, subject.targets)
         named = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-        found |= {f"{n} {step}": g.clone() for n, g in pipe.shards.whole(named).items()}
+        found |= {f"{n} {step}": g.clone() for n, g in parts_of(pipe).shards.whole(named).items()}
         optimizer.step()
         optimizer.zero_grad()
     weights = {n: p.detach() for n, p in pipe.named_parameters()}
-    found |= {n: w.clone() for n, w in pipe.shards.whole(weights).items()}
+    found |= {n: w.clone() for n, w in parts_of(pipe).shards.whole(weights).items()}
     pipe.close()
     return found
 

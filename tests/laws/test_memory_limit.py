@@ -55,6 +55,34 @@ def test_less_is_kept_under_a_lower_limit_as_predicted_and_with_the_same_bits() 
         assert f"at most {limit:,}" in str(pipe.plan)
 
 
+def test_by_default_no_more_is_recomputed_than_free_memory_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = 4 * max(sum(p.nbytes for m in half for p in m.parameters()) for half in halves())
+    everything = peaks(trained(recompute=Recompute.NEVER)[0])[0]
+    of_two: dict[str, Any] = {"num_stages": 2, "num_microbatches": 8, "schedule": gpipe}
+    x = torch.linspace(0, 1, 16 * 5 * 32).view(16, 5, 32)
+
+    def chosen(free: int | None) -> tuple[Any, ...]:
+        # two ranks share one device, of whose free bytes 0.8 are used
+        told = None if free is None else round(2 * free / 0.8)
+        monkeypatch.setattr("penstock.runtime.planning.free_bytes", lambda device: told)
+        with penstock.Pipeline(layers(), loss=nn.functional.mse_loss, **of_two) as pipe:
+            pipe.train_step(x, x)
+            return pipe.plan.recompute
+
+    whole = (Recompute.STAGE, Recompute.STAGE)
+    assert chosen(None) == whole
+    assert chosen(weights + 2 * everything) == (Recompute.NEVER, Recompute.NEVER)
+    some = chosen(weights + everything // 2)
+    assert set(some) - {Recompute.NEVER} and some != whole
+    assert chosen(weights // 2) == whole  # nothing fits: as without GPUs
+
+
+def halves() -> list[list[nn.Module]]:
+    return [layers()[:5], layers()[3:]]
+
+
 def trained_without_flush(
     partition: tuple[int, ...] = (4, 4), **options: Any
 ) -> tuple[penstock.Pipeline, list[Tensor]]:

@@ -16,6 +16,7 @@ from penstock import Mesh, Pipeline
 from penstock.errors import PenstockError
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
+from penstock.runtime.construction import parts_of
 from penstock.sharding.named import READY
 from tests.model.capture.any_models.lists import EVERY
 from tests.model.capture.any_models.made import DECODER, IMAGES, TEXT
@@ -120,7 +121,7 @@ def trained(layers: Layers, inputs: Any, cell: Cell, mesh: Mesh | None) -> dict[
     found = {"loss": pipe.train_step(inputs, targets)}
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     if mesh is not None:
-        gradients = pipe.shards.whole(gradients)
+        gradients = parts_of(pipe).shards.whole(gradients)
     found.update(gradients)
     output = flatten(pipe.eval_step(inputs))[0]
     given = [t for t in output if t.is_floating_point() and t.dim()]

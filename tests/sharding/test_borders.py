@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.mesh.collectives import Collectives
 from penstock.model.entries import layout_on, marked
 from penstock.planner.placement import Placement
+from penstock.runtime.construction import parts_of
 from penstock.sharding.layouts import I, Layout, S, as_on
 from penstock.sharding.named import READY
 from penstock_recipes.zoo import gpt
@@ -107,7 +108,8 @@ def stepped(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
     found: dict[str, Any] = {"loss": pipe.train_step(WORDS, WORDS), "moved": dict(moved)}
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     found["held"] = sum(gradient.nbytes for gradient in gradients.values())
-    return found | {"gradients": pipe.shards.whole(gradients), "table": str(pipe.sharding)}
+    whole = parts_of(pipe).shards.whole(gradients)
+    return found | {"gradients": whole, "table": str(pipe.sharding)}
 
 
 @pytest.mark.parametrize(("num_stages", "sharding"), [*product([1, 2], GRIDS)])

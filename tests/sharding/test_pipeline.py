@@ -16,6 +16,7 @@ from penstock import Mesh, Pipeline, Recompute
 from penstock.errors import BatchError
 from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
+from penstock.runtime.construction import parts_of
 from penstock.sharding.named import READY
 from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
@@ -51,7 +52,7 @@ def two_steps(pipe: Pipeline, words: Tensor, folder: Path | None = None) -> dict
             penstock.save_checkpoint(folder, pipe, optimizer)
         found["norm"] = penstock.clip_grad_norm_(pipe, 0.5)
         gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-        found["gradients"] = pipe.shards.whole(gradients)
+        found["gradients"] = parts_of(pipe).shards.whole(gradients)
         optimizer.step()
         optimizer.zero_grad()
     found["output"] = pipe.eval_step(WORDS)
@@ -118,7 +119,7 @@ def saves_and_loads(mesh: Mesh, where: str, sharding: str) -> dict[str, Any]:
         penstock.load_pretrained(folder / "model", pipe)
         for name, own in (("started", started), ("loaded", pipe)):
             here = {n: p.detach().clone() for n, p in own.named_parameters()}
-            found[name] = own.shards.whole(here)
+            found[name] = parts_of(own).shards.whole(here)
         penstock.load_checkpoint(folder / "saved", pipe, optimizer)
     else:
         pipe.train_step(WORDS, WORDS)
@@ -171,7 +172,8 @@ def by_every_plan(mesh: Mesh) -> dict[str, dict[str, Any]]:
                 losses.append(pipe.train_step(WORDS, WORDS))
                 pipe.train_step(WORDS, WORDS)  # gradients of two steps add up
                 gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-                gradients = {n: g.clone() for n, g in pipe.shards.whole(gradients).items()}
+                whole = parts_of(pipe).shards.whole(gradients)
+                gradients = {n: g.clone() for n, g in whole.items()}
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=False)
             assert pipe.sharding is not None
@@ -272,7 +274,8 @@ def odd_step(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
     loss = pipe.train_step(inputs, inputs.cos())
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     first = next(iter(gradients.values()))
-    return {"loss": loss, **pipe.shards.whole(gradients), "shape": torch.tensor(first.shape)}
+    whole = parts_of(pipe).shards.whole(gradients)
+    return {"loss": loss, **whole, "shape": torch.tensor(first.shape)}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from penstock import Mesh, Pipeline
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.materialize import tied_groups
 from penstock.planner.placement import Placement
-from penstock.runtime.construction import keep_freed_memory
+from penstock.runtime.construction import keep_freed_memory, parts_of
 from penstock.torch_private import TorchDispatchMode
 from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
@@ -114,7 +114,7 @@ def starts(mesh: Mesh, where: str, sharding: str) -> dict[str, dict[str, Any]]:
                 "most": peak.most,
                 "own": sum(own),
                 "largest slice": max(own),
-                "values": pipe.shards.whole(weights),
+                "values": parts_of(pipe).shards.whole(weights),
             }
     return found
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Mesh, Pipeline
 from penstock.planner.placement import Placement
+from penstock.runtime.construction import parts_of
 from scripts.sharding_table import LIMIT, PAGE, cells_of, read, run, written
 from tests.distributed.call import call
 from tests.sharding.families import FAMILIES, PLANS, Cell
@@ -76,7 +77,7 @@ def trained(mesh: Mesh | None, sharding: str = "", samples: int = 2) -> dict[str
     SEEN.clear()
     found: dict[str, Any] = {"loss": pipe.train_step(inputs, targets), "seen": SEEN[-6:]}
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-    found |= gradients if mesh is None else pipe.shards.whole(gradients)
+    found |= gradients if mesh is None else parts_of(pipe).shards.whole(gradients)
     output, kept = pipe.eval_step(inputs)
     return found | {"output": output} | dict(kept)
 

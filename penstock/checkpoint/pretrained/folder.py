@@ -45,6 +45,11 @@ def as_it_is(name: str, known_as: str) -> Source:
 MODEL = "model.safetensors"
 INDEX = f"{MODEL}.index.json"
 EXTRA = "extra_state.json"
+_OF_HUB = (
+    ". To load a model of the Hugging Face hub, download it first: "
+    "huggingface_hub.snapshot_download(...) returns its folder"
+)
+"""The end of a message about a path that may be meant as a model's name there."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -77,7 +82,8 @@ class Folder:
         """
         if not path.is_dir():
             fault = "is a file" if path.exists() else "does not exist"
-            raise CheckpointError(f"{path} {fault}; give the folder of a model")
+            hub = "" if path.exists() or len(path.parts) != 2 or path.is_absolute() else _OF_HUB
+            raise CheckpointError(f"{path} {fault}; give the folder of a model{hub}")
         values = _values(path)
         if (path / INDEX).is_file():
             files = {name: path / file for name, file in _weight_map(path).items()}

@@ -19,6 +19,7 @@ from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, begin, write_together
 from penstock.errors import check_count
 from penstock.model.extra_state import read_extra
+from penstock.runtime.construction import parts_of
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -52,7 +53,7 @@ def save_pretrained(
             tensor nor JSON; a tensor is complex128; the disk is full or refuses.
         ConfigError: `max_shard_bytes` is no whole number of at least 1.
     """
-    target, original = Path(folder).absolute(), pipe.held.original
+    target, original = Path(folder).absolute(), pipe.original
     most = check_count("max_shard_bytes", max_shard_bytes)
     mesh = begin("save_pretrained", pipe).mesh
     with mesh.reporting():
@@ -74,16 +75,16 @@ def _to_save(pipe: "Pipeline", original: nn.Module) -> tuple[dict[str, Tensor], 
     """Return the tensors that this process writes, by saved name, and other extra state."""
     tied = patterns_of(original, "all_tied_weights_keys", "_tied_weights_keys")
     ignored = patterns_of(original, "_keys_to_ignore_on_save")
-    writes, shards, tensors = pipe.mesh.is_first_of_stage, pipe.shards, {}
-    for names, tensor in pipe.held.own_tensors().items():
+    parts, writes, tensors = parts_of(pipe), pipe.mesh.is_first_of_stage, {}
+    for names, tensor in parts.held.own_tensors().items():
         saved_names = [name for name in names if not fits(name, tied)] or list(names)
         if not fits(saved_names[0], ignored):
-            whole = shards.whole({names[0]: tensor})
+            whole = parts.shards.whole({names[0]: tensor})
             if writes:
                 tensors[saved_names[0]] = whole[names[0]]
     if not writes:
         return {}, {}
-    owners = {n: owner for n, owner in pipe.held.owners.items() if not fits(n, ignored)}
+    owners = {n: owner for n, owner in parts.held.owners.items() if not fits(n, ignored)}
     extra, values = read_extra(owners)
     return storable({**as_saved(original, tensors), **extra}, copy=False), values
 

@@ -75,6 +75,23 @@ def names_of_positions(model: nn.Module) -> tuple[int | str, ...]:
     )
 
 
+def refuse_microbatches(inputs: Any, model: nn.Module) -> None:
+    """Refuse a list of mappings of the model's arguments: micro-batches that were cut already.
+
+    Raises:
+        BatchError: `inputs` is one.
+    """
+    if not isinstance(inputs, list) or not inputs:
+        return
+    names = set(names_of_positions(model))
+    if all(isinstance(part, Mapping) and part.keys() <= names for part in inputs):
+        raise BatchError(
+            f"the inputs are a list of mappings with the model's arguments ({', '.join(inputs[0])}"
+            "). A step takes one mini-batch and cuts it itself: give one mapping, with the "
+            "micro-batches concatenated (torch.cat), or call train_step once for each"
+        )
+
+
 def first_samples(example_inputs: Any, count: int) -> Any:
     """Return the first samples; None if there are no more than `count`, or N is unknown.
 

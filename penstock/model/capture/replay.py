@@ -21,6 +21,7 @@ from penstock.model.pytree import Leaf, flatten, unflatten
 from .errors import calling_line, writes_into
 from .events import (
     END,
+    INPUT,
     EventKey,
     Header,
     HeaderCache,
@@ -236,11 +237,17 @@ class Replay(Pass):
             if not isinstance(doing, str):
                 key, name = doing[:2]
                 doing = str(key) if key.number == 0 else f"'{name}', {key}"
+            if ghost.info.value.event.block.startswith(INPUT):
+                raise RouteError(
+                    f"stage {self._stage} needs {ghost.info.value} for {doing}, and the example "
+                    "inputs that the model was captured with had no such input, or None there. "
+                    "Is its name right? Else capture the model with an example that has it"
+                )
             raise RouteError(
                 f"stage {self._stage} needs {ghost.info.value} for {doing}, but the plan "
                 f"does not send it there ({calling_line()}): the model took another path than "
-                "with the example inputs (for another argument, length or mode, or an input that "
-                "was None). Capture it with an example that takes this path"
+                "with the example inputs (for another argument, length or mode). Capture it with "
+                "an example that takes this path"
             )
         return ghost.here
 

@@ -21,7 +21,14 @@ from penstock.trace.units import columns, count_text
 
 from .captured import Captured
 from .events import INPUT, EventKey, Info, SealedHeader, ValueId, name_of
-from .inputs import ROUTED, arguments_for, as_call, as_inputs, names_of_positions
+from .inputs import (
+    ROUTED,
+    arguments_for,
+    as_call,
+    as_inputs,
+    names_of_positions,
+    refuse_microbatches,
+)
 from .replay import Replay, StagePart
 from .routes import BlockCall, holders, stages_of_events
 from .stages import CutModel
@@ -163,6 +170,7 @@ class CapturedLayers(Layers):
             sealed, sent = values.pop(value)
             received.update(sent)
             told = sealed or told
+        refuse_microbatches(values.get(MODEL_INPUT), self.captured.model)
         call = as_call(values[MODEL_INPUT]) if MODEL_INPUT in values else ((), {})
         if self.captured.inputs != ROUTED and cut.num_stages > 1:
             for tensor in flatten(call)[0]:
