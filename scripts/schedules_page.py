@@ -24,7 +24,8 @@ DRAWN_RANKS, DRAWN_MICROBATCHES, COLUMNS = 3, 5, 118
 HEAD = """# Schedules
 
 `penstock.Pipeline(..., schedule=...)` takes any of these families from `penstock.schedules`,
-written as in the table: `schedule=schedules.gpipe`, `schedule=schedules.zb_h1()`. Families with
+written as in the table (`schedule=schedules.gpipe`, `schedule=schedules.zb_h1()`), or by name
+(`"gpipe"`, `"1f1b"`, `"zb-h1"`); the default is `one_f_one_b`. Families with
 parentheses have arguments with defaults. `costs` (`Costs`) decide how gaps are filled; by
 default a forward takes 1 and each part of a backward 1. `stages_per_rank` is the number of
 stages on a rank.

@@ -73,7 +73,7 @@ ALIASES: Mapping[str, str] = {
     "zbv-zero-bubble": "zb_v",
 }
 """Other names of families.  Of any name only letters and digits count: "ZB-H1" is zb_h1."""
-_MADE = (searched, segmented, from_csv)
+_MADE: tuple[Callable[..., Any], ...] = (searched, segmented, from_csv)
 """Makers of families that need more than a name."""
 _IN_FILES = {**_NAMED, **{maker.__name__: maker for maker in _MADE}}
 NAMES_IN_FILES = (*_IN_FILES,)
@@ -229,8 +229,7 @@ def family_of(schedule: Build | Schedule | str, num_microbatches: int) -> Family
         return by_default(_NAMED[schedule_name(schedule)])
     if isinstance(schedule, Family) or schedule in _EVERY_FAMILY:
         return by_default(schedule)
-    is_maker = any(schedule is maker for maker in _MADE)
-    if isinstance(schedule, type) or is_maker or not callable(schedule):
+    if isinstance(schedule, type) or schedule in _MADE or not callable(schedule):
         raise ConfigError(
             f'schedule={shown(schedule)} is no schedule; give a name, such as "1f1b", a family, '
             "such as schedules.interleaved_1f1b(stages_per_rank=2), a Schedule, or a function "

@@ -31,7 +31,7 @@ class Scored(nn.Module):
         return {"loss": None if labels is None else (y - labels).square().mean(), "y": y}
 
 
-BATCH = {"x": X, "labels": torch.zeros(4, 2)}
+BATCH: dict[str, Any] = {"x": X, "labels": torch.zeros(4, 2)}
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_wrappers_of_torch_are_refused(pipe: penstock.Pipeline) -> None:
 
 
 def test_batches_of_another_form(pipe: penstock.Pipeline) -> None:
-    with pytest.raises(BatchError, match=r"a list of mappings .* \(x, labels\).*takes one mini-ba"):
+    with pytest.raises(BatchError, match=r"a list of mappings .* \(x, labels\).*takes one mini-b"):
         pipe.train_step([BATCH, BATCH])
     with pytest.raises(RouteError, match=r"needs the input 'label' .* Is its name right"):
         pipe.train_step(x=X, label=X)
