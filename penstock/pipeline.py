@@ -1,7 +1,7 @@
 """`Pipeline`: train a model as a pipeline of stages."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from penstock.mesh import Mesh
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
-from penstock.model.state import Held, in_evaluation
+from penstock.model.state import in_evaluation
 from penstock.planner.arguments import Arguments, Undecided, check_loss, reduction_of
 from penstock.planner.plan import Plan
 from penstock.runtime.asynchronous import (
@@ -27,7 +27,7 @@ from penstock.runtime.asynchronous import (
     run_window,
     train_one_by_one,
 )
-from penstock.runtime.construction import Parts, described, make_engine, plan_after_move
+from penstock.runtime.construction import described, make_engine, plan_after_move
 from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
     Call,
@@ -43,6 +43,7 @@ from penstock.runtime.module_form import (
     run_as_module,
 )
 from penstock.runtime.own_loss import warn_of_other_reduction
+from penstock.runtime.pipeline_module import PipelineModule
 from penstock.runtime.planning import (
     Devices,
     agree,
@@ -54,13 +55,9 @@ from penstock.runtime.planning import (
 from penstock.runtime.record import Record, as_trace
 from penstock.runtime.run import Run
 from penstock.runtime.shard import check_sharding, make_sharding
-from penstock.runtime.shards.at_rest import CutWeights
-from penstock.runtime.wrong_uses import hint_for, refuse_fsdp
 from penstock.schedules.family import Build
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
-from penstock.sharding.plan import Sharding
-from penstock.torch_private import AbstractMovable
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
 from penstock.types import (
@@ -75,7 +72,7 @@ from penstock.types import (
 )
 
 
-class Pipeline(AbstractMovable):
+class Pipeline(PipelineModule):
     """Trains a layered model as a pipeline of K stages over M micro-batches.
 
     The gradients are those of the unsplit model run micro-batch after micro-batch, to the bit, for
@@ -427,83 +424,6 @@ class Pipeline(AbstractMovable):
     # -- what it is ---------------------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan:
-        """The plan: all decisions about how this pipeline runs."""
-        return self._engine.plan
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """The sharding of operators, a table if printed; None if each stage has one rank."""
-        return self._engine.shards.sharding
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the parameters of this process's stages.
-
-        If none of them trains (frozen stages, an idle process), yield one more without elements,
-        name or gradient, so that optimizers accept them; no checkpoint has it.
-        """
-        here = [*super().parameters(recurse)]
-        return iter(here if any(p.requires_grad for p in here) else here + self._none)
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages, K."""
-        return self.plan.num_stages
-
-    @property
-    def seed(self) -> int:
-        """The seed of the layers' random streams."""
-        return self.plan.seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._engine.plan = replace(self.plan, seed=seed)
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of processes that run the stages, replicas and shards."""
-        return self._engine.mesh
-
-    @property
-    def original(self) -> nn.Module:
-        """The captured model; the pipeline itself if it was made of layers."""
-        return self._layers.model or self
-
-    @property
-    def _parts(self) -> Parts:
-        held = Held(
-            self,
-            self.original,
-            self._layers.elsewhere(self._engine.holds),
-            is_part=self.mesh.world_size > 1,
-            loss=self._engine.loss_here,
-            names=self._layers.names(),
-        )
-        parameters = dict(self.named_parameters(remove_duplicate=False))
-        cut = CutWeights(parameters, self._engine.shards.cut)
-        return Parts(self._engine.splitter.number, held, cut)
-
-    @property
-    def num_microbatches(self) -> int:
-        """The number of micro-batches, M; a batch of fewer samples has one for each."""
-        return self.plan.num_microbatches
-
-    @property
-    def partition(self) -> tuple[int, ...]:
-        """The number of layers on each stage."""
-        return self.plan.partition
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The device of each stage."""
-        return self._engine.devices
-
-    @property
-    def threads_per_stage(self) -> int:
-        """Intra-op threads of each stage on the CPU."""
-        return self.plan.threads_per_stage
-
-    @property
     def trace(self) -> Trace:
         """The kind of trace that steps record in `last_timeline`; True stands for Trace.TIME."""
         return self._trace
@@ -523,27 +443,6 @@ class Pipeline(AbstractMovable):
         """Return the lowered, verified schedule that `train_step` executes."""
         count = self.num_microbatches if num_microbatches is None else num_microbatches
         return self._engine.program(Mode.TRAIN, check_count("num_microbatches", count))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            raise AttributeError(f"{error}{hint_for(name, self.__dict__)}") from None
-
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        refuse_fsdp(cls)
-        super().__init_subclass__(**keywords)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __getitem__(self, index: int | slice) -> "nn.Module | nn.Sequential":
-        """Return a layer, or several as an nn.Sequential; other processes' have shapes only."""
-        modules = [step.module for step in self._layers]
-        return nn.Sequential(*modules[index]) if isinstance(index, slice) else modules[index]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return (step.module for step in self._layers)
 
     def __repr__(self) -> str:
         plan = self.plan
@@ -572,12 +471,6 @@ class Pipeline(AbstractMovable):
     def _after_move(self, function: Callable[..., Any]) -> None:
         """Run each stage on the device of its parameters (after `to`, `half`)."""
         self._run_as(plan_after_move(self._engine, function))
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the training mode of all layers."""
-        for module in self.original.modules():
-            module.training = mode
-        return super().train(mode)
 
     def close(self) -> None:
         """End the worker threads, as garbage collection does; the next call starts new ones."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.state import Held
-from penstock.runtime.construction import is_pipeline
+from penstock.runtime.pipeline_module import is_pipeline
 from penstock.sharding.layouts import Slice
 
 from .files import damaged

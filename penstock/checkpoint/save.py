@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.model.extra_state import read_extra
-from penstock.runtime.construction import is_pipeline
+from penstock.runtime.pipeline_module import is_pipeline
 from penstock.runtime.shards.at_rest import weight_of
 from penstock.sharding.layouts import Slice
 

@@ -20,7 +20,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.agreement import Outcome, outcome_of
 from penstock.mesh.control import Control
 from penstock.model.state import Held
-from penstock.runtime.construction import PipelineLike, is_pipeline, parts_of
+from penstock.runtime.pipeline_module import PipelineModule, is_pipeline, parts_of
 from penstock.runtime.shards.at_rest import CutWeights
 
 from .files import UNFINISHED, put_in_place
@@ -39,7 +39,7 @@ class Share(NamedTuple):
     shards: CutWeights
 
     @classmethod
-    def of(cls, pipe: PipelineLike) -> "Share":
+    def of(cls, pipe: PipelineModule) -> "Share":
         """Return the share of this process in a pipeline."""
         parts = parts_of(pipe)
         return cls(pipe.mesh, parts.held, parts.shards)

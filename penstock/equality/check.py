@@ -15,8 +15,8 @@ from penstock.model.layer_list import Layer
 from penstock.model.layers import Layers
 from penstock.model.pytree import tree_map
 from penstock.pipeline import Pipeline
-from penstock.runtime.construction import parts_of
 from penstock.runtime.microbatches import LossFunction
+from penstock.runtime.pipeline_module import parts_of
 from penstock.torch_private import version_counter
 from penstock.types import Reduction
 
@@ -31,7 +31,7 @@ def check(
     targets: Any = None,
     *,
     loss: LossFunction | None = None,
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     **options: Any,
 ) -> CheckReport:
     """Train one step as a pipeline and as the unsplit model, and compare all results.
@@ -91,7 +91,7 @@ def check(
         batch = tree_map(lambda t: _leaf_on(t, pipe.devices[0]), (inputs, targets))
         # 3. Run the pipeline, and compare.
         actual = _run_pipeline(pipe, twin, loss_of_twin, batch)
-        setting = f"K={pipe.num_stages}, M={num_microbatches}"
+        setting = f"K={pipe.num_stages}, M={pipe.num_microbatches}"
         if pipe.sharding is not None:
             setting += f", sharding={pipe.plan.sharding}"
         report = compare(unsplit, expected, actual, setting)

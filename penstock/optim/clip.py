@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from penstock.errors import ConfigError
-from penstock.runtime.construction import check_pipeline, parts_of
+from penstock.runtime.pipeline_module import check_pipeline, parts_of
 from penstock.torch_private import foreach_norm, grouped_by_kind
 
 if TYPE_CHECKING:

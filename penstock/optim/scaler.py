@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.runtime.construction import check_pipeline, parts_of
+from penstock.runtime.pipeline_module import check_pipeline, parts_of
 from penstock.torch_private import AbstractSharedScaler
 
 if TYPE_CHECKING:

@@ -1,20 +1,18 @@
 """Make an engine: cut layers into stages, place them on devices, choose a driver."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import chain, groupby
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 
-from penstock.errors import ConfigError, shown
 from penstock.mesh import Mesh
 from penstock.model.layers import Layers
 from penstock.model.owned import modules_of_loss
 from penstock.model.reach import parties_of
 from penstock.model.stage_plan import StagePlan, stage_of_layers
-from penstock.model.state import Held
 from penstock.planner.plan import Plan
 from penstock.schedules.lower import Lowering
 from penstock.sharding.plan import Sharding
@@ -29,7 +27,6 @@ from .memory.stores import store_on
 from .microbatches import Splitter
 from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
-from .shards.at_rest import CutWeights
 from .shards.divided import Shards
 from .stage.stage import ActivationPolicy, Stage
 from .workers import ThreadDriver
@@ -183,50 +180,3 @@ def plan_after_move(engine: Engine, function: Callable[..., Any]) -> Plan:
         nowhere = torch.empty(0, device=stage.device.device)
         names[stage.index] = str(next((t.device for t in tensors), function(nowhere).device))
     return replace(engine.plan, placement=replace(placement, devices=tuple(names)))
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The state of a pipeline in this process, for checkpoints and clipping.
-
-    `number` counts the pipelines of the mesh.  `held` are the tensors here, and the extra state of
-    the modules that run here; `shards` the slices of weights among them.
-    """
-
-    number: int
-    held: Held
-    shards: CutWeights
-
-
-class PipelineLike(Protocol):
-    """The part of `penstock.Pipeline` that checkpoints and clipping use, for types."""
-
-    step: int
-    seed: int
-    evaluations: int
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def _parts(self) -> Parts: ...
-
-
-def parts_of(pipe: PipelineLike) -> Parts:
-    """Return the state of a pipeline in this process."""
-    return pipe._parts
-
-
-def is_pipeline(module: object) -> TypeGuard[PipelineLike]:
-    """Tell whether an object is a `penstock.Pipeline`: it has a plan."""
-    return isinstance(getattr(module, "plan", None), Plan)
-
-
-def check_pipeline(pipe: object) -> None:
-    """Refuse an object that is no pipeline.
-
-    Raises:
-        ConfigError: `pipe` is no `penstock.Pipeline`.
-    """
-    if not is_pipeline(pipe):
-        raise ConfigError(f"pipe={shown(pipe)}; give the pipeline, a penstock.Pipeline")

@@ -110,7 +110,7 @@ def test_state_of_another_type_than_its_parameter_comes_back_to_the_bit(tmp_path
 
 def test_the_unsplit_model_loads_it_with_plain_torch(tmp_path: Path) -> None:
     model, _ = trained()
-    with penstock.Pipeline(model, num_stages=3) as pipe:
+    with penstock.Pipeline(model, num_stages=3, num_microbatches=1) as pipe:
         penstock.save_checkpoint(tmp_path / "c", pipe)
     twin = small()
     twin.load_state_dict(load_file(tmp_path / "c" / "model.safetensors"))
@@ -118,10 +118,10 @@ def test_the_unsplit_model_loads_it_with_plain_torch(tmp_path: Path) -> None:
 
 
 def test_it_holds_the_step_and_seed_of_a_pipeline(tmp_path: Path) -> None:
-    with penstock.Pipeline(small(), num_stages=2, seed=5) as pipe:
+    with penstock.Pipeline(small(), num_stages=2, seed=5, num_microbatches=1) as pipe:
         pipe.step = 17
         penstock.save_checkpoint(tmp_path / "c", pipe)
-    with penstock.Pipeline(small(), num_stages=3, seed=0) as other:
+    with penstock.Pipeline(small(), num_stages=3, seed=0, num_microbatches=1) as other:
         penstock.load_checkpoint(tmp_path / "c", other)
         assert (other.step, other.seed) == (17, 5)
 

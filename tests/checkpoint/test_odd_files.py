@@ -69,7 +69,9 @@ def test_files_for_others_refuse_what_they_would_hold_as_pairs(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"'turn' is complex128.*convert it to complex64"):
         penstock.export_model(tmp_path / "c", tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="is complex128"):
-        penstock.save_pretrained(tmp_path / "p", penstock.Pipeline([model], num_stages=1))
+        penstock.save_pretrained(
+            tmp_path / "p", penstock.Pipeline([model], num_stages=1, num_microbatches=1)
+        )
     assert not (tmp_path / "p").exists()
 
 
@@ -118,7 +120,8 @@ class Noisy(nn.Module):
 def test_evaluations_after_a_resume_draw_what_they_would_have_drawn(tmp_path: Path) -> None:
     x = torch.ones(4, 6)
     whole, resumed = (
-        penstock.Pipeline([nn.Linear(6, 6), Noisy()], num_stages=2) for _ in range(2)
+        penstock.Pipeline([nn.Linear(6, 6), Noisy()], num_stages=2, num_microbatches=1)
+        for _ in range(2)
     )
     drawn = [whole.eval_step(x) for _ in range(3)]
     assert not torch.equal(drawn[0] != 0, drawn[2] != 0)

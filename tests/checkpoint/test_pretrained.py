@@ -223,7 +223,9 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None
 def test_an_index_that_leaves_its_folder_is_refused(file: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"weight": file}}))
     with pytest.raises(CheckpointError, match=r"names the file .* outside of the folder"):
-        penstock.load_pretrained(tmp_path, penstock.Pipeline([nn.Linear(1, 1)], num_stages=1))
+        penstock.load_pretrained(
+            tmp_path, penstock.Pipeline([nn.Linear(1, 1)], num_stages=1, num_microbatches=1)
+        )
 
 
 def test_files_of_a_folder_may_be_links_as_in_a_cache(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_files_of_a_folder_may_be_links_as_in_a_cache(tmp_path: Path) -> None:
     (folder / "model-1.safetensors").symlink_to(blob)
     index = {"weight_map": dict.fromkeys(("0.weight", "0.bias"), "model-1.safetensors")}
     (folder / INDEX).write_text(json.dumps(index))
-    penstock.load_pretrained(folder, penstock.Pipeline([twin], num_stages=1))
+    penstock.load_pretrained(folder, penstock.Pipeline([twin], num_stages=1, num_microbatches=1))
     assert torch.equal(model.weight, twin.weight)
 
 
@@ -285,14 +287,16 @@ def test_layers_in_a_row_are_saved_and_loaded_too(tmp_path: Path) -> None:
     torch.manual_seed(0)
     chain = Chain()
     nn.init.ones_(chain.get_parameter("2.weight"))
-    pipe = penstock.Pipeline(chain, 2, threads_per_stage=1)
+    pipe = penstock.Pipeline(chain, 2, threads_per_stage=1, num_microbatches=1)
     chain(torch.rand(4, 4))  # moves the statistics
     penstock.save_pretrained(tmp_path / "m", pipe)
     assert [file.name for file in (tmp_path / "m").iterdir()] == [MODEL]
     assert "2.shift" not in load_file(tmp_path / "m" / MODEL)
     with torch.device("meta"):
         twin = Chain()
-    pipe = penstock.Pipeline(twin, 2, threads_per_stage=1, weights=tmp_path / "m")
+    pipe = penstock.Pipeline(
+        twin, 2, threads_per_stage=1, weights=tmp_path / "m", num_microbatches=1
+    )
     assert_equal(own(twin), own(chain))
     x = torch.rand(4, 4)
     assert torch.equal(pipe.eval_step(x), chain.eval()(x))

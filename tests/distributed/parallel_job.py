@@ -19,7 +19,7 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
 from penstock.planner.mesh_task import MeshTask
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made
 

@@ -274,7 +274,7 @@ def save_oddly(mesh: penstock.Mesh, folder_for_saves: str) -> list[str]:
     folder = Path(folder_for_saves)
     torch.manual_seed(0)
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    pipe = penstock.Pipeline(layers, mesh=mesh, loss=nn.MSELoss())
+    pipe = penstock.Pipeline(layers, mesh=mesh, loss=nn.MSELoss(), num_microbatches=1)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     found, save = list[str](), penstock.save_checkpoint
     found += said_by(save, folder / "save-1", pipe, optimizer if mesh.stage == 0 else None)
@@ -331,7 +331,9 @@ def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
         loss = lambda out, y: out.float().sum()  # noqa: E731 - it is of this place alone
-        pipe = penstock.Pipeline(layers, mesh=mesh, loss=loss, sharding=sharding)
+        pipe = penstock.Pipeline(
+            layers, mesh=mesh, loss=loss, sharding=sharding, num_microbatches=1
+        )
         first, second = Masters(pipe.parameters()), Masters(pipe.parameters())
         pipe.train_step(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2))
         first.step()

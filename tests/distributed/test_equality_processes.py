@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import penstock
 from penstock.errors import ConfigError
 from penstock.planner.placement import Placement
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from penstock.schedules import ALL_SCHEDULES, gpipe
 from penstock.sharding.named import READY
 from penstock.types import Recompute, Reduction

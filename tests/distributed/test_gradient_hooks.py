@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError
 from penstock.planner.placement import Placement
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from penstock.schedules import pipedream_2bw
 from tests.distributed.call import call
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 import penstock
 from penstock import schedules
 from penstock.planner.placement import Placement
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from tests.distributed.call import call
 from tests.distributed.test_checkpoint_processes import MICROBATCHES, batch, layers
 from tests.sharding import test_pipeline as gpt

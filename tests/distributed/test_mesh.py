@@ -64,7 +64,9 @@ def axes(mesh: penstock.Mesh) -> dict[str, Any]:
 
 def in_unlike_meshes(mesh: penstock.Mesh) -> Any:
     with pytest.raises(PlanError, match=r"sharding=None, and a stage has 2 ranks"):
-        penstock.Pipeline([torch.nn.Linear(2, 2)] * 2, mesh=mesh, loss=torch.nn.MSELoss())
+        penstock.Pipeline(
+            [torch.nn.Linear(2, 2)] * 2, mesh=mesh, loss=torch.nn.MSELoss(), num_microbatches=1
+        )
     return axes(mesh), mesh.world.gather(repr(mesh), "for a test")
 
 
@@ -94,7 +96,9 @@ def test_stages_of_unlike_meshes_have_axes_of_their_own(tmp_path: Path) -> None:
 def test_stages_of_a_pipeline_have_as_many_replicas() -> None:
     mesh = penstock.Mesh(Placement((((0,), (1,)), ((2,),)), ("cpu", "cpu")))
     with pytest.raises(ConfigError, match=r"have \[1, 2\] replicas.*give a stage more shards"):
-        penstock.Pipeline([torch.nn.Linear(2, 2)] * 2, mesh=mesh, loss=torch.nn.MSELoss())
+        penstock.Pipeline(
+            [torch.nn.Linear(2, 2)] * 2, mesh=mesh, loss=torch.nn.MSELoss(), num_microbatches=1
+        )
 
 
 def test_a_process_alone_collects_what_it_has() -> None:

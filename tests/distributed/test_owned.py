@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import Pipeline
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 
 from .call import call
 

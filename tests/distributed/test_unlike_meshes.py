@@ -17,7 +17,7 @@ from penstock.errors import PlanError
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from penstock.schedules.ir import Forward
 from penstock.sharding.layouts import Layout, S, as_on
 from penstock.transport import crossing

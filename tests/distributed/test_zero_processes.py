@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import penstock
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from tests.distributed.call import call
 from tests.side_by_side import same_bits
 

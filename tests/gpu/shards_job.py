@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from tests.gpu.models import Subject, language
 
 WAYS = [(sharding, dropout) for sharding in ("megatron", "zero1", "zero3") for dropout in (0, 0.1)]

@@ -289,7 +289,9 @@ def test_the_check_compares_a_forward_of_its_own_with_plain_torch(norm: Any) -> 
 
 def test_statistics_of_a_forward_of_its_own_cannot_be_pooled_over_replicas() -> None:
     with pytest.raises(ConfigError, match=r"batch_norm_over_replicas.*_Renormalised.*leave out"):
-        penstock.Pipeline(list(around(_Renormalised(4))), 2, batch_norm_over_replicas=True)
+        penstock.Pipeline(
+            list(around(_Renormalised(4))), 2, batch_norm_over_replicas=True, num_microbatches=1
+        )
 
 
 def test_a_parametrised_norm_is_pooled() -> None:

@@ -148,7 +148,9 @@ def test_a_pipeline_inside_a_layer_of_another_one_equals_its_layers(transport, r
     def gradients(wrapped: bool) -> list[Tensor | None]:
         torch.manual_seed(3)
         inner: list[nn.Module] = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
-        middle = penstock.Pipeline(inner, 2, transport=transport, threads_per_stage=1)
+        middle = penstock.Pipeline(
+            inner, 2, transport=transport, threads_per_stage=1, num_microbatches=1
+        )
         within = middle if wrapped else nn.Sequential(*inner)
         outer: list[nn.Module] = [nn.Linear(6, 6), within, nn.Linear(6, 3)]
         with pipeline(outer, transport, recompute) as pipe:

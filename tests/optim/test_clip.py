@@ -114,12 +114,12 @@ def test_a_norm_that_is_not_finite_can_be_an_error_and_changes_nothing() -> None
 
 
 def test_no_gradient_has_the_norm_0() -> None:
-    assert penstock.clip_grad_norm_(Pipeline(model(), 2), 1.0) == 0
+    assert penstock.clip_grad_norm_(Pipeline(model(), 2, num_microbatches=1), 1.0) == 0
 
 
 @pytest.mark.parametrize("name", ["max_norm", "norm_type"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_what_is_not_above_0_is_refused(name: str, value: float) -> None:
-    pipe = Pipeline(model(), 1)
+    pipe = Pipeline(model(), 1, num_microbatches=1)
     with pytest.raises(ConfigError, match=f"{name}={value}; it must be above 0"):
         penstock.clip_grad_norm_(pipe, *((value,) if name == "max_norm" else (1.0, value)))

@@ -133,7 +133,9 @@ def test_a_model_without_the_loss_loads_what_is_its_own(tmp_path: Path) -> None:
     penstock.load_checkpoint(tmp_path / "saved", model)
     assert torch.equal(model.state_dict()["scale"], pipe.state_dict()["scale"])
     assert torch.equal(model.state_dict()["offset"], pipe.state_dict()["offset"])
-    alone = Pipeline(penstock.capture(Places(), BATCH[0][:2]), 2)  # no loss: to evaluate with
+    alone = Pipeline(
+        penstock.capture(Places(), BATCH[0][:2]), 2, num_microbatches=1
+    )  # no loss: to evaluate with
     penstock.load_checkpoint(tmp_path / "saved", alone)
     assert torch.equal(alone.eval_step(BATCH[0]), pipe.eval_step(BATCH[0]))
 
@@ -151,8 +153,10 @@ def test_a_loss_and_a_layer_of_one_name_are_refused() -> None:
     layers = nn.Sequential()
     layers.add_module("loss", nn.Linear(4, 4))
     with pytest.raises(ConfigError, match="the model has a child of that name"):
-        Pipeline(layers, 1, loss=Loss())
-    assert Pipeline(layers, 1, loss=nn.MSELoss()).eval_step(torch.zeros(2, 4)).shape == (2, 4)
+        Pipeline(layers, 1, loss=Loss(), num_microbatches=1)
+    assert Pipeline(layers, 1, loss=nn.MSELoss(), num_microbatches=1).eval_step(
+        torch.zeros(2, 4)
+    ).shape == (2, 4)
 
 
 def test_a_loss_that_has_the_models_own_weight_counts_it_once() -> None:

@@ -171,6 +171,8 @@ def test_a_layer_that_needs_its_hook_is_measured_with_it() -> None:
         return given[0][:, :4]
 
     layers[0].register_forward_pre_hook(narrow)
-    pipe = Pipeline(layers, 2, loss=nn.MSELoss(), example_inputs=torch.randn(2, 6))
+    pipe = Pipeline(
+        layers, 2, loss=nn.MSELoss(), example_inputs=torch.randn(2, 6), num_microbatches=1
+    )
     assert calls
     pipe.train_step(torch.randn(2, 6), torch.zeros(2, 4))

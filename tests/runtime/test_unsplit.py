@@ -200,7 +200,9 @@ def test_measuring_the_layers_tells_the_plan_before_the_first_step() -> None:
 
 
 def test_without_divided_backwards_nothing_is_said() -> None:
-    with penstock.Pipeline([nn.Linear(6, 6)], num_stages=1, loss=mse_loss) as pipe:
+    with penstock.Pipeline(
+        [nn.Linear(6, 6)], num_stages=1, loss=mse_loss, num_microbatches=1
+    ) as pipe:
         pipe.train_step(torch.ones(2, 6), torch.ones(2, 6))
         assert told(pipe.plan) == []
         assert pipe.plan.unsplit is None

@@ -16,7 +16,7 @@ from penstock import Mesh, Pipeline
 from penstock.errors import PenstockError
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from penstock.sharding.named import READY
 from tests.model.capture.any_models.lists import EVERY
 from tests.model.capture.any_models.made import DECODER, IMAGES, TEXT

@@ -18,7 +18,7 @@ from penstock.errors import PenstockError
 from penstock.mesh.collectives import Collectives
 from penstock.model.entries import layout_on, marked
 from penstock.planner.placement import Placement
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from penstock.sharding.layouts import I, Layout, S, as_on
 from penstock.sharding.named import READY
 from penstock_recipes.zoo import gpt

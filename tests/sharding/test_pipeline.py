@@ -16,7 +16,7 @@ from penstock import Mesh, Pipeline, Recompute
 from penstock.errors import BatchError
 from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from penstock.sharding.named import READY
 from penstock_recipes.zoo import gpt
 from tests.distributed.call import call

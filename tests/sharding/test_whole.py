@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import Mesh, Pipeline
 from penstock.planner.placement import Placement
-from penstock.runtime.construction import parts_of
+from penstock.runtime.pipeline_module import parts_of
 from scripts.sharding_table import LIMIT, PAGE, cells_of, read, run, written
 from tests.distributed.call import call
 from tests.sharding.families import FAMILIES, PLANS, Cell

@@ -115,12 +115,14 @@ def test_blocks_that_belong_together_stay_on_one_stage() -> None:
     model = stack(*(nn.Linear(4, 4) for _ in range(5)))
     layers = penstock.capture(model, torch.randn(2, 4), together=["parts.1", "parts.3"])
     for num_stages, expected in ((2, None), (3, (1, 3, 1))):
-        with Pipeline(layers, num_stages=num_stages, threads_per_stage=1) as pipe:
+        with Pipeline(
+            layers, num_stages=num_stages, threads_per_stage=1, num_microbatches=1
+        ) as pipe:
             assert expected in (None, pipe.partition) and sum(pipe.partition[:1]) not in (2, 3)
     with pytest.raises(CutError, match="4 stages asked, 5 block calls found, cut into 3"):
-        Pipeline(layers, num_stages=4)
+        Pipeline(layers, num_stages=4, num_microbatches=1)
     with pytest.raises(PartitionError, match="which together= keeps on one"):
-        Pipeline(layers, partition=[2, 3])
+        Pipeline(layers, partition=[2, 3], num_microbatches=1)
     with pytest.raises(CutError, match="names 'heads', which fits no block"):
         penstock.capture(model, torch.randn(2, 4), together=["heads"])
 
@@ -131,12 +133,14 @@ def test_inputs_that_every_stage_is_given_do_not_travel() -> None:
     loss = whole(**batch).loss
     loss.backward()
     layers = penstock.capture(model, batch, inputs="everywhere")
-    with Pipeline(layers, num_stages=4, threads_per_stage=1) as pipe:
+    with Pipeline(layers, num_stages=4, threads_per_stage=1, num_microbatches=1) as pipe:
         assert torch.equal(pipe.train_step(batch), loss.detach())
         assert_equal(gradients(model), gradients(whole))
     chain = stack(nn.Linear(4, 4), nn.Linear(4, 4))
     layers = penstock.capture(chain, torch.randn(2, 4), inputs="everywhere")
-    pipe = Pipeline(layers, num_stages=2, loss=lambda y, _: y.sum(), threads_per_stage=1)
+    pipe = Pipeline(
+        layers, num_stages=2, loss=lambda y, _: y.sum(), threads_per_stage=1, num_microbatches=1
+    )
     with pipe, pytest.raises(CutError, match="requires grad, and is given to every stage"):
         pipe.train_step(torch.randn(2, 4, requires_grad=True))
 
@@ -144,7 +148,7 @@ def test_inputs_that_every_stage_is_given_do_not_travel() -> None:
 def test_what_does_not_fit_is_said_before_anything_runs() -> None:
     model, batch = labelled(BY_NAME["bert"], 2)
     with pytest.raises(ConfigError, match=r"is no plain nn.Sequential: give example_inputs"):
-        Pipeline(model, num_stages=2)
+        Pipeline(model, num_stages=2, num_microbatches=1)
     with pytest.raises(CutError, match="missing a required argument: 'x'"):
         penstock.capture(stack(nn.Linear(4, 4)), {})
     with pytest.raises(CutError, match="and was given a list"):
@@ -152,7 +156,9 @@ def test_what_does_not_fit_is_said_before_anything_runs() -> None:
     with pytest.raises(CutError, match=r"inputs='all'; choose 'first' or 'everywhere'"):
         penstock.capture(model, batch, inputs="all")
     batch.pop("labels")
-    pipe = Pipeline(model, num_stages=2, example_inputs=batch, threads_per_stage=1)
+    pipe = Pipeline(
+        model, num_stages=2, example_inputs=batch, threads_per_stage=1, num_microbatches=1
+    )
     with pipe, pytest.raises(ConfigError, match=r"MaskedLMOutput of logits, has no loss\. Give"):
         pipe.train_step(batch)
 
@@ -178,8 +184,10 @@ def test_a_sequential_with_a_forward_of_its_own_is_run_by_it() -> None:
     x = torch.randn(3, 4)
     for chain in (model, hooked):
         with pytest.raises(ConfigError, match=r"is no plain nn\.Sequential: give example_inputs"):
-            Pipeline(chain, num_stages=2)
-        with Pipeline(chain, num_stages=2, example_inputs=x, threads_per_stage=1) as pipe:
+            Pipeline(chain, num_stages=2, num_microbatches=1)
+        with Pipeline(
+            chain, num_stages=2, example_inputs=x, threads_per_stage=1, num_microbatches=1
+        ) as pipe:
             assert torch.equal(pipe.eval_step(x), chain.eval()(x))
 
 
@@ -206,7 +214,7 @@ def test_what_a_stage_leaves_off_is_on_again_for_its_next_micro_batch() -> None:
 def test_weights_that_were_untied_or_replaced_since_are_refused() -> None:
     model, batch = labelled(BY_NAME["gpt2"], 4)
     layers = penstock.capture(model, batch)
-    with Pipeline(layers, num_stages=2, threads_per_stage=1) as pipe:
+    with Pipeline(layers, num_stages=2, threads_per_stage=1, num_microbatches=1) as pipe:
         pipe.train_step(batch)
         bias = model.transformer.h[0].ln_1.bias
         model.transformer.h[0].ln_1.bias = nn.Parameter(bias.detach().clone())
@@ -216,4 +224,4 @@ def test_weights_that_were_untied_or_replaced_since_are_refused() -> None:
         pipe.train_step(batch)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     with pytest.raises(CutError, match=r"'lm_head\.weight' and '.*' were one parameter"):
-        Pipeline(layers, num_stages=2)
+        Pipeline(layers, num_stages=2, num_microbatches=1)

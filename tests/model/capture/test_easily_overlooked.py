@@ -22,7 +22,10 @@ from tests.model_parts import Does
 
 def pipeline(model: nn.Module) -> penstock.Pipeline:
     return penstock.Pipeline(
-        captured_layers(record_model(model, inputs())), num_stages=2, threads_per_stage=1
+        captured_layers(record_model(model, inputs())),
+        num_stages=2,
+        threads_per_stage=1,
+        num_microbatches=1,
     )
 
 
@@ -61,7 +64,10 @@ def test_a_parametrization_of_a_block_may_be_removed_after_capture() -> None:
         parametrize.remove_parametrizations(model.blocks[1], "weight")
         assert torch.equal(model(inputs()), expected)
         again = penstock.Pipeline(
-            captured_layers(record_model(model, inputs())), num_stages=2, threads_per_stage=1
+            captured_layers(record_model(model, inputs())),
+            num_stages=2,
+            threads_per_stage=1,
+            num_microbatches=1,
         )
         with again:
             assert torch.equal(again.eval_step(inputs()), expected)

@@ -67,7 +67,9 @@ def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
 
 def test_too_few_blocks_are_named() -> None:
     with pytest.raises(CutError, match=r"4 stages asked, 3 block calls found: blocks\.0, blocks"):
-        penstock.Pipeline(captured_layers(record_model(Chain(), inputs())), num_stages=4)
+        penstock.Pipeline(
+            captured_layers(record_model(Chain(), inputs())), num_stages=4, num_microbatches=1
+        )
 
 
 @pytest.mark.parametrize("refused", [pytest.param(r, id=r.name) for r in REFUSED])
@@ -210,7 +212,11 @@ def test_another_number_of_calls_than_with_the_example_is_refused() -> None:
         (1, RouteError, "for the model's output, but the plan does not send it there"),
     ):
         pipe = penstock.Pipeline(
-            layers, partition=[1, 1, 1, 1], loss=nn.functional.mse_loss, threads_per_stage=1
+            layers,
+            partition=[1, 1, 1, 1],
+            loss=nn.functional.mse_loss,
+            threads_per_stage=1,
+            num_microbatches=1,
         )
         with pipe, pytest.raises(error, match=message):
             pipe.train_step(inputs(batch), inputs(batch))

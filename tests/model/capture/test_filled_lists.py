@@ -169,7 +169,9 @@ def test_a_list_in_the_example_stays_as_it_is(where: str) -> None:
     model, numbers = OfTheCaller(), [5]
     expected = copy.deepcopy(model)(inputs(2), [5])
     layers = penstock.capture(model, (inputs(2), penstock.Whole(numbers)), inputs=where)
-    with Pipeline(layers, num_stages=3, loss=squares, threads_per_stage=1) as pipe:
+    with Pipeline(
+        layers, num_stages=3, loss=squares, threads_per_stage=1, num_microbatches=1
+    ) as pipe:
         found = pipe.eval_step(inputs(2), penstock.Whole(numbers))
     assert numbers == [5]
     assert_equal({"output": found}, {"output": expected})
@@ -184,7 +186,9 @@ def test_a_list_of_the_users_class_keeps_its_attributes() -> None:
     model, given = Scaled(), Named([inputs(4)])
     given.name = "longer"
     expected, layers = copy.deepcopy(model)(given), penstock.capture(model, given)
-    with Pipeline(layers, num_stages=2, loss=squares, threads_per_stage=1) as pipe:
+    with Pipeline(
+        layers, num_stages=2, loss=squares, threads_per_stage=1, num_microbatches=1
+    ) as pipe:
         assert_equal({"output": pipe.eval_step(given)}, {"output": expected})
 
 
@@ -212,7 +216,9 @@ def test_a_dict_that_refuses_changes_is_given_to_blocks_as_it_is(where: str) -> 
     model, settings = Settings(), Frozen(scale=2.0)
     expected = copy.deepcopy(model)(inputs(2), settings)
     layers = penstock.capture(model, (inputs(2), penstock.Whole(settings)), inputs=where)
-    with Pipeline(layers, num_stages=3, loss=squares, threads_per_stage=1) as pipe:
+    with Pipeline(
+        layers, num_stages=3, loss=squares, threads_per_stage=1, num_microbatches=1
+    ) as pipe:
         found = pipe.eval_step(inputs(2), penstock.Whole(settings))
     assert_equal({"output": found}, {"output": expected})
 
@@ -267,7 +273,9 @@ class Returned(Rerun):  # its blocks return the list that they change
 def test_what_is_kept_of_a_block_is_the_list_as_that_block_gave_it() -> None:
     model = Returned()
     layers = penstock.capture(model, inputs(), keep=["blocks.0"])
-    with Pipeline(layers, num_stages=3, loss=squares, threads_per_stage=1) as pipe:
+    with Pipeline(
+        layers, num_stages=3, loss=squares, threads_per_stage=1, num_microbatches=1
+    ) as pipe:
         _, kept = pipe.eval_step(inputs())
     with torch.no_grad():
         expected = model.blocks[0]([inputs()])[0]

@@ -328,7 +328,7 @@ def test_inputs_without_values_are_refused(make: Any, where: str) -> None:
     with pytest.raises(BatchError, match=message):
         penstock.capture(Chain(), make())
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    pipe = Pipeline(layers, num_stages=2, threads_per_stage=1)
+    pipe = Pipeline(layers, num_stages=2, threads_per_stage=1, num_microbatches=1)
     with pipe, pytest.raises(BatchError, match=message):
         pipe.eval_step(make())
 
@@ -343,7 +343,9 @@ def test_a_read_only_view_of_a_dict_is_a_mapping_like_any_other(is_argument: boo
     view: Any = MappingProxyType({"x": inputs(2)})
     given = (view,) if is_argument else view
     model = ByName()
-    with Pipeline(model, num_stages=2, example_inputs=given, threads_per_stage=1) as pipe:
+    with Pipeline(
+        model, num_stages=2, example_inputs=given, threads_per_stage=1, num_microbatches=1
+    ) as pipe:
         assert torch.equal(pipe.eval_step(given), model(inputs(2)))
 
 

@@ -132,7 +132,9 @@ def test_a_pipeline_translates_by_its_forward_alone() -> None:
     model = made()
     expected = beam_search(model, SOURCE, beam=2, max_length=5)
     batch = SOURCE, SOURCE
-    with penstock.Pipeline(model, 2, example_inputs=batch, threads_per_stage=1) as pipe:
+    with penstock.Pipeline(
+        model, 2, example_inputs=batch, threads_per_stage=1, num_microbatches=1
+    ) as pipe:
         found = beam_search(lambda *both: pipe.eval_step(both), SOURCE, beam=2, max_length=5)
     assert torch.equal(found.words_BKT, expected.words_BKT)
 
