@@ -130,7 +130,7 @@ def _why_no_room(plan: Plan, lacks: NoRoom, measured: Measured) -> str:
     others = _that_fit(plan, measured)
     return (
         f"memory_limit_bytes={limit:,} on rank {rank} (stage {names}): {least - limit:,} bytes "
-        f"too few; with whole stages computed twice{' and moved away' if may_move else ''} it "
+        f"too few; with everything computed twice{' and moved away' if may_move else ''} it "
         f"still keeps {least - of_versions:,} of {plan.num_microbatches} micro-batches{versions}. "
         f"Give {'' if may_move else 'offload=True, '}more and smaller micro-batches, more stages"
         + (f", or a schedule that fits: {' or '.join(others)}" if others else "")

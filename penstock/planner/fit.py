@@ -47,7 +47,8 @@ def fit(prices: StagePrices, partition: Sequence[int]) -> Fitted | NoRoom:
     """Return the first policy, cheapest first, by which each rank fits its memory.
 
         recompute nothing ─► layers one by one, most freed bytes per second first
-                          ─► whole stages ─► and offload what is left, where that is allowed
+                          ─► whole stages ─► layer by layer
+                          ─► whole stages, offloaded, where that is allowed
 
     Each rank is decided on its own: its memory depends on its own stages only.
     """
@@ -110,7 +111,7 @@ def _policies(
         freed = prices.of_stages.freed_bytes(at[1])
         return freed / again_s if again_s > 0 else float(freed)
 
-    # 1. Recompute more and more layers, one by one.
+    # 1. Recompute layers one by one; a stage with all its layers recomputes as a whole.
     layers = [(stage, layer) for stage in stages for layer in range(*runs[stage])]
     layers = [at for at in layers if prices.of_stages.inner_bytes[at[1]]]
     for stage, layer in sorted(layers, key=gain, reverse=True):
@@ -118,13 +119,15 @@ def _policies(
         recomputed = previous.layers if isinstance(previous, RecomputeLayers) else ()
         more = RecomputeLayers((*recomputed, layer))
         is_whole = len(more.layers) == runs[stage][1] - runs[stage][0]
-        policy = policy.changed(stage, Recompute.LAYERS if is_whole else more)
+        policy = policy.changed(stage, Recompute.STAGE if is_whole else more)
         yield policy
-    # 2. Recompute whole stages: each keeps its inputs only, but all of its graph at a backward.
-    for stage in stages:
-        policy = policy.changed(stage, Recompute.STAGE)
-        yield policy
-    # 3. Offload those inputs.
+    # 2. Recompute whole stages: each keeps its inputs only, but all of its graph at a backward;
+    #    or layer by layer: inputs of all layers, but the graph of one.
+    for kind in (Recompute.STAGE, Recompute.LAYERS):
+        for stage in stages:
+            policy = policy.changed(stage, kind)
+            yield policy
+    # 3. Recompute whole stages, and offload their inputs.
     for stage in stages:
         if stage in prices.may_offload:
             policy = policy.changed(stage, Recompute.STAGE, offload=True)
