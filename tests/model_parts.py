@@ -107,7 +107,8 @@ class Noted(nn.Module):
 def noted_pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
     """Cut a model with notes into two stages."""
     example = torch.linspace(-1, 1, 8).view(4, 2)
-    given = {"num_stages": 2, "loss": nn.MSELoss(), "threads_per_stage": 1, **options}
+    given = {"num_stages": 2, "num_microbatches": 1, "loss": nn.MSELoss(), **options}
+    given |= {"threads_per_stage": 1}
     return penstock.Pipeline(model, example_inputs=example, **given)
 
 

@@ -44,7 +44,7 @@ def even_cut(layers: Layers, num_stages: int) -> list[int]:
 
 def pipeline(made: Made, num_stages: int = 2, **options: Any) -> penstock.Pipeline:
     """Capture a model, and cut it."""
-    given = {"num_stages": num_stages, "threads_per_stage": 1, **options}
+    given = {"num_stages": num_stages, "num_microbatches": 1, "threads_per_stage": 1, **options}
     return penstock.Pipeline(layers_of(made), **given)
 
 
