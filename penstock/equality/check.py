@@ -36,8 +36,8 @@ def check(
     """Train one step as a pipeline and as the unsplit model, and compare all results.
 
     The unsplit model runs here, in one thread, micro-batch after micro-batch.  Both sides are
-    copies, so the model given is not changed.  The report compares the loss, every parameter's gradient,
-    every buffer, and the outputs in evaluation mode after the step.
+    copies, so the model given is not changed.  The report compares the loss, every parameter's
+    gradient, every buffer, and the outputs in evaluation mode after the step.
 
     Args:
         layers: as for `Pipeline`; any module is captured with `inputs` as its example.
