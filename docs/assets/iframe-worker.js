@@ -35,7 +35,8 @@ if (location.protocol === "file:") {
       document.body.appendChild(this.frame)
     }
     postMessage(data) {
-      this.ready.then(() => this.frame.contentWindow.postMessage(data, "*"))
+      // The frame's own postMessage answers: use that of this window.
+      this.ready.then(() => window.postMessage.call(this.frame.contentWindow, data, "*"))
     }
     terminate() {
       this.frame.remove()
