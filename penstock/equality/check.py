@@ -37,14 +37,15 @@ def check(
     """Train one step as a pipeline and as the unsplit model, and compare all results.
 
     The unsplit model runs here, in one thread, micro-batch after micro-batch.  Both sides are
-    copies:
-    the model given is not changed.  The report compares the loss, every parameter's gradient,
-    every buffer, and the outputs in evaluation mode after the step.
+    copies, so the model given is not changed.  The report compares the loss, every parameter's
+    gradient, every buffer, and the outputs in evaluation mode after the step.
 
     Args:
-        layers, loss, num_microbatches: as for `Pipeline`; any module is captured with `inputs` as
-            its example.
-        inputs, targets: one batch, as for `Pipeline.train_step`.
+        layers: as for `Pipeline`; any module is captured with `inputs` as its example.
+        inputs: those of one batch, as for `Pipeline.train_step`.
+        targets: likewise.
+        loss: as for `Pipeline`.
+        num_microbatches: M.
         options: `num_stages` or `partition`, and any other argument of `Pipeline`.  In a `mesh` of
             processes all of them call this alike.  Each compares its own tensors, with slices put
             together, and returns the report of all.  Operators in shards add up in another order:

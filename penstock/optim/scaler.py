@@ -34,7 +34,11 @@ class GradScaler(AbstractSharedScaler):
 
     Args:
         pipe: the pipeline whose gradients are scaled.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+        init_scale: as torch's.
+        growth_factor: as torch's.
+        backoff_factor: as torch's.
+        growth_interval: as torch's.
+        enabled: as torch's.
 
     Raises:
         ConfigError: `pipe` is no pipeline, `init_scale` is not above 0, or the schedule updates

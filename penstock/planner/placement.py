@@ -158,7 +158,7 @@ class Placement:
 
     @property
     def meshes(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """The meshes of all stages, [replica][shard], each once, in order along the pipeline.
+        """The meshes of all stages, `[replica][shard]`, each once, in order along the pipeline.
 
         Without `stage_places` that is the order of their first ranks.
         """

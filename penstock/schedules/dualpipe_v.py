@@ -37,6 +37,7 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 dualpipe_v = Family("dualpipe_v", _schedule, stages_per_rank=2, deal=zigzag)
+"""DualPipeV: two stages on each rank, with forwards of one between backwards of the other."""
 
 
 def _program(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Compute]:

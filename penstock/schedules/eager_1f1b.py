@@ -22,3 +22,4 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 eager_1f1b = Family("eager_1f1b", _schedule)
+"""1F1B with a longer warm-up, so that messages arrive before they are needed."""

@@ -27,3 +27,4 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 gpipe = Family("gpipe", _schedule)
+"""GPipe: all forwards, then all backwards.  A rank keeps all M micro-batches."""

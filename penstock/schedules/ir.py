@@ -41,7 +41,7 @@ class OfMicrobatch(OfStage):
 class Forward:
     """Run the layers of `stage` on `microbatch`; on the last stage, the loss as well.
 
-    Roughly: y[s, i] = stage[s](x[s, i]); kept[s, i] = graph, or x[s, i] only
+    Roughly: `y[s, i] = stage[s](x[s, i]); kept[s, i] = graph, or x[s, i] only`
 
     With `keep_graph` everything the backward needs stays alive until the Backward, or the
     BackwardInput, of the same pair.  Without it, only the inputs and the random key of the stage,
@@ -65,7 +65,7 @@ class Forward:
 class Recompute(OfMicrobatch):
     """Run the forward of `stage` on `microbatch` again, with the same bits, and keep its graph.
 
-    Roughly: kept[s, i] = graph of stage[s](kept[s, i])
+    Roughly: `kept[s, i] = graph of stage[s](kept[s, i])`
 
     Needs no gradient, so it may run while one is awaited (GPipe's early recompute, section 2.3).
     Where only some layers dropped what they saved, each runs again when the backward comes to it.
@@ -79,7 +79,7 @@ class Recompute(OfMicrobatch):
 class Backward(OfMicrobatch):
     """Add the parameter gradients of `stage` for `microbatch`; free its activations.
 
-    Roughly: g_x[s, i], g_w += vjp(kept.pop((s, i)), g_y[s, i])
+    Roughly: `g_x[s, i], g_w += vjp(kept.pop((s, i)), g_y[s, i])`
     """
 
     letter = "B"
@@ -89,7 +89,7 @@ class Backward(OfMicrobatch):
 class BackwardInput(OfMicrobatch):
     """Compute the gradients that other stages wait for; leave those of weights to BackwardWeight.
 
-    Roughly: g_x[s, i] = vjp_x(kept[s, i], g_y[s, i]); kept[s, i] = operands of the weights' part
+    Roughly: `g_x[s, i] = vjp_x(kept[s, i], g_y[s, i]); kept[s, i] = operands of the weights' part`
 
     Weight gradients that cannot be computed later are computed here and kept.  They are added up
     in BackwardWeight only.  Frees the graph (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
@@ -102,7 +102,7 @@ class BackwardInput(OfMicrobatch):
 class BackwardWeight(OfMicrobatch):
     """Add the parameter gradients of `stage` for `microbatch` that its BackwardInput has left.
 
-    Roughly: g_w += vjp_w(kept.pop((s, i)))
+    Roughly: `g_w += vjp_w(kept.pop((s, i)))`
 
     Waits for nobody, so it may fill a bubble.  Frees all that is still kept for the pair.
     """
@@ -153,7 +153,7 @@ class Receive(Communication):
 class SendActivation(Send):
     """Hand the values of `microbatch` that stage `peer` needs over to it.
 
-    Roughly: channel[s -> peer].put(y[s, i])
+    Roughly: `channel[s -> peer].put(y[s, i])`
 
     Keeps nothing that the forward did not keep; never waits for the receiver.
     """
@@ -165,7 +165,7 @@ class SendActivation(Send):
 class ReceiveActivation(Receive):
     """Wait for the values of `microbatch` that `stage` needs from stage `peer`.
 
-    Roughly: x[s, i] += channel[peer -> s].get()
+    Roughly: `x[s, i] += channel[peer -> s].get()`
     """
 
     gradient = False
@@ -175,7 +175,7 @@ class ReceiveActivation(Receive):
 class SendGradient(Send):
     """Hand the gradients of the values that `stage` received from stage `peer` back to it.
 
-    Roughly: channel[s -> peer].put(g_x[s, i]); freed here once taken.
+    Roughly: `channel[s -> peer].put(g_x[s, i])`; freed here once taken.
     """
 
     gradient = True
@@ -185,7 +185,7 @@ class SendGradient(Send):
 class ReceiveGradient(Receive):
     """Wait for the gradients of the values that `stage` sent to stage `peer` for `microbatch`.
 
-    Roughly: g_y[s, i] += channel[peer -> s].get()
+    Roughly: `g_y[s, i] += channel[peer -> s].get()`
     """
 
     gradient = True
@@ -196,7 +196,7 @@ class CommitStatistics(OfStage):
     """Move the BatchNorm running statistics of `stage` once, by the pooled moments of the
     mini-batch.
 
-    Roughly: running = (1 - momentum) * running + momentum * pool(moments[s, 0..m-1])
+    Roughly: `running = (1 - momentum) * running + momentum * pool(moments[s, 0..m-1])`
 
     Comes after the last Forward of the stage.  Frees the moments.
     """
@@ -209,7 +209,7 @@ class PostReceive:
     """Get ready for a message that `stage` will receive from stage `peer` for `microbatch`: an
     activation, or with `gradient` the gradient of one.
 
-    Roughly: channel[peer -> s].make_room()
+    Roughly: `channel[peer -> s].make_room()`
 
     Between processes the transfer then runs while the stage computes; within one there is nothing
     to do.  Keeps room for the message until its receive takes it.
@@ -232,7 +232,7 @@ class PostReceive:
 class ReduceGradients(OfStage):
     """Add up the gradients of `stage` over all replicas of the pipeline.
 
-    Roughly: g_w = sum over replicas of g_w
+    Roughly: `g_w = sum over replicas of g_w`
 
     Comes after the last Backward or BackwardWeight of the stage.  Begins the sums and does not
     wait for them.  They run beside backwards of other stages; the end of the program awaits them.
@@ -246,7 +246,7 @@ class Offload(OfMicrobatch):
     """Move the activations of `stage` for `microbatch` out of the device's memory, to its host's,
     or on a CPU to a file.
 
-    Roughly: away[s, i] = kept.pop((s, i))
+    Roughly: `away[s, i] = kept.pop((s, i))`
 
     Weights, buffers and the caller's batch stay where they are.  A Fetch brings the rest back.
     """
@@ -258,7 +258,7 @@ class Offload(OfMicrobatch):
 class Fetch(OfMicrobatch):
     """Bring back the activations that an Offload of the pair moved away, with the same bits.
 
-    Roughly: kept[s, i] = away.pop((s, i))
+    Roughly: `kept[s, i] = away.pop((s, i))`
 
     Comes before the Recompute, the Backward or the BackwardInput of the pair.
     """
@@ -270,7 +270,7 @@ class Fetch(OfMicrobatch):
 class UpdateWeights(OfStage):
     """Let the optimizer move the weights of `stage` by the gradients since its last update.
 
-    Roughly: w[s, v + 1] = optimizer(w[s, v], g_w); g_w = 0; v += 1
+    Roughly: `w[s, v + 1] = optimizer(w[s, v], g_w); g_w = 0; v += 1`
 
     Keeps w[s, v] until the backward of the last Forward that names it.  If none is left,
     w[s, v + 1] takes its memory.
@@ -300,6 +300,7 @@ Instruction = (
     | Fetch
     | UpdateWeights
 )
+"""An entry of a rank's program."""
 Program = tuple[Instruction, ...]
 """The instructions of a rank, in the order in which it runs them."""
 

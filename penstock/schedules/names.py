@@ -86,6 +86,7 @@ ALL_SCHEDULES = tuple(
 ASYNCHRONOUS_SCHEDULES = (pipedream(), pipedream(vertical_sync=True), pipedream_2bw)
 """The asynchronous families, with each value of their arguments."""
 ASYNCHRONOUS_NAMES = tuple(by_default(family).name for family in ASYNCHRONOUS_FAMILIES)
+"""The names of the asynchronous families."""
 
 
 def family_named(name: str, arguments: Mapping[str, Any]) -> Family:

@@ -17,6 +17,7 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 one_f_one_b = Family("one_f_one_b", _schedule)
+"""1F1B, the default: a rank alternates one forward with one backward after its warm-up."""
 
 
 def alternating(warmups: Sequence[int], num_microbatches: int) -> Schedule:

@@ -40,3 +40,4 @@ pipedream_2bw = Family(
     laws=(*ASYNCHRONOUS, Sees(_version)),
     updates=Updates.EACH_MINIBATCH,
 )
+"""PipeDream-2BW: no flush, gradients one mini-batch old, two versions of the weights."""

@@ -74,7 +74,7 @@ def test_the_guides_script_trains_alike_in_one_process_and_in_two() -> None:
 
 
 SHORTER: dict[str, dict[str, str]] = {
-    "README.md": {
+    "commands.md": {
         "train digits ": "--set train.epochs=1 --set model.width=4 --set train.checkpoint_every=4",
         "train digits_amoebanet": "--set train.epochs=1 --set model.num_filters=16",
         "check gpt_small": "--set model.width=16 --set data.vocabulary_size=256",
