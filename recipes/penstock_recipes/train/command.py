@@ -108,6 +108,7 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
     recipe, plan, met = meet_by_plan(recipe, plan)
     with met as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
+        say(console, trainer.devices_text())
         # Every host has its own name of the job; rank 0 creates the folder.
         names = mesh.world.gather(job_name(), "for the others to begin the run")
         jobs = [name for name in names if name is not None]
@@ -150,6 +151,7 @@ def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
 def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
     """Resume from the newest checkpoint of a run folder; the result keeps its bits.
 
+    A run that is finished goes on if the request gives it more epochs, or more patience.
     Stages, replicas and shards are fitted to the number of processes, unless the request sets
     them.
 
@@ -163,13 +165,11 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
     assert request.run_folder is not None
     new, plan = _to_resume(request, num_processes())
     _check(new, plan, num_processes())
-    with _continued(request.run_folder, new, plan, interrupt) as (trainer, folder):
+    with _continued(request.run_folder, new, plan, console, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder))
-        if trainer.finished and trainer.is_made(folder):
-            raise RunFolderError(
-                f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
-                "nothing to resume. Start a new run for more"
-            )
+        is_too_short = trainer.position.num_begun > new.train.epochs
+        if is_too_short or (trainer.finished and trainer.is_made(folder)):
+            raise RunFolderError(f"{folder.path} {trainer.why_ended}")
         _say_how(console, folder, trainer)
         return _run(trainer, folder, console, interrupt)
 
@@ -223,7 +223,7 @@ def _go_on(
     # A second job of the same name must train the same recipe.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         try:
-            check_resumable(old, wanted)
+            check_resumable(old, wanted, may_lengthen=False)
         except RecipeError as error:
             raise RecipeError(
                 f"{error}\nThe torchrun job {job_name()} began {path}, so this one goes on with "
@@ -234,10 +234,10 @@ def _go_on(
         plan = None  # the run resumes in another layout
     if plan is None and not new.pipeline.plan:
         new = refit(new, num_processes(), len(names_of(model_layers(old))))
-    with _continued(path, new, plan, interrupt) as (trainer, folder):
+    with _continued(path, new, plan, console, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder, falls_back=True))
         if trainer.finished and trainer.is_made(folder):
-            say(console, f"{path}, which this job began, has trained all its epochs")
+            say(console, f"{path}, which this job began, {trainer.why_ended}")
             return summarise(trainer, folder, seconds=0.0)
         _say_how(console, folder, trainer)
         return _run(trainer, folder, console, interrupt)
@@ -245,12 +245,13 @@ def _go_on(
 
 @contextmanager
 def _continued(
-    path: Path, recipe: Recipe, plan: Plan | None, interrupt: Interrupt
+    path: Path, recipe: Recipe, plan: Plan | None, console: Console, interrupt: Interrupt
 ) -> Iterator[tuple[Trainer, RunFolder]]:
     """Open the run folder of a run to resume, with its trainer."""
     recipe, plan, met = meet_by_plan(recipe, plan)
     with met as mesh, mesh.reporting(), Trainer(recipe, mesh, resumes=True, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
+        say(console, trainer.devices_text())
         with _opened(mesh, path) as folder:
             yield trainer, folder
 
@@ -369,6 +370,8 @@ def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Inter
     if trainer.meter.timeline is not None:
         warnings.append(write_timeline(folder, trainer.meter.timeline))
     summary = summarise(trainer, folder, seconds)
+    if trainer.finished and summary.epochs < num_epochs:
+        warnings.append(f"{folder.path} {trainer.why_ended}")
     warnings.append(write_report(trainer, folder, summary))
     say(console, *filter(None, warnings))
     return summary

@@ -15,6 +15,7 @@ from penstock.checkpoint import remove_checkpoint, remove_unfinished
 from penstock_recipes.errors import RunFolderError
 
 from .run_files import (
+    BEST,
     CHECKPOINTS,
     DAMAGED_METRICS,
     JOB,
@@ -136,13 +137,25 @@ class RunFolder:
         paths = self.checkpoints()
         return [path for path in paths if _step(path) % every == 0 or path == paths[-1]]
 
-    def keep_newest(self, number: int, every: int) -> None:
-        """Delete all checkpoints except the newest `number` that were due, and unfinished ones."""
+    def best(self) -> Path | None:
+        """Return the best checkpoint; None if there is none yet, or it is gone."""
+        try:
+            facts = json.loads((self.path / BEST).read_text(encoding="utf-8"))
+            checkpoint = self.checkpoint_path(facts["step"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return checkpoint if checkpoint.is_dir() else None
+
+    def keep_newest(self, number: int, every: int, best: int | None = None) -> None:
+        """Delete all checkpoints except the newest `number` that were due, and unfinished ones.
+
+        That of step `best` is kept beside them.
+        """
         if not self.writes:
             return
         newest = self.due(every)[-number:]
         for path in self.checkpoints():
-            if path not in newest:
+            if path not in newest and _step(path) != best:
                 remove_checkpoint(path)
         self.remove_unfinished()
 

@@ -43,8 +43,8 @@ class LanguageTask(Task):
     """
 
     measures = (
-        Measure("valid_perplexity", "perplexity", "{:.3f}".format),
-        Measure("valid_loss", "validation loss", "{:.4f}".format),
+        Measure("valid_perplexity", "perplexity", "{:.3f}".format, higher_is_better=False),
+        Measure("valid_loss", "validation loss", "{:.4f}".format, higher_is_better=False),
     )
 
     def __init__(self, recipe: Recipe, section: Text, *, shapes_only: bool = False) -> None:

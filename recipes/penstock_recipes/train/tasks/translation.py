@@ -50,7 +50,7 @@ class TranslationTask(Task):
     """
 
     unit = "words"
-    measures = (Measure("valid_loss", "validation loss", "{:.4f}".format),)
+    measures = (Measure("valid_loss", "validation loss", "{:.4f}".format, higher_is_better=False),)
 
     def __init__(self, recipe: Recipe, section: TranslatedSection) -> None:
         self._recipe, self._section = recipe, section
