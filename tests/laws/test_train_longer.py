@@ -52,7 +52,7 @@ def test_the_learning_rate_of_a_longer_run_is_its_own_from_then_on(tmp_path: Pat
 
 def test_fewer_epochs_than_are_trained_are_refused(tmp_path: Path) -> None:
     folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", 4)
-    with pytest.raises(RunFolderError, match="has begun 2 epochs already.* cannot become 1"):
+    with pytest.raises(RunFolderError, match=r"has begun 2 epochs already.* cannot become 1"):
         resume(folder.path, ["train.epochs=1"])
     assert read_recipe(folder.recipe_path).train.epochs == 2
     with pytest.raises(RecipeError, match=r"optimizer\.lr was 0\.005 and cannot become 0\.1"):

@@ -128,7 +128,8 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(uninterrupted: Path) 
 
 def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
     names = {path.name for path in uninterrupted.iterdir()}
-    read = {"plan.json", "plans", "recipe.toml", "environment.json", "data.digest", "checkpoints"}
+    read = {"plan.json", "plans", "recipe.toml", "environment.json", "data.digest"}
+    read |= {"checkpoints", "best.json"}
     told = {"timeline.json", "timeline.chrome.json", "step.json", "memory.json", "summary.json"}
     assert names - {".lock"} == {*read, *told, "metrics.jsonl", "report.html"}
     assert read_recipe(uninterrupted / "recipe.toml") == read_recipe(DIGITS, SMALL)

@@ -102,7 +102,7 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
     if begun is not None:
         return _go_on(begun, recipe, plan, console, interrupt)
     # Find mistakes before the processes wait for each other.
-    _check(recipe, plan, num_processes())
+    check_fits(recipe, plan, num_processes())
     if request.run_folder is not None:
         check_free(request.run_folder)
     recipe, plan, met = meet_by_plan(recipe, plan)
@@ -126,8 +126,8 @@ def check_request(request: Request, num_processes: int, *, resumes: bool) -> Non
     Raises:
         RecipeError, RunFolderError: as `start_run`, or as `resume_run` with `resumes`.
     """
-    to_run = _to_resume if resumes else _to_start
-    _check(*to_run(request, num_processes), num_processes)
+    to_run = to_resume if resumes else _to_start
+    check_fits(*to_run(request, num_processes), num_processes)
     if request.run_folder is not None and not resumes:
         check_free(request.run_folder)
 
@@ -138,7 +138,7 @@ def _to_start(request: Request, num_processes: int) -> tuple[Recipe, Plan | None
     return request.recipe(request.recipe_path, plan), plan
 
 
-def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
+def check_fits(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
     """Refuse a recipe or a plan that does not fit the number of processes, or the model."""
     if plan is None and recipe.pipeline.plan:
         check_cluster(recipe, num_processes)
@@ -163,8 +163,8 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
         KeyboardInterrupt: a stop was requested before the run began.
     """
     assert request.run_folder is not None
-    new, plan = _to_resume(request, num_processes())
-    _check(new, plan, num_processes())
+    new, plan = to_resume(request, num_processes())
+    check_fits(new, plan, num_processes())
     with _continued(request.run_folder, new, plan, console, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder))
         is_too_short = trainer.position.num_begun > new.train.epochs
@@ -174,10 +174,17 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
         return _run(trainer, folder, console, interrupt)
 
 
-def _to_resume(request: Request, num_processes: int) -> tuple[Recipe, Plan | None]:
-    """Return the recipe and the plan with which `num_processes` processes resume a run."""
+def to_resume(
+    request: Request, num_processes: int, to: str = "resume"
+) -> tuple[Recipe, Plan | None]:
+    """Return the recipe and the plan with which `num_processes` processes resume a run.
+
+    Raises:
+        RunFolderError: it is no run folder.
+        RecipeError: the recipe or an override changes what the run computes.
+    """
     assert request.run_folder is not None
-    folder = open_existing(request.run_folder)
+    folder = open_existing(request.run_folder, to=to)
     old = read_recipe(folder.recipe_path)
     # A request for no other layout keeps a plan that recipe keys cannot express.
     plan = request.plan_for(num_processes)

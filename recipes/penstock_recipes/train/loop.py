@@ -164,7 +164,7 @@ class Trainer:
         warnings = []
         while (newest := self._newest(folder)) is not None:
             try:
-                self._load(newest)
+                self.load(newest)
                 break
             except CheckpointError as error:
                 if not falls_back:
@@ -202,7 +202,12 @@ class Trainer:
         )
         return newest
 
-    def _load(self, checkpoint: Path) -> None:
+    def load(self, checkpoint: Path) -> None:
+        """Load a checkpoint of this run.
+
+        Raises:
+            CheckpointError, RunFolderError: it is damaged, or of another run.
+        """
         check = partial(check_state, checkpoint, self.recipe)
         self.mesh.world.from_first(check, "to see that the checkpoint is of this run")
         state = load_checkpoint(checkpoint, self.pipe, self.optimizer)

@@ -163,6 +163,16 @@ class Task(ABC):
             CheckpointError: it cannot.
         """
 
+    @abstractmethod
+    def predict(self, model: nn.Module, inputs: Sequence[str]) -> Iterator[str]:
+        """Yield a text for each input, by a model in evaluation mode.
+
+        Without inputs, the task has its own.
+
+        Raises:
+            PenstockError: an input cannot be read, or there is none and the task has none.
+        """
+
     def finish(self, weights: Weights, folder: Path) -> str:
         """Write the results of a finished run to its folder; the weights are read lazily.
 
