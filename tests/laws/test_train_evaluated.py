@@ -103,8 +103,8 @@ def test_an_image_file_is_seen_as_the_test_images_are(digits: Path, tmp_path: Pa
 
 
 def test_lines_are_translated_as_the_test_texts_were(texts: dict[str, Path]) -> None:
-    rows = [line.split("\t") for line in (texts["names"] / "translations.tsv").read_text().splitlines()]
-    rows = rows[::5]  # of all languages, mixed
+    lines = (texts["names"] / "translations.tsv").read_text().splitlines()
+    rows = [line.split("\t") for line in lines][::5]  # of all languages, mixed
     given = "\n".join(f"{language}: {source}" for language, source, *_ in reversed(rows))
     arguments = [str(texts["names"]), "-", "--checkpoint", "newest"]
     done = CliRunner().invoke(predict, arguments, input=given)
