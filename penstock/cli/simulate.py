@@ -123,10 +123,8 @@ def simulate(  # noqa: PLR0913 - one for each option
 
     # 1. Make or read the schedule.
     costs = _costs(units)
-    if target is not None:
+    if target is not None or overrides:
         program, costs = _of_target(target, overrides, window)
-    elif overrides:
-        raise click.UsageError(f"--set {overrides[0]} changes a recipe; give one as TARGET")
     elif csv is None:
         family = named_schedule(schedule, num_stages, stages_per_rank, costs)
         size = num_stages * num_microbatches * window
@@ -160,13 +158,17 @@ def simulate(  # noqa: PLR0913 - one for each option
         click.echo(_summary(timeline))
 
 
-def _of_target(name: str, overrides: tuple[str, ...], window: int) -> "tuple[Schedule, Costs]":
+def _of_target(
+    name: str | None, overrides: tuple[str, ...], window: int
+) -> "tuple[Schedule, Costs]":
     """Return the schedule of a target, and the measured costs of its stages.
 
     Raises:
-        click.UsageError: an option gives costs or a schedule, too.
+        click.UsageError: there is no target, or an option gives costs or a schedule, too.
         ConfigError: there is no such target, or it has too few layers.
     """
+    if name is None:
+        raise click.UsageError(f"--set {overrides[0]} changes a recipe; give one as TARGET")
     if beside := _given("csv", "forward", "backward_input", "backward_weight", "transfer"):
         raise click.UsageError(f"the layers of {name} say that; leave out {beside[0]}")
     say(f"loading PyTorch, to measure {name}")
