@@ -15,10 +15,11 @@ from penstock.schedules.searched import searched
 from penstock.trace.progress import say
 from penstock.trace.units import count_text
 
-from .options import ScheduleName, stages_per_rank_option
+from .options import ScheduleName, require_torch, set_option, stages_per_rank_option
 
 if TYPE_CHECKING:
     from penstock.schedules.costs import Costs
+    from penstock.schedules.ir import Schedule
     from penstock.trace.timeline import Timeline
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -54,6 +55,8 @@ def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
 
 
 @click.command()
+@click.argument("target", metavar="[TARGET]", required=False)
+@set_option
 @click.option("--schedule", type=ScheduleName(_NAMES), default="one_f_one_b", show_default=True)
 @click.option("--num-stages", type=click.IntRange(min=1), default=4, show_default=True, help="K.")
 @stages_per_rank_option
@@ -81,6 +84,8 @@ def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
 @_cost_option("transfer", 0, "a message is on its way")
 @click.option("--json", "as_json", is_flag=True, help="Write the timeline and its shares as JSON.")
 def simulate(  # noqa: PLR0913 - one for each option
+    target: str | None,
+    overrides: tuple[str, ...],
     schedule: str,
     num_stages: int,
     stages_per_rank: int | None,
@@ -97,6 +102,10 @@ def simulate(  # noqa: PLR0913 - one for each option
 
     Families that are filled for costs, such as zb_h1 and searched, are made for these.
 
+    With TARGET, a recipe or package.module:function as `penstock check` takes it, its layers are
+    measured here, and the time is in seconds; messages take none.  Stages, micro-batches and
+    schedule are then the target's, unless an option gives them.
+
     If a micro-batch would be narrower than a column, a summary is written instead. CSV files
     are those of torch.distributed.pipelining: a line for each rank, a cell for each action.
 
@@ -105,6 +114,7 @@ def simulate(  # noqa: PLR0913 - one for each option
       penstock simulate --schedule one_f_one_b --num-stages 4 --num-microbatches 8
       penstock simulate --schedule interleaved_1f1b --num-stages 8 --stages-per-rank 2
       penstock simulate --csv mine.csv --forward 2 --transfer 1/4
+      penstock simulate mymodel:example --num-stages 2 --schedule gpipe
     """
     from penstock.schedules.passes import add_recompute
     from penstock.schedules.torch_csv import read_csv, to_csv
@@ -113,7 +123,9 @@ def simulate(  # noqa: PLR0913 - one for each option
 
     # 1. Make or read the schedule.
     costs = _costs(units)
-    if csv is None:
+    if target is not None or overrides:
+        program, costs = _of_target(target, overrides, window)
+    elif csv is None:
         family = named_schedule(schedule, num_stages, stages_per_rank, costs)
         size = num_stages * num_microbatches * window
         _say(f"making the schedule of {count_text(num_stages, 'stage')}", size * 6)
@@ -138,19 +150,50 @@ def simulate(  # noqa: PLR0913 - one for each option
         click.echo(
             json.dumps({"breakdown": breakdown, "timeline": json.loads(timeline.to_json())})
         )
+    elif target is not None:
+        click.echo(render_grid(timeline, width))
     elif timeline.step_s <= width - len(f"rank {timeline.num_ranks} ||"):  # a column for each unit
         click.echo(render_grid(timeline, width, text_of=_number))
     else:
         click.echo(_summary(timeline))
 
 
+def _of_target(
+    name: str | None, overrides: tuple[str, ...], window: int
+) -> "tuple[Schedule, Costs]":
+    """Return the schedule of a target, and the measured costs of its stages.
+
+    Raises:
+        click.UsageError: there is no target, or an option gives costs or a schedule, too.
+        ConfigError: there is no such target, or it has too few layers.
+    """
+    if name is None:
+        raise click.UsageError(f"--set {overrides[0]} changes a recipe; give one as TARGET")
+    if beside := _given("csv", "forward", "backward_input", "backward_weight", "transfer"):
+        raise click.UsageError(f"the layers of {name} say that; leave out {beside[0]}")
+    say(f"loading PyTorch, to measure {name}")
+    require_torch()
+    from .measured import measured_stages
+    from .targets import load_target
+
+    asked = ("num_stages", "stages_per_rank", "num_microbatches", "schedule")
+    values = click.get_current_context().params
+    options = {key: values[key] for key in asked if _given(key)}
+    stages = measured_stages(load_target(name, overrides, options))
+    return stages.family(stages.num_stages, stages.num_microbatches, window), stages.costs
+
+
+def _given(*names: str) -> list[str]:
+    """Return those of these options that are on the command line, as they are written there."""
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in names if source(name) is ParameterSource.COMMANDLINE]
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
 def _refuse_beside_csv(*names: str) -> None:
     """Refuse options of a schedule beside a file that contains one."""
-    context = click.get_current_context()
-    for name in names:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            option = f"--{name.replace('_', '-')}"
-            raise click.UsageError(f"the file of --csv says that itself; leave out {option}")
+    if beside := _given(*names):
+        raise click.UsageError(f"the file of --csv says that itself; leave out {beside[0]}")
 
 
 def _costs(units: Mapping[str, Fraction | int]) -> "Costs":

@@ -128,7 +128,8 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(uninterrupted: Path) 
 
 def test_a_run_folder_holds_what_the_run_was(uninterrupted: Path) -> None:
     names = {path.name for path in uninterrupted.iterdir()}
-    read = {"plan.json", "plans", "recipe.toml", "environment.json", "data.digest", "checkpoints"}
+    read = {"plan.json", "plans", "recipe.toml", "environment.json", "data.digest"}
+    read |= {"checkpoints", "best.json"}
     told = {"timeline.json", "timeline.chrome.json", "step.json", "memory.json", "summary.json"}
     assert names - {".lock"} == {*read, *told, "metrics.jsonl", "report.html"}
     assert read_recipe(uninterrupted / "recipe.toml") == read_recipe(DIGITS, SMALL)
@@ -158,10 +159,11 @@ def test_a_run_that_trains_cannot_be_resumed_by_another_job(uninterrupted: Path)
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
     folder = stopped(read_recipe(DIGITS, SMALL), tmp_path / "run", 4)
     (folder.checkpoint_path(4) / "model.safetensors").write_bytes(b"")
-    way_out = r"damaged.*\nTo resume from .*step-000002, delete .*step-000004$"
+    way_out = r"damaged.*\nTo resume from .*step-000003, delete .*step-000004$"
     with pytest.raises(CheckpointError, match=way_out):
         resume(folder.path)
-    (folder.checkpoint_path(2) / "optimizer.safetensors").write_bytes(b"")
+    for step in (2, 3):  # the third is the best
+        (folder.checkpoint_path(step) / "optimizer.safetensors").write_bytes(b"")
     way_out = r"damaged.*\nNo other checkpoint in .* is sound.* begin again at step 0"
     with pytest.raises(CheckpointError, match=way_out):
         resume(folder.path)

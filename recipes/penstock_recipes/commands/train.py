@@ -50,6 +50,12 @@ if TYPE_CHECKING:
     help='What a recipe with pipeline.plan = "auto" plans for, a device for each process.  '
     "[default: the recipe's, or this machine, measured]",
 )
+@click.option(
+    "--device",
+    metavar="KIND_OR_DEVICE",
+    help="Compute on it: auto (an accelerator for each rank, or the CPU), cpu, cuda, cuda:1; the "
+    "first line of a run names it.  [default: the recipe's]",
+)
 @num_processes_option
 @click.option(
     "--max-restarts",
@@ -80,6 +86,9 @@ def train(context: click.Context, /, **_: object) -> int:
     cluster = context.params.pop("cluster")
     if cluster is not None:
         context.params["overrides"] += (f"pipeline.cluster={json.dumps(cluster)}",)
+    device = context.params.pop("device")
+    if device is not None:
+        context.params["overrides"] += (f"pipeline.device={json.dumps(device)}",)
     asked = _Asked(**context.params)
     asked.check()
     if asked.num_processes is not None:

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from penstock_recipes.data import batch_indices, epoch_order, keyed_generator, num_batches
 
 from .digits import Samples, Split, load_digits, of_each_class
-from .images import EvaluationView, ImageLoader, ImageSplit, TrainingView, ViewedImages
+from .images import EvaluationView, ImageLoader, ImageSplit, TrainingView, ViewedImages, read_image
 
 
 def epoch_shifts(num_samples: int, seed: int, epoch: int, max_shift: int) -> Tensor:
@@ -72,6 +73,18 @@ class ImageSet(ABC):
     def tests(self, samples: Sequence[int], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield these test images in order with their classes; an undecodable one has class -1."""
 
+    @abstractmethod
+    def view(self, path: str) -> Tensor:
+        """Read an image file as test images are seen: float32, (channels, H, W).
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+
+    @abstractmethod
+    def test_name(self, index: int) -> str:
+        """Return the name of a test image."""
+
     @property
     @abstractmethod
     def digest(self) -> str:
@@ -118,6 +131,15 @@ class TensorImageSet(ImageSet):
         for chosen in torch.tensor(samples, dtype=torch.int64).split(batch_size):
             yield self._test.inputs[chosen], self._test.targets[chosen]
 
+    def view(self, path: str) -> Tensor:
+        """Read an image file: grey, from 0 (black) to 1, resized to the size of the others."""
+        image = read_image(path, "L").resize((self.size, self.size))
+        pixels_HW = torch.from_numpy(np.array(image)).to(torch.float32).div(255)
+        return pixels_HW.expand(self.channels, -1, -1)
+
+    def test_name(self, index: int) -> str:
+        return f"test image {index}"
+
 
 class ViewedImageSet(ImageSet):
     """Images in files, decoded and augmented by worker processes."""
@@ -159,6 +181,12 @@ class ViewedImageSet(ImageSet):
         if self._test_loader is None:
             self._test_loader = ImageLoader(self._test, 0, batch_size, self._num_workers)
         return self._test_loader.in_order(samples)
+
+    def view(self, path: str) -> Tensor:
+        return self._test.view(read_image(path))
+
+    def test_name(self, index: int) -> str:
+        return self._test.images.name(index)
 
     @property
     def skipped(self) -> Sequence[str]:

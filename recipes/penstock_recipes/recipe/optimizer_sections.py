@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .section import Above0, Count, From0, Section, Share
+from .section import Above0, Count, From0, Mark, Section, Share
 
 
 class _Optimizer(Section):
@@ -83,6 +83,9 @@ class _InEpochs(Section):
 
     warmup_epochs: From0 = 0.0
     """Epochs of linear warm-up from near zero to optimizer.lr; at most the run's epochs."""
+    epochs: Annotated[Count | None, Mark.LENGTH] = None
+    """Epochs that the learning rate, and drop-path, are made for; the epochs after them keep the
+    final values.  Left out: train.epochs, also when a resumed run gets more of them."""
 
 
 class Cosine(_InEpochs):

@@ -1,5 +1,6 @@
 """The pipeline of a recipe: `[pipeline]`."""
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -47,6 +48,12 @@ def _check_sharding(value: object) -> object:
     raise ValueError('must be the name of a ready plan, such as "megatron", or a table of pins')
 
 
+def _check_device(value: str) -> str:
+    if re.fullmatch(r"[a-z]+(:\d+)?", value):
+        return value
+    raise ValueError('must be "auto", or a device such as "cpu", "cuda" or "cuda:1"')
+
+
 class PipelineSection(Section):
     """The parallel execution of the model."""
 
@@ -59,6 +66,9 @@ class PipelineSection(Section):
     measure: Annotated[bool, Mark.LAYOUT] = False
     """Measure the layers on one such device for plan = "auto"; otherwise their times are
     estimated."""
+    device: Annotated[str, AfterValidator(_check_device), Mark.EXECUTION] = "auto"
+    """auto: an accelerator for each rank, that of LOCAL_RANK under torchrun, or the CPU if there
+    is none; else a kind or a device, such as "cpu", "cuda" or "cuda:1"."""
     num_stages: Annotated[Count, Mark.PROCESSES] = 1
     """K, the number of stages; required without plan = "auto"."""
     stages_per_rank: Annotated[Count, Mark.PROCESSES] = 1
@@ -189,6 +199,11 @@ class PipelineSection(Section):
                 'or set partition to "auto"'
             )
         return self
+
+    @property
+    def given_device(self) -> str | None:
+        """The device of the run; None if it is chosen when the run starts."""
+        return None if self.device == "auto" else self.device
 
     @property
     def num_ranks(self) -> int:

@@ -17,7 +17,7 @@ from .recipe import Recipe, marked_keys
 from .section import Mark
 
 _SECTIONS = (*Recipe.model_fields,)
-FREE_ON_RESUME = marked_keys(Mark.EXECUTION, Mark.LAYOUT, Mark.PROCESSES)
+FREE_ON_RESUME = marked_keys(Mark.EXECUTION, Mark.LAYOUT, Mark.PROCESSES, Mark.LENGTH)
 """The keys that may change on resume."""
 
 
@@ -63,14 +63,18 @@ def recipe_to_toml(recipe: Recipe) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def check_resumable(old: Recipe, new: Recipe) -> None:
+def check_resumable(old: Recipe, new: Recipe, *, may_lengthen: bool = True) -> None:
     """Refuse changes that would make a resumed run compute something else.
+
+    The length of the run may change, unless `may_lengthen` is false.
 
     Raises:
         RecipeError: lists every key that may not change, with both values and the reason.
     """
     before, after = _flat(old.model_dump()), _flat(new.model_dump())
     free = _free_on_resume(before, after)
+    if not may_lengthen:
+        free -= marked_keys(Mark.LENGTH)
     if old.train.average_checkpoints > 1:  # these keys choose the checkpoints of the mean
         free -= {"train.checkpoint_every", "train.keep_checkpoints"}
     faults = []

@@ -25,8 +25,8 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 class TrainSection(Section):
     """The training loop."""
 
-    epochs: Count
-    """Passes over the training samples."""
+    epochs: Annotated[Count, Mark.LENGTH]
+    """Passes over the training samples; a resumed run may have more."""
     batch_size: Count | None = None
     """Samples of a step, N; the last step of an epoch takes the rest.  Parallel text counts
     tokens instead (data.tokens_per_step), and leaves this out."""
@@ -36,6 +36,9 @@ class TrainSection(Section):
     """Dtype of operators under autocast; float16 scales the loss."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Scale gradients down to this norm over the whole model; left out: never."""
+    patience: Annotated[Count | None, Mark.LENGTH] = None
+    """Evaluations, one after each epoch, without a better main score after which the run ends;
+    left out: never."""
     label_smoothing: Share = 0.0
     """Share of each target that is spread evenly over all classes or words."""
     average_decay: Share = 0.0
@@ -49,7 +52,7 @@ class TrainSection(Section):
     checkpoint_every: Annotated[Count, Mark.EXECUTION] = 100
     """Steps between two checkpoints; the end, Ctrl-C, SIGTERM and SIGHUP save too."""
     keep_checkpoints: Annotated[Count, Mark.EXECUTION] = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep; the best one is kept beside them."""
     average_checkpoints: Count = 1
     """Number of newest checkpoints whose mean weights make the results at the end of the run."""
     log_every: Annotated[Count, Mark.EXECUTION] = 10
@@ -133,14 +136,22 @@ class Recipe(Section):
         return self
 
     @property
+    def rate_epochs(self) -> int:
+        """The epochs that the learning rate and drop-path are made for."""
+        rate = self.learning_rate
+        of_rate = None if isinstance(rate, InverseSqrt) else rate.epochs
+        return of_rate or self.train.epochs
+
+    @property
     def shortened_warmup(self) -> str:
         """A warning that the warm-up is longer than the run; empty if it is not."""
-        rate, epochs = self.learning_rate, self.train.epochs
+        rate, epochs = self.learning_rate, self.rate_epochs
         if isinstance(rate, InverseSqrt) or rate.warmup_epochs < epochs:
             return ""
+        key = "train.epochs" if rate.epochs is None else "learning_rate.epochs"
         return (
             f"learning_rate.warmup_epochs = {rate.warmup_epochs:g} is not less than "
-            f"train.epochs = {epochs}: the learning rate rises over the whole run, up to "
+            f"{key} = {epochs}: the learning rate rises over the whole run, up to "
             "optimizer.lr, and does not fall"
         )
 

@@ -24,6 +24,8 @@ class Mark(Enum):
     """The key sets the number of processes."""
     HELD_OUT = auto()
     """The key sets the split into training and held-out samples."""
+    LENGTH = auto()
+    """The key sets the length of a run; changed on resume, it decides what follows only."""
 
 
 Count = Annotated[int, Field(ge=1)]

@@ -41,11 +41,11 @@ def meet_by_plan(recipe: Recipe, plan: Plan | None) -> tuple[Recipe, Plan | None
 
 
 def device_kind(recipe: Recipe, plan: Plan | None) -> str | None:
-    """Return the kind of device of a run; None for CPUs, or if the plan has several kinds."""
+    """Return the device of a run; None if it is chosen later, or the plan has several kinds."""
     if plan is not None:
         return kind_of(plan) if is_uneven(plan.placement) else None
     if not recipe.pipeline.plan:
-        return None
+        return recipe.pipeline.given_device
     cluster = _cluster(recipe)
     if cluster is None:
         return "cuda" if torch.cuda.is_available() else None

@@ -130,6 +130,8 @@ def build_pipeline(
     if plan is None:
         options = pipeline_options(recipe) | {"batch_norm_over_replicas": True}
         options["num_microbatches"] //= mesh.num_replicas
+        if mesh.world_size == 1:
+            options["devices"] = _devices(recipe)
     return Pipeline(
         layers,
         loss=task.loss,
@@ -138,6 +140,13 @@ def build_pipeline(
         mesh=mesh,
         **options,
     )
+
+
+def _devices(recipe: Recipe) -> str | None:
+    """Return the device of all stages of one process; None: each rank has an accelerator."""
+    here = torch.accelerator.current_accelerator(check_available=True)
+    given = recipe.pipeline.given_device
+    return None if here is not None and here.type == given else given
 
 
 def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:

@@ -102,12 +102,13 @@ def start_run(request: Request, console: Console, interrupt: Interrupt) -> Summa
     if begun is not None:
         return _go_on(begun, recipe, plan, console, interrupt)
     # Find mistakes before the processes wait for each other.
-    _check(recipe, plan, num_processes())
+    check_fits(recipe, plan, num_processes())
     if request.run_folder is not None:
         check_free(request.run_folder)
     recipe, plan, met = meet_by_plan(recipe, plan)
     with met as mesh, mesh.reporting(), Trainer(recipe, mesh, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
+        say(console, trainer.devices_text())
         # Every host has its own name of the job; rank 0 creates the folder.
         names = mesh.world.gather(job_name(), "for the others to begin the run")
         jobs = [name for name in names if name is not None]
@@ -125,8 +126,8 @@ def check_request(request: Request, num_processes: int, *, resumes: bool) -> Non
     Raises:
         RecipeError, RunFolderError: as `start_run`, or as `resume_run` with `resumes`.
     """
-    to_run = _to_resume if resumes else _to_start
-    _check(*to_run(request, num_processes), num_processes)
+    to_run = to_resume if resumes else _to_start
+    check_fits(*to_run(request, num_processes), num_processes)
     if request.run_folder is not None and not resumes:
         check_free(request.run_folder)
 
@@ -137,7 +138,7 @@ def _to_start(request: Request, num_processes: int) -> tuple[Recipe, Plan | None
     return request.recipe(request.recipe_path, plan), plan
 
 
-def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
+def check_fits(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
     """Refuse a recipe or a plan that does not fit the number of processes, or the model."""
     if plan is None and recipe.pipeline.plan:
         check_cluster(recipe, num_processes)
@@ -150,6 +151,7 @@ def _check(recipe: Recipe, plan: Plan | None, num_processes: int) -> None:
 def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summary:
     """Resume from the newest checkpoint of a run folder; the result keeps its bits.
 
+    A run that is finished goes on if the request gives it more epochs, or more patience.
     Stages, replicas and shards are fitted to the number of processes, unless the request sets
     them.
 
@@ -161,23 +163,28 @@ def resume_run(request: Request, console: Console, interrupt: Interrupt) -> Summ
         KeyboardInterrupt: a stop was requested before the run began.
     """
     assert request.run_folder is not None
-    new, plan = _to_resume(request, num_processes())
-    _check(new, plan, num_processes())
-    with _continued(request.run_folder, new, plan, interrupt) as (trainer, folder):
+    new, plan = to_resume(request, num_processes())
+    check_fits(new, plan, num_processes())
+    with _continued(request.run_folder, new, plan, console, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder))
-        if trainer.finished and trainer.is_made(folder):
-            raise RunFolderError(
-                f"{folder.path} has trained all its {new.train.epochs} epochs; there is "
-                "nothing to resume. Start a new run for more"
-            )
+        is_too_short = trainer.position.num_begun > new.train.epochs
+        if is_too_short or (trainer.finished and trainer.is_made(folder)):
+            raise RunFolderError(f"{folder.path} {trainer.why_ended}")
         _say_how(console, folder, trainer)
         return _run(trainer, folder, console, interrupt)
 
 
-def _to_resume(request: Request, num_processes: int) -> tuple[Recipe, Plan | None]:
-    """Return the recipe and the plan with which `num_processes` processes resume a run."""
+def to_resume(
+    request: Request, num_processes: int, to: str = "resume"
+) -> tuple[Recipe, Plan | None]:
+    """Return the recipe and the plan with which `num_processes` processes resume a run.
+
+    Raises:
+        RunFolderError: it is no run folder.
+        RecipeError: the recipe or an override changes what the run computes.
+    """
     assert request.run_folder is not None
-    folder = open_existing(request.run_folder)
+    folder = open_existing(request.run_folder, to=to)
     old = read_recipe(folder.recipe_path)
     # A request for no other layout keeps a plan that recipe keys cannot express.
     plan = request.plan_for(num_processes)
@@ -223,7 +230,7 @@ def _go_on(
     # A second job of the same name must train the same recipe.
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         try:
-            check_resumable(old, wanted)
+            check_resumable(old, wanted, may_lengthen=False)
         except RecipeError as error:
             raise RecipeError(
                 f"{error}\nThe torchrun job {job_name()} began {path}, so this one goes on with "
@@ -234,10 +241,10 @@ def _go_on(
         plan = None  # the run resumes in another layout
     if plan is None and not new.pipeline.plan:
         new = refit(new, num_processes(), len(names_of(model_layers(old))))
-    with _continued(path, new, plan, interrupt) as (trainer, folder):
+    with _continued(path, new, plan, console, interrupt) as (trainer, folder):
         say(console, *trainer.resume(folder, falls_back=True))
         if trainer.finished and trainer.is_made(folder):
-            say(console, f"{path}, which this job began, has trained all its epochs")
+            say(console, f"{path}, which this job began, {trainer.why_ended}")
             return summarise(trainer, folder, seconds=0.0)
         _say_how(console, folder, trainer)
         return _run(trainer, folder, console, interrupt)
@@ -245,12 +252,13 @@ def _go_on(
 
 @contextmanager
 def _continued(
-    path: Path, recipe: Recipe, plan: Plan | None, interrupt: Interrupt
+    path: Path, recipe: Recipe, plan: Plan | None, console: Console, interrupt: Interrupt
 ) -> Iterator[tuple[Trainer, RunFolder]]:
     """Open the run folder of a run to resume, with its trainer."""
     recipe, plan, met = meet_by_plan(recipe, plan)
     with met as mesh, mesh.reporting(), Trainer(recipe, mesh, resumes=True, plan=plan) as trainer:
         trainer.raise_if_wanted(interrupt)
+        say(console, trainer.devices_text())
         with _opened(mesh, path) as folder:
             yield trainer, folder
 
@@ -369,6 +377,8 @@ def _run(trainer: Trainer, folder: RunFolder, console: Console, interrupt: Inter
     if trainer.meter.timeline is not None:
         warnings.append(write_timeline(folder, trainer.meter.timeline))
     summary = summarise(trainer, folder, seconds)
+    if trainer.finished and summary.epochs < num_epochs:
+        warnings.append(f"{folder.path} {trainer.why_ended}")
     warnings.append(write_report(trainer, folder, summary))
     say(console, *filter(None, warnings))
     return summary

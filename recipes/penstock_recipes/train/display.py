@@ -1,6 +1,7 @@
 """Show training in the terminal: a progress bar, a line per epoch, and a table at the end."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Self
 
 from rich.console import Console
@@ -9,12 +10,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from penstock.trace.units import bytes_text, columns, percent_text
 
 from .meter import Meter
+from .position import Position
 from .run_files import SKIPPED
 from .scalars import Summary
-from .start import Position
 from .tasks.task import Task
 
-_FIELDS = ("loss", "score", "speed", "bubble")
+_FIELDS = ("left", "loss", "score", "speed", "bubble")
 
 
 class Display:
@@ -24,11 +25,12 @@ class Display:
         self, console: Console, num_epochs: int, steps_per_epoch: int, task: Task
     ) -> None:
         self._console, self._task = console, task
-        self._num_epochs = num_epochs
+        self._num_epochs, self._steps_per_epoch = num_epochs, steps_per_epoch
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             *(TextColumn("{task.fields[" + name + "]}") for name in _FIELDS),
+            TextColumn("run ends in"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -45,12 +47,21 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
+    def _left(self, position: Position) -> str:
+        """Say when the epoch under way ends, by the speed of the newest steps."""
+        speed = next(task.speed for task in self._progress.tasks if task.id == self._bar)
+        if not speed:
+            return ""
+        seconds = (self._steps_per_epoch - position.batch) / speed
+        return f"epoch ends in {timedelta(seconds=max(0, round(seconds)))},"
+
     def show_step(self, position: Position, meter: Meter) -> None:
         """Update the progress bar."""
         self._progress.update(
             self._bar,
             completed=position.step,
             description=f"epoch {min(position.epoch + 1, self._num_epochs)}/{self._num_epochs}",
+            left=self._left(position),
             loss=f"loss {position.mean_loss:.4f}",
             score=self._scores(position, 1),
             speed=_speed(meter.samples_per_s, self._task.unit),

@@ -35,7 +35,7 @@ def make_mesh(recipe: Recipe, plan: Plan | None = None) -> Mesh:
             placement=plan.placement, timeout_s=section.timeout_s, device=kind_of(plan)
         )
     sizes = section.num_ranks, section.num_replicas, section.num_shards
-    return init_mesh(*sizes, timeout_s=section.timeout_s)
+    return init_mesh(*sizes, timeout_s=section.timeout_s, device=section.given_device)
 
 
 def is_uneven(placement: Placement) -> bool:
@@ -107,7 +107,7 @@ def with_plan(recipe: Recipe, plan: Plan, *, is_own: bool = False) -> Recipe:
         "shard_optimizer": False,
     }
     if not is_own:
-        changes |= {"plan": "", "cluster": "", "measure": False}
+        changes |= {"plan": "", "cluster": "", "measure": False, "device": "auto"}
     return recipe.model_copy(update={"pipeline": section.model_copy(update=changes)})
 
 

@@ -71,8 +71,8 @@ class Rates:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run."""
-        return self.recipe.train.epochs * self.steps_per_epoch
+        """Steps that the learning rate is made for: those of the run, unless a key says others."""
+        return self.recipe.rate_epochs * self.steps_per_epoch
 
     def of(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -81,7 +81,7 @@ class Rates:
             step,
             peak=self.recipe.optimizer.lr,
             steps_per_epoch=self.steps_per_epoch,
-            epochs=self.recipe.train.epochs,
+            epochs=self.recipe.rate_epochs,
         )
 
     def set(self, step: int) -> None:

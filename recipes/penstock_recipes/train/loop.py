@@ -4,13 +4,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
-from penstock import Mesh, Plan, Trace, async_save_checkpoint, load_checkpoint
-from penstock.checkpoint import Saving
+from penstock import Mesh, Plan, Trace, load_checkpoint
 from penstock.errors import CheckpointError
 from penstock_recipes.errors import DivergedError
 from penstock_recipes.optim.averaging import Averaging
@@ -31,10 +29,11 @@ from .interrupt import Interrupt
 from .layout import make_mesh, replica_share
 from .learning_rate import Rates
 from .meter import Meter
+from .position import Position, why_ended
 from .run_files import DAMAGED_METRICS, SKIPPED, TENSORBOARD
 from .run_folder import RunFolder
+from .saver import Saver
 from .start import (
-    Position,
     begun_from,
     check_start,
     check_state,
@@ -105,8 +104,17 @@ class Trainer:
         """Number of unreadable samples so far."""
         self._batches: Iterator[Batch] | None = None
         self._windows = Windows(recipe.train.window)
-        self._saving: Saving | None = None
+        self._saver = Saver(
+            recipe, self.pipe, self.optimizer, self.scaler, self.task.measures[0]
+        )
         self._scalars: Any = None
+
+    def devices_text(self) -> str:
+        """Name the devices of all processes, and the key that chooses them."""
+        own = list(map(str, self.pipe.devices))
+        of_all = self.mesh.world.gather(own, "for the devices of the others")
+        names = dict.fromkeys(name for names in of_all for name in names)
+        return f'on {", ".join(names)} (pipeline.device = "{self.recipe.pipeline.device}")'
 
     def _share(self, num_samples: int) -> slice:
         """Return this replica's slice of a mini-batch of `num_samples`."""
@@ -129,7 +137,12 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        return self.position.epoch >= self.recipe.train.epochs
+        return bool(self.why_ended)
+
+    @property
+    def why_ended(self) -> str:
+        """Why the run has ended, as a clause; empty while it has not."""
+        return why_ended(self.position, self.recipe.train, self.task.measures[0])
 
     def resume(self, folder: RunFolder, *, falls_back: bool = False) -> list[str]:
         """Load the newest checkpoint of `folder`, or the initial weights if there is none.
@@ -151,7 +164,7 @@ class Trainer:
         warnings = []
         while (newest := self._newest(folder)) is not None:
             try:
-                self._load(newest)
+                self.load(newest)
                 break
             except CheckpointError as error:
                 if not falls_back:
@@ -189,11 +202,16 @@ class Trainer:
         )
         return newest
 
-    def _load(self, checkpoint: Path) -> None:
+    def load(self, checkpoint: Path) -> None:
+        """Load a checkpoint of this run.
+
+        Raises:
+            CheckpointError, RunFolderError: it is damaged, or of another run.
+        """
         check = partial(check_state, checkpoint, self.recipe)
         self.mesh.world.from_first(check, "to see that the checkpoint is of this run")
         state = load_checkpoint(checkpoint, self.pipe, self.optimizer)
-        self.position = Position(**state["position"])
+        self.position = Position.of(state["position"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 
@@ -216,10 +234,10 @@ class Trainer:
                 self._end_epoch(folder, display)
             stopping = self._must_stop(interrupt)
             due = self.position.step // interval > saved
-            if due or self.finished or stopping:
-                self._save(folder)
+            if due or self.position.is_best or self.finished or stopping:
+                self._saver.save(folder, self.position)
         # Wait for the last checkpoint, as the results are made of checkpoints.
-        self._settle(folder)
+        self._saver.settle(folder)
         if self.finished:
             self.finish(folder)
 
@@ -325,7 +343,7 @@ class Trainer:
         scores = self.evaluate()
         for name, value in scores.items():
             self._check_loss(name, value)
-        self.position = self.position.after_epoch(scores)
+        self.position = self.position.after_epoch(scores, self.task.measures[0])
         of_all = self.mesh.world.gather(list(self.task.skipped), "for what was skipped")
         self.num_skipped = folder.add_lines(SKIPPED, [name for names in of_all for name in names])
         more = {"num_skipped": self.num_skipped} if self.num_skipped else {}
@@ -345,27 +363,6 @@ class Trainer:
             speed = {"samples_per_s": self.meter.samples_per_s} if kind == "step" else {}
             for name, value in {**values, **speed}.items():
                 self._scalars.add_scalar(name, value, self.position.step)
-
-    def _save(self, folder: RunFolder) -> None:
-        """Start saving a checkpoint; training continues meanwhile."""
-        self._settle(folder)
-        self._saving = async_save_checkpoint(
-            folder.checkpoint_path(self.position.step),
-            self.pipe,
-            self.optimizer,
-            position=asdict(self.position),
-            recipe=self.recipe.model_dump(),
-            scaler=self.scaler.state_dict(),
-        )
-
-    def _settle(self, folder: RunFolder) -> None:
-        """Wait for the current save, then delete the checkpoints that it replaces."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
-            section = self.recipe.train  # windows end at any step
-            interval = section.checkpoint_every if section.window == 1 else 1
-            folder.keep_newest(section.keep_checkpoints, interval)
 
     def is_made(self, folder: RunFolder) -> bool:
         """Tell whether rank 0 sees the results of the finished run."""

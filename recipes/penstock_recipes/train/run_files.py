@@ -9,7 +9,8 @@ start.digest            digest of the checkpoint that the first weights came fro
 skipped.txt             the samples that could not be read
 metrics.jsonl           one JSON object a line: kind "step" and kind "epoch"
 metrics.damaged         its damaged lines, moved there on resume
-checkpoints/step-000120 the newest few; a folder is complete or absent
+checkpoints/step-000120 the newest few, and the best; a folder is complete or absent
+best.json               which checkpoint is best: its epoch, step, main measure and score
 environment.json        versions, machines and processes of the newest start
 timeline.json, .chrome.json     one traced step
 memory.json             the step whose memory was traced, as a timeline
@@ -37,6 +38,7 @@ LOCK = ".lock"
 JOB = "job"
 START = "start.digest"
 CHECKPOINTS = "checkpoints"
+BEST = "best.json"
 SKIPPED = "skipped.txt"
 ENVIRONMENT = "environment.json"
 TIMELINE = "timeline.json"

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.checkpoint import remove_checkpoint, remove_unfinished
 from penstock_recipes.errors import RunFolderError
 
 from .run_files import (
+    BEST,
     CHECKPOINTS,
     DAMAGED_METRICS,
     JOB,
@@ -32,6 +34,13 @@ _PREFIX = "step-"
 _CHECKPOINT = re.compile(rf"{_PREFIX}\d+")
 
 Metrics = Mapping[str, Any]
+
+
+class Which(Enum):
+    """The checkpoint of a run that is wanted."""
+
+    BEST = "best"
+    NEWEST = "newest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +145,37 @@ class RunFolder:
         paths = self.checkpoints()
         return [path for path in paths if _step(path) % every == 0 or path == paths[-1]]
 
-    def keep_newest(self, number: int, every: int) -> None:
-        """Delete all checkpoints except the newest `number` that were due, and unfinished ones."""
+    def best(self) -> Path | None:
+        """Return the best checkpoint; None if there is none yet, or it is gone."""
+        try:
+            facts = json.loads((self.path / BEST).read_text(encoding="utf-8"))
+            checkpoint = self.checkpoint_path(facts["step"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return checkpoint if checkpoint.is_dir() else None
+
+    def chosen(self, which: Which) -> Path:
+        """Return the best or the newest checkpoint; without a best one, the newest.
+
+        Raises:
+            RunFolderError: there is no checkpoint.
+        """
+        checkpoints = self.checkpoints()
+        if not checkpoints:
+            raise RunFolderError(f"{self.path} has no checkpoint yet; let that run go on")
+        best = self.best() if which is Which.BEST else None
+        return best or checkpoints[-1]
+
+    def keep_newest(self, number: int, every: int, best: int | None = None) -> None:
+        """Delete all checkpoints except the newest `number` that were due, and unfinished ones.
+
+        That of step `best` is kept beside them.
+        """
         if not self.writes:
             return
         newest = self.due(every)[-number:]
         for path in self.checkpoints():
-            if path not in newest:
+            if path not in newest and _step(path) != best:
                 remove_checkpoint(path)
         self.remove_unfinished()
 
@@ -245,8 +278,8 @@ def begun_by(job: str | None, candidates: Iterable[Path]) -> Path | None:
     return max(folders, key=lambda path: (path / JOB).stat().st_mtime, default=None)
 
 
-def open_existing(path: Path, *, writes: bool = True) -> RunFolder:
-    """Open a run folder to resume from.
+def open_existing(path: Path, *, writes: bool = True, to: str = "resume") -> RunFolder:
+    """Open a run folder, to resume the run or `to` do something else with it.
 
     Raises:
         RunFolderError: there is none at `path`.
@@ -254,7 +287,7 @@ def open_existing(path: Path, *, writes: bool = True) -> RunFolder:
     if not (path / RECIPE).is_file():
         what = f"holds no {RECIPE}" if path.is_dir() else "does not exist"
         raise RunFolderError(
-            f"cannot resume: {path} {what}; give the run folder that an earlier `penstock train` "
+            f"cannot {to}: {path} {what}; give the run folder that an earlier `penstock train` "
             "made"
         )
     return RunFolder(path, writes)

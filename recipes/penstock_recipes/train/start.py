@@ -1,7 +1,5 @@
 """Find and check the checkpoint that a run starts or resumes from, and load its weights."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -161,43 +159,6 @@ def checkpoint_of(start: Start) -> Path:
 
 def _is_in(name: str, layers: tuple[str, ...]) -> bool:
     return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
-    """The next batch to train on, the steps done, and the sums of the epoch under way.
-
-    Saved in every checkpoint.  The order of the samples follows from the epoch alone.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    loss_sum: float = 0.0
-    """Sum of loss x samples (or words) over the batches of this epoch."""
-    num_samples: int = 0
-    """Samples (or words) of this epoch so far."""
-    scores: Mapping[str, float] = field(default_factory=dict)
-    """Scores after the last full epoch, by the names of the task's measures."""
-
-    @property
-    def mean_loss(self) -> float:
-        """Mean loss over the samples of this epoch so far."""
-        return self.loss_sum / self.num_samples if self.num_samples else 0.0
-
-    def after_batch(self, loss: float, num_samples: int) -> "Position":
-        """Return the position one step later."""
-        return replace(
-            self,
-            batch=self.batch + 1,
-            step=self.step + 1,
-            loss_sum=self.loss_sum + loss * num_samples,
-            num_samples=self.num_samples + num_samples,
-        )
-
-    def after_epoch(self, scores: Mapping[str, float]) -> "Position":
-        """Return the start of the next epoch."""
-        return Position(epoch=self.epoch + 1, step=self.step, scores=scores)
 
 
 def check_state(checkpoint: Path, recipe: Recipe) -> None:

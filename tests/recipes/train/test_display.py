@@ -1,11 +1,14 @@
 """What the end of a run shows, on consoles of any width."""
 
 import io
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
 
-from penstock_recipes.train.display import show_summary
+from penstock_recipes.train.display import Display, show_summary
+from penstock_recipes.train.meter import Meter
+from penstock_recipes.train.position import Position
 from penstock_recipes.train.scalars import StageMemory, Summary
 
 RAN: Any = {"run_folder": "runs/digits-1", "finished": True, "epochs": 2, "steps": 12}
@@ -58,3 +61,22 @@ def test_a_console_that_is_narrower_than_a_table_shows_its_cells_line_by_line() 
         "layers: head",
         "measured: -",
     ]
+
+
+def test_a_terminal_shows_when_the_epoch_and_the_run_end() -> None:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    with Display(console, 2, 100, FakeTask()) as display:  # type: ignore[arg-type]
+        progress = display._progress
+        seconds = iter(float(n) for n in range(100))
+        progress.get_time = lambda: next(seconds)
+        for step in range(1, 5):
+            display.show_step(Position(batch=step, step=step, num_samples=1), Meter(1))
+        (bar,) = progress.tasks
+        assert bar.speed
+        expected = timedelta(seconds=round(96 / bar.speed))
+        assert bar.fields["left"] == f"epoch ends in {expected},"
+
+
+class FakeTask:
+    measures = ()
+    unit = "samples"

@@ -1,7 +1,7 @@
 """Read a user's images from folders, augment and batch them."""
 
 from .batches import ImageLoader, ViewedImages
-from .folders import ImageSplit, image_folders
+from .folders import ImageSplit, image_folders, read_image
 from .views import EvaluationView, TrainingView
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "TrainingView",
     "ViewedImages",
     "image_folders",
+    "read_image",
 ]

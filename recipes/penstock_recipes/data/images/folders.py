@@ -82,6 +82,23 @@ class ImageSplit:
     skipped: tuple[str, ...] = ()
 
 
+def read_image(path: str | Path, mode: str = "RGB") -> Any:
+    """Decode an image file in one of Pillow's modes, "RGB" or "L" (grey).
+
+    Raises:
+        ConfigError: it is not there, or no image.
+    """
+    library = pillow()
+    try:
+        with library.open(path) as image:
+            decoded = _as_rgb(library, image)
+    except _unreadable(library) as error:
+        raise ConfigError(f"cannot read the image {path}: {error}") from None
+    if decoded is None:
+        raise ConfigError(f"cannot read the image {path}: its mode has no black and white")
+    return decoded.convert(mode)
+
+
 def _as_rgb(library: Any, image: Any) -> Any:
     """Convert to 8-bit RGB; Pillow itself clips values of more than 8 bits to white."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):

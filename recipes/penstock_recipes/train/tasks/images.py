@@ -1,5 +1,6 @@
 """Classify images."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError
+from penstock.trace.units import percent_text
 from penstock_recipes.data.image_sets import ImageSet, ViewedImageSet, digit_images
 from penstock_recipes.data.images import EvaluationView, TrainingView, image_folders
 from penstock_recipes.data.images.batches import NO_CLASS
@@ -106,6 +108,24 @@ class ImageTask(Task):
             )
         names = [measure.name for measure in self.measures]
         return dict(zip(names, [count / known for count in hits], strict=False))
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, inputs: Sequence[str]) -> Iterator[str]:
+        """Yield the name, the class and its probability of image files, with tabs between.
+
+        Without inputs, all test images follow, each with its true class too.
+        """
+        for name in inputs:
+            yield self._told(name, model(self._images.view(name)[None])[0])
+        number = itertools.count()
+        for images, targets in self.tests(range(self.num_test)) if not inputs else ():
+            for outputs_C, target in zip(model(images), targets.tolist(), strict=True):
+                truth = "cannot be decoded" if target == NO_CLASS else self._images.classes[target]
+                yield f"{self._told(self._images.test_name(next(number)), outputs_C)}\t{truth}"
+
+    def _told(self, name: str, outputs_C: Tensor) -> str:
+        share, number = outputs_C.softmax(0).max(0)
+        return f"{name}\t{self._images.classes[int(number)]}\t{percent_text(float(share))}"
 
     def remarks(self) -> Iterator[str]:
         images = self._images

@@ -43,8 +43,8 @@ class LanguageTask(Task):
     """
 
     measures = (
-        Measure("valid_perplexity", "perplexity", "{:.3f}".format),
-        Measure("valid_loss", "validation loss", "{:.4f}".format),
+        Measure("valid_perplexity", "perplexity", "{:.3f}".format, higher_is_better=False),
+        Measure("valid_loss", "validation loss", "{:.4f}".format, higher_is_better=False),
     )
 
     def __init__(self, recipe: Recipe, section: Text, *, shapes_only: bool = False) -> None:
@@ -133,12 +133,19 @@ class LanguageTask(Task):
             return ""
         model = self.make_model().eval()
         fill(model, weights)
-        text = self._generate(model)
+        (text,) = self.predict(model, ())
         replace_text(folder / SAMPLE, text + "\n")
         return f"{folder / SAMPLE} begins:\n\n{text[:1000]}\n"
 
-    def _generate(self, model: nn.Module) -> str:
-        (ids,) = self._vocabulary.encode([self._prompt])
+    def predict(self, model: nn.Module, inputs: Sequence[str]) -> Iterator[str]:
+        """Yield each text with its continuation; without inputs, that of the recipe's prompt."""
+        for prompt in inputs or [self._prompt]:
+            if not prompt:
+                raise RecipeError("an empty text cannot be continued; give its first words")
+            yield self._generate(model, prompt)
+
+    def _generate(self, model: nn.Module, prompt: str) -> str:
+        (ids,) = self._vocabulary.encode([prompt])
         generator = keyed_generator(self._recipe.train.seed, "sample")
         with torch.no_grad():
             for _ in range(self._section.sample_length):

@@ -1,5 +1,6 @@
 """The interface of a task: samples in order, a model, a loss, and scores."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,10 +52,17 @@ class Measure:
     name: str
     title: str
     text: Callable[[float], str] = percent_text
+    higher_is_better: bool = True
 
     def shown(self, scores: Mapping[str, float]) -> str:
         """Return the score as text; "-" if it is absent."""
         return self.text(scores[self.name]) if self.name in scores else "-"
+
+    def is_better(self, score: float, best: float | None) -> bool:
+        """Tell whether a score is better than the best so far; no infinite one is."""
+        if best is None or not math.isfinite(score):
+            return math.isfinite(score)
+        return score > best if self.higher_is_better else score < best
 
 
 class Task(ABC):
@@ -153,6 +161,16 @@ class Task(ABC):
 
         Raises:
             CheckpointError: it cannot.
+        """
+
+    @abstractmethod
+    def predict(self, model: nn.Module, inputs: Sequence[str]) -> Iterator[str]:
+        """Yield a text for each input, by a model in evaluation mode.
+
+        Without inputs, the task has its own.
+
+        Raises:
+            PenstockError: an input cannot be read, or there is none and the task has none.
         """
 
     def finish(self, weights: Weights, folder: Path) -> str:

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock_recipes.data.text import (
@@ -16,6 +16,7 @@ from penstock_recipes.data.text import (
     ParallelCorpus,
     Step,
     TextBatch,
+    TextPairs,
     TextPart,
     Vocabulary,
     collate,
@@ -50,7 +51,7 @@ class TranslationTask(Task):
     """
 
     unit = "words"
-    measures = (Measure("valid_loss", "validation loss", "{:.4f}".format),)
+    measures = (Measure("valid_loss", "validation loss", "{:.4f}".format, higher_is_better=False),)
 
     def __init__(self, recipe: Recipe, section: TranslatedSection) -> None:
         self._recipe, self._section = recipe, section
@@ -206,18 +207,55 @@ class TranslationTask(Task):
     def scores(self, totals: Sequence[float]) -> Mapping[str, float]:
         return {"valid_loss": totals[0] / totals[1]}
 
+    def predict(self, model: nn.Module, inputs: Sequence[str]) -> Iterator[str]:
+        """Yield the translation of each text; with several languages a text is "de: Haus".
+
+        Raises:
+            ConfigError: a text is too long, or its language is none of the vocabulary's.
+            RecipeError: there is no text, or it has no language.
+        """
+        if not inputs:
+            raise RecipeError('give the texts to translate, or "-" for lines of standard input')
+        texts = [self._with_language(text) for text in inputs]
+        part = {
+            language: TextPairs.of((text, "") for own, text in texts if own == language)
+            for language, _ in texts
+        }
+        encoded = encode_part(part, self._vocabulary, max_length=self._section.max_length)
+        assert isinstance(model, Translator)
+        translations = self._translated(model, encoded)
+        in_order = {language: iter(own) for language, own in translations.items()}
+        for language, _ in texts:
+            yield next(in_order[language])
+
+    def _with_language(self, text: str) -> tuple[str, str]:
+        """Split a text into its language and itself."""
+        languages = self._vocabulary.languages
+        language, colon, rest = (word.strip() for word in text.partition(":"))
+        if colon and language in languages:
+            return language, rest
+        if len(languages) == 1:
+            return languages[0], text
+        few = ", ".join(languages[:10]) + (", ..." if len(languages) > 10 else "")
+        raise RecipeError(
+            f"{text!r} does not say its language; write {languages[0]}: before it (of {few})"
+        )
+
+    def _translated(self, model: Translator, encoded: EncodedPairs) -> Mapping[str, Sequence[str]]:
+        section = self._section
+        return translate(
+            model,
+            encoded,
+            self._vocabulary,
+            beam=section.beam,
+            length_penalty=section.length_penalty,
+        )
+
     def finish(self, weights: Weights, folder: Path) -> str:
         """Translate the test texts; write translations.tsv, scores.txt, scores.json."""
         model = self.make_model().eval()
         fill(model, weights)
-        translations = translate(
-            model,
-            self._test,
-            self._vocabulary,
-            beam=self._section.beam,
-            length_penalty=self._section.length_penalty,
-        )
-        return judge(translations, self._test, self._corpus, folder)
+        return judge(self._translated(model, self._test), self._test, self._corpus, folder)
 
 
 def corpus_digest(corpus: ParallelCorpus) -> str:

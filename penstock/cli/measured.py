@@ -1,0 +1,78 @@
+"""What the stages of a target cost, measured layer by layer, for `penstock simulate`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from penstock.automatic.target import Target
+from penstock.costs.profile import Profile
+from penstock.costs.records import LayerSeconds
+from penstock.errors import ConfigError
+from penstock.planner.cuts import balance_spans
+from penstock.runtime.microbatches import microbatch_sizes
+from penstock.schedules.costs import Costs
+from penstock.schedules.family import Family
+from penstock.schedules.names import named_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStages:
+    """A schedule, its number of stages and of a replica's micro-batches, and measured costs."""
+
+    family: Family
+    num_stages: int
+    num_microbatches: int
+    costs: Costs
+
+
+def measured_stages(target: Target) -> MeasuredStages:
+    """Measure a target's layers on a micro-batch, and add them up to its stages.
+
+    Raises:
+        ConfigError: the target leaves its stages to the planner, or has too few layers.
+    """
+    options = target.options
+    if not options:
+        raise ConfigError(
+            f"{target.name} leaves its stages to the planner; `penstock plan` predicts its steps"
+        )
+    # 1. Measure the layers on the largest micro-batch.
+    num_microbatches = options["num_microbatches"]
+    size = microbatch_sizes(target.batch_size, num_microbatches)[0]
+    profile = target.profile([size])
+    layers = list(_seconds(profile))
+    # 2. Cut them into stages: as the target says, or balanced by time.
+    partition = options.get("partition")
+    if partition is None:
+        times_s = [layer.forward_s + layer.backward_s for layer in layers]
+        partition = balance_spans([times_s] * options["num_stages"], profile.spans)
+    runs = [layers[a:b] for a, b in pairwise(accumulate(partition, initial=0))]
+
+    def sums(name: str) -> tuple[float, ...]:
+        return tuple(sum(getattr(layer, name) for layer in run) for run in runs)
+
+    costs = Costs(
+        forward_s=sums("forward_s"),
+        backward_s=sums("backward_s"),
+        recompute_s=sums("recompute_s"),
+        backward_input_s=sums("input_s"),
+        backward_weight_s=sums("weight_s"),
+    )
+    # 3. Make the schedule for these costs.
+    given: Family = options["schedule"]
+    family = named_schedule(given.name, len(runs), given.stages_per_rank, costs)
+    return MeasuredStages(family, len(runs), num_microbatches // target.num_replicas, costs)
+
+
+def _seconds(profile: Profile) -> Iterator[LayerSeconds]:
+    """Yield the seconds of each layer; those of the loss count in the last one."""
+    (size,) = profile.sizes
+    for number in range(len(profile.layers)):
+        own = size.layer(number).seconds
+        assert own is not None, "it is measured"
+        loss = size.loss.seconds if size.loss is not None else None
+        if number < len(profile.layers) - 1 or loss is None:
+            yield own
+            continue
+        names = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
+        yield LayerSeconds(**{name: getattr(own, name) + getattr(loss, name) for name in names})
