@@ -31,7 +31,7 @@ _REFUSED = {
         (None, "nothing: the pipeline is not wrapped in DistributedDataParallel"),
     ),
 }
-"""Settings of the Trainer that do not fit a pipeline: the value allowed, and what to use instead."""
+"""Settings that do not fit a pipeline: the value allowed, and what to use instead."""
 
 
 class PenstockTrainer(Trainer):
@@ -64,6 +64,18 @@ class PenstockTrainer(Trainer):
         state.process_index = state.local_process_index = pipe.mesh.rank
         args._n_gpu = min(args.n_gpu, 1)
         super().__init__(pipe.original, args, **options)
+        if not self._has_own_loss and self.model_accepts_loss_kwargs and not _takes_count(pipe):
+            raise ConfigError(
+                "the pipeline was captured without num_items_in_batch, by which the model divides "
+                "its loss; add it to the example: Pipeline(..., example_inputs={**batch, "
+                "'num_items_in_batch': torch.tensor(1)}); or set model.accepts_loss_kwargs = "
+                "False, if the model's loss is a mean that samples weigh"
+            )
+
+    @property
+    def _has_own_loss(self) -> bool:
+        overridden = type(self).compute_loss is not Trainer.compute_loss
+        return self.compute_loss_func is not None or overridden
 
     def _wrap_model(self, *_: Any, **__: Any) -> nn.Module:
         return self.pipe
@@ -85,7 +97,7 @@ class PenstockTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
         """Run `train_step` of the pipeline, or `pipe(inputs)` where a loss of the caller's is."""
-        if self.compute_loss_func or type(self).compute_loss is not Trainer.compute_loss:
+        if self._has_own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
         self.pipe.train()
         inputs = dict(self._prepare_inputs(inputs))
@@ -100,7 +112,7 @@ class PenstockTrainer(Trainer):
     def _get_grad_norm(self, _: nn.Module, grad_norm: Any = None) -> Any:
         return penstock.clip_grad_norm_(self.pipe, torch.inf) if grad_norm is None else grad_norm
 
-    # -- checkpoints: the model as its library saves it, and beside it one of Penstock -------------
+    # -- checkpoints: the model as its library saves it, and beside it one of Penstock ---------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
@@ -137,6 +149,12 @@ class PenstockTrainer(Trainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
+def _takes_count(pipe: "penstock.Pipeline") -> bool:
+    captured: Any = pipe._layers.captured  # type: ignore[attr-defined]
+    names = {value.event.block for value in captured.recorded[0].infos}
+    return captured.inputs != "first" or "?num_items_in_batch" in names
+
+
 def _has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
@@ -161,7 +179,7 @@ def _check(pipe: "penstock.Pipeline", args: TrainingArguments) -> None:
         )
     for name, (allowed, instead) in _REFUSED.items():
         value = getattr(args, name, None)
-        if value and value != allowed or (value is False and allowed is None and "ddp" in name):
+        if (value and value != allowed) or (value is False and allowed is None and "ddp" in name):
             raise ConfigError(f"TrainingArguments({name}={value!r}); use {instead}")
 
 
