@@ -29,6 +29,7 @@ LAYERS = (
     {"optim"},
     {"checkpoint"},
     {"pipeline"},
+    {"integrations"},
     {"equality"},
     {"doctor"},
     {"automatic"},

@@ -133,13 +133,13 @@ def test_weights_are_those_of_torchs_own_loop_to_the_bit(tmp_path: Path) -> None
     assert_same(pipe.original.state_dict(), expected)
 
 
-def in_processes(mesh: Mesh, folder: str, resume: bool) -> Any:
+def in_processes(mesh: Mesh, place: str, resume: bool) -> Any:
     trainer = make_trainer(
-        make_pipe(0.1, num_stages=None, mesh=mesh), folder, save_steps=2, save_strategy="steps"
+        make_pipe(0.1, num_stages=None, mesh=mesh), place, save_steps=2, save_strategy="steps"
     )
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if resume else None)
+    trainer.train(resume_from_checkpoint=f"{place}/checkpoint-2" if resume else None)
     loss = trainer.evaluate()["eval_loss"]
-    trainer.save_model(f"{folder}/trained-{resume}")
+    trainer.save_model(f"{place}/trained-{resume}")
     return loss, trainer.state.global_step, trainer.is_world_process_zero()
 
 
@@ -155,8 +155,8 @@ def test_two_processes_and_a_resume_have_the_bits_of_one_process(tmp_path: Path)
     """With dropout, whose random streams go on where they were."""
     alone = in_processes(Mesh.of_one_process(2), str(tmp_path / "one"), False)
     (tmp_path / "two").mkdir()
-    first = call(in_processes, (2, 1), tmp_path, folder=str(tmp_path / "two"), resume=False)
-    again = call(in_processes, (2, 1), tmp_path, folder=str(tmp_path / "two"), resume=True)
+    first = call(in_processes, (2, 1), tmp_path, place=str(tmp_path / "two"), resume=False)
+    again = call(in_processes, (2, 1), tmp_path, place=str(tmp_path / "two"), resume=True)
     assert {found[:2] for found in (*first, *again)} == {alone[:2]}
     assert [found[2] for found in first] == [True, False]
     expected = weights(tmp_path / "one" / "trained-False")
