@@ -29,11 +29,11 @@ LAYERS = (
     {"optim"},
     {"checkpoint"},
     {"pipeline"},
-    {"integrations"},
     {"equality"},
     {"doctor"},
     {"automatic"},
     {"__init__"},
+    {"integrations"},
     {"cli"},
     {"__main__"},
 )
