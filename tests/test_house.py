@@ -33,6 +33,7 @@ LAYERS = (
     {"doctor"},
     {"automatic"},
     {"__init__"},
+    {"integrations"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,1 @@
+"""Penstock with other libraries; each file imports the one that it is named after."""

@@ -1,0 +1,60 @@
+"""The scripts of docs/examples: the same lines, and files, in one process and in two."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT
+
+TOGETHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SCRIPTS = {
+    "transformers_trainer.py": ("accelerate", ["out"], "accuracy"),
+    "peft_adapters.py": ("peft", ["out", "lora"], "step 3"),
+    "peft_adapters.py ia3": ("peft", ["out", "ia3"], "step 3"),
+    "accelerate_loop.py": ("accelerate", [], "step 5"),
+    "lightning_module.py": ("lightning", [], "validation"),
+}
+"""Scripts: the package that each needs, its arguments, and how a line of its begins."""
+
+
+def lines_of(launcher: tuple[str, ...], script: str, words: list[str], folder: Path) -> list[str]:
+    folder.mkdir()
+    path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(ROOT / "docs" / "examples" / script), *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"^(?:step|accuracy|validation).*$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_prints_the_same_in_one_process_and_in_two(name: str, tmp_path: Path) -> None:
+    package, words, beginning = SCRIPTS[name]
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    script = name.partition(" ")[0]
+    alone = lines_of((), script, words, tmp_path / "one")
+    together = lines_of(TOGETHER, script, words, tmp_path / "two")
+    assert any(line.startswith(beginning) for line in alone)
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    ("page", "script"),
+    [
+        ("with_transformers.md", "transformers_trainer.py"),
+        ("with_peft.md", "peft_adapters.py"),
+        ("with_others.md", "accelerate_loop.py"),
+        ("with_others.md", "lightning_module.py"),
+    ],
+)
+def test_the_code_of_a_page_is_that_of_its_script(page: str, script: str) -> None:
+    code = (ROOT / "docs" / "examples" / script).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    assert code in blocks
