@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 
 from penstock import Layer
 from tests import model_parts as parts
+from tests.model import recent
 from tests.reference import Forward, Loss, chain
 
 Batch = tuple[Any, Any]
@@ -333,6 +334,96 @@ def without_weights() -> list[Any]:
     return [nn.Tanh(), nn.Linear(6, 3), nn.Tanh(), nn.Softmax(dim=1), nn.Identity()]
 
 
+def attention_residuals() -> list[Any]:
+    earlier = tuple(f"v{number}" for number in range(5))
+    bodies = [nn.Tanh(), recent.mlp(8), nn.Linear(8, 8), recent.mlp(8)]
+    return [
+        Layer(nn.Linear(6, 8), outputs="v0"),
+        *(
+            Layer(recent.Mixed(8, body), inputs=earlier[:n], outputs=f"v{n}")
+            for n, body in enumerate(bodies, 1)
+        ),
+        Layer(recent.Mixed(8, nn.Linear(8, 3)), inputs=earlier),
+    ]
+
+
+def attention_residuals_forward(call: Callable[..., Any], x: Any) -> Any:
+    earlier = [call(0, x)]
+    for number in range(1, 5):
+        earlier.append(call(number, *earlier))
+    return call(5, *earlier)
+
+
+def deepstack() -> list[Any]:
+    return [
+        Layer(recent.Patches(8), outputs="p1"),
+        Layer(recent.mlp(8), inputs="p1", outputs="p2"),
+        Layer(recent.block(8), inputs="p2", outputs="p3"),
+        Layer(recent.WordsAfterPatches(11, 8), inputs=("input", "p3"), outputs="h1"),
+        Layer(recent.Deepstack(8), inputs=("h1", "p1"), outputs="h2"),
+        Layer(recent.Deepstack(8), inputs=("h2", "p2"), outputs="h3"),
+        nn.Linear(8, 11),
+    ]
+
+
+def deepstack_forward(call: Callable[..., Any], batch: Any) -> Any:
+    first = call(0, batch)
+    second = call(1, first)
+    x = call(3, batch, call(2, second))
+    return call(6, call(5, call(4, x, first), second))
+
+
+def images_and_words(n: int, g: torch.Generator) -> Batch:
+    """Give images and words, and a word to predict at each place."""
+    batch = {"images": images(n, g)[0], "ids": tokens(n, g)[0]}
+    return batch, torch.randint(11, (n, 9), generator=g)
+
+
+def tokens_ahead() -> list[Any]:
+    return [
+        Layer(nn.Embedding(11, 8), outputs="embedded"),
+        recent.mlp(8),
+        Layer(recent.block(8), outputs="next"),
+        Layer(recent.Ahead(8), inputs=("next", "embedded"), outputs="second"),
+        Layer(recent.Ahead(8), inputs=("second", "embedded"), outputs="third"),
+        Layer(recent.Unembedding(8, 11), inputs=("next", "second", "third")),
+    ]
+
+
+def tokens_ahead_forward(call: Callable[..., Any], ids: Any) -> Any:
+    embedded = call(0, ids)
+    following = call(2, call(1, embedded))
+    second = call(3, following, embedded)
+    return call(5, following, second, call(4, second, embedded))
+
+
+def loss_of_all_heads(scores: tuple[Tensor, ...], targets: Tensor) -> Tensor:
+    """Give the sum of the losses of the next token, of the second and of the third."""
+    losses = [token_loss(of, targets[:, targets.shape[1] - of.shape[1] :]) for of in scores]
+    return torch.stack(losses).sum()
+
+
+def experts() -> list[Any]:
+    return [
+        parts.Tokens(11, 5, 8),
+        Layer(recent.Experts(8), outputs=("x", "loss")),
+        Layer(parts.SelfAttention(8, 2), inputs="x", outputs="x"),
+        Layer(recent.ExpertsAfter(8), inputs=("x", "loss"), outputs=("x", "loss")),
+        Layer(recent.ScoresAndLoss(8, 11), inputs=("x", "loss")),
+    ]
+
+
+def experts_forward(call: Callable[..., Any], ids: Any) -> Any:
+    x, loss = call(1, call(0, ids))
+    return call(4, *call(3, call(2, x), loss))
+
+
+def loss_with_routers(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    """Give the loss of the tokens and a part of the auxiliary loss of the routers."""
+    scores, of_routers = output
+    return token_loss(scores, targets) + 0.1 * of_routers.mean()
+
+
 def _pair_loss(output: Tensor, target: tuple[Tensor, Tensor, list[int]]) -> Tensor:
     return F.mse_loss(output * target[1], target[0] + torch.tensor(target[2])[:, None])
 
@@ -360,6 +451,16 @@ ALL_MODELS = (
     Model("odd_addresses", odd_addresses, vectors, F.mse_loss),
     Model("randomness", randomness, vectors, F.mse_loss, quiet_in_eval=False),
     Model("without_weights", without_weights, vectors, F.mse_loss),
+    Model(
+        "attention_residuals",
+        attention_residuals,
+        vectors,
+        F.mse_loss,
+        attention_residuals_forward,
+    ),
+    Model("deepstack", deepstack, images_and_words, token_loss, deepstack_forward),
+    Model("tokens_ahead", tokens_ahead, tokens, loss_of_all_heads, tokens_ahead_forward),
+    Model("experts", experts, tokens, loss_with_routers, experts_forward),
 )
 """Every model the laws of exactness are tested on."""
 BY_NAME = {model.name: model for model in ALL_MODELS}

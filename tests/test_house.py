@@ -11,6 +11,7 @@ from typing import TypeGuard
 import pytest
 
 import penstock
+from tests import public_names
 
 LAYERS = (
     {"errors", "types"},
@@ -387,6 +388,26 @@ def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
 def test_public_names_are_sorted_and_found() -> None:
     assert penstock.__all__ == sorted(penstock.__all__)
     assert [name for name in penstock.__all__ if getattr(penstock, name, None) is None] == []
+
+
+def test_dir_shows_public_names_only() -> None:
+    shown = [name for name in dir(penstock) if not name.startswith("__")]
+    assert shown == penstock.__all__
+
+
+def test_public_names_are_those_of_the_last_release_and_new_ones() -> None:
+    kept, found = public_names.FILE.read_text().splitlines(), public_names.public_names()
+    gone = [line for line in kept if line not in found]
+    new = [line for line in found if line not in kept]
+    assert gone == [], (
+        f"{gone} are gone or changed, now {new}: a script of the last release may use them. Name "
+        'each under "Changed" or "Removed" in CHANGELOG.md, with its replacement'
+        "; then run `python -m tests.public_names`"
+    )
+    assert new == [], (
+        f'{new} are new: name each under "Added" in CHANGELOG.md'
+        "; then run `python -m tests.public_names`"
+    )
 
 
 def test_the_banned_word_names_nothing() -> None:

@@ -91,6 +91,9 @@ class Ghost(Tensor):
     ) -> Any:
         current = CURRENT.get()
         if current is not None and not current.is_answering:
+            if func.name() == "aten::_local_scalar_dense":
+                # torch takes a tensor for a number, as in arange(tensor), unseen by its class
+                return cls.__torch_function__(Tensor.item, (cls,), args)
             raise current.below_torch_function(func)
         with without_torch_dispatch():
             return func(*args, **(kwargs or {}))

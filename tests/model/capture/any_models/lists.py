@@ -2,9 +2,10 @@
 
 from .odd import ODD
 from .others import OTHERS
+from .recent import RECENT
 from .refused import REFUSED
 from .required import REQUIRED
 
-EVERY = (*REQUIRED, *OTHERS, *ODD)
+EVERY = (*REQUIRED, *OTHERS, *RECENT, *ODD)
 
-__all__ = ["EVERY", "ODD", "OTHERS", "REFUSED", "REQUIRED"]
+__all__ = ["EVERY", "ODD", "OTHERS", "RECENT", "REFUSED", "REQUIRED"]

@@ -513,6 +513,12 @@ class Handed(Chain):  # its last block is handed the weight of the first one
         return self.blocks[2](self.blocks[1](self.blocks[0](x)), self.blocks[0].weight)
 
 
+def counted(_model: Any, x: Tensor, _number: int) -> Tensor:
+    """Make tensors by a number that is a value of the batch, which torch takes for one."""
+    number = (x > 0).sum()
+    return x + torch.arange(number).sum() + torch.full((WIDTH,), number)
+
+
 def needing_gradient() -> Made:
     return Chain(), lambda batch: inputs(batch).requires_grad_()
 
@@ -553,6 +559,7 @@ CHAINS = (
     AnyModel("caches between blocks", chain(Caching)),
     AnyModel("while loop on values", chain(WhileLoop)),
     AnyModel("shapes that depend on values", chain(Picking)),
+    AnyModel("a value taken for a number", chain(between(counted))),
     AnyModel("NumPy between blocks", chain(ByNumpy)),
     AnyModel("dataclass between blocks", chain(Pairs)),
     AnyModel("input that requires a gradient", needing_gradient, routed=True),

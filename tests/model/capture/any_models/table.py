@@ -18,7 +18,7 @@ import transformers
 from penstock.model.capture.captured import Captured, record_model
 from penstock.model.capture.inputs import ROUTED
 from penstock.model.capture.routes import holders, stages_of_events
-from tests.model.capture.any_models.lists import EVERY, ODD, OTHERS, REFUSED, REQUIRED
+from tests.model.capture.any_models.lists import EVERY, ODD, OTHERS, RECENT, REFUSED, REQUIRED
 from tests.model.capture.any_models.made import AnyModel
 from tests.model.capture.running import BATCH, WAYS, Tensors, assert_close, differing, run, whole
 
@@ -28,7 +28,8 @@ HEAD = (
     "| notes |\n"
     "|---|--:|--:|---|---|--:|--:|---|\n"
 )
-TITLES = {"The models that must work": REQUIRED, "Others": OTHERS, "Odd models, and odd uses": ODD}
+TITLES = {"The models that must work": REQUIRED, "Others": OTHERS}
+TITLES |= {"Models of 2026": RECENT, "Odd models, and odd uses": ODD}
 
 
 def facts(model: AnyModel) -> list[str]:
