@@ -14,7 +14,8 @@ import penstock
 from tests import public_names
 
 LAYERS = (
-    {"errors", "types"},
+    {"errors"},
+    {"types"},
     {"launcher", "torch_private"},
     {"schedules"},
     {"plain_values"},

@@ -1,5 +1,6 @@
 """`PenstockTrainer`: the Trainer of transformers, for a model that is a pipeline."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 import penstock
 from penstock.errors import ConfigError
 from penstock.integrations.peft import save_adapter
+from penstock.runtime.pipeline_module import has_input
 
 _STATE = "pipeline"  # in a checkpoint of the Trainer, the folder of Penstock's own
 _REFUSED = {
@@ -64,7 +66,8 @@ class PenstockTrainer(Trainer):
         state.process_index = state.local_process_index = pipe.mesh.rank
         args._n_gpu = min(args.n_gpu, 1)
         super().__init__(pipe.original, args, **options)
-        if not self._has_own_loss and self.model_accepts_loss_kwargs and not _takes_count(pipe):
+        needs_count = not self._has_own_loss and self.model_accepts_loss_kwargs
+        if needs_count and not has_input(pipe, "num_items_in_batch"):
             raise ConfigError(
                 "the pipeline was captured without num_items_in_batch, by which the model divides "
                 "its loss; add it to the example: Pipeline(..., example_inputs={**batch, "
@@ -127,8 +130,12 @@ class PenstockTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = {"scheduler": self.lr_scheduler.state_dict()}
-        optimizer = self.optimizer.optimizer
-        penstock.save_checkpoint(Path(output_dir, _STATE), self.pipe, optimizer, **state)
+        new = Path(output_dir, f"{_STATE}.new")
+        penstock.save_checkpoint(new, self.pipe, self.optimizer.optimizer, **state)
+        if self.pipe.mesh.is_first_rank:  # a run that was resumed may come here once more
+            shutil.rmtree(old := Path(output_dir, _STATE), ignore_errors=True)
+            new.rename(old)
+        _wait_for_first(self.pipe)
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # the generators that order batches are alike everywhere
@@ -147,12 +154,6 @@ class PenstockTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-
-def _takes_count(pipe: "penstock.Pipeline") -> bool:
-    captured: Any = pipe._layers.captured  # type: ignore[attr-defined]
-    names = {value.event.block for value in captured.recorded[0].infos}
-    return captured.inputs != "first" or "?num_items_in_batch" in names
 
 
 def _has_adapters(model: nn.Module) -> bool:
@@ -192,5 +193,10 @@ def _save_over(folder: Path, pipe: "penstock.Pipeline") -> None:
         for file in (folder / "new").iterdir():
             file.replace(folder / file.name)
         (folder / "new").rmdir()
+    _wait_for_first(pipe)
+
+
+def _wait_for_first(pipe: "penstock.Pipeline") -> None:
+    """Wait until rank 0, which moves files, is here too."""
     if pipe.mesh.world_size > 1:
         dist.barrier()

@@ -80,6 +80,10 @@ class Layers(ABC):
             ConfigError: the layers are a list, which takes one value, and the call has others.
         """
 
+    def has_input(self, name: str) -> bool:
+        """Tell whether a call may have an argument of this name; layers take one value."""
+        return False
+
     @abstractmethod
     def too_few(self, num_stages: int, most: int) -> Exception:
         """Return the error for more stages than `most`, the most that these layers allow."""

@@ -44,8 +44,7 @@ _T = TypeVar("_T")
 class Undecided:
     """What is left to decide when layers are measured.
 
-    `balance` covers the partition, and the policies that meet a memory limit; `recompute` the
-    default policy for the devices' free memory.
+    `balance`: the partition, and policies that meet a limit; `recompute`: the default policy.
     """
 
     balance: bool = False
@@ -87,11 +86,11 @@ class Arguments:
 
     def by_default(self, plan: Plan) -> str:
         """Say in words what was left out and is in the plan."""
-        texts, ranks = [], plan.placement.num_places
+        texts = []
         if self.num_microbatches is None and plan.schedule.most_microbatches is None:
             texts.append(
                 f"{count_text(plan.num_microbatches, 'micro-batch')} ({MICROBATCHES_PER_RANK} for "
-                f"each of {count_text(ranks, 'rank')}; of a smaller batch one for each sample)"
+                f"each of {count_text(plan.placement.num_places, 'rank')}, at most one a sample)"
             )
         if self.schedule is None:
             texts.append(plan.schedule.name)
@@ -375,11 +374,7 @@ def _or(value: _T | None, default: _T) -> _T:
 
 
 def check_loss(loss: Any) -> None:
-    """Check the loss of a pipeline.
-
-    Raises:
-        ConfigError: names the argument that is of another kind, and says what to give.
-    """
+    """Raise a ConfigError for a loss that is no function."""
     if isinstance(loss, type):
         name = loss.__name__
         raise ConfigError(f"loss={name} is a class; give {name}(), which computes the loss")

@@ -157,6 +157,11 @@ def parts_of(pipe: PipelineModule) -> Parts:
     return Parts(engine.splitter.number, held, cut)
 
 
+def has_input(pipe: PipelineModule, name: str) -> bool:
+    """Tell whether a captured model may be given an input of this name in a step."""
+    return pipe._layers.has_input(name)
+
+
 def is_pipeline(module: object) -> TypeGuard[PipelineModule]:
     """Tell whether an object is a `penstock.Pipeline`."""
     return isinstance(module, PipelineModule)

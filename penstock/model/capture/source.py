@@ -22,6 +22,7 @@ from penstock.trace.units import columns, count_text
 from .captured import Captured
 from .events import INPUT, EventKey, Info, SealedHeader, ValueId, name_of
 from .inputs import (
+    EVERYWHERE,
     ROUTED,
     arguments_for,
     as_call,
@@ -215,6 +216,11 @@ class CapturedLayers(Layers):
 
     def as_one_value(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return as_inputs(args, keywords)
+
+    def has_input(self, name: str) -> bool:
+        """Tell whether the example had a tensor of this name, or each stage gets all inputs."""
+        of_example = {value.event.block for seen in self.captured.recorded for value in seen.infos}
+        return self.captured.inputs == EVERYWHERE or INPUT + name in of_example
 
     def too_few(self, num_stages: int, most: int) -> CutError:
         kept = f", cut into {most} by together=" if self.captured.together else ""

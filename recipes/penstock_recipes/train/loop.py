@@ -104,9 +104,7 @@ class Trainer:
         """Number of unreadable samples so far."""
         self._batches: Iterator[Batch] | None = None
         self._windows = Windows(recipe.train.window)
-        self._saver = Saver(
-            recipe, self.pipe, self.optimizer, self.scaler, self.task.measures[0]
-        )
+        self._saver = Saver(recipe, self.pipe, self.optimizer, self.scaler, self.task.measures[0])
         self._scalars: Any = None
 
     def devices_text(self) -> str:
