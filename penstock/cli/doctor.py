@@ -1,5 +1,6 @@
 """`penstock doctor`: can this job train at all, and how fast are its links?"""
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     help="Deadline of every wait for another process; at least 1.",
 )
 @num_processes_option
-@click.option("--json", "as_json", is_flag=True, help="With --calibrate: write one line of JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, such as an issue needs.")
 @click.option(
     "--calibrate",
     is_flag=True,
@@ -75,16 +76,15 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
     # 2. Refuse options of --calibrate without it.
     if options["save"] is not None:
         raise click.UsageError("--save is for --calibrate: give both, or neither")
-    if as_json:
-        raise click.UsageError("--json is for --calibrate: give both, or neither")
     if num_processes is not None:
         # 3. Start the processes; each of them runs this command.
         refuse_inside_torchrun()
-        return launch(num_processes, 0, ["doctor", "--timeout", str(timeout_s)])
+        told = ["doctor", "--timeout", str(timeout_s), *(("--json",) if as_json else ())]
+        return launch(num_processes, 0, told)
     require_torch()
     from penstock.doctor import examine
 
-    return examine(os.environ, timeout_s, _write)
+    return examine(os.environ, timeout_s, _write_json if as_json else _write)
 
 
 def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
@@ -126,6 +126,14 @@ def _refuse_unwritable(path: Path) -> None:
         raise click.UsageError(f"--save {path}: it cannot be written: {error.strerror}") from None
     if is_new:
         path.unlink()
+
+
+def _write_json(report: "Report") -> None:
+    """Print the report as JSON, on rank 0 or on every rank if the job was broken off."""
+    if report.rank == 0 or report.stopped or report.broke_off:
+        found = [{"error": own.is_error, "text": own.text} for own in report.findings]
+        facts = {"rank": report.rank, "verdict": report.verdict, "findings": found}
+        click.echo(json.dumps({**facts, "report": report.lines}, indent=1))
 
 
 def _write(report: "Report") -> None:

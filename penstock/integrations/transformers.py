@@ -150,10 +150,12 @@ class PenstockTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint and (folder := Path(checkpoint, _STATE)).is_dir():
             state = penstock.load_checkpoint(folder, self.pipe, self.optimizer.optimizer)
-            self.lr_scheduler.load_state_dict(state["scheduler"])
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        if (best := self.state.best_model_checkpoint) is not None:
+            self._load_from_checkpoint(best)
 
 
 def _has_adapters(model: nn.Module) -> bool:

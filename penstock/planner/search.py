@@ -19,6 +19,7 @@ from penstock.costs.profile import Profile
 from penstock.costs.records import LayerSeconds
 from penstock.schedules.family import Family
 from penstock.schedules.one_f_one_b import one_f_one_b
+from penstock.trace.progress import Count
 from penstock.types import Recompute, Transport
 
 from .bounds import Load, even_step_s, least_step_s
@@ -75,6 +76,7 @@ class Evaluator:
         self.pricing = Pricing(profile, cluster)
         self._least_bytes = cache(self._counted_least_bytes)
         self.reordered = cache(self._reordered)
+        self._predictions = Count("plans simulated, to find the fastest")
 
     def least_s(self, size: Size, *, in_any_order: bool = False) -> float:
         """Return seconds that no plan of this size can take less than: with its ranks on their
@@ -153,6 +155,7 @@ class Evaluator:
 
     def predicted(self, plan: Plan) -> Prediction:
         """Return the prediction of a plan of this evaluator."""
+        self._predictions.add()
         return Prediction(plan, self.profile, self.cluster, plan.batch_size, self.pricing)
 
     def plan_at(self, size: Size, family: Family, partition: tuple[int, ...]) -> Plan | None:

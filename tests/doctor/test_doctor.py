@@ -1,5 +1,6 @@
 """What the doctor concludes from what it found; that it stops where going on would hang."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,10 @@ def test_alone_it_compares_a_tiny_pipeline_with_the_unsplit_model(capsys: Captur
     text = capsys.readouterr().out
     assert "rank  host" in text and "training can work" in text
     assert "self-test: cpu: EQUAL: all 16 tensors of K=2, M=4 are the unsplit model's" in text
+    assert run(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "training can work" and told["rank"] == 0
+    assert "self-test: cpu: EQUAL" in "\n".join(told["report"])
 
 
 def test_a_torch_that_does_not_repeat_itself_ends_with_1(capsys, monkeypatch) -> None:

@@ -15,7 +15,8 @@ from penstock import Mesh, Pipeline
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.materialize import tied_groups
 from penstock.planner.placement import Placement
-from penstock.runtime.pipeline_module import keep_freed_memory, parts_of
+from penstock.runtime.construction import keep_freed_memory
+from penstock.runtime.pipeline_module import parts_of
 from penstock.torch_private import TorchDispatchMode
 from penstock_recipes.zoo import gpt
 from tests.distributed.call import call

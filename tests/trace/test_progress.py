@@ -3,6 +3,7 @@
 import io
 import logging
 import sys
+import time
 from threading import Event
 
 import pytest
@@ -42,6 +43,17 @@ def test_what_is_quick_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress.saying("counting", after_s=3600.0):
         pass
     assert terminal.getvalue() == ""
+
+
+def test_long_work_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(time, "monotonic", iter((0.0, 4.0, 11.0, 15.0, 22.0)).__next__)
+    count = progress.Count("plans")
+    for _ in range(4):
+        count.add()
+    said = ["penstock: plans: 2 in 11 s ...", "penstock: plans: 4 in 22 s ..."]
+    assert terminal.getvalue().splitlines() == said
 
 
 def test_a_file_gets_no_lines_but_the_log_does(capsys, caplog) -> None:
