@@ -55,7 +55,7 @@ from penstock.runtime.planning import (
 from penstock.runtime.record import Record, as_trace
 from penstock.runtime.run import Run
 from penstock.runtime.shard import check_sharding, make_sharding
-from penstock.schedules.family import Build
+from penstock.schedules.family import Chosen
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Mode
 from penstock.trace.timeline import Timeline
@@ -152,7 +152,7 @@ class Pipeline(PipelineModule):
         num_microbatches: int | None = None,
         loss: LossFunction | None = None,
         reduction: Reduction | str | Callable[[Any], Any] = Reduction.MEAN,
-        schedule: Build | Schedule | str | None = None,
+        schedule: Chosen | None = None,
         recompute: RecomputePolicy | str | Sequence[RecomputePolicy | str] | None = None,
         memory_limit_bytes: int | Sequence[int] | None = None,
         offload: bool | Sequence[bool] | None = None,

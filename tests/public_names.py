@@ -31,7 +31,7 @@ def _members(kind: type) -> Iterator[str]:
     for name, value in members.items():
         if name.startswith("_"):
             continue
-        if isinstance(value, kind) and issubclass(kind, enum.Enum):
+        if isinstance(value, enum.Enum):
             yield f"{name} = {value.value!r}"
         else:
             yield f"{name}{_signature(getattr(value, '__func__', value))}"

@@ -54,6 +54,10 @@ class PenstockTrainer(Trainer):
             wrap the model, accumulate gradients or change the loss.
     """
 
+    optimizer: Any
+    lr_scheduler: Any
+    model: Any
+
     def __init__(
         self, pipe: "penstock.Pipeline", args: TrainingArguments | None = None, **options: Any
     ) -> None:
@@ -118,7 +122,7 @@ class PenstockTrainer(Trainer):
     # -- checkpoints: the model as its library saves it, and beside it one of Penstock ---------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or str(self.args.output_dir))
         if _has_adapters(self.model):
             save_adapter(folder, self.pipe)
         else:

@@ -13,8 +13,7 @@ from penstock.errors import (
     check_count,
     shown,
 )
-from penstock.schedules.family import Build, Family
-from penstock.schedules.ir import Schedule
+from penstock.schedules.family import Chosen, Family
 from penstock.schedules.names import family_of
 from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.sharding.request import ShardingRequest
@@ -61,7 +60,7 @@ class Arguments:
     num_stages: int | None = None
     partition: Sequence[int] | None = None
     num_microbatches: int | None = None
-    schedule: Build | Schedule | str | None = None
+    schedule: Chosen | None = None
     recompute: RecomputePolicy | str | Sequence[RecomputePolicy | str] | None = None
     offload: bool | Sequence[bool] | None = None
     offload_folder: str | None = None

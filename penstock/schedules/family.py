@@ -171,6 +171,10 @@ class Family:
         return f"{self.name}({', '.join(pairs)})" if self.arguments else self.name
 
 
+Chosen = Build | Callable[..., Family] | Schedule | str
+"""A schedule as a user may give it: see `names.family_of`."""
+
+
 def check_size(schedule: Schedule, num_stages: int, num_microbatches: int) -> None:
     """Refuse a schedule of another size than its function was asked for.
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import signature
 from types import FunctionType
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from penstock.errors import ConfigError, shown
 from penstock.types import letters_of
@@ -14,7 +14,7 @@ from .costs import Costs
 from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
 from .eager_1f1b import eager_1f1b
-from .family import Build, Family, check_size
+from .family import Build, Chosen, Family, check_size
 from .gpipe import gpipe
 from .interleaved_1f1b import interleaved_1f1b
 from .ir import Schedule
@@ -213,7 +213,7 @@ def schedule_name(name: str) -> str:
     return known[letters_of(name)]
 
 
-def family_of(schedule: Build | Schedule | str, num_microbatches: int) -> Family:
+def family_of(schedule: Chosen, num_microbatches: int) -> Family:
     """Return a user's `schedule` argument as a family: the one named, or made by its defaults.
 
     A user's function does not state the ranks of its stages.  `ranks` of its family makes a
@@ -237,7 +237,8 @@ def family_of(schedule: Build | Schedule | str, num_microbatches: int) -> Family
             "(num_stages, num_microbatches) -> Schedule; schedules.from_csv(path) reads one"
         )
     name = schedule.__name__ if isinstance(schedule, FunctionType) else repr(schedule)
-    return Family(name, schedule, deal=_AsBuilt(schedule, num_microbatches))
+    own = cast(Build, schedule)
+    return Family(name, own, deal=_AsBuilt(own, num_microbatches))
 
 
 @dataclass(frozen=True, slots=True)

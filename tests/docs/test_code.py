@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES: tuple[str, ...] = ("README.md", "docs/which_schedule.md", "docs/out_of_memory.md", "docs/slow_step.md")
-PAGES += ("docs/with_x.md", "docs/coming_from.md", "docs/features.md")
+PAGES = (
+    *("README.md", "docs/which_schedule.md", "docs/out_of_memory.md", "docs/slow_step.md"),
+    *("docs/with_x.md", "docs/coming_from.md", "docs/features.md"),
+)
 _BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

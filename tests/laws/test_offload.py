@@ -50,7 +50,7 @@ def offloading(layers: list[Any], **options: Any) -> penstock.Pipeline:
     """Make a pipeline with a stage for each layer that moves away what they keep."""
     told: dict[str, Any] = {"num_stages": len(layers), "loss": nn.functional.mse_loss}
     told |= {"recompute": Recompute.NEVER}
-    usual = {"num_microbatches": 6, "offload": True, "schedule": "gpipe"}
+    usual: dict[str, Any] = {"num_microbatches": 6, "offload": True, "schedule": "gpipe"}
     return penstock.Pipeline(layers, **usual | options, **told)
 
 

@@ -22,7 +22,11 @@ from tests.quiet import quiet
 from tests.recipes.text_recipes import NAMES, TEXT
 from tests.runs import curve, start
 
-LAYOUTS = ([], ["pipeline.num_stages=1"], ["pipeline.num_stages=3", "pipeline.schedule=gpipe"])
+LAYOUTS: Any = (
+    [],
+    ["pipeline.num_stages=1"],
+    ["pipeline.num_stages=3", "pipeline.schedule=gpipe"],
+)
 
 
 @pytest.fixture(scope="module")

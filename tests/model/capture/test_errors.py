@@ -60,9 +60,8 @@ class UsesCache(Chain):
 
 def pipeline(model: nn.Module, **options: Any) -> penstock.Pipeline:
     told: dict[str, Any] = {"loss": nn.functional.mse_loss, "threads_per_stage": 1}
-    return penstock.Pipeline(
-        captured_layers(record_model(model, inputs())), partition=[1, 1, 1], **options, **told
-    )
+    told = {"num_microbatches": 1, "partition": [1, 1, 1], **told, **options}
+    return penstock.Pipeline(captured_layers(record_model(model, inputs())), **told)
 
 
 def test_too_few_blocks_are_named() -> None:

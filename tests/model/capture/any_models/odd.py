@@ -515,7 +515,7 @@ class Handed(Chain):  # its last block is handed the weight of the first one
 
 def counted(_model: Any, x: Tensor, _number: int) -> Tensor:
     """Make tensors by a number that is a value of the batch, which torch takes for one."""
-    number = (x > 0).sum()
+    number: Any = (x > 0).sum()
     return x + torch.arange(number).sum() + torch.full((WIDTH,), number)
 
 
