@@ -28,11 +28,7 @@ pipe = penstock.Pipeline(
     GPT2LMHeadModel(config),
     mesh=mesh,
     num_microbatches=4,
-    example_inputs={
-        "input_ids": words[:8],
-        "labels": words[:8],
-        "num_items_in_batch": torch.tensor(1),
-    },
+    example_inputs=example,
 )
 arguments = TrainingArguments(
     output_dir=sys.argv[1],

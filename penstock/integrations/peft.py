@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.runtime.pipeline_module import parts_of
 
 
 def save_adapter(folder: str | os.PathLike[str], pipe: "penstock.Pipeline") -> None:
@@ -23,7 +24,7 @@ def save_adapter(folder: str | os.PathLike[str], pipe: "penstock.Pipeline") -> N
             f"{type(model).__name__} has no adapters; capture peft.get_peft_model(model, config), "
             "or use penstock.save_pretrained(folder, pipe)"
         )
-    whole = pipe.held.state()
+    whole = parts_of(pipe).held.state()
     here = {name: whole[name].cpu() for name, p in pipe.named_parameters() if p.requires_grad}
     parts = [here]
     if pipe.mesh.world_size > 1:

@@ -5,10 +5,31 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "a rank where nothing trains has nothing to make an optimizer of",
-        "penstock/pipeline.py",
+        "penstock/runtime/pipeline_module.py",
         "here if any(p.requires_grad for p in here) else here + self._none",
         "here or self._none",
         "tests/distributed/test_ranks.py",
+    ),
+    Fault(
+        "replicas add up their losses over the outputs",
+        "penstock/runtime/module_form.py",
+        "gradient = gradient / self.engine.mesh.num_replicas",
+        "gradient = gradient / 1",
+        "tests/distributed/test_outputs_processes.py",
+    ),
+    Fault(
+        "ranks may compute unlike losses over the outputs",
+        "penstock/mesh/same_batch.py",
+        "not isclose(first[0], other[0], rel_tol=_ALIKE)",
+        "False",
+        "tests/distributed/test_outputs_processes.py",
+    ),
+    Fault(
+        "the backward of outputs sums no gradients over replicas",
+        "penstock/schedules/lower.py",
+        "mode in (Mode.TRAIN, Mode.BACKWARDS)",
+        "mode is Mode.TRAIN",
+        "tests/distributed/test_outputs_processes.py",
     ),
     Fault(
         "a copied pipeline has the number of the first",

@@ -17,11 +17,17 @@ SCRIPTS = {
     "peft_adapters.py ia3": ("peft", ["out", "ia3"], "step 3"),
     "accelerate_loop.py": ("accelerate", [], "step 5"),
     "lightning_module.py": ("lightning", [], "validation"),
+    "tensorboard_log.py": ("tensorboard", [], "step 5"),
 }
 """Scripts: the package that each needs, its arguments, and how a line of its begins."""
 
 
-def lines_of(launcher: tuple[str, ...], script: str, words: list[str], folder: Path) -> list[str]:
+SAID = r"^(?:step|accuracy|validation).*$"
+
+
+def lines_of(
+    launcher: tuple[str, ...], script: str, words: list[str], folder: Path, said: str = SAID
+) -> list[str]:
     folder.mkdir()
     path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -30,7 +36,7 @@ def lines_of(launcher: tuple[str, ...], script: str, words: list[str], folder: P
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    return re.findall(r"^(?:step|accuracy|validation).*$", done.stdout, re.MULTILINE)
+    return re.findall(said, done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -45,6 +51,17 @@ def test_a_script_prints_the_same_in_one_process_and_in_two(name: str, tmp_path:
     assert together == alone
 
 
+@pytest.mark.slow
+def test_zero3_keeps_the_bytes_of_fsdp2(tmp_path: Path) -> None:
+    script, said = "zero3_beside_fsdp2.py", r"^(?:plain|FSDP2|zero3): .*$"
+    plain, theirs, ours = lines_of(TOGETHER, script, [], tmp_path / "two", said)
+    assert ours.split()[1:3] == theirs.split()[1:3] == ["264,704", "bytes,"]
+    assert plain.endswith("529,408 bytes, differs by 0.0e+00")
+    assert float(ours.split()[-1]) < 1e-6
+    page = (ROOT / "docs" / "with_x.md").read_text()
+    assert ours.rpartition(" ")[0] in page and plain in page
+
+
 @pytest.mark.parametrize(
     ("page", "script"),
     [
@@ -52,6 +69,7 @@ def test_a_script_prints_the_same_in_one_process_and_in_two(name: str, tmp_path:
         ("with_peft.md", "peft_adapters.py"),
         ("with_others.md", "accelerate_loop.py"),
         ("with_others.md", "lightning_module.py"),
+        ("with_others.md", "tensorboard_log.py"),
     ],
 )
 def test_the_code_of_a_page_is_that_of_its_script(page: str, script: str) -> None:

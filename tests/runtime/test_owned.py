@@ -73,7 +73,8 @@ def moved_asynchronously(_pipe: Pipeline) -> set[str]:
 
 def guarded(_pipe: Pipeline) -> set[str]:
     """Name those that are seen to change between a forward and its recompute."""
-    pipe = made(num_stages=1)  # else another stage may be at work on what changes
+    # One stage: others might be at work on what changes.  GPipe: 1F1B would recompute nothing.
+    pipe = made(num_stages=1, schedule="gpipe")
     found, changed = set(), dict(pipe.named_parameters())
 
     def change(_loss: nn.Module, _given: Any, _value: Tensor) -> None:

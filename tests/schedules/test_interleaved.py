@@ -128,7 +128,7 @@ def idle(num_stages: int, num_microbatches: int) -> Schedule:
     ("schedule", "num_stages", "is_meshed", "said"),
     [
         (interleaved_1f1b(2), 5, False, r"num_stages=5 is not a multiple.*choose 4 or 6 stages"),
-        (interleaved_1f1b, 4, False, r"is no schedule; give a family, .* called as it has arg"),
+        (interleaved_1f1b, 5, False, r"num_stages=5 is not a multiple.*choose 4 or 6 stages"),
         (interleaved_1f1b(2), 6, True, "has 2 ranks a pipeline, the schedule runs 6 stages on 3"),
         (one_f_one_b, 4, True, "has 2 ranks a pipeline, the schedule runs 4 stages on 4"),
         (idle, 1, True, "gives rank 0 of the mesh no stage"),
