@@ -71,7 +71,7 @@ def many_runs(rotation: int) -> Iterator[Run]:
             "even": r // 4 + k + k // 2 + m + s // 4,
             "autocast": r // 8 + k + m // 2 + s // 8,
         }
-        options = {name: FACTORS[name][turn % 2] for name, turn in turns.items()}
+        options = {name: FACTORS[name][turn % len(FACTORS[name])] for name, turn in turns.items()}
         yield Run(
             num_stages=num_stages,
             num_microbatches=num_microbatches,

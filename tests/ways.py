@@ -14,6 +14,8 @@ from benchmarks.all_pairs import all_pairs
 from penstock.schedules import gpipe, one_f_one_b
 from tests.every_schedule import EVERY_SCHEDULE, IN_TWO_PARTS
 
+WHOLE_STAGES = (penstock.Recompute.STAGE, penstock.Recompute.NEVER)
+"""Policies by which a layer runs as often, and in the order, as the schedule says."""
 IN_ONE_PROCESS = tuple(t for t in penstock.Transport if not t.is_between_processes)
 
 WAYS = [
@@ -31,7 +33,7 @@ WAYS = [
 EVERY_WAY: list[dict[str, Any]] = [
     {"schedule": schedule, "recompute": recompute, "transport": transport}
     for schedule in EVERY_SCHEDULE
-    for recompute in penstock.Recompute
+    for recompute in WHOLE_STAGES
     for transport in IN_ONE_PROCESS
 ]
 

@@ -84,20 +84,11 @@ class Arguments:
         )
 
     def by_default(self, plan: Plan) -> str:
-        """Say in words what was left out and is in the plan."""
-        texts = []
-        if self.num_microbatches is None and plan.schedule.most_microbatches is None:
-            texts.append(
-                f"{count_text(plan.num_microbatches, 'micro-batch')} ({MICROBATCHES_PER_RANK} for "
-                f"each of {count_text(plan.placement.num_places, 'rank')}, at most one a sample)"
-            )
-        if self.schedule is None:
-            texts.append(plan.schedule.name)
-        if self.undecided.recompute:
-            texts.append("recompute")
-        if self.devices is None:
-            texts.append("devices")
-        return f"  by default: {', '.join(texts)}" if texts else ""
+        """Say how the number of micro-batches was chosen; "" if it was given."""
+        if self.num_microbatches is not None or plan.schedule.most_microbatches is not None:
+            return ""
+        ranks = count_text(plan.placement.num_places, "rank")
+        return f"  micro-batches by default: {MICROBATCHES_PER_RANK} for each of {ranks}"
 
     def check_none_beside_plan(self) -> None:
         """Raise a ConfigError that names the given arguments, which a plan decides already."""

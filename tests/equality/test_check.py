@@ -93,7 +93,8 @@ def test_a_backward_that_differs_is_named() -> None:
 def test_the_model_given_is_not_touched() -> None:
     layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     before = {name: value.clone() for name, value in layers.state_dict().items()}
-    penstock.check(layers, torch.randn(6, 4), torch.randn(6, 3), loss=nn.MSELoss(), num_stages=2)
+    options: dict[str, Any] = {"num_stages": 2, "num_microbatches": 3}
+    penstock.check(layers, torch.randn(6, 4), torch.randn(6, 3), loss=nn.MSELoss(), **options)
     assert all(torch.equal(before[name], value) for name, value in layers.state_dict().items())
     assert layers[0].weight.grad is None
 

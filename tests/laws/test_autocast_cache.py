@@ -185,6 +185,7 @@ def test_a_stage_inside_cached_leaves_the_weights_of_others_alone() -> None:
     plain = nn.Sequential(Cached(), Cached())
     plain.load_state_dict(nn.Sequential(quick, slow).state_dict())
     options: dict[str, Any] = {"recompute": penstock.Recompute.NEVER, "threads_per_stage": 1}
+    options |= {"schedule": "gpipe"}
     with penstock.Pipeline(
         [quick, slow], partition=[1, 1], num_microbatches=PARTS, loss=square, **options
     ) as pipe:

@@ -15,7 +15,7 @@ from penstock.schedules import gpipe, one_f_one_b, zb_h1
 from tests.laws.test_equality_or_refusal import model
 from tests.models import drawn
 from tests.side_by_side import assert_trains_like_unsplit
-from tests.ways import WAYS
+from tests.ways import WAYS, WHOLE_STAGES
 
 Write = Callable[[Any, Tensor], None]
 
@@ -86,7 +86,7 @@ def test_with_one_micro_batch_it_is_the_unsplit_models(way: dict[str, Any]) -> N
     assert_trains_like_unsplit(model(layers), 8, partition=(2, 1), num_microbatches=1, **way)
 
 
-@pytest.mark.parametrize("recompute", penstock.Recompute)
+@pytest.mark.parametrize("recompute", WHOLE_STAGES)
 def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(recompute: Any) -> None:
     how: dict[str, Any] = {"partition": (1, 2), "recompute": recompute}
     made = model(layers)
@@ -98,6 +98,7 @@ def test_a_last_stage_that_keeps_the_order_trains_as_unsplit(recompute: Any) -> 
 def test_the_check_refuses_it_too() -> None:
     def checked(num_microbatches: int) -> penstock.CheckReport:
         options: dict[str, Any] = {"num_stages": 2, "num_microbatches": num_microbatches}
+        options |= {"schedule": gpipe}
         return penstock.check(nn.Sequential(*layers()), *drawn(8), loss=F.mse_loss, **options)
 
     with pytest.raises(StateError, match="buffer 'amax'"):

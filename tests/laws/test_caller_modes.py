@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, ExecutionWarning
 from tests.model_parts import Does
 from tests.models import drawn
 from tests.side_by_side import same_bits
-from tests.ways import IN_ONE_PROCESS
+from tests.ways import IN_ONE_PROCESS, WHOLE_STAGES
 
 THREADS, LOOPBACK = IN_ONE_PROCESS
 RECOMPUTE = pytest.mark.parametrize("recompute", penstock.Recompute)
@@ -166,7 +166,7 @@ def test_other_missing_attributes_are_not_about_threads() -> None:
     assert "ContextVar" not in notes_of(Does(lambda x: x * SimpleNamespace().factor), THREADS)
 
 
-@RECOMPUTE
+@pytest.mark.parametrize("recompute", WHOLE_STAGES)
 def test_loop_back_is_under_save_on_cpu_without_a_word(recompute: penstock.Recompute) -> None:
     gradients = []
     mode, count = on_cpu()

@@ -70,7 +70,7 @@ def kept_bytes(recompute: Any) -> int:
     """Return the most that a middle stage keeps of 8 micro-batches."""
     block = [nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32)]
     layers = [nn.Linear(32, 32), nn.Sequential(*block), nn.Sequential(*block), nn.Linear(32, 1)]
-    options: dict[str, Any] = {"partition": [1, 2, 1], "num_microbatches": 8}
+    options: dict[str, Any] = {"partition": [1, 2, 1], "num_microbatches": 8, "schedule": "gpipe"}
     return most_kept_bytes(layers, 128, 1, recompute=recompute, **options)
 
 
@@ -89,7 +89,9 @@ def test_a_backward_holds_what_one_layer_saves_at_a_time(num_layers: int) -> Non
     options = {"num_microbatches": 8, "recompute": Recompute.layers(*range(1, num_layers + 1))}
     blocks = [copy.deepcopy(block) for _ in range(num_layers)]
     layers = [nn.Linear(32, 32), *blocks, nn.Linear(32, 1)]
-    of_middle = most_kept_bytes(layers, 128, 1, partition=[1, num_layers, 1], **options)
+    of_middle = most_kept_bytes(
+        layers, 128, 1, partition=[1, num_layers, 1], schedule="gpipe", **options
+    )
     assert of_middle == 8 * num_layers * inputs + wide
     # the last stage of 1F1B, whose backward follows its forward at once; the targets stay too
     of_last = most_kept_bytes(

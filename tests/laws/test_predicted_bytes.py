@@ -19,6 +19,7 @@ from penstock_recipes.zoo.resnet import residual_network
 from tests.every_schedule import EVERY_SCHEDULE, families
 from tests.memory_formula import cut, formula_bytes, most_kept
 from tests.profiles import cluster
+from tests.ways import WHOLE_STAGES
 
 NUM_MICROBATCHES, SAMPLES = 4, 2
 FAMILIES = [family for per_rank in (1, 2) for family in families(per_rank)]
@@ -115,7 +116,7 @@ def divides(family: Family) -> bool:
 
 
 @pytest.mark.parametrize("schedule", [f for f in EVERY_SCHEDULE if not divides(f)], ids=str)
-@pytest.mark.parametrize("recompute", list(penstock.Recompute))
+@pytest.mark.parametrize("recompute", WHOLE_STAGES)
 @pytest.mark.parametrize("partition", [[8], [3, 5], [2, 1, 5]])
 def test_a_pipeline_keeps_what_the_formula_says(partition, recompute, schedule) -> None:
     torch.manual_seed(0)

@@ -113,7 +113,9 @@ class Slots:
     """
 
     def __init__(self, lasting: Iterable[Tensor]) -> None:
-        self._lasting = {storage_id(tensor) for tensor in lasting}
+        # The storages are held, too: a layer may replace a buffer in its forward, and the next
+        # tensor would take its address.
+        self._lasting = {storage_id(tensor): tensor.untyped_storage() for tensor in lasting}
         self._saved: list[ref[Slot]] = []
 
     def hooks(self) -> saved_tensors_hooks:
