@@ -307,7 +307,7 @@ def curves_of_runs(runs: Mapping[str, Metrics]) -> Iterator[Figure]:
     numbers = {run: _numbers_of(metrics) for run, metrics in runs.items()}
     for name in dict.fromkeys(name for names in numbers.values() for name in names):
         having = {run: (runs[run], name) for run, names in numbers.items() if name in names}
-        title = f"loss {_LOSSES[name]}" if name in _LOSSES else _title(name)
+        title = f"loss, {_LOSSES[name]}" if name in _LOSSES else _title(name)
         yield _curve(title, having)
 
 

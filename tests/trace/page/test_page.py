@@ -183,7 +183,7 @@ def test_a_limit_far_above_the_peak_does_not_hide_the_memory() -> None:
 def test_runs_have_a_curve_each_on_one_chart() -> None:
     ours = [{"step": 1, "loss": 2.0, "own": 1}, {"step": 2, "loss": 1.0}]
     charts = list(curves_of_runs({"a<b": ours, "c": [{"step": 1, "loss": 3.0}]}))
-    assert [chart.title for chart in charts] == ["loss of a step", "own"]
+    assert [chart.title for chart in charts] == ["loss, of a step", "own"]
     assert [trace["name"] for trace in charts[0].data] == ["a&lt;b", "c"]
     assert [trace["y"] for trace in charts[0].data] == [[2, 1], [3]]
 
