@@ -219,7 +219,7 @@ def memory_chart(
 
     # 2. draw a strip for each, with a dashed line at its limit
     limited = {
-        rank: f", {percent_text(peaks[rank] / limit)} of {bytes_text(limit)}"
+        rank: f", {_share_text(peaks[rank] / limit)} of {bytes_text(limit)}"
         for rank, limit in limits.items()
         if limit
     }
@@ -250,6 +250,14 @@ def memory_chart(
     if any(len(held[rank].times_s) > most for rank in ranks):
         notes.append(f"Of each line at most {most:,} points are drawn, the highest among them.")
     return Figure(name, once_in_legend(data), layout, " ".join(notes))
+
+
+def _share_text(share: float) -> str:
+    """Write a share as per cent, a small one with one digit that is not 0."""
+    return percent_text(share) if share >= _SMALL or not share else f"{100 * share:.1g}%"
+
+
+_SMALL = 1e-3
 
 
 def _areas(

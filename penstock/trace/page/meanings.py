@@ -2,7 +2,7 @@
 
 MEANINGS = {
     "activations": "Memory of the values that backward passes need.",
-    "backward": "Backward passes of layers, without separate parts for weights.",
+    "backward": "Time of backward passes, without those parts that have a column of their own.",
     "bubble": "Share of the ranks' time in which they had nothing to do.",
     "communication": "Time in which messages between ranks were on their way.",
     "handover": "Time of a message to the next stage that no work hides.",

@@ -13,7 +13,7 @@ from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError
 from penstock.schedules import gpipe
 from penstock.simulator import UNIT_COSTS, simulate
-from penstock.trace.page.page import Figure, write_page
+from penstock.trace.page.page import Figure, Table, write_page
 from penstock_recipes.errors import RecipeError, RunFolderError
 from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.interrupt import Interrupt
@@ -79,7 +79,9 @@ def test_a_page_has_the_speed_of_the_model(finished: Path, copied: Path) -> None
     page = page_of(copied)
     assert {fact.name: fact.value for fact in page.facts}["MFU"] == "43.2%"
     (memory,) = (section for section in page.sections if section.title == "Peak memory")
-    assert memory.parts[-1].rows == (("cuda:0 (X)", "1 GiB", "2 GiB", "4 GiB", "50.0%"),)
+    table = memory.parts[-1]
+    assert isinstance(table, Table)
+    assert table.rows == (("cuda:0 (X)", "1 GiB", "2 GiB", "4 GiB", "50.0%"),)
 
 
 def plan_of(folder: Path) -> tuple[LayerFacts, ...]:

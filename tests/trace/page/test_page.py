@@ -175,7 +175,7 @@ def test_a_limit_far_above_the_peak_does_not_hide_the_memory() -> None:
     far = memory_chart(step, (2**34,) * 2)
     assert far.layout["yaxis1"]["range"][1] == pytest.approx(1.08 * 7)
     assert not far.layout["shapes"] and "lies far above" in far.note
-    assert "7 MiB, 0.0% of 16 GiB" in far.layout["annotations"][0]["text"]
+    assert "7 MiB, 0.04% of 16 GiB" in far.layout["annotations"][0]["text"]
     near = memory_chart(step, (8 << 20,) * 2)
     assert len(near.layout["shapes"]) == 2 and not near.note
 
