@@ -78,6 +78,12 @@ def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
 )
 @click.option("--csv", metavar="FILE", type=_TO_READ, help="Take the schedule from there.")
 @click.option("--write-csv", metavar="FILE", type=_TO_WRITE, help="Write the schedule there.")
+@click.option(
+    "--html",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page with the timeline there.",
+)
 @_cost_option("forward", 1, "a forward takes")
 @_cost_option("backward-input", 1, "the part of a backward takes that gives gradients of inputs")
 @_cost_option("backward-weight", 1, "the other part takes; a whole backward takes both")
@@ -95,6 +101,7 @@ def simulate(  # noqa: PLR0913 - one for each option
     width: int,
     csv: Path | None,
     write_csv: Path | None,
+    html: Path | None,
     as_json: bool,
     **units: Fraction | int,
 ) -> None:
@@ -115,6 +122,7 @@ def simulate(  # noqa: PLR0913 - one for each option
       penstock simulate --schedule interleaved_1f1b --num-stages 8 --stages-per-rank 2
       penstock simulate --csv mine.csv --forward 2 --transfer 1/4
       penstock simulate mymodel:example --num-stages 2 --schedule gpipe
+      penstock simulate --schedule zb_h1 --html zb_h1.html
     """
     from penstock.schedules.passes import add_recompute
     from penstock.schedules.torch_csv import read_csv, to_csv
@@ -141,10 +149,18 @@ def simulate(  # noqa: PLR0913 - one for each option
             write_csv.write_text(to_csv(program), encoding="utf-8")
         except OSError as error:
             raise click.UsageError(f"--write-csv {write_csv}: {error.strerror}") from None
+    if html is not None:
+        from penstock.trace.page.page import check_page
+
+        check_page(html)
     # 3. Simulate, and print JSON, a grid, or a summary of what is too long to draw.
     _say("simulating its instructions", sum(map(len, program.programs)))
     timeline = predict(add_recompute(program) if recompute else program, costs)
     _say("adding up where the time goes", len(timeline.spans))
+    if html is not None:
+        source = schedule if csv is None else csv.name
+        measured = f"{target}, " if target else ""
+        _write_page(timeline, html, f"{measured}{source}", () if target else (_UNIT_NOTE,))
     if as_json:
         breakdown = json.loads(timeline.breakdown().to_json())
         click.echo(
@@ -194,6 +210,19 @@ def _refuse_beside_csv(*names: str) -> None:
     """Refuse options of a schedule beside a file that contains one."""
     if beside := _given(*names):
         raise click.UsageError(f"the file of --csv says that itself; leave out {beside[0]}")
+
+
+def _write_page(timeline: "Timeline", html: Path, source: str, notes: tuple[str, ...]) -> None:
+    """Write the page of a simulated step; `source` says of which schedule, in its title."""
+    from penstock.trace.page import Page, Step, with_step, write_page
+
+    counts = count_text(timeline.schedule.num_microbatches, "micro-batch")
+    subtitle = f"{count_text(timeline.num_ranks, 'rank')}, {counts}"
+    page = Page(f"{source}, simulated", subtitle, notes=notes)
+    write_page(with_step(page, Step(predicted=timeline)), html)
+
+
+_UNIT_NOTE = "A unit of time is shown as 1 s."
 
 
 def _costs(units: Mapping[str, Fraction | int]) -> "Costs":

@@ -25,6 +25,7 @@ from penstock.trace.units import bytes_text, count_text
 from .make_plan import Choice
 from .plan import Plan
 from .plan_sharding import sharding_of
+from .reasons import HEADS
 from .stage_rows import (
     devices_text,
     mesh_text,
@@ -113,8 +114,12 @@ def plan_page(choice: Choice) -> Page:
     page = with_step(Page(f"Plan for {cluster.name}", plan_subtitle(plan)), step)
     heads, *rows = choice.rows
     title = f"The fastest of {len(choice.candidates):,}"
+    folded = folded_rows(rows)
+    parts: tuple[Table | Text, ...] = (Table(heads, tuple(folded), title),)
+    if len(folded) < len(rows):
+        parts = (*parts, Text(_FOLDED, "note"))
     rest = [
-        Section("Candidates", (Table(heads, tuple(rows), title),)),
+        Section("Candidates", parts),
         plan_section(plan),
         Section("Cluster", (Text(str(cluster), "code"),)),
     ]
@@ -130,10 +135,50 @@ def plan_page(choice: Choice) -> Page:
     return replace(page, sections=(first, *page.sections, weights, *rest), notes=(_NOTE,))
 
 
+_FOLDED = "A row stands for all candidates of the same step, memory and micro-batches."
+_MOST_NAMED = 4
+"""Names in a cell of a folded row; more are counted."""
+
+
+def folded_rows(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Fold candidates into one row that differ in stages and schedule alone.
+
+    The names of their stages and schedules then share a cell.
+    """
+    alike: dict[tuple[str, ...], list[Sequence[str]]] = defaultdict(list)
+    names = {"stages": _STAGES, "schedule": _SCHEDULE}
+    for row in rows:
+        alike[tuple(cell for n, cell in enumerate(row) if n not in names.values())].append(row)
+    return [
+        tuple(
+            _named([row[n] for row in group]) if n in names.values() else cell
+            for n, cell in enumerate(group[0])
+        )
+        for group in alike.values()
+    ]
+
+
+_STAGES, _SCHEDULE = HEADS.index("stages"), HEADS.index("schedule")
+
+
+def _named(cells: Sequence[str]) -> str:
+    """Name different cells once, with a common start once, and count those that are too many.
+
+    "11 layers on 2" and "11 layers on 3" give "11 layers on 2, 3".
+    """
+    distinct = [*dict.fromkeys(cells)]
+    starts = {cell.rpartition(" ")[0] for cell in distinct}
+    start = starts.pop() if len(starts) == 1 else ""
+    names = [cell.removeprefix(start).strip() for cell in distinct]
+    rest = len(names) - _MOST_NAMED
+    text = f"{start} {', '.join(names[:_MOST_NAMED])}".strip()
+    return f"{text} and {rest} more" if rest > 0 else text
+
+
 def plan_section(plan: Plan) -> Section:
     """Write a plan as a section of a page."""
     heads, *rows = (tuple(row) for row in plan.rows)
-    lines = (line for reason in plan.reasons for line in reason.splitlines())
+    lines = dict.fromkeys(line for reason in plan.reasons for line in reason.splitlines())
     return Section("Plan", (*map(Text, lines), Table(heads, tuple(rows))))
 
 
@@ -329,7 +374,7 @@ def weights_table(layers: Sequence[DrawnLayer]) -> Table:
 
 _HEADS = (
     *("stage", "layers", "layout", "in words", "weights", "bytes, whole"),
-    *("sent forward", "backward"),
+    *("sent forward", "sent backward"),
 )
 
 

@@ -13,6 +13,7 @@ from typing import cast
 
 from penstock.schedules.collection import collection_paused
 from penstock.schedules.ir import (
+    CommitStatistics,
     Compute,
     Instruction,
     Message,
@@ -204,11 +205,13 @@ def share(part: float, whole: float) -> float:
 
 
 def works_s(timeline: Timeline) -> tuple[float, ...]:
-    """Return the seconds of each span that ran layers or the optimizer; 0 for all others."""
+    """Return the seconds of each span that ran layers, their statistics or the optimizer."""
     return tuple(
-        span.duration_s if isinstance(span.instruction, Compute | UpdateWeights) else 0
-        for span in timeline.spans
+        span.duration_s if isinstance(span.instruction, _WORK) else 0 for span in timeline.spans
     )
+
+
+_WORK = (Compute, CommitStatistics, UpdateWeights)
 
 
 def longest_chain_s(timeline: Timeline, durations_s: Sequence[float]) -> float:

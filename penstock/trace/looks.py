@@ -34,7 +34,7 @@ LOOKS: dict[type[ir.Instruction], Look] = {
     ir.ReceiveActivation: Look("receive"),
     ir.ReceiveGradient: Look("receive"),
     ir.PostReceive: Look("receive"),
-    ir.CommitStatistics: Look("statistics"),
+    ir.CommitStatistics: Look("statistics", "forward_s", fill="#6f9cc4", ink="white"),
     ir.ReduceGradients: Look("reduce", "wait_s", fill="#8673b0", ink="white"),
     ir.Offload: Look("offload", "wait_s", fill="#4f9d9a", ink="white"),
     ir.Fetch: Look("fetch", "wait_s", fill="#86c2bf", ink="#123735"),

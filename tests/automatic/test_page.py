@@ -18,6 +18,7 @@ from penstock.planner.plan_page import (
     DrawnLayer,
     DrawnWeight,
     drawn_layers,
+    folded_rows,
     layers_figure,
     plan_page,
     weights_table,
@@ -159,6 +160,22 @@ def test_a_page_has_all_parts_and_the_timeline() -> None:
     said = unescape(text)
     assert all(line in said for line in choice.plan.why)
     assert f"The fastest of {len(choice.candidates)}" in said
+
+
+def test_candidates_that_differ_in_stages_and_schedule_alone_share_a_row() -> None:
+    def row(stages: str, schedule: str, step: str) -> tuple[str, ...]:
+        return (stages, "1", "4", schedule, "never", step, "10", "1 MiB", "")
+
+    rows = [row("2", "gpipe", "1 ms"), *(row(str(n), "gpipe", "2 ms") for n in range(3, 9))]
+    rows += [row("3", "zb_h1", "2 ms"), row("1", "gpipe", "9 ms")]
+    rows += [row(f"11 layers on {n}", "gpipe", "8 ms") for n in (2, 3)]
+    folded = folded_rows(rows)
+    assert [(x[0], x[3], x[5]) for x in folded] == [
+        ("2", "gpipe", "1 ms"),
+        ("3, 4, 5, 6 and 2 more", "gpipe, zb_h1", "2 ms"),
+        ("1", "gpipe", "9 ms"),
+        ("11 layers on 2, 3", "gpipe", "8 ms"),
+    ]
 
 
 def test_names_do_not_break_out_of_the_page() -> None:

@@ -34,6 +34,17 @@ def test_every_command_has_help_with_an_example(command: list[str], capsys: Capt
     assert f"penstock {' '.join(command)}" in capsys.readouterr().out.split("Example")[1]
 
 
+def test_a_simulated_step_has_a_page(capsys: Captured) -> None:
+    command = ["simulate", "--schedule", "gpipe", "--num-stages", "2", "--html", "step.html"]
+    assert run(command) == 0
+    page = Path("step.html").read_text()
+    assert "<h1>gpipe, simulated</h1>" in page and "A unit of time is shown as 1 s." in page
+    assert "rank 1" in capsys.readouterr().out
+    Path("step.html").write_text("mine")
+    assert run(command) == 2
+    assert "step.html exists already" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

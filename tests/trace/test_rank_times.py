@@ -4,12 +4,14 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.schedules import ALL_SCHEDULES, gpipe, one_f_one_b, pipedream, zb_h1
+from penstock.schedules import ALL_SCHEDULES, Forward, gpipe, one_f_one_b, pipedream, zb_h1
 from penstock.schedules.family import Family
+from penstock.schedules.ir import CommitStatistics
 from penstock.schedules.passes import add_recompute
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 from penstock.trace.breakdown import share
 from penstock.trace.rank_times import KINDS, RankTimes, mean_times, rank_times
+from penstock.trace.timeline import Span, Timeline
 
 UNEVEN = Costs(
     forward_s=(1, 2, 1, 1),
@@ -72,3 +74,11 @@ def test_what_lies_outside_of_the_timeline_lengthens_the_step() -> None:
     rank = RankTimes(rank=0, forward_s=3, optimizer_s=1).with_rest(optimizer_s=2, set_up_s=4)
     assert (rank.optimizer_s, rank.set_up_s, rank.total_s) == (3, 4, 10)
     assert mean_times([rank, RankTimes(rank=1, forward_s=5)])["forward_s"] == 4
+
+
+def test_updates_of_statistics_are_work_in_all_figures() -> None:
+    spans = (Span(0, Forward(0, 0), 0.0, 1.0), Span(0, CommitStatistics(0), 1.0, 4.0))
+    step = Timeline(spans)
+    assert step.bubble == 0 and step.breakdown().share_of_ideal == 1
+    (times,) = rank_times(step)
+    assert (times.forward_s, times.bubble_s, times.imbalance_s) == (4, 0, 0)

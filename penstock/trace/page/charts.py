@@ -72,6 +72,8 @@ def rows_of(names: Sequence[str]) -> Layout:
 def stacked(parts: Sequence[tuple[str, int]], gap_px: int, step_s: float, **more: Any) -> Layout:
     """Return the layout of charts one above the other, on one axis of time: yaxis1, yaxis2, ...
 
+    The script of the page zooms all charts of the meta "step" together.
+
     `parts` are the caption and the height in pixels of each.
     """
     # plotly measures in shares of the inner height, from the bottom up
@@ -79,6 +81,7 @@ def stacked(parts: Sequence[tuple[str, int]], gap_px: int, step_s: float, **more
     inner_px = sum(px for _, px in parts) + gap_px * (len(parts) - 1)
     layout = layout_of(inner_px + 110, top=58, bottom=52, shapes=[], annotations=[], **more)
     layout["legend"]["y"] = 1 + 26 / inner_px
+    layout["meta"] = "step"
     layout["xaxis"] = axis_of(f"time ({unit.sign})", anchor=f"y{len(parts)}")
     layout["xaxis"]["range"] = [0, rounded(step_s * unit.per_s)]
     place = {"x": 0, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
@@ -191,38 +194,57 @@ def held_bytes(timeline: Timeline) -> dict[int, Held]:
     return held
 
 
-def memory_chart(timeline: Timeline, limits_bytes: Sequence[int], name: str = "memory") -> Figure:
-    """Draw a strip for each rank, all to one scale."""
+_FAR = 4
+"""A limit of more than so many peaks lies off the scale; the strip's head still names it."""
+
+
+def memory_chart(
+    timeline: Timeline,
+    limits_bytes: Sequence[int],
+    name: str = "memory",
+    *,
+    axis_s: float | None = None,
+) -> Figure:
+    """Draw a strip for each rank, all to one scale, on an axis of `axis_s` (None: the step)."""
     # 1. choose the ranks with the highest peaks, and one unit for all
     held = held_bytes(timeline)
     peaks = {rank: max(of_rank.totals) for rank, of_rank in held.items()}
     ranks = sorted(sorted(peaks, key=lambda rank: -peaks[rank])[:MOST_STRIPS])
     limits = {rank: limits_bytes[rank] for rank in ranks if rank < len(limits_bytes)}
-    top = max([*peaks.values(), *limits.values()]) or 1
+    highest = max(peaks.values())
+    near = {rank: limit for rank, limit in limits.items() if limit <= _FAR * highest}
+    top = max([highest, *near.values()]) or 1
+    axis_s = float(timeline.step_s) if axis_s is None else axis_s
     sign, size = next((unit for unit in _UNITS if top >= unit[1]), _UNITS[-1])
 
     # 2. draw a strip for each, with a dashed line at its limit
-    limited = {rank: f", limit {bytes_text(limit)}" for rank, limit in limits.items()}
+    limited = {
+        rank: f", {_share_text(peaks[rank] / limit)} of {bytes_text(limit)}"
+        for rank, limit in limits.items()
+        if limit
+    }
     heads = (
         f"<b>rank {rank}</b>   peak {bytes_text(peaks[rank])}{limited.get(rank, '')}"
         for rank in ranks
     )
     parts = [(head, _STRIP_PX) for head in heads]
-    layout = stacked(parts, _GAP_PX, timeline.step_s, hovermode="x unified")
+    layout = stacked(parts, _GAP_PX, axis_s, hovermode="x unified")
     most = _MOST_POINTS // sum(len(held[rank].num_bytes) for rank in ranks)
     data: list[Trace] = []
     for n, rank in enumerate(ranks, start=1):
         layout[f"yaxis{n}"] |= axis_of(sign, 6, nticks=4, range=[0, rounded(1.08 * top / size)])
-        if rank in limits:
+        if rank in near:
             height, place = rounded(limits[rank] / size), {"xref": "paper", "yref": f"y{n}"}
             line = {"type": "line", "line": {"width": 1.5, "dash": "dash"}, **place}
             ends = {"x0": 0, "x1": 1, "y0": height, "y1": height}
             layout["shapes"].append({"name": "limit", **line, **ends})
-        data += _areas(held[rank], timeline.step_s, most, size, f"y{n}")
+        data += _areas(held[rank], float(timeline.step_s), axis_s, most, size, f"y{n}")
     layout["showlegend"] = len({trace["name"] for trace in data}) > 1
 
     # 3. say what is left out
     notes = []
+    if len(near) < len(limits):
+        notes.append("The scale ends at the peaks: the memory of the devices lies far above it.")
     if len(ranks) < len(peaks):
         notes.append(f"The {len(ranks)} of {len(peaks):,} ranks that keep most are drawn.")
     if any(len(held[rank].times_s) > most for rank in ranks):
@@ -230,9 +252,19 @@ def memory_chart(timeline: Timeline, limits_bytes: Sequence[int], name: str = "m
     return Figure(name, once_in_legend(data), layout, " ".join(notes))
 
 
-def _areas(held: Held, step_s: float, most: int, size: int, axis: str) -> Iterator[Trace]:
+def _share_text(share: float) -> str:
+    """Write a share as per cent, a small one with one digit that is not 0."""
+    return percent_text(share) if share >= _SMALL or not share else f"{100 * share:.1g}%"
+
+
+_SMALL = 1e-3
+
+
+def _areas(
+    held: Held, step_s: float, axis_s: float, most: int, size: int, axis: str
+) -> Iterator[Trace]:
     """Yield the memory of a rank by kind, stacked, in units of `size` bytes."""
-    totals, unit = held.totals, unit_for(step_s)
+    totals, unit = held.totals, unit_for(axis_s)
     points = list(range(len(totals)))
     if len(totals) > most:  # of each of `most` parts the point with the most bytes
         bounds = [len(totals) * n // most for n in range(most + 1)]
@@ -268,31 +300,48 @@ Metrics = Sequence[Mapping[str, Any]]
 
 def curves(metrics: Metrics) -> Iterator[Figure]:
     """Yield a chart for each number, over steps; losses together, first."""
+    names = _numbers_of(metrics)
+    losses = [name for name in names if name in _LOSSES or name.endswith("_loss")]
+    if losses:
+        shown = {_LOSSES.get(name) or _title(name): name for name in losses}
+        yield _curve("loss", {label: (metrics, name) for label, name in shown.items()})
+    for name in names:
+        if name not in losses:
+            yield _curve(_title(name), {_title(name): (metrics, name)})
+
+
+def curves_of_runs(runs: Mapping[str, Metrics]) -> Iterator[Figure]:
+    """Yield a chart for each number, with a curve for each run that has it."""
+    numbers = {run: _numbers_of(metrics) for run, metrics in runs.items()}
+    for name in dict.fromkeys(name for names in numbers.values() for name in names):
+        having = {run: (runs[run], name) for run, names in numbers.items() if name in names}
+        title = f"loss, {_LOSSES[name]}" if name in _LOSSES else _title(name)
+        yield _curve(title, having)
+
+
+def _numbers_of(metrics: Metrics) -> list[str]:
+    """Return the names of the metrics that are numbers."""
     names = dict.fromkeys(
         name
         for line in metrics
         for name, value in line.items()
         if name not in _NO_CURVE and _is_number(value)
     )
-    losses = [name for name in names if name in _LOSSES or name.endswith("_loss")]
-    if losses:
-        yield _curve(metrics, "loss", losses)
-    for name in names:
-        if name not in losses:
-            yield _curve(metrics, _title(name), [name])
+    return list(names)
 
 
-def _curve(metrics: Metrics, title: str, names: Sequence[str]) -> Figure:
+def _curve(title: str, named: Mapping[str, tuple[Metrics, str]]) -> Figure:
+    """Draw curves by label, each a number of some metrics."""
     data: list[Trace] = []
-    notes = []
-    for n, name in enumerate(names):
+    notes: dict[str, None] = {}
+    for n, (label, (metrics, name)) in enumerate(named.items()):
         points = [(line["step"], line[name]) for line in metrics if _is_number(line.get(name))]
         # Of many points every n-th is drawn, and the last.
         stride = -(-len(points) // MOST_POINTS)
         if stride > 1:
-            notes.append(f"Of {len(points):,} points, one in {stride} is drawn.")
+            notes[f"Of {len(points):,} points, one in {stride} is drawn."] = None
         points = [*points[:-1:stride], points[-1]]
-        shown = escape(_LOSSES.get(name) or _title(name))
+        shown = escape(label)
         data.append(
             {
                 "type": "scatter",
@@ -308,9 +357,11 @@ def _curve(metrics: Metrics, title: str, names: Sequence[str]) -> Figure:
     # One curve needs no legend: its name is the title.
     several = len(data) > 1
     layout = layout_of(270, left=58, top=30 if several else 10, showlegend=several)
+    layout["meta"] = "curve"
     layout["xaxis"] = axis_of("step", 8, rangemode="tozero")
     layout["yaxis"] = {"nticks": 6, "exponentformat": "power"}
-    return Figure(f"curve {names[0]}", tuple(data), layout, " ".join(notes), title)
+    first = next(iter(named.values()))[1]
+    return Figure(f"curve {first}", tuple(data), layout, " ".join(notes), title)
 
 
 def _title(name: str) -> str:

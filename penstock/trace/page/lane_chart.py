@@ -11,7 +11,15 @@ from penstock.schedules import ir
 from penstock.trace.breakdown import waits_s
 from penstock.trace.looks import LOOKS, WAIT, Look, look_of
 from penstock.trace.timeline import Span, Timeline
-from penstock.trace.units import Unit, bytes_text, number_text, percent_text, time_text, unit_for
+from penstock.trace.units import (
+    Unit,
+    bytes_text,
+    count_text,
+    number_text,
+    percent_text,
+    time_text,
+    unit_for,
+)
 
 from .charts import Layout, Trace, once_in_legend, rounded, rows_of, spread, stacked
 from .page import Figure
@@ -86,7 +94,13 @@ _LANE_HEIGHT = 0.84
 """The height of a box as a share of its row."""
 _MOST_NUMBERED = 2_500
 """Boxes up to which micro-batch numbers are written into them."""
-_ORDER = {look.name: n for n, look in enumerate([*LOOKS.values(), WAIT])}
+_MESSAGES = "messages"
+_MOST_ARROWS = 1_000
+"""Arrows of one timeline."""
+_FEW_ARROWS = 80
+"""Arrows up to which they are shown at once; more appear after a click in the legend."""
+_ORDER = {name: n for n, name in enumerate([*(x.name for x in LOOKS.values()), WAIT.name])}
+_ORDER[_MESSAGES] = len(_ORDER)
 """The order of kinds in the legend."""
 
 
@@ -125,9 +139,17 @@ def lane_chart(
             ends = {"y0": lane - _LANE_HEIGHT / 2, "y1": lane + _LANE_HEIGHT / 2}
             layout["shapes"].append({**ground, **ends})
         data += _traces(lanes, unit, f"y{n}")
+        data += _arrows(timelines[title], lanes, unit, f"y{n}")
     data.sort(key=lambda trace: _ORDER[trace["name"]])
     notes = [f"{title}: {lanes.left_out}." for title, lanes in drawn.items() if lanes.left_out]
-    return Figure("timeline", once_in_legend(data), layout, " ".join(notes).capitalize())
+    told = "; ".join(
+        f"{title}: step {time_text(step_s + optimizer_s)}, bubble {percent_text(bubbles[title])}, "
+        f"{count_text(timelines[title].num_ranks, 'rank')}"
+        for title, step_s in steps_s.items()
+    )
+    label = f"Timeline, {told}. Keys: plus and minus zoom, arrows move, 0 shows the whole step."
+    note = " ".join(notes).capitalize()
+    return Figure("timeline", once_in_legend(data), layout, note, label=label)
 
 
 def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
@@ -162,6 +184,64 @@ def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
             trace |= {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
             trace["insidetextfont"] = {"color": look.ink or "#222222", "size": 11}
         yield trace
+
+
+def _arrows(timeline: Timeline, lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
+    """Yield the messages between lanes as arrows: from the start of a send to its arrival.
+
+    rank 0   [F0]╲[F1]╲
+    rank 1        ╲[F0]╲[F1]
+    """
+    # 1. Find the messages between drawn ranks, evenly chosen if there are many.
+    lane_of = {rank: n for n, rank in enumerate(lanes.ranks)}
+    sends = {ir.sent_message(x.instruction): x for x in timeline.spans if x.rank in lane_of}
+    sends.pop(None, None)
+    pairs = [
+        (sends[awaited], span)
+        for span in timeline.spans
+        if span.rank in lane_of
+        and (awaited := ir.awaited_message(span.instruction)) in sends
+        and sends[awaited].rank != span.rank
+    ]
+    pairs = [pairs[n] for n in spread(len(pairs), _MOST_ARROWS)]
+    if not pairs:
+        return
+    # 2. Draw all as one line with gaps; a head points along the last piece.
+    x: list[float | None] = []
+    y: list[float | None] = []
+    told: list[str] = []
+    for send, receive in pairs:
+        source, target = lane_of[send.rank], lane_of[receive.rank]
+        edge = _LANE_HEIGHT / 2 if target > source else -_LANE_HEIGHT / 2
+        times_s = send.start_s - timeline.start_s, receive.end_s - timeline.start_s
+        x += [*(rounded(float(time_s) * unit.per_s) for time_s in times_s), None]
+        y += [source + edge, target - edge, None]
+        told += [_message(send, receive, unit)] * 3
+    yield {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": _MESSAGES,
+        "legendgroup": _MESSAGES,
+        "visible": True if len(pairs) <= _FEW_ARROWS else "legendonly",
+        "yaxis": axis,
+        "x": x,
+        "y": y,
+        "line": {"width": 1},
+        "marker": {"symbol": "arrow", "size": [0, 8, 0] * len(pairs), "angleref": "previous"},
+        "customdata": told,
+        "hovertemplate": "<b>message</b>%{customdata}<extra></extra>",
+    }
+
+
+def _message(send: Span, receive: Span, unit: Unit) -> str:
+    """Describe a message: its content, ranks, duration and bytes."""
+    what = "activation" if isinstance(send.instruction, ir.SendActivation) else "gradient"
+    took = number_text(float(receive.end_s - send.start_s) * unit.per_s)
+    size = f", {bytes_text(send.num_bytes)}" if send.num_bytes else ""
+    return (
+        f", {what} of micro-batch {_microbatch(send.instruction)}<br>rank {send.rank} to rank "
+        f"{receive.rank}, {took} {unit.sign} after its send began{size}"
+    )
 
 
 def _microbatch(instruction: ir.Instruction) -> int | None:

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from penstock.errors import ConfigError
 
+from .meanings import MEANINGS
+
 SIGNATURE = '<meta name="generator" content="penstock">'
 """A tag near the top of every page, which tells our pages from other files."""
 _HEAD_CHARACTERS = 500
@@ -72,7 +74,14 @@ class Figure:
     note: str = ""
     """A note of the data that is not drawn."""
     title: str = ""
+    label: str = ""
+    """What the chart shows, in words for people who cannot see it."""
     kind: ClassVar = "figure"
+
+    @property
+    def meta(self) -> str:
+        """ "step" for a chart over the time of a step, "curve" for one over steps, or nothing."""
+        return str(self.layout.get("meta", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,11 @@ class Section:
     title: str
     parts: tuple[Text | Table | Figure, ...]
     is_grid: bool = False
+
+    @property
+    def has_curves(self) -> bool:
+        """Whether the page offers a log scale and smoothing for its charts."""
+        return any(isinstance(part, Figure) and part.meta == "curve" for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +108,8 @@ class Page:
     sections: tuple[Section, ...] = ()
     notes: tuple[str, ...] = ()
     """Notes on the page itself, such as files that could not be read."""
+    advice: str = ""
+    """One sentence on what to change."""
 
 
 def check_page(output: Path) -> None:
@@ -161,5 +177,5 @@ def render_page(page: Page) -> str:
         if isinstance(part, Figure)
     }
     return here.get_template("page.html").render(
-        page=page, signature=SIGNATURE, figures=figures, library=_plotly_js()
+        page=page, signature=SIGNATURE, figures=figures, library=_plotly_js(), meanings=MEANINGS
     )

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.trace.advice import advice
 from penstock.trace.breakdown import Breakdown
 from penstock.trace.looks import PARTS
+from penstock.trace.memory_moved import memory_moved
 from penstock.trace.rank_times import RankTimes, kinds_of, mean_times, rank_times
 from penstock.trace.timeline import MemoryKind, Timeline
 from penstock.trace.units import percent_text, time_text, unit_for
@@ -16,9 +18,15 @@ from .page import Fact, Figure, Page, Section, Table, Text
 MOST_ROWS = 24
 """Rows of a table of ranks."""
 _HINT = (
-    "Drag to zoom, shift and drag to move, double-click for the whole step; a click in the legend "
+    "Drag to zoom, shift and drag to move, double-click for the whole step; or click into the "
+    "chart and press + and -, the arrow keys, and 0 for the whole step. A click in the legend "
     "hides a kind."
 )
+_MOVED = (
+    "Tracing memory slows a step, so the bytes were traced in an earlier step. They are drawn at "
+    "the same instructions of the timed step."
+)
+_OTHER_STEP = "The bytes and the times are of another step than the timeline, so the axis differs."
 _IMBALANCE = "Load imbalance is idle time beyond that of equal stages; bubble is other idle time."
 
 
@@ -33,7 +41,8 @@ class Step:
     set_up_s: float = 0.0
     """Seconds outside of the measured timeline for all else."""
     memory: Timeline | None = None
-    """The step whose memory was measured; None: `measured`."""
+    """The step whose memory was traced; None: `measured`.  If both ran the same instructions, its
+    bytes are drawn at the times of `measured`."""
     memory_limits_bytes: tuple[int, ...] = ()
     """The memory of each rank's device."""
     kept_limits_bytes: tuple[int, ...] = ()
@@ -46,7 +55,22 @@ def with_step(page: Page, step: Step) -> Page:
     timelines = {title: t for title, t in both.items() if t is not None and t.step_s}
     breakdowns = {title: timeline.breakdown() for title, timeline in timelines.items()}
     sections = (*_sections(step, timelines, breakdowns), *page.sections)
-    return replace(page, facts=(*page.facts, *_facts(step, breakdowns)), sections=sections)
+    facts = (*page.facts, *_facts(step, breakdowns))
+    return replace(page, facts=facts, sections=sections, advice=page.advice or _advice(step))
+
+
+def _advice(step: Step) -> str:
+    """Return the advice on the largest cost of a measured step; a plan explains itself."""
+    timeline, _ = _measured_memory(step)
+    if step.measured is None or timeline is None:
+        return ""
+    found = advice(
+        timeline if timeline.schedule == step.measured.schedule else step.measured,
+        optimizer_s=step.optimizer_s,
+        set_up_s=step.set_up_s,
+        limits_bytes=step.kept_limits_bytes,
+    )
+    return found[0].text if found else ""
 
 
 def _facts(step: Step, breakdowns: Mapping[str, Breakdown]) -> Iterator[Fact]:
@@ -87,22 +111,35 @@ def _sections(
         yield Section(
             "Where the time goes", (time_chart(times), *tables, Text(_IMBALANCE, "note"))
         )
-    memory = tuple(_memory(step))
+    axis_s = max((float(timeline.step_s) for timeline in timelines.values()), default=0.0)
+    memory = tuple(_memory(step, axis_s))
     if memory:
         yield Section("Memory", memory)
 
 
-def _memory(step: Step) -> Iterator[Figure]:
-    """Draw predicted and measured memory, with its limits."""
-    steps = {"predicted": step.predicted, "measured": step.memory or step.measured}
-    for title, timeline in steps.items():
+def _memory(step: Step, axis_s: float) -> Iterator[Figure]:
+    """Draw predicted and measured memory with its limits, on the timeline's axis."""
+    measured, remark = _measured_memory(step)
+    for title, timeline in {"predicted": step.predicted, "measured": measured}.items():
         if timeline is None or not timeline.memory:
             continue
         kept_only = {sample.kind for sample in timeline.memory} == {MemoryKind.ACTIVATIONS}
         limits = step.kept_limits_bytes if kept_only else step.memory_limits_bytes
         content = "kept for backward passes" if kept_only else "all memory"
-        chart = memory_chart(timeline, limits, f"memory-{title}")
-        yield replace(chart, title=f"{title.capitalize()}: {content}")
+        is_shared = title == "predicted" or remark != _OTHER_STEP
+        axis = axis_s if is_shared and axis_s else None
+        chart = memory_chart(timeline, limits, f"memory-{title}", axis_s=axis)
+        note = " ".join(filter(None, (remark if title == "measured" else "", chart.note)))
+        yield replace(chart, title=f"{title.capitalize()}: {content}", note=note)
+
+
+def _measured_memory(step: Step) -> tuple[Timeline | None, str]:
+    """Return the timeline that has the measured memory, and a remark on its step."""
+    traced, timed = step.memory, step.measured
+    if traced is None or traced == timed:
+        return timed, ""
+    moved = None if timed is None else memory_moved(traced, timed)
+    return (traced, _OTHER_STEP) if moved is None else (moved, _MOVED)
 
 
 def time_table(times: Sequence[RankTimes], title: str = "") -> Table:

@@ -1,24 +1,33 @@
 """Write the summary, the traced timeline and the report of a run when it ends."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
 
+import torch
+
 from penstock import Timeline
+from penstock.costs.cluster.presets import device_preset
+from penstock.errors import PenstockError
+from penstock.mesh import num_processes
 from penstock.trace import to_chrome
 from penstock.trace.page import write_page
 from penstock_recipes.errors import RunFolderError
 
+from .build import target_of
 from .loop import Trainer
 from .run_files import MEMORY, REPORT, STEP, SUMMARY, TIMELINE
 from .run_folder import RunFolder
 from .run_page import page_of
-from .scalars import StageMemory, Summary
+from .scalars import DeviceMemory, StageMemory, Summary
 
 
 def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
     """Collect the results of a run; `seconds` is the training time of this process."""
     meter, names = trainer.meter, iter(trainer.layer_names)
+    flops_per_s = flops_of_sample(trainer) * meter.samples_per_s if folder.writes else 0.0
+    peak_flops_per_s = peak_of(trainer)
     return Summary(
         run_folder=str(folder.path),
         finished=trainer.finished,
@@ -41,6 +50,76 @@ def summarise(trainer: Trainer, folder: RunFolder, seconds: float) -> Summary:
             )
             for number, count in enumerate(trainer.pipe.partition)
         ),
+        devices=memory_of(trainer.pipe.devices),
+        flops_per_s=flops_per_s or None,
+        mfu=flops_per_s / peak_flops_per_s if flops_per_s and peak_flops_per_s else None,
+    )
+
+
+def flops_of_sample(trainer: Trainer) -> float:
+    """Count the FLOPs of a sample's forward and backward pass; 0 if they cannot be counted.
+
+    They are those of `penstock profile`, for a micro-batch of the run.  A task that counts words
+    has no fixed number of FLOPs for each.
+    """
+    if trainer.task.unit != "samples" or not trainer.meter.samples_per_s:
+        return 0.0
+    try:
+        target = target_of(trainer.recipe, trainer.task, trainer.recipe.model.name)
+        (size,) = target.profile(device=device_preset(_ANY_DEVICE)).sizes
+    except (PenstockError, RuntimeError):  # a report must not cost the run
+        return 0.0
+    flops = sum(
+        operator.flops * operator.count
+        for n in range(len(size.kind_of))
+        for operator in size.layer(n).operators
+    )
+    return flops / size.microbatch_size
+
+
+_ANY_DEVICE = "h100"
+"""Counting needs the type of a device, but FLOPs are the same on all."""
+_PRESETS = {
+    "NVIDIA B200": "b200",
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA A100 80GB PCIe": "a100-80gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "Tesla V100-SXM2-16GB": "v100-sxm2",
+    "Tesla V100-SXM2-32GB": "v100-sxm2",
+    "Tesla P100-PCIE-16GB": "p100-pcie",
+    "Tesla P40": "p40-pcie",
+}
+"""The presets of devices, by the name that CUDA reports."""
+
+
+def peak_of(trainer: Trainer) -> float:
+    """Return the peak FLOP/s of all devices of the run, in its precision; 0 if it is not known."""
+    own = [device for device in set(trainer.pipe.devices) if device.type == "cuda"]
+    presets = [_PRESETS.get(torch.cuda.get_device_name(device)) for device in own]
+    peaks = [
+        device_preset(name).flops_per_s.get(trainer.recipe.train.precision, 0.0)
+        for name in presets
+        if name is not None
+    ]
+    if len(peaks) < len(own) or not all(peaks):
+        return 0.0
+    return sum(peaks) * num_processes()  # each process has the same number of devices
+
+
+def memory_of(devices: Iterable[torch.device]) -> tuple[DeviceMemory, ...]:
+    """Read the peak memory of accelerators, once for each."""
+    return tuple(
+        DeviceMemory(
+            device=f"{device} ({torch.cuda.get_device_name(device)})",
+            allocated_bytes=torch.cuda.max_memory_allocated(device),
+            reserved_bytes=torch.cuda.max_memory_reserved(device),
+            total_bytes=torch.cuda.get_device_properties(device).total_memory,
+        )
+        for device in dict.fromkeys(devices)
+        if device.type == "cuda"
     )
 
 

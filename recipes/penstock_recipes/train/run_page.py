@@ -1,14 +1,15 @@
 """The report of a run: a page of the files in its folder.  Needs no torch."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock import Plan, Timeline
+from penstock.costs.cluster.table import rate_text
 from penstock.errors import PenstockError
 from penstock.trace.page import Fact, Page, Section, Step, Table, Text, curves, with_step
-from penstock.trace.units import bytes_text
+from penstock.trace.units import bytes_text, percent_text
 from penstock_recipes.errors import RunFolderError
 
 from .run_files import (
@@ -36,12 +37,7 @@ def page_of(run: Path, predicted: Path | None = None) -> Page:
     Raises:
         RunFolderError: there is no run folder; or `predicted` is given and cannot be read.
     """
-    if not (run / RECIPE).is_file():
-        what = f"holds no {RECIPE}" if run.is_dir() else "does not exist"
-        raise RunFolderError(
-            f"no report: {run} {what}; give a run folder, such as runs/digits-1, that "
-            "`penstock train` made"
-        )
+    check_run(run)
     # Each part of the page comes from one file, which may be absent.
     reader = RunReader(run)
     plan = reader.read(PLAN, Plan.from_json)
@@ -64,6 +60,20 @@ def page_of(run: Path, predicted: Path | None = None) -> Page:
         tuple(reader.notes),
     )
     return with_step(page, step)
+
+
+def check_run(run: Path) -> None:
+    """Refuse a folder that is not of a run.
+
+    Raises:
+        RunFolderError: it holds no recipe, or does not exist.
+    """
+    if not (run / RECIPE).is_file():
+        what = f"holds no {RECIPE}" if run.is_dir() else "does not exist"
+        raise RunFolderError(
+            f"no report: {run} {what}; give a run folder, such as runs/digits-1, that "
+            "`penstock train` made"
+        )
 
 
 class RunReader:
@@ -156,7 +166,26 @@ def _of_summary(text: str) -> tuple[tuple[Fact, ...], tuple[Section, ...]]:
     peaks = {stage["stage"]: stage["peak_bytes"] for stage in summary["stages"]}
     rows = tuple((str(n), "-" if p is None else bytes_text(p)) for n, p in peaks.items())
     table = Table(("stage", "for backward passes, at most"), rows)
-    return tuple(facts), (Section("Kept by each stage", (table,)),) if rows else ()
+    tables = [table] if rows else []
+    devices = tuple(map(_of_device, summary.get("devices", ())))
+    if devices:
+        heads = ("device", "allocated, at most", "reserved, at most", "of", "reserved share")
+        tables.append(Table(heads, devices, "Accelerators of the first process, over the run"))
+    return (*facts, *_speed(summary)), (Section("Peak memory", tuple(tables)),) if tables else ()
+
+
+def _speed(summary: Mapping[str, Any]) -> Iterator[Fact]:
+    """Yield the FLOP/s and the MFU of a run, as far as they are known."""
+    rate, mfu = summary.get("flops_per_s"), summary.get("mfu")
+    if rate:
+        yield Fact("model FLOP/s", rate_text(rate, "FLOP"), "without recomputes")
+    if mfu:
+        yield Fact("MFU", percent_text(mfu), "of the devices' peak")
+
+
+def _of_device(device: Mapping[str, Any]) -> tuple[str, ...]:
+    sizes = [device[f"{name}_bytes"] for name in ("allocated", "reserved", "total")]
+    return (device["device"], *map(bytes_text, sizes), percent_text(sizes[1] / sizes[2]))
 
 
 def _of_environment(text: str) -> Section:

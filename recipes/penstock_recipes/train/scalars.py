@@ -34,6 +34,18 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Peak memory of an accelerator of this process, from the start of the process on."""
+
+    device: str
+    allocated_bytes: int
+    """Bytes of tensors."""
+    reserved_bytes: int
+    """Bytes that PyTorch's allocator took from the device; some were free for new tensors."""
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A run, finished or interrupted.  Shares are from 0 to 1; None if they were not measured."""
 
@@ -57,6 +69,12 @@ class Summary:
     bubble: float | None
     share_of_ideal: float | None
     stages: tuple[StageMemory, ...]
+    devices: tuple[DeviceMemory, ...] = ()
+    """Empty on CPUs."""
+    flops_per_s: float | None = None
+    """FLOPs of forward and backward passes of the whole model, without recomputes, per second."""
+    mfu: float | None = None
+    """`flops_per_s` as a share of the peak of all devices; None if that is not known."""
 
     def to_json(self) -> str:
         """Write the summary as one line of JSON."""

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from penstock import Plan
 from penstock.cli.main import run
+from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError
 from penstock.schedules import gpipe
 from penstock.simulator import UNIT_COSTS, simulate
-from penstock.trace.page.page import Figure, write_page
+from penstock.trace.page.page import Figure, Table, write_page
 from penstock_recipes.errors import RecipeError, RunFolderError
 from penstock_recipes.train.command import Request, resume_run, start_run
 from penstock_recipes.train.interrupt import Interrupt
@@ -61,8 +63,29 @@ def test_a_page_holds_what_the_run_kept(finished: Path) -> None:
     curves = {part.title: part for part in sections["Curves"].parts if isinstance(part, Figure)}
     assert [trace["x"] for trace in curves["loss"].data] == [[1, 2, 3, 4, 5, 6], [3, 6]]
     assert len(curves["gradient norm"].data[0]["y"]) == 6
-    titles = ["Curves", "Kept by each stage", "Plan", "Recipe", "Environment"]
+    titles = ["Curves", "Peak memory", "Plan", "Recipe", "Environment"]
     assert list(sections)[3:] == titles and not page.notes
+
+
+def test_a_page_has_the_speed_of_the_model(finished: Path, copied: Path) -> None:
+    facts = {fact.name: fact.value for fact in page_of(finished).facts}
+    summary = json.loads((finished / "summary.json").read_text())
+    counted = 2 * 3 * summary["samples_per_s"] * sum(x.num_parameters for x in plan_of(finished))
+    assert summary["flops_per_s"] > counted  # a convolution uses each weight more than once
+    assert facts["model FLOP/s"].endswith("FLOP/s") and "MFU" not in facts
+    device = {"device": "cuda:0 (X)", "allocated_bytes": 2**30, "reserved_bytes": 2**31}
+    summary |= {"mfu": 0.4321, "devices": [{**device, "total_bytes": 2**32}]}
+    (copied / "summary.json").write_text(json.dumps(summary))
+    page = page_of(copied)
+    assert {fact.name: fact.value for fact in page.facts}["MFU"] == "43.2%"
+    (memory,) = (section for section in page.sections if section.title == "Peak memory")
+    table = memory.parts[-1]
+    assert isinstance(table, Table)
+    assert table.rows == (("cuda:0 (X)", "1 GiB", "2 GiB", "4 GiB", "50.0%"),)
+
+
+def plan_of(folder: Path) -> tuple[LayerFacts, ...]:
+    return Plan.from_json((folder / "plan.json").read_text()).layers
 
 
 def test_the_command_renews_a_report_and_nothing_else(finished, tmp_path, capsys) -> None:

@@ -108,6 +108,49 @@ def test_dragging_zooms_shift_moves_and_a_double_click_goes_back(context, writte
     assert len(said) == 1
 
 
+def test_keys_zoom_and_move_the_charts_of_a_step_together(context, written) -> None:
+    tab, said = opened(context, written)
+    whole = shown_s(tab)
+    tab.locator("[data-figure=timeline]").focus()
+    tab.keyboard.press("+")
+    assert shown_s(tab) == pytest.approx(whole / 2)
+    start = "document.querySelector('[data-figure=timeline]').layout.xaxis.range[0]"
+    before = tab.evaluate(start)
+    tab.keyboard.press("ArrowRight")
+    assert tab.evaluate(start) == pytest.approx(before + whole / 8)
+    memory = start.replace("timeline", "memory-predicted")
+    tab.wait_for_function(f"Math.abs({memory} - {start}) < 1e-6")
+    tab.keyboard.press("-")
+    assert shown_s(tab) == pytest.approx(whole) and tab.evaluate(start) == 0
+    tab.keyboard.press("+")
+    tab.keyboard.press("0")
+    assert shown_s(tab) == pytest.approx(whole)
+    assert len(said) == 1
+
+
+def test_curves_have_a_log_scale_and_smoothing(context, written) -> None:
+    tab, said = opened(context, written)
+    chart = "document.querySelector('[data-figure=\"curve loss\"]')"
+    tab.locator(".log").check()
+    tab.wait_for_function(f"{chart}.layout.yaxis.type === 'log'")
+    tab.locator(".smooth").fill("0.8")
+    tab.wait_for_function(f"{chart}.data.length === 4")
+    raw, smooth = (tab.evaluate(f"{chart}.data[{n}].y") for n in (0, 2))
+    assert smooth[0] == raw[0] and smooth[-1] > raw[-1]  # the mean of a falling curve is above it
+    tab.locator(".log").uncheck()
+    tab.locator(".smooth").fill("0")
+    tab.wait_for_function(f"{chart}.data.length === 2 && {chart}.layout.yaxis.type === 'linear'")
+    assert len(said) == 1
+
+
+def test_a_table_says_that_it_scrolls_only_where_it_does(context, written) -> None:
+    tab, _ = opened(context, written, 1280)
+    assert tab.locator(".scroll:visible").count() == 0
+    tab.set_viewport_size({"width": 390, "height": 900})
+    tab.wait_for_selector(".scroll:visible")
+    assert tab.locator(".wide[tabindex]").count() == tab.locator(".scroll:visible").count()
+
+
 def test_a_box_says_what_it_is_when_pointed_at(context: BrowserContext, written: Path) -> None:
     tab, _ = opened(context, written)
     box = box_of(tab.locator("[data-figure=timeline] .bars .point path").first)
@@ -135,7 +178,7 @@ def test_dark_and_light_follow_the_system_until_someone_chooses(context, written
     assert {line.split(":")[0] for line in said} == {"request"}
 
 
-@pytest.mark.parametrize("width", [1280, 2560])
+@pytest.mark.parametrize("width", [390, 1280, 2560])
 def test_nothing_is_wider_than_the_window(context, written, width) -> None:
     tab, _ = opened(context, written, width)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -12,14 +12,15 @@ import pytest
 
 from penstock.schedules import Forward
 from penstock.trace.page import Page, Step, render_page, with_step
-from penstock.trace.page.charts import curves, held_bytes, memory_chart
+from penstock.trace.page.charts import curves, curves_of_runs, held_bytes, memory_chart
 from penstock.trace.page.lane_chart import MOST_BOXES, MOST_LANES, lanes_of
+from penstock.trace.page.meanings import MEANINGS
 from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
 from penstock.trace.units import time_text
 from tests.trace.page.pages import WICKED, full_page, large_step, timeline
 
 LIMIT_BYTES = 8_000_000
-VOID = {"meta", "br", "link", "img", "hr"}
+VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 
 class Reader(HTMLParser):
@@ -120,6 +121,71 @@ def test_a_box_says_what_it_is_and_a_message_how_many_bytes() -> None:
     hovers = [text for trace in charts["timeline"]["data"] for text in trace["customdata"]]
     assert ", stage 0, micro-batch 0<br>rank 0, 10 ms from 0" in hovers
     assert any("micro-batch 0" in text and text.endswith("2 KiB") for text in hovers)
+
+
+def test_messages_are_arrows_from_their_send_to_their_arrival() -> None:
+    step = timeline(2, 3)
+    (arrows,) = (
+        trace
+        for trace in json.loads(Reader(rendered(measured=step)).data)["timeline"]["data"]
+        if trace["name"] == "messages"
+    )
+    sends = [span for span in step.spans if "Send" in type(span.instruction).__name__]
+    starts = {round(1_000 * float(span.start_s), 3) for span in sends}
+    assert {round(x, 3) for x in arrows["x"][::3]} == starts
+    ends = zip(arrows["x"][::3], arrows["x"][1::3], strict=True)
+    assert all(end > start for start, end in ends)
+    down = [n for n in range(0, len(arrows["y"]), 3) if arrows["y"][n] < arrows["y"][n + 1]]
+    assert len(down) == 3 and len(arrows["y"]) == 2 * 3 * 3
+    first = ", activation of micro-batch 0<br>rank 0 to rank 1, 1 ms after its send began"
+    assert arrows["customdata"].count(first) == 3
+
+
+def test_a_timeline_has_words_for_people_who_cannot_see_it() -> None:
+    text = rendered(measured=timeline(2, 3))
+    label = r'aria-label="Timeline, measured: step [\d.]+ ms, bubble [\d.]+%, 2 ranks'
+    assert re.search(label, text)
+
+
+def test_words_of_the_field_are_explained_where_they_stand() -> None:
+    text = rendered(measured=timeline(2, 3))
+    meaning = MEANINGS["bubble"].replace("'", "&#39;")
+    assert text.count(f'<abbr title="{meaning}">bubble</abbr>') == 2  # a figure, and a column
+
+
+def test_measured_memory_is_drawn_at_the_times_of_the_timed_step() -> None:
+    timed = timeline(2, 3)
+    slower = Timeline(
+        tuple(s._replace(start_s=3 * s.start_s, end_s=3 * s.end_s) for s in timed.spans),
+        tuple(replace(m, time_s=3 * m.time_s) for m in timed.memory),
+    )
+    charts = json.loads(Reader(rendered(measured=replace(timed, memory=()), memory=slower)).data)
+    axis = charts["timeline"]["layout"]["xaxis"]["range"]
+    assert charts["memory-measured"]["layout"]["xaxis"]["range"] == axis
+    assert max(x for t in charts["memory-measured"]["data"] for x in t["x"]) <= axis[1]
+
+
+def test_memory_of_other_instructions_says_that_its_axis_is_another() -> None:
+    text = rendered(measured=replace(timeline(2, 3), memory=()), memory=timeline(2, 4))
+    assert "of another step than the timeline" in text
+
+
+def test_a_limit_far_above_the_peak_does_not_hide_the_memory() -> None:
+    step = timeline(2, 2)
+    far = memory_chart(step, (2**34,) * 2)
+    assert far.layout["yaxis1"]["range"][1] == pytest.approx(1.08 * 7)
+    assert not far.layout["shapes"] and "lies far above" in far.note
+    assert "7 MiB, 0.04% of 16 GiB" in far.layout["annotations"][0]["text"]
+    near = memory_chart(step, (8 << 20,) * 2)
+    assert len(near.layout["shapes"]) == 2 and not near.note
+
+
+def test_runs_have_a_curve_each_on_one_chart() -> None:
+    ours = [{"step": 1, "loss": 2.0, "own": 1}, {"step": 2, "loss": 1.0}]
+    charts = list(curves_of_runs({"a<b": ours, "c": [{"step": 1, "loss": 3.0}]}))
+    assert [chart.title for chart in charts] == ["loss, of a step", "own"]
+    assert [trace["name"] for trace in charts[0].data] == ["a&lt;b", "c"]
+    assert [trace["y"] for trace in charts[0].data] == [[2, 1], [3]]
 
 
 def test_an_empty_page_is_a_page() -> None:
