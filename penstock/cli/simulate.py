@@ -125,9 +125,8 @@ def simulate(  # noqa: PLR0913 - one for each option
       penstock simulate --schedule zb_h1 --html zb_h1.html
     """
     from penstock.schedules.passes import add_recompute
-    from penstock.schedules.torch_csv import read_csv, to_csv
+    from penstock.schedules.torch_csv import read_csv
     from penstock.simulator import simulate as predict
-    from penstock.trace.grid import render_grid
 
     # 1. Make or read the schedule.
     costs = _costs(units)
@@ -145,10 +144,7 @@ def simulate(  # noqa: PLR0913 - one for each option
         program = read_csv(csv)
     # 2. Write it, if that is asked for.
     if write_csv is not None:
-        try:
-            write_csv.write_text(to_csv(program), encoding="utf-8")
-        except OSError as error:
-            raise click.UsageError(f"--write-csv {write_csv}: {error.strerror}") from None
+        _write_csv(program, write_csv)
     if html is not None:
         from penstock.trace.page.page import check_page
 
@@ -166,12 +162,19 @@ def simulate(  # noqa: PLR0913 - one for each option
         click.echo(
             json.dumps({"breakdown": breakdown, "timeline": json.loads(timeline.to_json())})
         )
-    elif target is not None:
-        click.echo(render_grid(timeline, width))
-    elif timeline.step_s <= width - len(f"rank {timeline.num_ranks} ||"):  # a column for each unit
-        click.echo(render_grid(timeline, width, text_of=_number))
     else:
-        click.echo(_summary(timeline))
+        click.echo(_drawn(timeline, width, in_units=target is None))
+
+
+def _drawn(timeline: "Timeline", width: int, *, in_units: bool) -> str:
+    """Return the grid of a timeline; of one in units of time, a summary where it is too wide."""
+    from penstock.trace.grid import render_grid
+
+    if not in_units:
+        return render_grid(timeline, width)
+    if timeline.step_s <= width - len(f"rank {timeline.num_ranks} ||"):  # a column for each unit
+        return render_grid(timeline, width, text_of=_number)
+    return _summary(timeline)
 
 
 def _of_target(
@@ -210,6 +213,20 @@ def _refuse_beside_csv(*names: str) -> None:
     """Refuse options of a schedule beside a file that contains one."""
     if beside := _given(*names):
         raise click.UsageError(f"the file of --csv says that itself; leave out {beside[0]}")
+
+
+def _write_csv(program: "Schedule", path: Path) -> None:
+    """Write a schedule.
+
+    Raises:
+        click.UsageError: the file cannot be written.
+    """
+    from penstock.schedules.torch_csv import to_csv
+
+    try:
+        path.write_text(to_csv(program), encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"--write-csv {path}: {error.strerror}") from None
 
 
 def _write_page(timeline: "Timeline", html: Path, source: str, notes: tuple[str, ...]) -> None:

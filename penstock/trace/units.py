@@ -66,3 +66,14 @@ def columns(rows: Sequence[Sequence[str]], num_left: int | None = None) -> Itera
             for cell, width, right in zip(row, widths, is_right, strict=True)
         ]
         yield "  ".join(cells).rstrip()
+
+
+_SIGNS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def rate_text(per_s: float, unit: str) -> str:
+    """Write so many of a unit a second, with three significant digits."""
+    for size, sign in _SIGNS:
+        if per_s >= size * 0.9995:
+            return f"{per_s / size:.3g} {sign}{unit}/s"
+    return f"{per_s:.3g} {unit}/s"

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 
-from penstock.trace.units import bytes_text, columns, count_text, percent_text, time_text
+from penstock.trace.units import (
+    bytes_text,
+    columns,
+    count_text,
+    percent_text,
+    rate_text,
+    time_text,
+)
 
 from .device import Device
 from .hosts import Host, Link
-
-_SIGNS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def cluster_lines(
@@ -28,14 +33,6 @@ def cluster_lines(
         if host.busy_speed:
             shares = ", ".join(percent_text(share) for share in host.busy_speed)
             yield f"speed of each rank of hosts[{n}] while 1, 2, ... compute: {shares}"
-
-
-def rate_text(per_s: float, unit: str) -> str:
-    """Write so many of a unit a second, with three significant digits."""
-    for size, sign in _SIGNS:
-        if per_s >= size * 0.9995:
-            return f"{per_s / size:.3g} {sign}{unit}/s"
-    return f"{per_s:.3g} {unit}/s"
 
 
 def _host_rows(hosts: tuple[Host, ...]) -> Iterator[tuple[str, ...]]:

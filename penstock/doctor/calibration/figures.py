@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.costs.cluster.table import rate_text
 from penstock.plain_values import to_json
-from penstock.trace.units import columns, percent_text, time_text
+from penstock.trace.units import columns, percent_text, rate_text, time_text
 
 if TYPE_CHECKING:
     from .calibrate import Calibration

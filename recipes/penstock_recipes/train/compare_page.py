@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from penstock import Plan
-from penstock.costs.cluster.table import rate_text
-from penstock.trace.page import Page, Section, Table, Text, curves_of_runs
-from penstock.trace.page.charts import Metrics
-from penstock.trace.units import bytes_text, columns, count_text, percent_text, time_text
+from penstock.trace.page import Metrics, Page, Section, Table, Text, curves_of_runs
+from penstock.trace.units import (
+    bytes_text,
+    columns,
+    count_text,
+    percent_text,
+    rate_text,
+    time_text,
+)
 
 from .run_files import METRICS, PLAN, RECIPE, STEP, SUMMARY, metrics_lines, metrics_of
 from .run_page import RunReader, check_run

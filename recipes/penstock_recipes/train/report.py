@@ -7,8 +7,7 @@ from itertools import islice
 
 import torch
 
-from penstock import Timeline
-from penstock.costs.cluster.presets import device_preset
+from penstock import Cluster, Timeline
 from penstock.errors import PenstockError
 from penstock.mesh import num_processes
 from penstock.trace import to_chrome
@@ -66,7 +65,7 @@ def flops_of_sample(trainer: Trainer) -> float:
         return 0.0
     try:
         target = target_of(trainer.recipe, trainer.task, trainer.recipe.model.name)
-        (size,) = target.profile(device=device_preset(_ANY_DEVICE)).sizes
+        (size,) = target.profile(device=Cluster.load(_ANY_CLUSTER).device_of(0)).sizes
     except (PenstockError, RuntimeError):  # a report must not cost the run
         return 0.0
     flops = sum(
@@ -77,22 +76,22 @@ def flops_of_sample(trainer: Trainer) -> float:
     return flops / size.microbatch_size
 
 
-_ANY_DEVICE = "h100"
+_ANY_CLUSTER = "dgx-h100"
 """Counting needs the type of a device, but FLOPs are the same on all."""
 _PRESETS = {
-    "NVIDIA B200": "b200",
-    "NVIDIA H200": "h200",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA A100-SXM4-80GB": "a100-80gb",
-    "NVIDIA A100 80GB PCIe": "a100-80gb",
-    "NVIDIA A100-SXM4-40GB": "a100-40gb",
-    "NVIDIA A100-PCIE-40GB": "a100-40gb",
-    "Tesla V100-SXM2-16GB": "v100-sxm2",
-    "Tesla V100-SXM2-32GB": "v100-sxm2",
-    "Tesla P100-PCIE-16GB": "p100-pcie",
-    "Tesla P40": "p40-pcie",
+    "NVIDIA B200": "dgx-b200",
+    "NVIDIA H200": "hgx-h200",
+    "NVIDIA H100 80GB HBM3": "dgx-h100",
+    "NVIDIA A100-SXM4-80GB": "dgx-a100",
+    "NVIDIA A100 80GB PCIe": "dgx-a100",
+    "NVIDIA A100-SXM4-40GB": "dgx-a100-40",
+    "NVIDIA A100-PCIE-40GB": "dgx-a100-40",
+    "Tesla V100-SXM2-16GB": "p3.16xlarge",
+    "Tesla V100-SXM2-32GB": "p3.16xlarge",
+    "Tesla P100-PCIE-16GB": "p100-pcie-8",
+    "Tesla P40": "p40-pcie-4",
 }
-"""The presets of devices, by the name that CUDA reports."""
+"""The presets of clusters that have a device, by the name that CUDA reports."""
 
 
 def peak_of(trainer: Trainer) -> float:
@@ -100,7 +99,7 @@ def peak_of(trainer: Trainer) -> float:
     own = [device for device in set(trainer.pipe.devices) if device.type == "cuda"]
     presets = [_PRESETS.get(torch.cuda.get_device_name(device)) for device in own]
     peaks = [
-        device_preset(name).flops_per_s.get(trainer.recipe.train.precision, 0.0)
+        Cluster.load(name).device_of(0).flops_per_s.get(trainer.recipe.train.precision, 0.0)
         for name in presets
         if name is not None
     ]

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock import Plan, Timeline
-from penstock.costs.cluster.table import rate_text
 from penstock.errors import PenstockError
 from penstock.trace.page import Fact, Page, Section, Step, Table, Text, curves, with_step
-from penstock.trace.units import bytes_text, percent_text
+from penstock.trace.units import bytes_text, percent_text, rate_text
 from penstock_recipes.errors import RunFolderError
 
 from .run_files import (
