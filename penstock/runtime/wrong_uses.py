@@ -11,10 +11,14 @@ _INSTEAD: Mapping[str, str] = {
     "the model, which generates after from_pretrained(folder)",
     "save_pretrained": "penstock.save_pretrained(pipe, folder) writes the whole model",
     "push_to_hub": "penstock.save_pretrained(pipe, folder) writes a folder that can be uploaded",
+    "gradient_checkpointing_enable": 'give Pipeline(..., recompute="layers")',
+    "device": "each stage has one: pipe.devices",
     "no_sync": "gradients are summed over replicas once a step: give more micro-batches instead",
     "train_batch": "a step is pipe.train_step(inputs, targets)",
 }
 """Names that other libraries have, and what a pipeline has for them."""
+_TRAINER_ASKS_FOR = "accepts_loss_kwargs"
+"""The attribute that the Trainer of transformers looks for in its model."""
 _WRAPPER = (
     "around a pipeline would add up each rank's own stages. A pipeline has replicas itself: "
     "penstock.init_mesh(num_stages=..., num_replicas=...), under torchrun; "
@@ -26,8 +30,13 @@ def hint_for(name: str, attributes: Mapping[str, Any]) -> str:
     """Return the end of the message for a name that a pipeline with these attributes lacks.
 
     Raises:
-        ConfigError: DistributedDataParallel asks for the name.
+        ConfigError: DistributedDataParallel or the Trainer of transformers asks for the name.
     """
+    if name == _TRAINER_ASKS_FOR:
+        raise ConfigError(
+            "Trainer(model=pipe) of transformers would call the pipeline as a plain model; use "
+            "penstock.integrations.transformers.PenstockTrainer(pipe, args, ...)"
+        )
     if name == DDP_ASKS_FOR:
         raise ConfigError(f"DistributedDataParallel {_WRAPPER}")
     if name in _INSTEAD:

@@ -55,6 +55,7 @@ def test_a_step_takes_a_batch_as_keywords(pipe: penstock.Pipeline) -> None:
     [
         ("generate", "no attribute 'generate': a pipeline trains and evaluates; penstock.save_p"),
         ("save_pretrained", r"penstock\.save_pretrained\(pipe, folder\) writes the whole model"),
+        ("device", r"each stage has one: pipe\.devices"),
         ("no_sync", "give more micro-batches instead"),
         ("config", r"the model that was captured has one: pipe\.original\.config"),
         ("unknown", "no attribute 'unknown'$"),
