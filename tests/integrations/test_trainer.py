@@ -238,5 +238,5 @@ def test_a_pipeline_without_the_count_among_its_inputs_is_refused(tmp_path: Path
 
 def test_the_trainer_of_transformers_itself_names_ours(tmp_path: Path) -> None:
     settings = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    with pytest.raises(ConfigError, match=r"Trainer\(model=pipe\) of .* PenstockTrainer\(pipe"):
+    with pytest.raises(ConfigError, match=r"Trainer\(model=pipe\) of .*PenstockTrainer\(pipe"):
         transformers.Trainer(model=make_pipe(), args=settings)
