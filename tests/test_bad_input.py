@@ -503,7 +503,7 @@ REFUSED = [
     made("partition=.*at least one layer", PartitionError, partition=[2.0, 3.0]),
     made("loss='mse'.*give a function", loss="mse"),
     made(r"loss=CrossEntropyLoss is a class; give CrossEntropyLoss\(\)", loss=nn.CrossEntropyLoss),
-    *(made(r'reduction=.*"mean", "sum", or a function', reduction=x) for x in ("mean", None)),
+    *(made(r'reduction=.*"mean", "sum", or a function', reduction=x) for x in ("average", None)),
     made(r"mesh=2; give .*penstock.init_mesh", mesh=2),
     made(r"trace='all'; give one of \"off\", \"time\", \"memory\", or True", trace="all"),
     *(
