@@ -51,7 +51,7 @@ class Planned:
 
     def mesh(self) -> Mesh | None:
         """Join the other processes, if there are any."""
-        return init_mesh(placement=self.plan.placement) if self.between else None
+        return init_mesh(placement=self.plan.placement, device="cpu") if self.between else None
 
     def pipeline(self, mesh: Mesh | None = None, inputs: Any = None) -> Pipeline:
         """Build model and pipeline; `inputs` are those of its replica."""

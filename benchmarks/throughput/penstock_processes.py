@@ -12,7 +12,7 @@ NAMES = tuple(_WAYS)
 
 def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
     """Make a pipeline for each schedule and number of micro-batches."""
-    mesh = init_mesh(num_stages=NUM_STAGES)
+    mesh = init_mesh(num_stages=NUM_STAGES, device="cpu")
     return {(name, count): _part(name, count, mesh, work) for name in NAMES for count in counts}
 
 

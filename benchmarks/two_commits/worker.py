@@ -22,7 +22,7 @@ from benchmarks.blocks import transformer
 
 NUM_STAGES, WIDTH = 2, 8
 TINY_REPEATS = 8
-MESH = penstock.init_mesh(num_stages=NUM_STAGES) if "RANK" in os.environ else None
+MESH = penstock.init_mesh(num_stages=NUM_STAGES, device="cpu") if "RANK" in os.environ else None
 
 
 def make(schedule: Any, num_microbatches: int, layers: Any) -> penstock.Pipeline:

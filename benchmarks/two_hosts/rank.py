@@ -75,7 +75,7 @@ def run(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the link by itself, then a pipeline over it, for each schedule and M of the plan."""
     torch.set_num_threads(1)
     work = Work(**plan["work"])
-    with init_mesh(num_stages=2, timeout_s=TIMEOUT_S) as mesh:
+    with init_mesh(num_stages=2, timeout_s=TIMEOUT_S, device="cpu") as mesh:
         edges = [asdict(edge) for edge in measure_edges(mesh)]
         runs = [measure(mesh, work, *setting) for setting in plan["settings"]]
     return {"edges": edges, "runs": runs}

@@ -17,7 +17,7 @@ def main() -> None:
     """Train a small model; write a line after the first step, and the error that ended it."""
     num_replicas, timeout_s = int(sys.argv[1]), float(sys.argv[2])
     torch.set_num_threads(1)
-    mesh = penstock.init_mesh(num_replicas=num_replicas, timeout_s=timeout_s)
+    mesh = penstock.init_mesh(num_replicas=num_replicas, timeout_s=timeout_s, device="cpu")
     layers = [nn.Linear(8, 8) for _ in range(mesh.num_stages)]
     pipe = penstock.Pipeline(layers, mesh=mesh, num_microbatches=2, loss=nn.MSELoss())
     try:

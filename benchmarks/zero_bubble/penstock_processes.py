@@ -45,7 +45,7 @@ def costs(processes: Processes) -> dict[int, Costs]:
 
 def prepare(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part]:
     """Make a pipeline for each schedule and number of micro-batches, and those to be traced."""
-    mesh = init_mesh(num_stages=work.num_ranks)
+    mesh = init_mesh(num_stages=work.num_ranks, device="cpu")
     found = {
         (name, count): _contestant(way, count, mesh, work)
         for name, way in WAYS.items()

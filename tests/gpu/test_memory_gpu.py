@@ -11,7 +11,7 @@ import penstock
 from penstock import Recompute, Transport
 from penstock.schedules import gpipe, one_f_one_b
 from tests.gpu.models import Subject, gradients, language, products, unlike, unsplit
-from tests.ways import IN_ONE_PROCESS
+from tests.ways import IN_ONE_PROCESS, WHOLE_STAGES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -33,7 +33,7 @@ def piped(model: Any, subject: Subject, device: str, **options: Any) -> penstock
 
 @ON_GPU
 @pytest.mark.parametrize("transport", IN_ONE_PROCESS)
-@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("recompute", WHOLE_STAGES)
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 def test_moving_to_the_host_and_back_changes_no_bit(
     device: str, schedule: Any, recompute: Recompute, transport: Transport, width: int = LARGE
@@ -50,7 +50,7 @@ def test_moving_to_the_host_and_back_changes_no_bit(
 
 
 @ON_GPU
-@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("recompute", WHOLE_STAGES)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_autocast_gives_the_bits_that_it_gives_the_unsplit_model(
     device: str, num_stages: int, recompute: Recompute
