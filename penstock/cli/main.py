@@ -25,7 +25,7 @@ from .simulate import simulate
 
 _GROUP = "penstock.commands"
 """The group of entry points by which packages add commands."""
-_OF_RECIPES = ("eval", "predict", "recipes", "report", "train")
+_OF_RECIPES = ("compare", "eval", "predict", "recipes", "report", "train")
 """The commands of the recipes package."""
 
 

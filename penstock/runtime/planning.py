@@ -240,7 +240,8 @@ def agree(
     modules = [step.module for step in layers]
     tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
     is_measured = undecided.balance and mesh.is_first_rank and part is not None
-    free = free_of_ranks(plan, mesh) if undecided.recompute else None
+    relaxes = undecided.balance and undecided.recompute  # else nothing is measured to use it
+    free = free_of_ranks(plan, mesh) if relaxes else None
     if is_measured and not any(t.is_meta for t in tensors):
         plan = balance(plan, layers, part, free)
     elif limits and undecided.balance and mesh.is_first_rank:

@@ -149,8 +149,8 @@ FAULTS = (
     Fault(
         "a recompute sees today's buffers instead of the forward's",
         "penstock/runtime/memory/recompute.py",
-        "        put_state(conditions.state)\n",
-        "",
+        "put_state(conditions.state)",
+        "pass",
         "tests/laws/test_equality.py",
         "changing_buffers",
     ),
