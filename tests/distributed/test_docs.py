@@ -117,7 +117,7 @@ def words_of(page: str, line: str) -> list[str]:
 
 def prepare(page: Path, folder: Path) -> None:
     """Put into a folder what a page's commands take for granted."""
-    (folder / "docs").mkdir()
+    shutil.copytree(ROOT / "docs" / "examples", folder / "docs" / "examples")
     shutil.copy(ROOT / "docs" / "finetune_gpt2.py", folder / "docs")
     for name in ("README.md", "FILE"):  # FILE: a text of the reader's
         shutil.copy(ROOT / "README.md", folder / name)

@@ -87,6 +87,7 @@ def limited(mesh: penstock.Mesh | None) -> tuple[str, dict[str, Tensor | None], 
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(6, 48), nn.Tanh(), nn.Dropout(0.3), nn.Linear(48, 6))
     options: dict[str, Any] = {"num_microbatches": 4, "partition": [2, 2], "mesh": mesh}
+    options["schedule"] = "gpipe"
     layers = [copy.deepcopy(wide) for _ in range(4)]
     x = torch.zeros(8, 6)
     pipe = penstock.Pipeline(

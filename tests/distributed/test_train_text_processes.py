@@ -50,7 +50,8 @@ def test_a_killed_run_goes_on_bit_by_bit(recipe: str, uninterrupted: Path, tmp_p
 @pytest.mark.slow
 def test_two_processes_train_and_judge_the_same_model(recipe, uninterrupted, tmp_path) -> None:
     said = run(elastic([*faulty("kill", "1", 6), "train", recipe], processes=2), tmp_path)
-    assert "resuming runs/names-1 after step 3" in said
+    # After step 4 is the first epoch's end; its checkpoint may not have been whole.
+    assert any(f"resuming runs/names-1 after step {step}" in said for step in (3, 4))
     assert_same_run(tmp_path / "runs" / "names-1", uninterrupted)
 
 
