@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+from PIL import Image
 
 from penstock import Plan
 from penstock.sharding.layouts import R
@@ -83,7 +85,11 @@ SHORTER: dict[str, dict[str, str]] = {
     "failure.md": {
         "train digits": "--set train.epochs=1 --set model.width=4 --set train.checkpoint_every=4"
     },
-    "images.md": {"train": "--set train.epochs=1 --set model.num_filters=16"},
+    "images.md": {
+        "train digits_": "--set train.epochs=1 --set model.num_filters=16",
+        "train digits ": "--set train.epochs=1",
+        "--resume": "--set train.epochs=2",
+    },
     "language_model.md": {"train": "--set train.epochs=1 --set data.sample_length=9"},
     "report.md": {"train": "--set train.epochs=1"},
     "translation.md": {
@@ -122,6 +128,7 @@ def prepare(page: Path, folder: Path) -> None:
     for name in ("README.md", "FILE"):  # FILE: a text of the reader's
         shutil.copy(ROOT / "README.md", folder / name)
     (folder / "mymodel.py").write_text(MODEL_AND_EXAMPLE)
+    Image.fromarray(numpy.zeros((8, 8), numpy.uint8)).save(folder / "six.png")
     if page.name == "report.md":  # its code writes the timeline that a command reads
         subprocess.run([sys.executable, "-c", code_of("report.md")], cwd=folder, check=True)
     before, found, _ = page.read_text().partition("```sh\npython train.py")
@@ -156,7 +163,8 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
         "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}",
     }
     for line in commands_of(page):
-        if "--resume runs/digits-1" in line:  # as if it had ended after the checkpoint before
+        # Resumed with no more epochs: as if it had ended after the checkpoint before.
+        if "--resume runs/digits-1" in line and "train.epochs" not in line:
             shutil.rmtree(tmp_path / "runs/digits-1/checkpoints/step-000012")
         options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE}
         options |= {"stderr": subprocess.STDOUT, "text": True, "check": False}
