@@ -287,6 +287,7 @@ class Engine:
 
     def _leave(self, run: Run) -> None:
         if self.shared.replicas is not None:
+            self.shared.replicas.give_up()
             self.shared.replicas.hooks.put_back()
         if run.aside is not None:
             run.aside.end()

@@ -1,7 +1,12 @@
 """Sum gradients and BatchNorm moments over the replicas of a pipeline.
 
-last backward of a stage   begin an all-reduce of each bucket (one dtype, one device)
-end of the step            wait for it; then sum partial gradients over shards
+last backward of a stage   begin an all-reduce of each bucket (one dtype, one device) once its last
+                           gradient is there, in one order on all replicas
+end of that backward       begin the rest, and tell which buckets changed after their sum began
+end of the step            wait; sum changed buckets again; then sum partial gradients over shards
+
+    backward   ── layer 9 ── layer 8 ── layer 7 ── layer 6 ──
+    sums                  └─ bucket 0 ──►    └─ bucket 1 ──►
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError, sparse_gradient
 from penstock.mesh.collectives import Begun, Collectives
+from penstock.model.entries import version_of
 from penstock.model.stage_plan import Step
 from penstock.torch_private import AnyBatchNorm
 
@@ -22,12 +28,94 @@ from .shards.at_rest import cut_into_buckets
 from .shards.divided import Shards
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Bucket:
+    """Parameters whose gradients are summed at once, and their gradients side by side.
+
+    `flags` are 1 for each parameter that has a gradient here, and a last 1 if one has changed
+    since the sum began; summed, they count replicas.
+    """
+
     parameters: list[Tensor]
+    group: Collectives
+    waiting: set[Tensor]
+    versions: list[tuple[int, int]]
     flat: Tensor
-    has_gradient: Tensor
     sums: list[Begun[Tensor]]
+
+    @classmethod
+    def of(cls, parameters: list[Tensor], group: Collectives) -> "_Bucket":
+        return cls(parameters, group, set(parameters), [], torch.empty(0), [])
+
+    def begin(self) -> None:
+        """Begin to sum the gradients that are here now; zeros stand for those that are not."""
+        self.versions = self._versions()
+        self.flat = torch.cat([_flat_gradient(p) for p in self.parameters])
+        self.sums = [self.group.begin_all_reduce(self.flat)]
+
+    def tell(self) -> None:
+        """Begin to sum the flags; no gradient changes any more."""
+        has_changed = self._versions() != self.versions
+        flags = [*(p.grad is not None for p in self.parameters), has_changed]
+        told = torch.tensor(flags, dtype=torch.float32).to(self.flat.device)
+        self.sums.append(self.group.begin_all_reduce(told))
+
+    def put(self, counts: Sequence[float], purpose: str) -> None:
+        """Put the sums into `.grad`, given the summed flags."""
+        *counts, num_changed = counts
+        if num_changed:  # on any replica: all know, and sum once more
+            self.flat = torch.cat([_flat_gradient(p) for p in self.parameters])
+            self.group.all_reduce(self.flat, purpose)
+        parts = self.flat.split([p.numel() for p in self.parameters])
+        for parameter, part, count in zip(self.parameters, parts, counts, strict=True):
+            if count and parameter.grad is not None:
+                parameter.grad.copy_(part.view_as(parameter.grad))
+            elif count:
+                parameter.grad = part.view(parameter.shape).clone()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        gradients = [p.grad for p in self.parameters]
+        return [(-1, 0) if g is None else (id(g), version_of(g)) for g in gradients]
+
+
+class _InBackward:
+    """Begins to sum buckets of gradients during a backward, each when its last gradient is there.
+
+    All replicas begin their buckets in the same order.  So a bucket waits for those before it, and
+    a parameter that gets no gradient holds up its bucket and the later ones until `end`.
+    """
+
+    def __init__(self, buckets: list[_Bucket]) -> None:
+        self._buckets, self._num_begun = buckets, 0
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in self._bucket_of]
+
+    def _add(self, parameter: Tensor) -> None:
+        self._bucket_of[parameter].waiting.discard(parameter)
+        while self._num_begun < len(self._buckets) and not self._next.waiting:
+            self._begin_next()
+
+    @property
+    def _next(self) -> _Bucket:
+        return self._buckets[self._num_begun]
+
+    def _begin_next(self) -> None:
+        self._next.begin()
+        self._num_begun += 1
+
+    def leave(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def end(self) -> list[_Bucket]:
+        """Begin the rest after the backward, and tell what has changed; return all buckets."""
+        self.leave()
+        while self._num_begun < len(self._buckets):
+            self._begin_next()
+        for bucket in self._buckets:
+            bucket.tell()
+        return self._buckets
 
 
 class Replicas:
@@ -41,6 +129,7 @@ class Replicas:
         self.partial: Sequence[tuple[Collectives, Sequence[Tensor]]] = ()
         self.pools_statistics = pools_statistics
         self._buckets: list[_Bucket] = []
+        self._in_backward: _InBackward | None = None
         self._before: dict[Tensor, Tensor] = {}
         self.hooks = SummedHooks(())
         """The hooks that get the sums of the current step."""
@@ -65,20 +154,37 @@ class Replicas:
             parameter.grad = None
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Begin to sum the gradients over replicas.
+        """Sum the gradients over replicas from now on, in the backward that follows.
 
         Raises:
-            ConfigError: a gradient is sparse, or torch cannot sum its dtype.
+            ConfigError: torch cannot sum a gradient's dtype.
         """
         if self._group.size > 1:
-            self._buckets += _begun(self._group, parameters)
+            self._in_backward = _InBackward(_buckets(self._group, parameters))
+
+    def end_backward(self) -> None:
+        """Begin the sums that the backward after `begin` has not begun.
+
+        Raises:
+            ConfigError: a gradient is sparse.
+        """
+        if self._in_backward is not None:
+            ended, self._in_backward = self._in_backward, None
+            self._buckets += ended.end()
+
+    def give_up(self) -> None:
+        """Leave no hook behind after a step that failed."""
+        if self._in_backward is not None:
+            self._in_backward.leave()
+        self._in_backward, self._buckets = None, []
 
     def finish(self) -> None:
         """Wait for the sums, put them into `.grad`, and free the buckets."""
         buckets, self._buckets = self._buckets, []
         _finish(self._group, buckets, "for the gradients of the other replicas")
         for axis, weights in self.partial:
-            _finish(axis, _begun(axis, weights), "for the gradients of the other shards")
+            of_axis = _InBackward(_buckets(axis, weights)).end()
+            _finish(axis, of_axis, "for the gradients of the other shards")
         self.hooks.run_found()
 
     def finish_for_update(self) -> None:
@@ -127,32 +233,18 @@ def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
                 raise sparse_gradient(f"layer {label}", whole)
 
 
-def _begun(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
-    """Begin to sum gradients over a group; all its processes have them in the same order."""
+def _buckets(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
+    """Deal the parameters out into buckets, on all processes of a group alike."""
     trained = [p for p in parameters if p.requires_grad]
     _check_can_be_summed(trained)
-    begun = []
-    for bucket in cut_into_buckets(trained):
-        # A parameter without a gradient here may have one elsewhere: all send zeros and a flag.
-        has_gradient = torch.tensor([p.grad is not None for p in bucket], dtype=torch.float32)
-        has_gradient = has_gradient.to(bucket[0].device)
-        flat = torch.cat([_flat_gradient(p) for p in bucket])
-        sums = [group.begin_all_reduce(tensor) for tensor in (flat, has_gradient)]
-        begun.append(_Bucket(bucket, flat, has_gradient, sums))
-    return begun
+    return [_Bucket.of(bucket, group) for bucket in cut_into_buckets(trained)]
 
 
 def _finish(group: Collectives, buckets: Sequence[_Bucket], purpose: str) -> None:
     """Wait for sums, and put them into `.grad`."""
-    group.finish([one for bucket in buckets for one in bucket.sums], purpose)
-    for bucket in buckets:
-        parts = bucket.flat.split([p.numel() for p in bucket.parameters])
-        counts = bucket.has_gradient.tolist()
-        for parameter, part, count in zip(bucket.parameters, parts, counts, strict=True):
-            if count and parameter.grad is not None:
-                parameter.grad.copy_(part.view_as(parameter.grad))
-            elif count:
-                parameter.grad = part.view(parameter.shape).clone()
+    summed = group.finish([one for bucket in buckets for one in bucket.sums], purpose)
+    for bucket, counts in zip(buckets, summed[1::2], strict=True):
+        bucket.put(counts.tolist(), purpose)
 
 
 def _as_row(module: AnyBatchNorm, moments: Moments | None) -> Tensor:

@@ -230,12 +230,14 @@ class PostReceive:
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients(OfStage):
-    """Add up the gradients of `stage` over all replicas of the pipeline.
+    """Add up the gradients of `stage` over all replicas, each as soon as it is complete.
 
-    Roughly: `g_w = sum over replicas of g_w`
+    Roughly: `in the next backward of the stage: g_w = sum over replicas of g_w`
 
-    Comes after the last Backward or BackwardWeight of the stage.  Begins the sums and does not
-    wait for them.  They run beside backwards of other stages; the end of the program awaits them.
+    Comes before the last Backward or BackwardWeight of the stage.  That backward begins the sum of
+    each bucket of gradients when the last one of the bucket is there, and waits for none.  The
+    sums run beside the rest of this backward and those of other stages; the end of the program
+    awaits them.
     """
 
     letter = "G"

@@ -137,17 +137,17 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
-    """Add up the gradients of each stage over all replicas right after its last backward."""
+    """Add up the gradients of each stage over all replicas in its last backward.
+
+    0B0 0B1   ->   0B0 0G 0B1
+    """
 
     def rewrite(program: Program) -> Iterator[Instruction]:
-        # gradients leave first, so that the stage before does not wait for the sum
         last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.ADDS_GRADIENTS)}
-        sending = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.SendGradient)}
-        ends = {max(n, sending.get(stage, n)): stage for stage, n in last.items()}
         for n, instruction in enumerate(program):
+            if last.get(instruction.stage) == n:
+                yield ir.ReduceGradients(instruction.stage)
             yield instruction
-            if n in ends:
-                yield ir.ReduceGradients(ends[n])
 
     return _rewrite(schedule, rewrite)
 

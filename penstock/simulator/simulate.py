@@ -90,14 +90,18 @@ def _ends_s(program: Compiled, costs: Costs, sharing: Sharing | None) -> list[li
         for _ in walk_runs(program.schedule):  # raises, and names the ranks that wait
             pass
 
-    # 2. let each rank's last instruction end no sooner than its sums over replicas
+    # 2. let each rank's last instruction end no sooner than its sums over replicas, which are
+    # counted from the end of the backward that begins them
     reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
     if not any(reduce_s):
         return engine.ends_s
     for instructions, of_rank in zip(program.schedule.programs, engine.ends_s, strict=True):
         done_s: float = 0
+        summing = set[int]()
         for instruction, end_s in zip(instructions, of_rank[1:], strict=True):
             if isinstance(instruction, ir.ReduceGradients):
+                summing.add(instruction.stage)
+            elif isinstance(instruction, ir.ADDS_GRADIENTS) and instruction.stage in summing:
                 done_s = max(done_s, end_s) + reduce_s[instruction.stage]
         of_rank[-1] = max(of_rank[-1], done_s)
     return engine.ends_s

@@ -365,6 +365,14 @@ FAULTS = (
         "unsplit_models_bits and apart",
     ),
     Fault(
+        "a gradient that changes after its sum over replicas began is left out",
+        "penstock/runtime/replicas.py",
+        "has_changed = self._versions() != self.versions",
+        "has_changed = False",
+        "tests/distributed/test_gradient_hooks.py",
+        "change_after_their_sum",
+    ),
+    Fault(
         "a process that fails tells nobody",
         "penstock/mesh/watch.py",
         'self._store.compare_set("failed", "", message)',

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import ConfigError
 from penstock.planner.placement import Placement
+from penstock.runtime import replicas
 from penstock.runtime.pipeline_module import parts_of
+from penstock.runtime.shards import at_rest
 from penstock.schedules import pipedream_2bw
 from tests.distributed.call import call
 
@@ -183,3 +186,60 @@ def test_what_cannot_be_summed_or_seen_whole_is_refused(layout_and_results: Any)
         for text in sparse:
             assert "layer '0' (Embedding) has a parameter of shape (10, 8)" in text
             assert "make the embedding with sparse=False" in text
+
+
+class _Adds(torch.autograd.Function):
+    """Adds to the gradient of a weight by itself, when the backward comes here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, of: list[Tensor]) -> Tensor:
+        ctx.weight = of[0]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.weight.grad is not None:
+            ctx.weight.grad.add_(0.25)
+        return gradient, None
+
+
+class AddsLate(nn.Module):
+    """Changes gradients that were complete: of its last layer, and of one that it runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.last = (nn.Linear(6, 6).double() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = _Adds.apply(self.first(x), [self.last.weight])
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        return self.last(x)
+
+
+def sums_of_changed_gradients(mesh: penstock.Mesh | None) -> tuple[dict[str, Tensor], list[int]]:
+    """Train in buckets of one weight; count those whose sums began within the backward."""
+    begun, leave = list[int](), replicas._InBackward.leave
+
+    def counted(self: replicas._InBackward) -> None:
+        begun.append(self._num_begun)
+        leave(self)
+
+    torch.manual_seed(0)
+    own = AddsLate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(at_rest, "_BUCKET_BYTES", 1)
+        patch.setattr(replicas._InBackward, "leave", counted)
+        num_microbatches = 4 if mesh is None else 2
+        pipe = penstock.Pipeline(
+            [own], 1, mesh=mesh, num_microbatches=num_microbatches, loss=nn.functional.mse_loss
+        )
+        pipe.train_step(*((X, Y) if mesh is None else batch(mesh)))
+    return values(own), begun
+
+
+def test_gradients_that_change_after_their_sum_began_are_summed_again(tmp_path: Any) -> None:
+    expected, _ = sums_of_changed_gradients(None)
+    for found, begun in call(sums_of_changed_gradients, (1, 2), tmp_path):
+        assert begun[0] == 6, "all sums begin within the backward, so some gradients change later"
+        torch.testing.assert_close(found, expected)

@@ -89,10 +89,13 @@ a message where nothing is to cross -> rank 0, 0F0>2: stage 2 uses nothing of st
     rank 1 | 1F0<0 1F0 1F0>2 1B0<2 1B0 1B0>0
     rank 2 | 2F0<0 2F0<1 2F0 2B0 2B0>0 2B0>1
 gradients added up over replicas too early -> 0B1: a backward runs after the gradients of
-    rank 0 | 0F0 0F0>1 0F1 0F1>1 0B0<1 0B0 0G 0B1<1 0B1
+    rank 0 | 0F0 0F0>1 0F1 0F1>1 0B0<1 0G 0B0 0B1<1 0B1
     rank 1 | 1F0<0 1F0 1B0 1B0>0 1F1<0 1F1 1B1 1B1>0
+gradients added up over replicas too late -> 0G: no backward follows in which to add them up
+    rank 0 | 0F0 0F0>1 0B0<1 0B0 0G
+    rank 1 | 1F0<0 1F0 1B0 1B0>0
 gradients added up over replicas twice -> its gradients are added up twice
-    rank 0 | 0F0 0F0>1 0B0<1 0B0 0G 0G
+    rank 0 | 0F0 0F0>1 0B0<1 0G 0G 0B0
     rank 1 | 1F0<0 1F0 1B0 1B0>0
 room made twice -> rank 0, 0B0?1: it is posted twice
     rank 0 | 0F0 0F0>1 0B0?1 0B0?1 0B0<1 0B0

@@ -218,6 +218,7 @@ class Stage:
         tape = self._tape(run, microbatch)
         del run.stages[self.index].tapes[microbatch]
         self._run_backward(run, tape)
+        self._end_gradients()
         self._end(run, tape)
 
     def backward_input(self, run: Run, microbatch: int) -> None:
@@ -233,7 +234,13 @@ class Stage:
         """Add the weight gradients that `backward_input` left, in the order of micro-batches."""
         tape = run.stages[self.index].tapes.pop(microbatch)
         self._run_weight_backward(run, tape)
+        self._end_gradients()
         self._end(run, tape)
+
+    def _end_gradients(self) -> None:
+        """Begin the sums that the last backward has not begun; do nothing after another one."""
+        if self._replicas is not None:
+            self._replicas.end_backward()
 
     def offload(self, run: Run, microbatch: int) -> None:
         """Move the activations of a micro-batch out of the device's memory."""
@@ -264,7 +271,7 @@ class Stage:
         self._norms.commit(run)
 
     def reduce_gradients(self, run: Run) -> None:
-        """Begin to sum the gradients over all replicas; `Engine.drive` waits for the sums."""
+        """Sum the gradients over all replicas from now on; `Engine.drive` waits for the sums."""
         assert self._replicas is not None
         self._replicas.begin(self._owned.parameters)
 

@@ -96,32 +96,30 @@ def _check_computed(
 
 def commits(lanes: Lanes) -> None:
     """Check that statistics are committed at most once, after the last Forward."""
-    too_late = "a forward runs after the statistics of its stage were committed"
-    twice = "its statistics are committed twice"
-    _check_last(lanes, (twice, too_late), ir.CommitStatistics, ir.Forward)
+    for stage in range(lanes.num_stages):
+        commits = lanes.positions(stage, ir.CommitStatistics)
+        forwards = lanes.positions(stage, ir.Forward)
+        if len(commits) > 1:
+            raise lanes.fault(stage, commits[1], "its statistics are committed twice")
+        if commits and forwards and forwards[-1] > commits[0]:
+            late = next(position for position in forwards if position > commits[0])
+            why = "a forward runs after the statistics of its stage were committed"
+            raise lanes.fault(stage, late, why)
 
 
 def reductions(lanes: Lanes) -> None:
-    """Check that gradients are added up over replicas at most once, after the last Backward."""
-    too_late = "a backward runs after the gradients of its stage were added up over replicas"
-    twice = "its gradients are added up twice"
-    _check_last(lanes, (twice, too_late), ir.ReduceGradients, *ir.ADDS_GRADIENTS)
-
-
-def _check_last(
-    lanes: Lanes,
-    problems: tuple[str, str],
-    closes: type[ir.Instruction],
-    *closed: type[ir.Compute],
-) -> None:
-    twice, too_late = problems
+    """Check that gradients are added up over replicas at most once, in the last backward."""
     for stage in range(lanes.num_stages):
-        closing, before = lanes.positions(stage, closes), lanes.positions(stage, *closed)
-        if len(closing) > 1:
-            raise lanes.fault(stage, closing[1], twice)
-        if closing and before and before[-1] > closing[0]:
-            late = next(position for position in before if position > closing[0])
-            raise lanes.fault(stage, late, too_late)
+        begins = lanes.positions(stage, ir.ReduceGradients)
+        if len(begins) > 1:
+            raise lanes.fault(stage, begins[1], "its gradients are added up twice")
+        if begins:
+            after = [n for n in lanes.positions(stage, *ir.ADDS_GRADIENTS) if n > begins[0]]
+            if not after:
+                raise lanes.fault(stage, begins[0], "no backward follows in which to add them up")
+            if len(after) > 1:
+                why = "a backward runs after the gradients of its stage were added up"
+                raise lanes.fault(stage, after[1], f"{why} over replicas")
 
 
 def ends(lanes: Lanes) -> None:
