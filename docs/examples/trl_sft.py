@@ -21,7 +21,7 @@ class PenstockSFT(PenstockTrainer, SFTTrainer):
     compute_loss, prediction_step = Trainer.compute_loss, Trainer.prediction_step
 
 
-digits = "zero one two three four five six seven eight nine".split()
+digits = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 words = {word: i for i, word in enumerate(["<pad>", "<end>", "plus", "is", *digits])}
 tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
 tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
