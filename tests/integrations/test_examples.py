@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.distributed.launch import ROOT
 
@@ -17,6 +19,7 @@ SCRIPTS = {
     "peft_adapters.py ia3": ("peft", ["out", "ia3"], "step 3"),
     "accelerate_loop.py": ("accelerate", [], "step 5"),
     "lightning_module.py": ("lightning", [], "validation"),
+    "trl_sft.py": ("trl", ["out"], "validation"),
     "tensorboard_log.py": ("tensorboard", [], "step 5"),
 }
 """Scripts: the package that each needs, its arguments, and how a line of its begins."""
@@ -30,7 +33,7 @@ def lines_of(
 ) -> list[str]:
     folder.mkdir()
     path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *launcher, str(ROOT / "docs" / "examples" / script), *words]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -49,6 +52,17 @@ def test_a_script_prints_the_same_in_one_process_and_in_two(name: str, tmp_path:
     together = lines_of(TOGETHER, script, words, tmp_path / "two")
     assert any(line.startswith(beginning) for line in alone)
     assert together == alone
+    if script == "trl_sft.py":
+        expected, found = (
+            weights_of(tmp_path / name / "out" / "trained") for name in ("one", "two")
+        )
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 @pytest.mark.slow
@@ -69,6 +83,7 @@ def test_zero3_keeps_the_bytes_of_fsdp2(tmp_path: Path) -> None:
         ("with_peft.md", "peft_adapters.py"),
         ("with_others.md", "accelerate_loop.py"),
         ("with_others.md", "lightning_module.py"),
+        ("with_others.md", "trl_sft.py"),
         ("with_others.md", "tensorboard_log.py"),
     ],
 )
