@@ -131,6 +131,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["fly"], "No such command 'fly'"),
         (["train"], "give a RECIPE, such as digits (`penstock recipes`), or --resume RUN_FOLDER"),
         (["train", "no.toml"], "there is no recipe no.toml"),
+        (["train", "mymodel:example"], "`train` takes a recipe; `plan`, `profile`, `simulate`"),
         (["train", DIGITS, "--set", "pipeline.num_stage=2"], "did you mean pipeline.num_stages?"),
         (["train", DIGITS, "--set", "pipeline.num_stages=40"], "num_stages=40, but the model has"),
         (["train", DIGITS, "--set", "pipeline.partition=[1, 2]"], "=[1, 2] holds 3 layers"),
