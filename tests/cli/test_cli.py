@@ -271,6 +271,25 @@ def test_check_says_equal_with_0_and_different_with_1(tmp_path: Path, capsys: Ca
     assert said.endswith("(raised on stage 1, in the recompute, micro-batch 0)\n")
 
 
+NORMED = """
+import torch
+from torch import nn
+
+
+def example():
+    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]
+    return layers, torch.randn(5, 3), torch.randn(5, 1), nn.MSELoss()
+"""
+
+
+def test_check_leaves_batch_norm_two_samples(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "normed.py").write_text(NORMED)
+    assert run(["check", "normed:example"]) == 0
+    said = capsys.readouterr()
+    assert "M=2: BatchNorm needs two samples in each micro-batch" in said.err
+    assert "K=2, M=2" in said.out
+
+
 def test_check_takes_a_recipe_with_changes(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 30)
     changes = ["data.path=book.txt", "data.length=8", "train.batch_size=4"]
