@@ -17,7 +17,9 @@ _NAMES = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS_NAMES]
 @click.option("--num-stages", type=click.IntRange(min=1), help="K.  [default: the recipe's, or 2]")
 @stages_per_rank_option
 @click.option(
-    "--num-microbatches", type=click.IntRange(min=1), help="M.  [default: the recipe's, or 4]"
+    "--num-microbatches",
+    type=click.IntRange(min=1),
+    help="M.  [default: the recipe's, or 4; fewer where BatchNorm needs it]",
 )
 @click.option(
     "--schedule", type=ScheduleName(_NAMES), help="[default: the recipe's, or one_f_one_b]"
@@ -55,6 +57,7 @@ def check(  # noqa: PLR0913 - one for each option
     """
     require_torch()
     from penstock.equality import check as compare
+    from penstock.torch_private import AnyBatchNorm
 
     from .targets import load_target
 
@@ -69,14 +72,22 @@ def check(  # noqa: PLR0913 - one for each option
     options_set = {key: value for key, value in options.items() if value is not None}
     loaded = load_target(target, overrides, options_set, needs_values=True)
     # 2. Compare, and print the report.
+    layers = loaded.resolved()
+    options_set = dict(loaded.options)
+    most = max(1, loaded.batch_size // 2)
+    if num_microbatches is None and ":" in target and options_set["num_microbatches"] > most:
+        modules = (m for layer in layers.modules for m in layer.modules())
+        if any(isinstance(m, AnyBatchNorm) and m.training for m in modules):
+            options_set["num_microbatches"] = most
+            click.echo(f"M={most}: BatchNorm needs two samples in each micro-batch", err=True)
     report = compare(
-        loaded.layers_of(loaded.make_model()),
+        layers,
         loaded.inputs,
         loaded.targets,
         loss=loaded.loss,
         reduction=loaded.reduction,
         example_inputs=loaded.inputs,
-        **loaded.options,
+        **options_set,
     )
     click.echo(report.to_json() if as_json else str(report))
     return 0 if report.equal else 1

@@ -113,12 +113,8 @@ def meet(
         ConfigError: `arguments` or versions differ between processes; else as `init_mesh`.
         MeshError: as `init_mesh`.
     """
-    device = device_by_default() if device is None else device
-    backends, place = check_backends(device), process_device(device)
-    if place.type != "cpu":
-        torch.accelerator.set_device_index(place)
+    place = _joined(timeout_s, device)
     # The watch comes first: it names the culprit if a later call fails.
-    join(timeout_s, backends)
     with meeting():
         attempt = told_by_first(uuid.uuid4().hex)
     watch = Watch.start(dist.get_rank(), dist.get_world_size(), timeout_s, attempt)
@@ -144,9 +140,23 @@ def from_rank_0(
     """
     if num_processes() == 1:
         return value
-    join(timeout_s, check_backends(device_by_default() if device is None else device))
+    _joined(timeout_s, device)
     with meeting():
         return told_by_first(value)
+
+
+def _joined(timeout_s: float, device: torch.device | str | None) -> torch.device:
+    """Join the other processes, and return this one's device, which becomes torch's current one.
+
+    Raises:
+        ConfigError, MeshError: as `init_mesh`.
+    """
+    device = device_by_default() if device is None else device
+    backends, place = check_backends(device), process_device(device)
+    if place.type != "cpu":
+        torch.accelerator.set_device_index(place)
+    join(timeout_s, backends)
+    return place
 
 
 def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh:

@@ -1,5 +1,6 @@
 """Gradient clipping by the norm over all stages, in one process or many."""
 
+import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,7 +44,7 @@ def clip_grad_norm_(
 
     Args:
         pipe: the pipeline.
-        max_norm: the largest norm allowed; above 0.
+        max_norm: the largest norm allowed; above 0. `math.inf` only measures the norm.
         norm_type: the p of the p-norm; `float("inf")` for the largest absolute value.
         error_if_nonfinite: raise an error if the norm is inf or nan.
         foreach: use torch's functions over many tensors; None: where torch does.
@@ -78,7 +79,7 @@ def clip_grad_norm_(
             "cannot be clipped; leave error_if_nonfinite out to scale by it all the same"
         )
     # 3. Scale the gradients of this process.
-    if gradients:
+    if gradients and max_norm != math.inf:
         parameters = list(gradients.values())
         device = parameters[0].device
         clip_grads_with_norm_(parameters, max_norm, total.to(device), foreach)

@@ -120,7 +120,7 @@ def plan_page(choice: Choice) -> Page:
         parts = (*parts, Text(_FOLDED, "note"))
     rest = [
         Section("Candidates", parts),
-        plan_section(plan),
+        plan_section(plan, [row[-1] for row in rows if row[-1]]),
         Section("Cluster", (Text(str(cluster), "code"),)),
     ]
     if plan.predicted_stages is None:
@@ -175,10 +175,12 @@ def _named(cells: Sequence[str]) -> str:
     return f"{text} and {rest} more" if rest > 0 else text
 
 
-def plan_section(plan: Plan) -> Section:
-    """Write a plan as a section of a page."""
+def plan_section(plan: Plan, said: Sequence[str] = ()) -> Section:
+    """Write a plan as a section of a page, without what is `said` in another table."""
     heads, *rows = (tuple(row) for row in plan.rows)
     lines = dict.fromkeys(line for reason in plan.reasons for line in reason.splitlines())
+    for end in said:
+        lines = {line.removesuffix(f"; {end}").removesuffix(f", {end}"): None for line in lines}
     return Section("Plan", (*map(Text, lines), Table(heads, tuple(rows))))
 
 

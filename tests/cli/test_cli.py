@@ -131,6 +131,7 @@ def test_a_mistake_is_a_mistake_where_nobody_can_read_it(lost: str | None) -> No
         (["fly"], "No such command 'fly'"),
         (["train"], "give a RECIPE, such as digits (`penstock recipes`), or --resume RUN_FOLDER"),
         (["train", "no.toml"], "there is no recipe no.toml"),
+        (["train", "mymodel:example"], "`train` takes a recipe; `plan`, `profile`, `simulate`"),
         (["train", DIGITS, "--set", "pipeline.num_stage=2"], "did you mean pipeline.num_stages?"),
         (["train", DIGITS, "--set", "pipeline.num_stages=40"], "num_stages=40, but the model has"),
         (["train", DIGITS, "--set", "pipeline.partition=[1, 2]"], "=[1, 2] holds 3 layers"),
@@ -268,6 +269,25 @@ def test_check_says_equal_with_0_and_different_with_1(tmp_path: Path, capsys: Ca
     assert run(["check", "my_model:bad", "--schedule", "gpipe"]) == 2  # not trained as it is
     assert "counts its calls" in (said := capsys.readouterr().err)
     assert said.endswith("(raised on stage 1, in the recompute, micro-batch 0)\n")
+
+
+NORMED = """
+import torch
+from torch import nn
+
+
+def example():
+    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]
+    return layers, torch.randn(5, 3), torch.randn(5, 1), nn.MSELoss()
+"""
+
+
+def test_check_leaves_batch_norm_two_samples(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "normed.py").write_text(NORMED)
+    assert run(["check", "normed:example"]) == 0
+    said = capsys.readouterr()
+    assert "M=2: BatchNorm needs two samples in each micro-batch" in said.err
+    assert "K=2, M=2" in said.out
 
 
 def test_check_takes_a_recipe_with_changes(tmp_path: Path, capsys: Captured) -> None:

@@ -113,6 +113,19 @@ def test_a_norm_that_is_not_finite_can_be_an_error_and_changes_nothing() -> None
     assert penstock.clip_grad_norm_(pipe, 1.0) == INF
 
 
+@pytest.mark.parametrize("worst", [2.0, INF])
+def test_a_norm_without_limit_is_measured_and_changes_nothing(worst: float) -> None:
+    pipe = Pipeline(model(), 2, num_microbatches=2, loss=nn.MSELoss())
+    pipe.train_step(*batches()[0])
+    first = next(pipe.parameters())
+    assert first.grad is not None
+    first.grad[0, 0] = worst
+    before: list[Any] = [copy.deepcopy(p.grad) for p in pipe.parameters()]
+    norm = penstock.clip_grad_norm_(pipe, INF)
+    assert same([p.grad for p in pipe.parameters() if p.grad is not None], before)
+    assert norm.equal(nn.utils.clip_grad_norm_(pipe.parameters(), 0.1))
+
+
 def test_no_gradient_has_the_norm_0() -> None:
     assert penstock.clip_grad_norm_(Pipeline(model(), 2, num_microbatches=1), 1.0) == 0
 

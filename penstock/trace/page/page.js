@@ -78,6 +78,9 @@
       layout.margin.t += more;
       layout.legend.maxheight = more + 2 * LEGEND_PX;
     }
+    for (const note of isNarrow ? layout.annotations ?? [] : []) {
+      if (note.xref === "paper") note.xshift = 4 - layout.margin.l;  // captions need the whole width
+    }
     const displayModeBar = isNarrow ? false : "hover";  // the legend has its place
     return Plotly.react(chart, data, layout, { ...config, displayModeBar, responsive: !width });
   }

@@ -108,9 +108,9 @@ def _sections(
             times[main] = tuple(rank.with_rest(**rest) for rank in times[main])
         titles = {title: title.capitalize() if len(times) > 1 else "" for title in times}
         tables = (time_table(ranks, titles[title]) for title, ranks in times.items())
-        yield Section(
-            "Where the time goes", (time_chart(times), *tables, Text(_IMBALANCE, "note"))
-        )
+        is_uneven = any(rank.imbalance_s for ranks in times.values() for rank in ranks)
+        note = (Text(_IMBALANCE, "note"),) if is_uneven else ()
+        yield Section("Where the time goes", (time_chart(times), *tables, *note))
     axis_s = max((float(timeline.step_s) for timeline in timelines.values()), default=0.0)
     memory = tuple(_memory(step, axis_s))
     if memory:

@@ -47,6 +47,12 @@ def find_recipe(name: str | Path) -> Path:
     known = recipe_names()
     if text in known:
         return _FOLDER / f"{text}.toml"
+    if ":" in text:
+        raise RecipeError(
+            f"there is no recipe {text!r}: `train` takes a recipe; `plan`, `profile`, `simulate` "
+            "and `check` take package.module:function. To train such a model, call "
+            "penstock.Pipeline in a script: README.md and docs/any_model.md have one"
+        )
     near = get_close_matches(path.stem, known, n=3, cutoff=0.5)
     if text.endswith(".toml"):
         hint = f"; penstock has one by the name {path.stem}" if path.stem in known else ""

@@ -152,4 +152,9 @@ def _of_step(text: str) -> dict[str, str]:
 
 def _of_plan(text: str) -> dict[str, str]:
     plan = Plan.from_json(text)
-    return {"plan": str(plan).splitlines()[0], "schedule": plan.schedule.name}
+    return {
+        "stages": str(plan.num_stages),
+        "replicas": str(plan.placement.num_replicas),
+        "micro-batches": str(plan.num_microbatches),
+        "schedule": plan.schedule.name,
+    }

@@ -315,7 +315,7 @@ class Trainer:
                 )
             loss += float(of_part) * part.share
         self._check_loss("loss", loss)
-        self._weights.run()
+        self._weights.run(is_logged=(self.position.step + 1) % self.recipe.train.log_every == 0)
         return loss
 
     def _check_loss(self, name: str, value: float) -> None:

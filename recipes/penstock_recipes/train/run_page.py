@@ -146,9 +146,9 @@ def _of_step(text: str) -> tuple[float, float]:
 
 
 def _of_plan(plan: Plan) -> Section:
-    """Show the plan: its reasons, and a table of its stages."""
+    """Show the plan: its reasons below the page's subtitle, and a table of its stages."""
     heads, *rows = (tuple(row) for row in plan.rows)
-    lines = (line for reason in plan.reasons for line in reason.splitlines())
+    lines = (line for reason in plan.reasons[1:] for line in reason.splitlines())
     return Section("Plan", (*map(Text, lines), Table(heads, tuple(rows))))
 
 

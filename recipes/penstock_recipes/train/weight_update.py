@@ -1,5 +1,6 @@
 """Update the weights after a step, and evaluate the model on the held-out samples."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -35,10 +36,13 @@ class Windows:
 
 
 class WeightUpdate:
-    """Updates the weights of `pipe`: unscale, clip to `max_norm`, step, clear the gradients."""
+    """Updates the weights of `pipe`: unscale, clip to `max_norm`, step, clear the gradients.
+
+    Without `max_norm`, only the updates that are logged measure the norm.
+    """
 
     norm: float | None = None
-    """Gradient norm of the newest step before clipping; None without clipping."""
+    """Gradient norm of the newest step before clipping, where it was measured."""
     seconds: float = 0.0
     """Seconds of the newest update on the host."""
 
@@ -52,12 +56,12 @@ class WeightUpdate:
         self._pipe, self._optimizer, self._scaler = pipe, optimizer, scaler
         self._max_norm = max_norm
 
-    def run(self) -> None:
-        """Update the weights once."""
+    def run(self, *, is_logged: bool) -> None:
+        """Update the weights once; `is_logged` measures the gradient norm in any case."""
         start_s = time.perf_counter()
-        if self._max_norm is not None:
+        if is_logged or self._max_norm is not None:
             self._scaler.unscale_(self._optimizer)
-            self.norm = float(clip_grad_norm_(self._pipe, self._max_norm))
+            self.norm = float(clip_grad_norm_(self._pipe, self._max_norm or math.inf))
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()

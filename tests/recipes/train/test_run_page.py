@@ -22,7 +22,7 @@ from penstock_recipes.train.run_page import RunReader, page_of
 from tests.digits import DIGITS, TWO_EPOCHS
 from tests.quiet import quiet
 
-WITH_ALL = (*TWO_EPOCHS, "train.tensorboard=true", "train.max_grad_norm=1", "train.trace_every=2")
+WITH_ALL = (*TWO_EPOCHS, "train.tensorboard=true", "train.trace_every=2")
 
 
 @pytest.fixture(scope="module")
