@@ -1,5 +1,7 @@
 """`penstock check`: is the pipeline the unsplit model, to the bit?"""
 
+from typing import Any
+
 import click
 
 from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES
@@ -73,12 +75,12 @@ def check(  # noqa: PLR0913 - one for each option
     loaded = load_target(target, overrides, options_set, needs_values=True)
     # 2. Compare, and print the report.
     layers = loaded.resolved()
-    options_set = dict(loaded.options)
+    given: dict[str, Any] = dict(loaded.options)
     most = max(1, loaded.batch_size // 2)
-    if num_microbatches is None and ":" in target and options_set["num_microbatches"] > most:
+    if num_microbatches is None and ":" in target and given["num_microbatches"] > most:
         modules = (m for layer in layers.modules for m in layer.modules())
         if any(isinstance(m, AnyBatchNorm) and m.training for m in modules):
-            options_set["num_microbatches"] = most
+            given["num_microbatches"] = most
             click.echo(f"M={most}: BatchNorm needs two samples in each micro-batch", err=True)
     report = compare(
         layers,
@@ -87,7 +89,7 @@ def check(  # noqa: PLR0913 - one for each option
         loss=loaded.loss,
         reduction=loaded.reduction,
         example_inputs=loaded.inputs,
-        **options_set,
+        **given,
     )
     click.echo(report.to_json() if as_json else str(report))
     return 0 if report.equal else 1
