@@ -26,13 +26,13 @@ HEAD = """# Schedules
 `penstock.Pipeline(..., schedule=...)` takes any of these families from `penstock.schedules`,
 written as in the table (`schedule=schedules.gpipe`, `schedule=schedules.zb_h1()`), or by name
 (`"gpipe"`, `"1f1b"`, `"zb-h1"`); the default is `one_f_one_b`. Families with
-parentheses have arguments with defaults. `costs` (`Costs`) decide how gaps are filled; by
-default a forward takes 1 and each part of a backward 1. `stages_per_rank` is the number of
-stages on a rank.
+parentheses take arguments, all with defaults. `costs` (`Costs`) are the seconds with which a
+family fills its gaps; by default a forward takes 1 and each part of a backward takes 1.
+`stages_per_rank` is the number of stages on each rank.
 
 Each family takes any number of micro-batches M, also fewer than ranks. Its gradients equal the
-unsplit model's to the bit. With several stages on a rank, `num_stages` counts the stages of all
-ranks, and is a multiple of the stages on one. Three more kinds have sections at the end:
+unsplit model's to the bit. `num_stages` counts the stages of all ranks, so it is a multiple of
+`stages_per_rank`. Three more kinds of schedule have sections at the end:
 
 - [asynchronous schedules](#asynchronous-schedules) update weights while they run;
 - [searched](#searched) schedules are made for [your own costs](searched.md);

@@ -50,7 +50,7 @@ def critical_path(
 
     Each forward or backward has a due time: the latest start of the longest way from it to the
     end of its micro-batch.  Micro-batches end one period after each other.  The period is the
-    busiest rank's time for one micro-batch.  The first due begins.  A rank thus has one
+    busiest rank's time for one micro-batch.  The piece of work that is due first begins.  A rank thus has one
     micro-batch in flight for each period of its way there and back.  Weight parts of backwards
     fill the gaps.  It tries periods of several lengths, and backwards in one part or two, and
     takes the shortest step.

@@ -1,7 +1,7 @@
 """DualPipeV: on a V, forwards of one direction take turns with backwards of the other.
 
-DeepSeek-AI 2025, https://github.com/deepseek-ai/DualPipe, whose order this is: half of DualPipe's
-ranks, after Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
+The order is that of DeepSeek-AI 2025, https://github.com/deepseek-ai/DualPipe.  It needs half of
+DualPipe's ranks, as Qi et al. 2024 show in "Pipeline Parallelism with Controllable Memory".
 """
 
 from collections import deque
