@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, find_batch_size
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
@@ -40,8 +40,9 @@ class PenstockTrainer(Trainer):
     """Trains a captured pipeline as transformers' Trainer trains a model.
 
     `trainer.model` is the captured model, `trainer.pipe` the pipeline.  Micro-batches of the
-    pipeline take the place of gradient accumulation.  In several processes each has the whole
-    batch, all make the same calls, and rank 0 writes what is not divided.
+    pipeline take the place of gradient accumulation.  In several processes all make the same calls
+    with the same whole batches, and rank 0 writes what is not divided.  A replica trains on its
+    share of a batch, and evaluates all of it.
 
     Args:
         pipe: a Pipeline of a model that computes its loss from `labels`; with `compute_loss_func`,
@@ -50,8 +51,8 @@ class PenstockTrainer(Trainer):
         options: whatever else transformers' Trainer takes.
 
     Raises:
-        ConfigError: `pipe` is no captured pipeline, or not of all processes; or a setting would
-            wrap the model, accumulate gradients or change the loss.
+        ConfigError: `pipe` is no captured pipeline, or not of all processes; a setting would wrap
+            the model, accumulate gradients or change the loss; or replicas meet a loss of yours.
     """
 
     optimizer: Any
@@ -70,6 +71,12 @@ class PenstockTrainer(Trainer):
         state.process_index = state.local_process_index = pipe.mesh.rank
         args._n_gpu = min(args.n_gpu, 1)
         super().__init__(pipe.original, args, **options)
+        if self._has_own_loss and pipe.mesh.num_replicas > 1:
+            raise ConfigError(
+                f"a loss of yours needs the outputs of the whole batch, and each of the "
+                f"{pipe.mesh.num_replicas} replicas has those of its share; let the model compute "
+                "the loss, or use one replica"
+            )
         needs_count = not self._has_own_loss and self.model_accepts_loss_kwargs
         if needs_count and not has_input(pipe, "num_items_in_batch"):
             raise ConfigError(
@@ -107,7 +114,7 @@ class PenstockTrainer(Trainer):
         if self._has_own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
         self.pipe.train()
-        inputs = dict(self._prepare_inputs(inputs))
+        inputs = _of_replica(self._prepare_inputs(inputs), self.pipe.mesh)
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs["num_items_in_batch"] = num_items_in_batch
         with self.compute_loss_context_manager():
@@ -162,6 +169,16 @@ class PenstockTrainer(Trainer):
             self._load_from_checkpoint(best)
 
 
+def _of_replica(batch: Any, mesh: "penstock.Mesh") -> dict[str, Any]:
+    """Return this replica's samples of a whole batch."""
+    size = find_batch_size(batch)
+    has_samples = {k for k, v in batch.items() if isinstance(v, Tensor) and v.shape[:1] == (size,)}
+    return {
+        key: value.tensor_split(mesh.num_replicas)[mesh.replica] if key in has_samples else value
+        for key, value in batch.items()
+    }
+
+
 def _has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
@@ -178,11 +195,6 @@ def _check(pipe: "penstock.Pipeline", args: TrainingArguments) -> None:
         raise ConfigError(
             f"there are {processes} processes, but the pipeline has {pipe.mesh.world_size}: each "
             "would train a model of its own; give Pipeline(mesh=penstock.init_mesh(...))"
-        )
-    if pipe.mesh.num_replicas > 1:
-        raise ConfigError(
-            f"the pipeline has {pipe.mesh.num_replicas} replicas, and PenstockTrainer gives all "
-            "processes the same batch; use one replica, or a loop of your own"
         )
     for name, (allowed, instead) in _REFUSED.items():
         value = getattr(args, name, None)

@@ -50,10 +50,10 @@ def critical_path(
 
     Each forward or backward has a due time: the latest start of the longest way from it to the
     end of its micro-batch.  Micro-batches end one period after each other.  The period is the
-    busiest rank's time for one micro-batch.  The piece of work that is due first begins.  A rank thus has one
-    micro-batch in flight for each period of its way there and back.  Weight parts of backwards
-    fill the gaps.  It tries periods of several lengths, and backwards in one part or two, and
-    takes the shortest step.
+    busiest rank's time for one micro-batch.  A free rank begins the ready work that is due first.
+    It thus has one micro-batch in flight for each period of its way there and back.  Weight parts
+    of backwards fill the gaps.  The family tries periods of several lengths, and backwards in one
+    part or two, and takes the shortest step.
 
     No rank keeps more than `memory` says, which is proved before a step.  Without it, a rank
     keeps R, 2 R or all micro-batches of each of its stages on R ranks: the fewest that make the

@@ -134,9 +134,12 @@ def test_weights_are_those_of_torchs_own_loop_to_the_bit(tmp_path: Path) -> None
 
 
 def in_processes(mesh: Mesh, place: str, resume: bool) -> Any:
-    trainer = make_trainer(
-        make_pipe(0.1, num_stages=None, mesh=mesh), place, save_steps=2, save_strategy="steps"
-    )
+    microbatches = NUM_MICROBATCHES // mesh.num_replicas
+    pipe = make_pipe(0.1, num_stages=None, mesh=mesh, num_microbatches=microbatches)
+    trainer = make_trainer(pipe, place, save_steps=2, save_strategy="steps")
+    if mesh.num_replicas > 1:
+        with pytest.raises(ConfigError, match="needs the outputs of the whole batch"):
+            make_trainer(pipe, place, compute_loss_func=torch.sum)
     trainer.train(resume_from_checkpoint=f"{place}/checkpoint-2" if resume else None)
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{place}/trained-{resume}")
@@ -168,6 +171,19 @@ def test_two_processes_and_a_resume_have_the_bits_of_one_process(tmp_path: Path)
         Mesh.of_one_process(2), str(tmp_path / "two"), True
     )  # its checkpoint
     assert again_alone[:2] == alone[:2]
+
+
+@pytest.mark.slow
+def test_replicas_share_a_batch_and_train_as_one_but_for_rounding(tmp_path: Path) -> None:
+    alone = in_processes(Mesh.of_one_process(2), str(tmp_path / "one"), False)
+    (tmp_path / "four").mkdir()
+    place = str(tmp_path / "four")
+    found = call(in_processes, (2, 2), tmp_path, place=place, resume=False)
+    assert [is_first for *_, is_first in found] == [True, False, False, False]
+    assert len({(loss, step) for loss, step, _ in found}) == 1
+    assert found[0][:2] == pytest.approx(alone[:2])
+    trained = weights(tmp_path / "four" / "trained-False")
+    torch.testing.assert_close(trained, weights(tmp_path / "one" / "trained-False"))
 
 
 def test_evaluation_has_the_loss_and_the_predictions_of_the_model(tmp_path: Path) -> None:
