@@ -144,4 +144,4 @@ def test_each_fault_of_a_page_ends_the_build_and_is_named(tmp_path: Path) -> Non
     assert done.returncode != 0
     for message in FAULTS:
         assert message in done.stderr
-    assert "in strict mode" in done.stderr
+    assert "in strict mode" in done.stdout + done.stderr
