@@ -32,14 +32,14 @@ from .shards.divided import Shards
 class _Bucket:
     """Parameters whose gradients are summed at once, and their gradients side by side.
 
-    `flags` are 1 for each parameter that has a gradient here, and a last 1 if one has changed
-    since the sum began; summed, they count replicas.
+    `summed` are the gradients whose sum was begun, and their versions.  Flags follow: 1 for each
+    parameter that has a gradient here, and a last 1 if one has changed since.
     """
 
     parameters: list[Tensor]
     group: Collectives
     waiting: set[Tensor]
-    versions: list[tuple[int, int]]
+    summed: list[tuple[Tensor | None, int]]
     flat: Tensor
     sums: list[Begun[Tensor]]
 
@@ -49,13 +49,18 @@ class _Bucket:
 
     def begin(self) -> None:
         """Begin to sum the gradients that are here now; zeros stand for those that are not."""
-        self.versions = self._versions()
+        gradients = [p.grad for p in self.parameters]
+        self.summed = [(g, 0 if g is None else version_of(g)) for g in gradients]
         self.flat = torch.cat([_flat_gradient(p) for p in self.parameters])
         self.sums = [self.group.begin_all_reduce(self.flat)]
 
     def tell(self) -> None:
         """Begin to sum the flags; no gradient changes any more."""
-        has_changed = self._versions() != self.versions
+        has_changed = any(
+            p.grad is not before or (before is not None and version_of(before) != version)
+            for p, (before, version) in zip(self.parameters, self.summed, strict=True)
+        )
+        self.summed = []
         flags = [*(p.grad is not None for p in self.parameters), has_changed]
         told = torch.tensor(flags, dtype=torch.float32).to(self.flat.device)
         self.sums.append(self.group.begin_all_reduce(told))
@@ -72,10 +77,6 @@ class _Bucket:
                 parameter.grad.copy_(part.view_as(parameter.grad))
             elif count:
                 parameter.grad = part.view(parameter.shape).clone()
-
-    def _versions(self) -> list[tuple[int, int]]:
-        gradients = [p.grad for p in self.parameters]
-        return [(-1, 0) if g is None else (id(g), version_of(g)) for g in gradients]
 
 
 class _InBackward:

@@ -234,10 +234,8 @@ class ReduceGradients(OfStage):
 
     Roughly: `in the next backward of the stage: g_w = sum over replicas of g_w`
 
-    Comes before the last Backward or BackwardWeight of the stage.  That backward begins the sum of
-    each bucket of gradients when the last one of the bucket is there, and waits for none.  The
-    sums run beside the rest of this backward and those of other stages; the end of the program
-    awaits them.
+    Comes before the last Backward or BackwardWeight of the stage, which begins the sum of each
+    bucket of gradients when its last one is there.  The end of the program awaits the sums.
     """
 
     letter = "G"

@@ -137,10 +137,7 @@ def add_communication(schedule: Schedule, transfers: Transfers) -> Schedule:
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
-    """Add up the gradients of each stage over all replicas in its last backward.
-
-    0B0 0B1   ->   0B0 0G 0B1
-    """
+    """Add up the gradients of each stage over all replicas in its last backward: 0G 0B1."""
 
     def rewrite(program: Program) -> Iterator[Instruction]:
         last = {x.stage: n for n, x in enumerate(program) if isinstance(x, ir.ADDS_GRADIENTS)}

@@ -90,8 +90,7 @@ def _ends_s(program: Compiled, costs: Costs, sharing: Sharing | None) -> list[li
         for _ in walk_runs(program.schedule):  # raises, and names the ranks that wait
             pass
 
-    # 2. let each rank's last instruction end no sooner than its sums over replicas, which are
-    # counted from the end of the backward that begins them
+    # 2. let each rank's last instruction end no sooner than sums over replicas after backwards
     reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
     if not any(reduce_s):
         return engine.ends_s

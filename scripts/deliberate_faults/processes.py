@@ -367,8 +367,8 @@ FAULTS = (
     Fault(
         "a gradient that changes after its sum over replicas began is left out",
         "penstock/runtime/replicas.py",
-        "has_changed = self._versions() != self.versions",
-        "has_changed = False",
+        "p.grad is not before or (before is not None and version_of(before) != version)",
+        "False",
         "tests/distributed/test_gradient_hooks.py",
         "change_after_their_sum",
     ),

@@ -84,8 +84,8 @@ LOSE = """
 import os, signal, sys, weakref
 import penstock, torch.distributed as dist
 class Last:
-    def __del__(self):
-        os.write(1, b"THE INTERPRETER GOES")
+    def __del__(self, write=os.write):
+        write(1, b"THE INTERPRETER GOES")
 last = Last()
 mesh = penstock.init_mesh(timeout_s=60.0)
 if mesh.rank == 1:

@@ -218,7 +218,6 @@ class Stage:
         tape = self._tape(run, microbatch)
         del run.stages[self.index].tapes[microbatch]
         self._run_backward(run, tape)
-        self._end_gradients()
         self._end(run, tape)
 
     def backward_input(self, run: Run, microbatch: int) -> None:
@@ -234,13 +233,7 @@ class Stage:
         """Add the weight gradients that `backward_input` left, in the order of micro-batches."""
         tape = run.stages[self.index].tapes.pop(microbatch)
         self._run_weight_backward(run, tape)
-        self._end_gradients()
         self._end(run, tape)
-
-    def _end_gradients(self) -> None:
-        """Begin the sums that the last backward has not begun; do nothing after another one."""
-        if self._replicas is not None:
-            self._replicas.end_backward()
 
     def offload(self, run: Run, microbatch: int) -> None:
         """Move the activations of a micro-batch out of the device's memory."""
@@ -379,7 +372,9 @@ class Stage:
             raise
 
     def _end(self, run: Run, tape: Tape) -> None:
-        """Free the weight version of a tape that is used up, and settle the guards."""
+        """Begin sums that are due, free the tape's weight version, and settle the guards."""
+        if self._replicas is not None:
+            self._replicas.end_backward()
         if run.window is not None:
             self.weights.let_go(tape.version)
         if run.batch.trace is Trace.MEMORY:
