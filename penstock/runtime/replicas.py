@@ -38,14 +38,13 @@ class _Bucket:
 
     parameters: list[Tensor]
     group: Collectives
-    waiting: set[Tensor]
     summed: list[tuple[Tensor | None, int]]
     flat: Tensor
     sums: list[Begun[Tensor]]
 
     @classmethod
     def of(cls, parameters: list[Tensor], group: Collectives) -> "_Bucket":
-        return cls(parameters, group, set(parameters), [], torch.empty(0), [])
+        return cls(parameters, group, [], torch.empty(0), [])
 
     def begin(self) -> None:
         """Begin to sum the gradients that are here now; zeros stand for those that are not."""
@@ -88,21 +87,15 @@ class _InBackward:
 
     def __init__(self, buckets: list[_Bucket]) -> None:
         self._buckets, self._num_begun = buckets, 0
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in self._bucket_of]
+        self._waiting = [set(bucket.parameters) for bucket in buckets]
+        self._number_of = {p: n for n, bucket in enumerate(buckets) for p in bucket.parameters}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._add) for p in self._number_of]
 
     def _add(self, parameter: Tensor) -> None:
-        self._bucket_of[parameter].waiting.discard(parameter)
-        while self._num_begun < len(self._buckets) and not self._next.waiting:
-            self._begin_next()
-
-    @property
-    def _next(self) -> _Bucket:
-        return self._buckets[self._num_begun]
-
-    def _begin_next(self) -> None:
-        self._next.begin()
-        self._num_begun += 1
+        self._waiting[self._number_of[parameter]].discard(parameter)
+        while self._num_begun < len(self._buckets) and not self._waiting[self._num_begun]:
+            self._buckets[self._num_begun].begin()
+            self._num_begun += 1
 
     def leave(self) -> None:
         """Remove the hooks."""
@@ -112,8 +105,8 @@ class _InBackward:
     def end(self) -> list[_Bucket]:
         """Begin the rest after the backward, and tell what has changed; return all buckets."""
         self.leave()
-        while self._num_begun < len(self._buckets):
-            self._begin_next()
+        for bucket in self._buckets[self._num_begun :]:
+            bucket.begin()
         for bucket in self._buckets:
             bucket.tell()
         return self._buckets
@@ -184,8 +177,11 @@ class Replicas:
         buckets, self._buckets = self._buckets, []
         _finish(self._group, buckets, "for the gradients of the other replicas")
         for axis, weights in self.partial:
-            of_axis = _InBackward(_buckets(axis, weights)).end()
-            _finish(axis, of_axis, "for the gradients of the other shards")
+            buckets = _buckets(axis, weights)
+            for bucket in buckets:
+                bucket.begin()
+                bucket.tell()
+            _finish(axis, buckets, "for the gradients of the other shards")
         self.hooks.run_found()
 
     def finish_for_update(self) -> None:
