@@ -99,13 +99,18 @@ def test_clipped_steps_in_processes_have_them_too(tmp_path: Path) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in found["weights"].items())
 
 
-def test_a_norm_that_is_not_finite_can_be_an_error_and_changes_nothing() -> None:
+def after_a_step(worst: float) -> tuple[Pipeline, list[Any]]:
+    """Give a pipeline with one gradient set to `worst`, and a copy of all gradients."""
     pipe = Pipeline(model(), 2, num_microbatches=2, loss=nn.MSELoss())
     pipe.train_step(*batches()[0])
     first = next(pipe.parameters())
     assert first.grad is not None
-    first.grad[0, 0] = INF
-    before: list[Any] = [copy.deepcopy(p.grad) for p in pipe.parameters()]
+    first.grad[0, 0] = worst
+    return pipe, [copy.deepcopy(p.grad) for p in pipe.parameters()]
+
+
+def test_a_norm_that_is_not_finite_can_be_an_error_and_changes_nothing() -> None:
+    pipe, before = after_a_step(INF)
     with pytest.raises(RuntimeError, match=r"norm of order 2\.0 of the gradients is inf"):
         penstock.clip_grad_norm_(pipe, 1.0, error_if_nonfinite=True)
     after: list[Any] = [p.grad for p in pipe.parameters()]
@@ -115,12 +120,7 @@ def test_a_norm_that_is_not_finite_can_be_an_error_and_changes_nothing() -> None
 
 @pytest.mark.parametrize("worst", [2.0, INF])
 def test_a_norm_without_limit_is_measured_and_changes_nothing(worst: float) -> None:
-    pipe = Pipeline(model(), 2, num_microbatches=2, loss=nn.MSELoss())
-    pipe.train_step(*batches()[0])
-    first = next(pipe.parameters())
-    assert first.grad is not None
-    first.grad[0, 0] = worst
-    before: list[Any] = [copy.deepcopy(p.grad) for p in pipe.parameters()]
+    pipe, before = after_a_step(worst)
     norm = penstock.clip_grad_norm_(pipe, INF)
     assert same([p.grad for p in pipe.parameters() if p.grad is not None], before)
     assert norm.equal(nn.utils.clip_grad_norm_(pipe.parameters(), 0.1))
