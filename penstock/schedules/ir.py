@@ -68,7 +68,7 @@ class Recompute(OfMicrobatch):
     Roughly: `kept[s, i] = graph of stage[s](kept[s, i])`
 
     Needs no gradient, so it may run while one is awaited (GPipe's early recompute, section 2.3).
-    Where only some layers dropped what they saved, each runs again when the backward comes to it.
+    If only some layers dropped what they saved, each runs again when the backward comes to it.
     Buffers end as they were before; random numbers are those of the Forward.
     """
 
