@@ -1,0 +1,177 @@
+"""Pretend that this machine has GPUs, for a while."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Generator, Tensor, UntypedStorage
+
+from penstock.runtime import caller, devices
+from penstock.runtime.random.streams import KeyedRandomness
+
+from .memory import Memory
+from .streams import Event, Stream, Streams
+from .tensors import CPU, Operators, Tensors, move_function
+
+_FACTORIES = (
+    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "eye", "linspace"),
+    *("empty_strided", "scalar_tensor", "rand", "randn", "randint", "randperm"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+)
+"""Functions of torch that make tensors on a device."""
+
+
+@contextmanager
+def pretended_devices(num_devices: int = 2) -> Iterator[Memory]:
+    """Pretend inside that there are GPUs; yield their memory, which has the races found.
+
+    Tensors that say `cuda:N` are ordinary ones of the CPU, so they compute the same bits.  Threads
+    that start inside see the GPUs too.  Afterwards torch is as it was.
+    """
+    streams = Streams(num_devices)
+    memory = Memory(streams)
+    tensors = Tensors(streams, memory)
+    with ExitStack() as stack:
+        for owner, replaced in _replacements(streams, tensors):
+            stack.enter_context(patch.multiple(owner, **replaced))
+        stack.enter_context(Operators(tensors))
+        yield memory
+
+
+def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dict[str, Any]]]:
+    yield torch.cuda, _of_cuda(streams)
+    yield Tensor, _of_tensors(streams, tensors)
+    yield UntypedStorage, {"device": _device_of_storages(tensors.memory)}
+    yield torch, {name: _factory(getattr(torch, name), streams, tensors) for name in _FACTORIES}
+    # Threads that start inside run their operators in the same way.
+    run = threading.Thread.run
+
+    def run_inside(thread: threading.Thread) -> None:
+        with Operators(tensors):
+            run(thread)
+
+    yield threading.Thread, {"run": run_inside}
+    # Penstock holds some of torch's names itself, and runs alone under modes that it does not know.
+    modes, generator = caller.dispatch_modes, KeyedRandomness.generator
+    yield devices, {"Event": partial(Event, streams)}
+    yield (
+        caller,
+        {"dispatch_modes": lambda: [m for m in modes() if not isinstance(m, Operators)]},
+    )
+    yield KeyedRandomness, {"generator": lambda mode, device: generator(mode, CPU)}
+
+
+def _of_cuda(streams: Streams) -> dict[str, Any]:
+    """Return what replaces functions and classes in `torch.cuda`; all devices draw as the CPU."""
+    generator: Generator = torch.default_generator
+    return {
+        "Stream": partial(Stream, streams),
+        "Event": partial(Event, streams),
+        "device": streams.on_device,
+        "stream": streams.on_stream,
+        "current_stream": streams.current,
+        "default_stream": streams.default,
+        "current_device": streams.index,
+        "device_count": lambda: streams.num_devices,
+        "is_available": lambda: True,
+        "synchronize": streams.synchronize,
+        "default_generators": (generator,) * streams.num_devices,
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "set_rng_state": lambda state, device="cuda": generator.set_state(state),
+    }
+
+
+def _of_tensors(streams: Streams, tensors: Tensors) -> dict[str, Any]:
+    """Return what replaces attributes and methods of tensors."""
+    device, move, to_before = Tensor.device, move_function(tensors), Tensor.to
+    numpy_before, tolist_before = Tensor.numpy, Tensor.tolist
+
+    def device_of(tensor: Tensor) -> torch.device:
+        block = tensors.memory.block_of(tensor) if _is_plain(tensor) else None
+        return device.__get__(tensor) if block is None else block.device  # type: ignore[attr-defined]
+
+    def to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        where, dtype, non_blocking, form = _parsed(*args, **kwargs)
+        if where is not None and where.type == "cuda":
+            where = torch.device("cuda", streams.index(where))
+        if where is not None and "meta" not in (where.type, tensor.device.type):
+            if where != tensor.device:
+                moved: Tensor = move(tensor, where, dtype or tensor.dtype, non_blocking)
+                return moved
+        elif where is not None:
+            return to_before(tensor, *args, copy=copy, **kwargs)
+        form = {} if form is None else {"memory_format": form}
+        return to_before(tensor, dtype or tensor.dtype, copy=copy, **form)
+
+    def record_stream(tensor: Tensor, stream: Stream) -> None:
+        block = tensors.memory.block_of(tensor)
+        assert block is not None
+        assert block.device.type == "cuda"
+        block.recorded.add(stream)
+
+    def numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type == "cuda":
+            raise TypeError(f"a tensor on {tensor.device} cannot become an array: use .cpu()")
+        tensors.read_by_host(tensor)
+        return numpy_before(tensor, *args, **kwargs)
+
+    def tolist(tensor: Tensor) -> Any:
+        tensors.read_by_host(tensor)
+        return tolist_before(tensor)
+
+    return {
+        "device": property(device_of),
+        "is_cuda": property(lambda tensor: tensor.device.type == "cuda"),
+        "is_cpu": property(lambda tensor: tensor.device.type == "cpu"),
+        "get_device": lambda tensor: -1 if tensor.device.index is None else tensor.device.index,
+        "to": to,
+        "cuda": lambda tensor, device=None, **how: to(tensor, f"cuda:{streams.index(device)}"),
+        "cpu": lambda tensor, **how: to(tensor, "cpu"),
+        "record_stream": record_stream,
+        "numpy": numpy,
+        "tolist": tolist,
+    }
+
+
+def _parsed(*args: Any, **kwargs: Any) -> tuple[Any, Any, bool, Any]:
+    """Return the device, dtype, non_blocking and memory format of the arguments of `to`."""
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    parsed: tuple[Any, Any, bool, Any] = torch._C._nn._parse_to(*args, **kwargs)
+    return parsed
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is no object of a class that looks at the use of its attributes."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
+
+
+def _device_of_storages(memory: Memory) -> property:
+    before = UntypedStorage.device
+
+    def device_of(storage: UntypedStorage) -> torch.device:
+        block = memory.block_in(storage)
+        return before.__get__(storage) if block is None else block.device  # type: ignore[attr-defined]
+
+    return property(device_of)
+
+
+def _factory(make: Callable[..., Tensor], streams: Streams, tensors: Tensors) -> Any:
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
+        device, pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
+        if pinned:
+            return tensors.place(make(*args, **kwargs), CPU)
+        is_gpu = not (device is None or isinstance(device, int)) and (
+            torch.device(device).type == "cuda"
+        )
+        if not is_gpu:
+            return make(*args, **kwargs)
+        del kwargs["device"]
+        return tensors.place(make(*args, **kwargs), torch.device("cuda", streams.index(device)))
+
+    return made
