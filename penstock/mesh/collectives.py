@@ -8,9 +8,13 @@
 
 All processes of an axis make the same calls in the same order, with tensors of known sizes; with
 one process a call does nothing.  `purpose` completes "rank 1 (stage 1) waited ...".
+
+On an accelerator the calling thread begins and ends a collective: its current stream waits for the
+result.  Then a thread waits for that stream, so that the caller has a deadline.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -51,11 +55,19 @@ class Waits:
             return self.background.wait(slot, purpose)
         return slot.get(self.background.timeout_s)
 
+    def explained(self, error: RuntimeError, purpose: str) -> BaseException:
+        """Return the error to raise for one of torch.distributed in this thread."""
+        return self.background.blame(error, purpose, None) if self.blames else error
+
 
 class Begun(NamedTuple, Generic[_T]):
-    """A collective under way; `end` waits for it and returns its result."""
+    """A collective under way; `end` waits for it and returns its result.
+
+    On an accelerator's `device` only the current stream waits; None stands for the CPU.
+    """
 
     end: Callable[[], _T]
+    device: torch.device | None = None
 
 
 class Shared:
@@ -71,6 +83,9 @@ class Shared:
 class Collectives(Shared):
     """The collectives of processes with these global `ranks`; this one is number `rank`.
 
+    With `host_waits`, a call returns once an accelerator has the result.  Without, it returns at
+    once, and the current stream waits: for calls between a step's kernels.
+
     Raises:
         PeerError: by every call: another process failed, or is gone.
         WaitTimeout: by every call: the others do not come to it within the deadline.
@@ -80,6 +95,7 @@ class Collectives(Shared):
     ranks: Sequence[int] = (0,)
     waits: Waits | None = None
     group: Any = None
+    host_waits: bool = True
 
     @property
     def size(self) -> int:
@@ -115,7 +131,7 @@ class Collectives(Shared):
 
         def begin() -> Begun[None]:
             work = dist.broadcast(as_bytes, src=rank, group=self.group, async_op=True)
-            return Begun(lambda: _end(work, tensor, None))
+            return _begun(work, tensor, lambda: None)
 
         self._run(begin, tensor, purpose)
 
@@ -133,7 +149,7 @@ class Collectives(Shared):
             return Begun(lambda: tensor)
         by = dist.ReduceOp.SUM if by is None else by
         work = dist.all_reduce(tensor, by, group=self.group, async_op=True)
-        return Begun(lambda: _end(work, tensor, tensor))
+        return _begun(work, tensor, lambda: tensor)
 
     def begin_all_gather(
         self, tensor: Tensor, shapes: Sequence[Shape] | None = None
@@ -149,13 +165,12 @@ class Collectives(Shared):
         work = dist.all_gather(rows, sent, group=self.group, async_op=True)
 
         def end() -> list[Tensor]:
-            _end(work, tensor, None)
             if shapes is None:
                 return rows
             pairs = zip(rows, shapes, strict=True)
             return [row[: prod(shape)].view(*shape) for row, shape in pairs]
 
-        return Begun(end)
+        return _begun(work, tensor, end)
 
     def begin_reduce_scatter(self, parts: Sequence[Tensor]) -> Begun[Tensor]:
         """Begin a `reduce_scatter`."""
@@ -169,7 +184,7 @@ class Collectives(Shared):
                 total += part
             return total
 
-        return Begun(end)
+        return Begun(end, exchanged.device)
 
     def _begin_all_to_all(
         self, parts: Sequence[Tensor], shapes: Sequence[Shape]
@@ -191,39 +206,68 @@ class Collectives(Shared):
         )
 
         def end() -> list[Tensor]:
-            _end(work, first, None)
             flat = received.view(first.dtype).split([prod(shape) for shape in shapes])
             return [part.view(*shape) for part, shape in zip(flat, shapes, strict=True)]
 
-        return Begun(end)
+        return _begun(work, first, end)
 
     def finish(self, begun: Sequence[Begun[Any]], purpose: str) -> list[Any]:
         """Wait for collectives under way; return their results."""
         if self.waits is None or not begun:
-            return [collective.end() for collective in begun]
-        results: list[Any] = self.waits.run(lambda: [one.end() for one in begun], purpose)
-        return results
+            return [one.end() for one in begun]
+        on_cpu = [one for one in begun if one.device is None]
+        ended = self.waits.run(lambda: [one.end() for one in on_cpu], purpose) if on_cpu else []
+        left = iter(ended)
+        return [
+            next(left) if one.device is None else self._ended(one, one.device, purpose)
+            for one in begun
+        ]
 
     def _run(self, begin: Callable[[], Begun[_T]], tensor: Tensor, purpose: str) -> _T:
-        """Run a collective on a tensor, and wait for it.
-
-        On an accelerator this thread begins it, so that it follows this thread's work on the
-        current stream.
-        """
+        """Run a collective on a tensor, and wait for it."""
         if self.size == 1:
             return begin().end()
         assert self.waits is not None, "there is one process only"
-        end = (lambda: begin().end()) if tensor.is_cpu else begin().end
-        result: _T = self.waits.run(end, purpose)
+        if tensor.is_cpu:
+            on_cpu: _T = self.waits.run(lambda: begin().end(), purpose)
+            return on_cpu
+        try:
+            begun = begin()
+        except RuntimeError as error:
+            raise self.waits.explained(error, purpose) from error
+        return self._ended(begun, tensor.device, purpose)
+
+    def _ended(self, begun: Begun[_T], device: torch.device, purpose: str) -> _T:
+        """End a collective on an accelerator in this thread, whose current stream waits."""
+        assert self.waits is not None, "there is one process only"
+        try:
+            result = begun.end()
+        except RuntimeError as error:
+            raise self.waits.explained(error, purpose) from error
+        if self.host_waits:
+            self.waits.run(reached(device), purpose)
         return result
 
+    def fail(self, error: BaseException) -> None:
+        """End all collectives under way on accelerators, after a process has failed."""
+        with suppress(RuntimeError):
+            self.group.abort()
 
-def _end(work: Any, tensor: Tensor, result: _T) -> _T:
-    """Wait for a collective, then return `result`.
 
-    On an accelerator `wait` only orders streams, so the device is synchronized too.
+def reached(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits until the device has done what its current stream has so far.
+
+    Any thread may call it.
     """
-    work.wait()
-    if not tensor.is_cpu:
-        torch.accelerator.synchronize(tensor.device)
-    return result
+    event = torch.accelerator.current_stream(device).record_event()
+    return event.synchronize
+
+
+def _begun(work: Any, tensor: Tensor, end: Callable[[], _T]) -> Begun[_T]:
+    """Return a collective under way on a tensor; `end` makes its result once it is there."""
+
+    def wait() -> _T:
+        work.wait()
+        return end()
+
+    return Begun(wait, None if tensor.is_cpu else tensor.device)

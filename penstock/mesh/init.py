@@ -5,6 +5,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from math import prod
 from platform import python_version
@@ -173,20 +174,21 @@ def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh
     background = world.waits.background
     with world.reporting(placement.names):
         # Process groups are made in the same order everywhere, or torch would mix them up.
-        shards = _along(placement.groups(SHARD), world)
+        along_axis = partial(_along, world=world, device=place)
+        shards = along_axis(placement.groups(SHARD), host_waits=False)
         axes: tuple[Collectives, ...] = (shards.tensors,)
         for stage in (placement.ranks.index(mesh) for mesh in placement.meshes):
             lines = placement.shard_lines(stage)
             if len(lines) > 1:  # all processes make all groups
-                along = tuple(_along(line, world).tensors for line in lines)
+                along = tuple(along_axis(line, host_waits=False).tensors for line in lines)
                 axes = along if world.rank in chain(*placement.ranks[stage]) else axes
         mesh = Mesh(
             placement,
             background.timeout_s,
             place,
             world,
-            stages=_along(placement.groups(STAGE), world),
-            replicas=_along(placement.groups(REPLICA), world),
+            stages=along_axis(placement.groups(STAGE)),
+            replicas=along_axis(placement.groups(REPLICA)),
             shards=shards,
             shard_axes=axes,
             processes=Processes(background.watch, background, Lifelines(world)),
@@ -203,7 +205,13 @@ def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh
     return mesh
 
 
-def _along(groups: Sequence[tuple[int, ...]], world: Control) -> Control:
+def _along(
+    groups: Sequence[tuple[int, ...]],
+    world: Control,
+    device: torch.device,
+    *,
+    host_waits: bool = True,
+) -> Control:
     """Make these groups of ranks, all of them in every process; return this process's group."""
     control = Control()
     for ranks in groups:
@@ -211,9 +219,16 @@ def _along(groups: Sequence[tuple[int, ...]], world: Control) -> Control:
             continue
         group = dist.new_group(ranks)
         if world.rank in ranks:
-            rank = ranks.index(world.rank)
-            tensors = replace(world.tensors, rank=rank, ranks=ranks, group=group)
+            tensors = replace(
+                world.tensors,
+                rank=ranks.index(world.rank),
+                ranks=ranks,
+                group=group,
+                host_waits=host_waits,
+            )
             control = replace(world, tensors=tensors)
+            if device.type != "cpu":
+                world.waits.background.watch.wake_on_failure(tensors)
     return control
 
 

@@ -13,7 +13,7 @@ from penstock.trace.units import count_text
 from penstock.types import Transport
 
 from .background import Background
-from .collectives import Collectives, Shared, Waits
+from .collectives import Collectives, Shared, Waits, reached
 from .control import Control
 from .lifelines import Lifelines
 from .point_to_point import PointToPoint
@@ -165,6 +165,21 @@ class Mesh(Shared):
             wires = PointToPoint(groups, self.rank, processes.background, self.device)
             processes.point_to_point = wires
         return processes.point_to_point
+
+    def wait_for_device(self, purpose: str) -> None:
+        """Wait until this process's accelerator has done and sent all so far; on a CPU it has.
+
+        Its current stream counts, and what that stream waits for.
+
+        Raises:
+            PeerError: another process failed, or is gone.
+            WaitTimeout: the device does not come to it within the deadline.
+        """
+        if self.processes is None or self.device.type == "cpu":
+            return
+        if self.processes.point_to_point is not None:
+            self.processes.point_to_point.join_sends()
+        self.background.run(reached(self.device), purpose)
 
     @property
     def _processes(self) -> Processes:

@@ -4,14 +4,20 @@ One group carries messages up, to higher ranks, and one down: so sends never ord
 wait runs in C++, where Python cannot end it.  After a failure, a process begins one more receive
 on each group, whose deadline passes at once.  Gloo then closes all connections of this process in
 the group, which ends every wait on them.
+
+On an accelerator only streams wait:
+
+    compute   ── F0 ──┬── F1 ── F2 ──┬── B0        a receive: the stream that asks for it waits
+    sent      ────────┴ send ─ free  │             a send: a stream of the edge waits, so that its
+    from peer ───────────── receive ─┘             memory lives until then, and nobody asks for it
 """
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +26,7 @@ from torch import Tensor
 from penstock.types import LONGEST_TIMEOUT_S
 
 from .background import Background
+from .collectives import reached
 
 _HELLO = 2**31 - 2
 """Tag of the first message on a connection; tags of later ones are lower."""
@@ -33,12 +40,20 @@ _WHAT = "for the others to connect"
 """Completes "rank 1 waited ..."."""
 
 
+class _Edge(NamedTuple):
+    """A direction of an edge between accelerators, and the stream that waits for its sends."""
+
+    group: Any
+    sent: torch.Stream
+
+
 class PointToPoint:
     """Sends and receives of bytes in CPU memory, or in that of this process's device.
 
     On an accelerator a backend may match sends and receives by their order alone.  So each
-    direction of an edge has its own group there, of all processes of the replica.  The thread
-    `later` waits for sends that their receivers have not yet taken.
+    direction of an edge has its own group there, of all processes of the replica; torch makes a
+    communicator for each pair that uses it.  The thread `later` waits for sends from CPU memory
+    that their receivers have not yet taken.
     """
 
     def __init__(
@@ -51,7 +66,7 @@ class PointToPoint:
         """Connect the processes of each group; all processes of all groups call this."""
         self._device, self._background = device, background
         self.later = background.new_worker("sends-torch")
-        self._of_tag: dict[int, Any] = {}
+        self._of_tag: dict[int, _Edge] = {}
         self._rank, self._groups = rank, groups
         self._ranks = ranks = next(group for group in groups if rank in group)
         self._others = [other for other in ranks if other != rank]
@@ -75,15 +90,29 @@ class PointToPoint:
             for work in [call(nothing, rank, _HELLO) for call in calls]:
                 work.wait()
 
-    def open(self, tag: int) -> None:
-        """Make the group of one direction of an edge between accelerators.
+    def open(self, tag: int, links: Iterable[tuple[int, int]]) -> None:
+        """Make the group of one direction of an edge between accelerators, and connect it.
 
-        All processes call this for all edges, in the same order.
+        All processes call this for all edges, in the same order.  `links` are the (sender,
+        receiver) ranks of this direction; a first message on each makes the communicators, so that
+        none is made within a step.
         """
-        if self._device.type != "cpu" and tag not in self._of_tag:
-            pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
-            backend = dict(pairs)[self._device.type]
-            self._of_tag[tag] = self._background.run(lambda: self._made(backend), _WHAT)
+        if self._device.type == "cpu" or tag in self._of_tag:
+            return
+        pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
+        backend = dict(pairs)[self._device.type]
+        group = self._background.run(lambda: self._made(backend), _WHAT)
+        self._of_tag[tag] = _Edge(group, torch.Stream(self._device))
+        for sender, receiver in sorted(links):
+            if self._rank == sender:
+                self.send_on_device(self._hello(), receiver, tag)
+            elif self._rank == receiver:
+                self.receive(self._hello(), sender, tag).wait()
+        self.join_sends()
+        self._background.run(reached(self._device), _WHAT)
+
+    def _hello(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.uint8, device=self._device)
 
     def _made(self, backend: str) -> Any:
         """Make all groups in all processes, and return the group of this one.
@@ -98,23 +127,42 @@ class PointToPoint:
         return mine
 
     def send(self, content: Tensor, rank: int, tag: int) -> Any:
-        """Begin to send, without a copy; `wait` for the returned work, and keep it until then.
+        """Begin to send CPU memory, without a copy; `wait` for the returned work, and keep it.
 
         Raises:
             ConnectionError: the connection broke.
             PeerError: a process has failed.
         """
-        if not content.is_cpu:
-            return self._do(lambda: dist.isend(content, rank, self._of_tag[tag]))
         group = self._up if rank > self._rank else self._down
         return self._do(lambda: group.send([content], self._ranks.index(rank), tag))
+
+    def send_on_device(self, content: Tensor, rank: int, tag: int) -> None:
+        """Let an accelerator send after the work that its current stream has so far.
+
+        The memory of `content` is not reused before it is sent, even if nobody keeps it; it may
+        not be written to.
+
+        Raises:
+            ConnectionError: the connection broke.
+            PeerError: a process has failed.
+        """
+        edge = self._of_tag[tag]
+        work = self._do(lambda: dist.isend(content, rank, edge.group))
+        with edge.sent:
+            self._do(work.wait)
+        content.record_stream(edge.sent)
 
     def receive(self, room: Tensor, rank: int, tag: int) -> Any:
         """Begin to receive at most the bytes that fit into `room`; otherwise as `send`."""
         if not room.is_cpu:
-            return self._do(lambda: dist.irecv(room, rank, self._of_tag[tag]))
+            return self._do(lambda: dist.irecv(room, rank, self._of_tag[tag].group))
         group = self._down if rank > self._rank else self._up
         return self._do(lambda: group.recv([room], self._ranks.index(rank), tag))
+
+    def join_sends(self) -> None:
+        """Let the accelerator's current stream wait until all messages so far are sent."""
+        for edge in self._of_tag.values():
+            torch.accelerator.current_stream(self._device).wait_stream(edge.sent)
 
     def wait(self, work: Any, content: Tensor, deadline: float | None = None) -> None:
         """Wait for a send or receive of `content`, until `deadline` by `time.monotonic`.
@@ -156,6 +204,6 @@ class PointToPoint:
                 with suppress(RuntimeError):  # its deadline has passed: that closes connections
                     room = torch.empty(1)
                     group.recv([room], self._ranks.index(other), _END).wait(_AT_ONCE)
-        for group in self._of_tag.values():
+        for edge in self._of_tag.values():
             with suppress(RuntimeError):
-                group.abort()
+                edge.group.abort()

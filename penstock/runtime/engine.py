@@ -261,10 +261,12 @@ class Engine:
             guarded = guarded_default_generators(self.devices, self._look_again)
             with self.shards.for_step(), guarded, casts:
                 driver.drive(work)
+                self._make_caller_wait()
                 if replicas is not None and run.window is None:  # else each update waits itself
                     replicas.finish()
             if replicas is not None:
                 replicas.add_earlier()
+            self.mesh.wait_for_device("for its device to have what the other processes send")
             if run.looks:
                 self._tell_unsplit(run)
         except BaseException as error:  # facts learned of layers may be incomplete, or the cause
@@ -293,6 +295,9 @@ class Engine:
             run.aside.end()
         for stage in self.stages:
             stage.end(run)
+        self._make_caller_wait()
+
+    def _make_caller_wait(self) -> None:
         for device in self._with_streams:
             device.make_caller_wait()
 

@@ -61,7 +61,7 @@ class _Bucket:
         )
         self.summed = []
         flags = [*(p.grad is not None for p in self.parameters), has_changed]
-        told = torch.tensor(flags, dtype=torch.float32).to(self.flat.device)
+        told = torch.tensor(flags, dtype=torch.float32)  # on the CPU, which reads their sum
         self.sums.append(self.group.begin_all_reduce(told))
 
     def put(self, counts: Sequence[float], purpose: str) -> None:

@@ -1,6 +1,6 @@
 """Headers: the description of a message, without its values, sent only when it is new.
 
-Both ends number headers alike, so that each travels once.
+Both ends number headers alike, so that each travels once; no two ever have the same number.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from .channels import Activation, Gradient, Layouts
 from .wire import TensorKind
 
 _MOST_KNOWN = 256
-"""Headers after which both ends forget all and begin again at 0."""
+"""Headers after which both ends forget all."""
 Payload = Activation | Gradient
 """The content of a message."""
 
@@ -71,6 +71,7 @@ class HeaderWriter:
 
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}
+        self._num_forgotten = 0
         self._plain: dict[Header, int] = {}
         self._lasting: dict[tuple[int, TensorKind, int], tuple[Again, Tensor]] = {}
 
@@ -122,9 +123,10 @@ class HeaderWriter:
         encoded, new = encode(header), b""
         if encoded not in self._known:
             if len(self._known) == _MOST_KNOWN:
+                self._num_forgotten += _MOST_KNOWN
                 self._known.clear()
                 self._plain.clear()
-            self._known[encoded], new = len(self._known), encoded
+            self._known[encoded], new = self._num_forgotten + len(self._known), encoded
         if is_plain_header:
             self._plain[header] = self._known[encoded]
         return self._known[encoded], new
@@ -148,10 +150,10 @@ class HeaderReader:
             MeshError: it cannot be read.
         """
         if encoded:
-            if number == 0:
+            if number % _MOST_KNOWN == 0:
                 self._known.clear()
             self._known.append(decode(encoded))
-        return self._known[number]
+        return self._known[number % _MOST_KNOWN]
 
     def payload(self, header: Header, tensors: Iterable[Tensor]) -> Payload:
         """Build a message from its header and the received tensors."""

@@ -18,7 +18,7 @@ from penstock.schedules.ir import Instruction, Message, Schedule, sent_message
 from penstock.sharding.layouts import as_on
 
 from .channels import AbstractChannels
-from .crossing import IncomingShares, outgoing_shares
+from .crossing import IncomingShares, outgoing_shares, shares
 from .headers import Payload
 from .torch_distributed import Incoming, Outgoing
 
@@ -135,8 +135,9 @@ class ProcessChannels(AbstractChannels):
             # All processes make the groups of all edges, in the same order.
             sent = (sent_message(instruction) for _, instruction in schedule)
             for source, target in sorted({message[1:3] for message in sent if message}):
-                if self._ranks[source] != self._ranks[target]:
-                    self._wires.open(_channel(source, target))
+                sides = self._ranks[source], self._ranks[target]
+                if sides[0] != sides[1]:
+                    self._wires.open(_channel(source, target), shares(sides))
         try:
             yield
         finally:

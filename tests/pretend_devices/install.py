@@ -79,6 +79,8 @@ def _of_cuda(streams: Streams) -> dict[str, Any]:
         "device_count": lambda: streams.num_devices,
         "is_available": lambda: True,
         "synchronize": streams.synchronize,
+        "mem_get_info": lambda device=None: (1 << 33, 1 << 33),
+        "memory_reserved": lambda device=None: 0,
         "default_generators": (generator,) * streams.num_devices,
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "set_rng_state": lambda state, device="cuda": generator.set_state(state),

@@ -36,7 +36,7 @@ class Memory:
     """The blocks of all storages that streams use, and the races found so far."""
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+        self.streams = streams
         self._blocks: dict[int, Block] = {}
         self._freed: dict[Timeline, list[tuple[Clock, str]]] = {}
         self.races: list[str] = []
@@ -59,7 +59,7 @@ class Memory:
             self.num_reuses += 1
             for number in home.unknown(uses):
                 self._race(
-                    f"{home.name} may use memory again that {self._streams.name(number)} still "
+                    f"{home.name} may use memory again that {self.streams.name(number)} still "
                     f"uses; freed in {where}"
                 )
         storage = tensor.untyped_storage()
@@ -82,11 +82,11 @@ class Memory:
     def _check(self, uses: Clock, user: Timeline, does: str, did: str) -> None:
         self.num_uses += 1
         for number in user.unknown(uses):
-            self._race(f"{does} {self._streams.name(number)} {did}, and does not wait for it")
+            self._race(f"{does} {self.streams.name(number)} {did}, and does not wait for it")
 
     def _free(self, key: int) -> None:
         """Give a block back to its home, with the uses that the allocator does not wait for."""
-        with self._streams.lock:
+        with self.streams.lock:
             block = self._blocks.pop(key)
             if block.device.type == "cpu":
                 return  # the allocator of pinned memory waits for copies by itself

@@ -77,8 +77,14 @@ class Stream(Timeline):
         return event
 
     def synchronize(self) -> None:
-        with self._streams.lock:
-            self._streams.host.learn(self.clock)
+        self._streams.host_waits(self.clock)
+
+    def __enter__(self) -> "Stream":
+        self._streams.enter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.leave()
 
 
 class Event:
@@ -96,8 +102,7 @@ class Event:
         (stream or self._streams.current()).wait_event(self)
 
     def synchronize(self) -> None:
-        with self._streams.lock:
-            self._streams.host.learn(self.clock)
+        self._streams.host_waits(self.clock)
 
     def elapsed_time(self, end: "Event") -> float:
         """Return the milliseconds between the records of two events."""
@@ -110,6 +115,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.device = 0
         self.current: dict[int, Stream] = {}
+        self.entered: list[tuple[int, dict[int, Stream]]] = []
 
 
 class Streams:
@@ -119,12 +125,17 @@ class Streams:
         self.num_devices, self._here, self.lock = num_devices, _Here(), threading.RLock()
         self.host = Timeline("the host", torch.device("cpu"))
         self.every: list[Stream] = []
+        self._under_way: dict[tuple[int, int], threading.Event] = {}
         self._defaults = [Stream(self, index) for index in range(num_devices)]
 
     def index(self, device: Any = None) -> int:
         """Return the number of a device; that of the current one for None or `cuda`."""
         index = torch.device(device).index if isinstance(device, str | torch.device) else device
         return self._here.device if index is None else int(index)
+
+    def set_device(self, device: Any) -> None:
+        """Make a device the current one of this thread."""
+        self._here.device = self.index(device)
 
     def default(self, device: Any = None) -> Stream:
         return self._defaults[self.index(device)]
@@ -145,20 +156,50 @@ class Streams:
     @contextmanager
     def on_stream(self, stream: Stream) -> Iterator[None]:
         """Make a stream the current one of its device inside, and its device the current one."""
-        before = self._here.current
-        self._here.current = {**before, self.index(stream.device): stream}
+        self.enter(stream)
         try:
-            with self.on_device(stream.device):
-                yield
+            yield
         finally:
-            self._here.current = before
+            self.leave()
+
+    def enter(self, stream: Stream) -> None:
+        """Do as the begin of `on_stream`."""
+        here, index = self._here, self.index(stream.device)
+        here.entered.append((here.device, here.current))
+        here.device, here.current = index, {**here.current, index: stream}
+
+    def leave(self) -> None:
+        """Do as the end of `on_stream`."""
+        self._here.device, self._here.current = self._here.entered.pop()
+
+    # -- work that other processes take part in: it ends later than it is issued ---------------
+
+    def begin(self, stream: Stream, count: int) -> threading.Event:
+        """Note that a stream's work is under way, until the returned event is set."""
+        with self.lock:
+            self._under_way[stream.number, count] = ended = threading.Event()
+        return ended
+
+    def settle(self, clock: Clock) -> None:
+        """Wait until all work in a clock has truly ended; nobody may hold the lock."""
+        with self.lock:
+            waits = [key for key in self._under_way if clock.get(key[0], 0) >= key[1]]
+            events = [self._under_way[key] for key in waits]
+        for key, ended in zip(waits, events, strict=True):
+            ended.wait()
+            self._under_way.pop(key, None)
+
+    def host_waits(self, clock: Clock) -> None:
+        """Let the host wait for all work in a clock."""
+        self.settle(clock)
+        with self.lock:
+            self.host.learn(clock)
 
     def synchronize(self, device: Any = None) -> None:
         """Let the host wait for all streams of a device."""
-        with self.lock:
-            for stream in self.every:
-                if stream.device.index == self.index(device):
-                    self.host.learn(stream.clock)
+        for stream in list(self.every):
+            if stream.device.index == self.index(device):
+                self.host_waits(stream.clock)
 
     def name(self, number: int) -> str:
         """Return the name of a timeline, for messages."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from .memory import Block, Memory
 from .streams import Streams, Timeline
@@ -60,10 +60,12 @@ class Tensors:
             return func(*args, **kwargs)
         if name == "copy_" and self._crosses(args[0], args[1]):
             non_blocking = bool(args[2]) if len(args) > 2 else kwargs.get("non_blocking", False)
+            self._settle_copy(args[0], args[1])
             func(*args, **kwargs)
             self.transfer(args[0], args[1], non_blocking)
             return args[0]
         device = _one_device(name, given, blocks)
+        self.streams.settle(self._timeline(device).clock)
         result = func(*args, **kwargs)
         with self.streams.lock:
             self._note(func, name, device, args, kwargs, result)
@@ -73,7 +75,7 @@ class Tensors:
         there, here = self.device_of(target) or CPU, self.device_of(source) or CPU
         return there != here
 
-    def _note(  # noqa: PLR0913 - an operator, its arguments and its result
+    def _note(
         self, func: Any, name: str, device: torch.device, args: Any, kwargs: Any, result: Any
     ) -> None:
         """Note the reads and writes of an operator, and place its result."""
@@ -103,6 +105,7 @@ class Tensors:
         self, tensor: Tensor, device: torch.device, dtype: torch.dtype, *, non_blocking: bool
     ) -> Tensor:
         """Return a copy of a tensor on another device."""
+        self._settle_copy(tensor)
         with _disable_current_modes(), torch.no_grad():
             copy = tensor.detach().clone()
             copy = copy if dtype == copy.dtype else _cast(copy, dtype)
@@ -111,6 +114,11 @@ class Tensors:
             self.place(copy, device)
         self.transfer(copy, tensor, non_blocking)
         return copy
+
+    def _settle_copy(self, *tensors: Tensor) -> None:
+        """Wait until what the streams of a copy wait for has truly ended."""
+        for tensor in tensors:
+            self.streams.settle(self._timeline(self.device_of(tensor) or CPU).clock)
 
     def transfer(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
         """Note a copy between devices, with the waits that torch's own copies make.
@@ -138,6 +146,7 @@ class Tensors:
 
     def read_by_host(self, tensor: Tensor) -> None:
         """Note that the host reads a tensor itself; it waits first for a GPU's current stream."""
+        self._settle_copy(tensor)
         with self.streams.lock:
             block = self.memory.block_of(tensor)
             if block is None:
