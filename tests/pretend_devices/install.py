@@ -79,6 +79,7 @@ def _of_cuda(streams: Streams) -> dict[str, Any]:
         "device_count": lambda: streams.num_devices,
         "is_available": lambda: True,
         "synchronize": streams.synchronize,
+        "get_device_capability": lambda device=None: (8, 0),
         "mem_get_info": lambda device=None: (1 << 33, 1 << 33),
         "memory_reserved": lambda device=None: 0,
         "default_generators": (generator,) * streams.num_devices,
