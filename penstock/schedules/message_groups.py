@@ -1,7 +1,5 @@
 """Group the messages of each rank for a run with one queue of messages per rank."""
 
-from penstock.errors import ScheduleError
-
 from .ir import Message, Schedule, Send
 from .laws.one_queue import Groups, cannot_run, communication, message_positions
 
@@ -40,7 +38,7 @@ def message_groups(schedule: Schedule) -> Groups:
     """
     queues = _Queues(schedule)
     while True:
-        while any([queues.begin_next(rank) for rank in range(schedule.num_ranks)]):
+        while sum(map(queues.begin_next, range(schedule.num_ranks))):  # all ranks, in each round
             pass
         waiting = queues.waiting()
         if not waiting:
@@ -107,6 +105,8 @@ class _Queues:
     def groups(self) -> Groups:
         """Return the groups of all ranks, in each the messages of a peer as the peer has them."""
         return tuple(
-            tuple(tuple(n for _, n in sorted(group, key=self.partners.__getitem__)) for group in own)
+            tuple(
+                tuple(n for _, n in sorted(group, key=self.partners.__getitem__)) for group in own
+            )
             for own in self.begun
         )

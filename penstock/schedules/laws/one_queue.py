@@ -5,7 +5,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedules.ir import Communication, Message, Program, Receive, Schedule, Send
@@ -79,7 +79,7 @@ class OneQueue:
         began: Counter[Message] = Counter()
         pairs = zip(schedule.programs, self.groups, strict=True)
         queues = [_Queues(program, groups) for program, groups in pairs]
-        while any([queue.advance(began) for queue in queues]):
+        while sum(queue.advance(began) for queue in queues):  # every rank, in each round
             pass
         every = ((rank, queue.spot(began)) for rank, queue in enumerate(queues))
         spots = {rank: spot for rank, spot in every if spot is not None}
@@ -114,53 +114,51 @@ class OneQueue:
                 )
 
 
-@dataclass(slots=True)
 class _Queues:
-    """The two queues of a rank, and how far they are."""
+    """The two queues of a rank, and how far they are.
 
-    program: Program
-    groups: tuple[Group, ...]
-    computed: int = 0
-    """The computes before this position have ended."""
-    num_ended: int = 0
-    """The number of groups that have ended."""
-    has_begun: bool = False
-    """True: the next group runs."""
-    awaited: set[int] = field(default_factory=set)
-    """The positions of the receives whose group has not ended."""
+    `computed`: all computes before this position have ended.  `num_ended`: so many groups have.
+    `has_begun`: the next group runs.
+    """
 
-    def __post_init__(self) -> None:
-        self.awaited.update(n for g in self.groups for n in g if not self._is_send(n))
+    def __init__(self, program: Program, groups: tuple[Group, ...]) -> None:
+        self.groups = groups
+        self.messages = [[communication(program, n).message for n in group] for group in groups]
+        self.sends = [[n for n in group if isinstance(program[n], Send)] for group in groups]
+        # The compute queue stops at each receive whose group has not ended, and at the end.
+        receives = (n for group in groups for n in group if isinstance(program[n], Receive))
+        self.stops = sorted(receives, reverse=True)
+        self.ended: set[int] = set()
+        self.length = len(program)
+        self.num_ended = 0
+        self.has_begun = False
 
     def advance(self, began: Counter[Message]) -> bool:
-        """Go on as far as the other ranks allow; tell whether that was a step.
+        """Go on as far as the other ranks allow; tell whether a group began or ended.
 
         `began` counts the ranks on which each message runs or has run.
         """
-        before = self.computed, self.num_ended, self.has_begun
-        while self.computed < len(self.program) and self.computed not in self.awaited:
-            self.computed += 1
-        for group in self.groups[self.num_ended : self.num_ended + 1]:
-            if not self.has_begun and not any(map(self._is_missing, group)):
-                self.has_begun = True
-                began.update(map(self._message, group))
-            if self.has_begun and all(began[self._message(n)] == 2 for n in group):
-                self.has_begun = False
-                self.num_ended += 1
-                self.awaited.difference_update(group)
-        return before != (self.computed, self.num_ended, self.has_begun)
+        before = self.num_ended, self.has_begun
+        if self.num_ended == len(self.groups):
+            return False
+        if not self.has_begun and max(self.sends[self.num_ended], default=-1) < self._computed():
+            self.has_begun = True
+            began.update(self.messages[self.num_ended])
+        if self.has_begun and all(began[m] == 2 for m in self.messages[self.num_ended]):
+            self.ended.update(self.groups[self.num_ended])
+            self.has_begun = False
+            self.num_ended += 1
+        return before != (self.num_ended, self.has_begun)
 
     def spot(self, began: Counter[Message]) -> int | None:
-        """Return the position of the first message that holds the queue up; None: it has ended."""
-        waiting = [n for group in self.groups[self.num_ended :][:1] for n in group]
-        return next((n for n in waiting if began[self._message(n)] < 2), None)
+        """Return the position of the first message that holds the rank up; None: none does."""
+        if self.num_ended == len(self.groups):
+            return None
+        pairs = zip(self.groups[self.num_ended], self.messages[self.num_ended], strict=True)
+        return next(position for position, message in pairs if began[message] < 2)
 
-    def _is_missing(self, position: int) -> bool:
-        """Tell whether a message is a send whose value is not computed."""
-        return self._is_send(position) and position >= self.computed
-
-    def _is_send(self, position: int) -> bool:
-        return isinstance(self.program[position], Send)
-
-    def _message(self, position: int) -> Message:
-        return communication(self.program, position).message
+    def _computed(self) -> int:
+        """Return the position at which the queue of computes waits for a receive, or its end."""
+        while self.stops and self.stops[-1] in self.ended:
+            self.stops.pop()
+        return self.stops[-1] if self.stops else self.length
