@@ -103,10 +103,12 @@ class _Queues:
         return position - self.begun[rank][-1][0][1], rank
 
     def groups(self) -> Groups:
-        """Return the groups of all ranks, in each the messages of a peer as the peer has them."""
+        """Return the groups of all ranks, in each the send first and receives by their sends."""
+
+        def order(place: Place) -> tuple[bool, Place]:
+            return place not in self.sends, self.partners[place]
+
         return tuple(
-            tuple(
-                tuple(n for _, n in sorted(group, key=self.partners.__getitem__)) for group in own
-            )
+            tuple(tuple(n for _, n in sorted(group, key=order)) for group in own)
             for own in self.begun
         )
