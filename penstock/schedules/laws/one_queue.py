@@ -97,10 +97,11 @@ class OneQueue:
             )
         sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
         received: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        rank_of = schedule.ranks
         for rank, positions in enumerate(grouped):
             for n in positions:
                 x = communication(schedule.programs[rank], n)
-                peer = schedule.ranks[x.peer]
+                peer = rank_of[x.peer]
                 if isinstance(x, Send):
                     sent[rank, peer].append(x.message)
                 else:
@@ -117,8 +118,7 @@ class OneQueue:
 class _Queues:
     """The two queues of a rank, and how far they are.
 
-    `computed`: all computes before this position have ended.  `num_ended`: so many groups have.
-    `has_begun`: the next group runs.
+    `num_ended` groups have ended; `has_begun`: the next one runs.
     """
 
     def __init__(self, program: Program, groups: tuple[Group, ...]) -> None:
