@@ -47,7 +47,8 @@ FAULTS = (
         "messages are never joined, so captured ranks that both send first hang",
         "penstock/schedules/message_groups.py",
         "        queues.join(min(receives, key=queues.distance))",
-        "        return tuple(tuple((n,) for n in queue) for queue in message_positions(schedule))",
+        "        alone = message_positions(schedule)\n"
+        "        return tuple(tuple((n,) for n in queue) for queue in alone)",
         "tests/schedules/test_message_groups.py",
         "joins_the_send",
     ),
