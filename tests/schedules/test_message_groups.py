@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedules import Backward, Family, Schedule, gpipe, one_f_one_b, parse
+from penstock.schedules import Backward, Family, Forward, Schedule, gpipe, one_f_one_b, parse
 from penstock.schedules.ir import Communication, Instruction, Message, Receive, Send
 from penstock.schedules.laws import Lanes
 from penstock.schedules.laws.one_queue import Groups, OneQueue, communication, message_positions
@@ -279,6 +279,7 @@ class Rendezvous:
 
 def key(x: Instruction) -> tuple[bool, int, int]:
     """Give (is a backward, stage, micro-batch) of a compute, or of what is sent or received."""
+    assert isinstance(x, Communication | Forward | Backward)  # drawn programs have no others
     gradient = x.gradient if isinstance(x, Communication) else isinstance(x, Backward)
     return gradient, x.stage, x.microbatch
 
