@@ -25,6 +25,7 @@ from penstock.types import TiedGradients, Trace
 from .aside import Aside
 from .caller import CallerContext, fresh_casts, guarded_default_generators
 from .drivers import AbstractDriver, Work
+from .gradient_dtype import widen_gradients
 from .gradient_hooks import summed_hooks
 from .microbatches import Batch, Splitter
 from .record import Record, gather_noted
@@ -230,8 +231,11 @@ class Engine:
         # 1. Prepare the stages, and check that nothing changed since they were made.
         self.check_unchanged()
         run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
+        run.gradient_dtype = self.plan.gradient_dtype
         for stage in self.stages:
             stage.begin(run)
+            if run.gradient_dtype is not None:
+                widen_gradients(stage.weights.owned.parameters, run.gradient_dtype)
         run.aside = self.aside.begin(run) if self.aside.has_shared else None
         stages = {stage.index: stage for stage in self.stages}
         caller = caller or run.caller
