@@ -19,7 +19,7 @@ from penstock.checkpoint.together import Saving, write_together
 from penstock.errors import CheckpointError
 from penstock.mesh import background
 from tests.distributed.call import call
-from tests.model_parts import Masters, Noted, noted_pipeline
+from tests.model_parts import Noted, noted_pipeline
 from tests.side_by_side import same_bits
 
 MICROBATCHES = 4  # of all replicas
@@ -323,7 +323,7 @@ def _save_captured(mesh: penstock.Mesh, folder: Path) -> None:
 
 
 def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
-    """Save and load float32 copies of bfloat16 parameters, whole and cut along replicas; tell
+    """Save and load float32 main weights of bfloat16 parameters, whole and cut along replicas; tell
     whether each came back to the bit.
     """
     found: list[bool] = []
@@ -332,9 +332,15 @@ def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
         layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
         loss = lambda out, y: out.float().sum()  # noqa: E731 - it is of this place alone
         pipe = penstock.Pipeline(
-            layers, mesh=mesh, loss=loss, sharding=sharding, num_microbatches=1
+            *(layers,),
+            mesh=mesh,
+            loss=loss,
+            sharding=sharding,
+            num_microbatches=1,
+            gradient_dtype=torch.float32,
         )
-        first, second = Masters(pipe.parameters()), Masters(pipe.parameters())
+        make = partial(penstock.MainWeights, torch.optim.AdamW)
+        first, second = make(pipe.parameters()), make(pipe.parameters())
         pipe.train_step(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2))
         first.step()
         saved = Path(folder_for_saves) / f"masters-{len(found)}"
@@ -342,8 +348,9 @@ def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
         penstock.load_checkpoint(saved, pipe, second)
         assert first.state.keys() == second.state.keys()
         found += [
-            same_bits(state["master.50%"], second.state[parameter]["master.50%"])
+            same_bits(value, second.state[parameter][name])
             for parameter, state in first.state.items()
+            for name, value in state.items()
         ]
     return found
 
