@@ -27,8 +27,8 @@ from penstock.runtime.asynchronous import (
     run_window,
     train_one_by_one,
 )
-from penstock.runtime.gradient_dtype import name_of_dtype
 from penstock.runtime.construction import described, make_engine, plan_after_move
+from penstock.runtime.gradient_dtype import name_of_dtype
 from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
     Call,

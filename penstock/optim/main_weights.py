@@ -115,21 +115,22 @@ class MainWeights(Optimizer):
         self.state = defaultdict(dict, by_parameter)
         self._versions = {}
 
+    @torch.no_grad()
     def _mains(self) -> dict[Tensor, Tensor]:
         """Return the main weight of each low-precision parameter; make those that are missing."""
         mains = {}
-        with torch.no_grad():
-            for parameter in _parameters(self.param_groups):
-                if parameter.is_floating_point() and parameter.element_size() < 4:
-                    state, version = self.state[parameter], version_of(parameter)
-                    if MAIN not in state:
-                        state[MAIN] = parameter.detach().float()
-                    elif self._versions.get(parameter) != version:
-                        main = state[MAIN]
-                        is_same = main.to(parameter.dtype) == parameter
-                        main.copy_(torch.where(is_same, main, parameter.float()))
-                    self._versions[parameter] = version
-                    mains[parameter] = state[MAIN]
+        for parameter in _parameters(self.param_groups):
+            if not parameter.is_floating_point() or parameter.element_size() >= 4:
+                continue
+            state, version = self.state[parameter], version_of(parameter)
+            if MAIN not in state:
+                state[MAIN] = parameter.detach().float()
+            elif self._versions.get(parameter) != version:
+                main = state[MAIN]
+                is_same = main.to(parameter.dtype) == parameter
+                main.copy_(torch.where(is_same, main, parameter.float()))
+            self._versions[parameter] = version
+            mains[parameter] = state[MAIN]
         return mains
 
     def _state_by_main(self, mains: Mapping[Tensor, Tensor]) -> defaultdict[Any, Any]:

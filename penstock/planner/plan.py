@@ -52,8 +52,9 @@ class Plan:
     and offload; `predicted_peak_bytes` are the activations that result. `sharding` divides the
     operators of a stage among its ranks: the name of a ready plan, or a mapping
     (docs/sharding.md).  `gradient_dtype` names the dtype of gradients of parameters of lower
-    precision (None: the parameter's).  `predicted_s` are the seconds of a micro-batch's forward and backward on
-    each stage, if layers were measured; `predicted_stages` say more about stages on meshes.
+    precision (None: the parameter's).  `predicted_s` are the seconds of a micro-batch's forward
+    and backward on each stage, if layers were measured; `predicted_stages` say more about stages
+    on meshes.
     `unsplit` are the layers whose backwards cannot be divided: found by measuring, and in the
     first step of a schedule that divides backwards.
     A planner notes the `batch_size` over all replicas, the predicted seconds of a step with the

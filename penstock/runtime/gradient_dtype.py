@@ -1,6 +1,6 @@
 """Add gradients of low-precision parameters in a wider dtype, by torch's `Tensor.grad_dtype`.
 
-    micro-batch 0, 1, ...    backward of bf16 operators ──► bf16 gradient ──► cast ──► += .grad (fp32)
+    micro-batch i    backward of bf16 operators ──► bf16 gradient ──► cast ──► += .grad (fp32)
 
 Autograd casts each gradient where it reaches the leaf, and adds in the wider dtype.
 """

@@ -323,7 +323,7 @@ def _save_captured(mesh: penstock.Mesh, folder: Path) -> None:
 
 
 def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
-    """Save and load float32 main weights of bfloat16 parameters, whole and cut along replicas; tell
+    """Save and load main weights of bfloat16 parameters, whole and cut along replicas; tell
     whether each came back to the bit.
     """
     found: list[bool] = []

@@ -38,9 +38,10 @@ def pipeline_of(*layers: nn.Module) -> penstock.Pipeline:
 
 def test_one_warning_names_all_kinds_of_modules_with_a_history() -> None:
     layers = (Buffered(), nn.Sequential(Engine(recipe=Delayed())), Buffered())
-    with pytest.warns(StatisticsWarning, match=r"scales of Buffered, Engine may .*Float8Linear") as w:
+    words = r"scales of Buffered, Engine may .*Float8Linear"
+    with pytest.warns(StatisticsWarning, match=words) as warned:
         pipeline_of(*layers)
-    assert len(w) == 1
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("engine", (Engine(), Engine(recipe=Delayed())))
