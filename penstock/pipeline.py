@@ -28,7 +28,7 @@ from penstock.runtime.asynchronous import (
     train_one_by_one,
 )
 from penstock.runtime.construction import described, make_engine, plan_after_move
-from penstock.runtime.gradient_dtype import name_of_dtype
+from penstock.runtime.gradient_dtype import check_gradient_dtype, name_of_dtype
 from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
     Call,
@@ -207,6 +207,7 @@ class Pipeline(PipelineModule):
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
+        check_gradient_dtype(plan.gradient_dtype)
         loss, draws = loss or resolved.own_loss, weights is None
         computes = loss is resolved.own_loss is not None
         wanted = Call(plan.num_microbatches, reduce, computes_loss=computes)

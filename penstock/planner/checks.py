@@ -28,20 +28,6 @@ def check_timeout(timeout_s: Any) -> float:
     return float(timeout_s)
 
 
-def check_gradient_dtype(name: Any) -> None:
-    """Refuse a dtype in which gradients cannot be added more precisely.
-
-    Raises:
-        ConfigError: it is neither None nor the name of a dtype of 32 or 64 bits.
-    """
-    if name not in (None, "float32", "float64"):
-        raise ConfigError(
-            f"gradient_dtype={name!r}; give torch.float32 or torch.float64, in which gradients of "
-            "parameters of lower precision add up, or leave it out to add them in the dtype of "
-            "each parameter"
-        )
-
-
 def check_costs(profile: object, cluster: object) -> None:
     """Raise a ConfigError unless these are a profile and a cluster."""
     remedy = "what penstock.profile(layers, example_inputs) returns, or Profile.load(path)"

@@ -16,14 +16,7 @@ from penstock.sharding.request import ShardingRequest
 from penstock.trace.units import columns, count_text, time_text
 from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport, word_of
 
-from .checks import (
-    check_bytes,
-    check_gradient_dtype,
-    check_partition,
-    check_predicted,
-    check_timeout,
-    check_whole,
-)
+from .checks import check_bytes, check_partition, check_predicted, check_timeout, check_whole
 from .placement import Placement
 from .stage_rows import PredictedStage, segments_of, stage_rows
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
@@ -51,10 +44,9 @@ class Plan:
     `memory_limit_bytes` limits the activations of each rank of a replica.  It decides recompute
     and offload; `predicted_peak_bytes` are the activations that result. `sharding` divides the
     operators of a stage among its ranks: the name of a ready plan, or a mapping
-    (docs/sharding.md).  `gradient_dtype` names the dtype of gradients of parameters of lower
-    precision (None: the parameter's).  `predicted_s` are the seconds of a micro-batch's forward
-    and backward on each stage, if layers were measured; `predicted_stages` say more about stages
-    on meshes.
+    (docs/sharding.md).  `predicted_s` are the seconds of a micro-batch's forward and backward on
+    each stage, if layers were measured; `predicted_stages` say more about stages on meshes.
+    `gradient_dtype` names that of gradients of low-precision weights (None: the weight's).
     `unsplit` are the layers whose backwards cannot be divided: found by measuring, and in the
     first step of a schedule that divides backwards.
     A planner notes the `batch_size` over all replicas, the predicted seconds of a step with the
@@ -117,7 +109,6 @@ class Plan:
         check_count("num_microbatches", self.num_microbatches)
         check_count("threads_per_stage", self.threads_per_stage)
         check_timeout(self.timeout_s)
-        check_gradient_dtype(self.gradient_dtype)
         object.__setattr__(self, "seed", check_whole("seed", self.seed))
         # 3. Check that all fields fit together: stages, ranks, layers, and the schedule.
         for name, of_stages in (
@@ -307,8 +298,7 @@ class Plan:
             words += f", offload of stage {stages}"
         is_usual = self.tied_gradients is TiedGradients.PER_MICROBATCH
         words += "" if is_usual else f", tied_gradients={self.tied_gradients.name}"
-        of_gradients = self.gradient_dtype
-        return words if of_gradients is None else f"{words}, gradient_dtype={of_gradients}"
+        return words + (f", gradient_dtype={x}" if (x := self.gradient_dtype) else "")
 
     @property
     def balance(self) -> str:

@@ -11,10 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
+
 
 def name_of_dtype(dtype: Any) -> str | None:
     """Return the name of a dtype as plans have it, such as "float32"; None stays None."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def check_gradient_dtype(name: str | None) -> None:
+    """Refuse a dtype in which gradients cannot be added more precisely.
+
+    Raises:
+        ConfigError: it is neither None nor the name of a dtype of 32 or 64 bits.
+    """
+    if name not in (None, "float32", "float64"):
+        raise ConfigError(
+            f"gradient_dtype={name!r}; give torch.float32 or torch.float64, in which gradients of "
+            "parameters of lower precision add up, or leave it out to add them in the dtype of "
+            "each parameter"
+        )
 
 
 def widen_gradients(leaves: Iterable[Tensor], name: str | None) -> None:
