@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .model.layer_list import Layer as Layer
     from .model.layers import Layers as Layers
     from .optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from .optim.main_weights import MainWeights as MainWeights
     from .optim.scaler import GradScaler as GradScaler
     from .pipeline import Pipeline as Pipeline
     from .planner.candidates import Constraints as Constraints
@@ -64,6 +65,7 @@ _HOME = {
     "GradScaler": "penstock.optim.scaler",
     "Layer": "penstock.model.layer_list",
     "Layers": "penstock.model.layers",
+    "MainWeights": "penstock.optim.main_weights",
     "Mesh": "penstock.mesh",
     "Outputs": "penstock.types",
     "PenstockError": "penstock.errors",
@@ -124,6 +126,7 @@ __all__ = [
     "GradScaler",
     "Layer",
     "Layers",
+    "MainWeights",
     "Mesh",
     "Outputs",
     "PenstockError",

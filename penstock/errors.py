@@ -27,7 +27,7 @@
 Warnings are UserWarnings, and tell of what goes on in another way than was asked:
 
     ExecutionWarning                  a pipeline does not run as it was asked to
-    StatisticsWarning                 statistics of a BatchNorm layer move with every micro-batch
+    StatisticsWarning                 statistics of a layer move with every micro-batch
     OutputWarning                     an output may not be that of the whole batch
 
 An exception raised by user code inside a stage is never wrapped: it arrives as itself, with a note
@@ -157,7 +157,7 @@ class ExecutionWarning(UserWarning):
 
 
 class StatisticsWarning(UserWarning):
-    """The running statistics of a BatchNorm layer move with every micro-batch; says why."""
+    """Statistics of a layer (BatchNorm, float8 scales) move with every micro-batch; says why."""
 
 
 class OutputWarning(UserWarning):

@@ -28,6 +28,7 @@ from penstock.runtime.asynchronous import (
     train_one_by_one,
 )
 from penstock.runtime.construction import described, make_engine, plan_after_move
+from penstock.runtime.gradient_dtype import check_gradient_dtype, name_of_dtype
 from penstock.runtime.memory.stores import folder_for_files
 from penstock.runtime.microbatches import (
     Call,
@@ -127,6 +128,8 @@ class Pipeline(PipelineModule):
         weights: a folder to load, as by `load_pretrained`, instead of drawing values.
         tied_gradients: the number of sends for the gradient of a weight that several stages use;
             default: PER_MICROBATCH.
+        gradient_dtype: torch.float32 or torch.float64: `.grad` of parameters of lower precision
+            has this dtype, and micro-batches and replicas add up in it; default: the parameter's.
         sharding: the layouts of operators on the ranks of a stage (docs/sharding.md): a name such
             as "auto" or "megatron", or layouts of weights by name.  Needs `example_inputs`.
         check_batches: the steps at which ranks of a replica compare the values of their batches;
@@ -135,7 +138,7 @@ class Pipeline(PipelineModule):
         plan: a plan to run, such as another pipeline's; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
-            tied_gradients and sharding.
+            tied_gradients, gradient_dtype and sharding.
 
     Raises:
         ConfigError: an argument cannot work, or is given beside a plan that decides it.
@@ -168,6 +171,7 @@ class Pipeline(PipelineModule):
         batch_norm_over_replicas: bool | None = None,
         weights: str | os.PathLike[str] | None = None,
         tied_gradients: TiedGradients | str | None = None,
+        gradient_dtype: torch.dtype | str | None = None,
         sharding: str | Mapping[str, Any] | None = None,
         check_batches: CheckBatches | str = CheckBatches.FIRST,
         outputs: Outputs | str = Outputs.ALL,
@@ -191,6 +195,7 @@ class Pipeline(PipelineModule):
             timeout_s=timeout_s,
             batch_norm_over_replicas=batch_norm_over_replicas,
             tied_gradients=tied_gradients,
+            gradient_dtype=name_of_dtype(gradient_dtype),
             sharding=sharding,
         )
         check_loss(loss)
@@ -202,6 +207,7 @@ class Pipeline(PipelineModule):
         part = first_microbatch(example_inputs, plan.num_microbatches)
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
+        check_gradient_dtype(plan.gradient_dtype)
         loss, draws = loss or resolved.own_loss, weights is None
         computes = loss is resolved.own_loss is not None
         wanted = Call(plan.num_microbatches, reduce, computes_loss=computes)

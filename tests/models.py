@@ -32,7 +32,8 @@ class Model:
     """How to build a model (the same weights each time), feed it and judge it.
 
     `min_samples` is the smallest micro-batch it can train on (BatchNorm1d needs 2).  Models that
-    draw random numbers in evaluation too have `quiet_in_eval` False.
+    draw random numbers in evaluation too have `quiet_in_eval` False.  `gradient_dtype` is that of
+    gradients of weights of lower precision.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Model:
     forward: Forward | None = None
     min_samples: int = 1
     quiet_in_eval: bool = True
+    gradient_dtype: torch.dtype | None = None
 
     def build(self) -> Built:
         """Build the model; the default generator is left as it was."""
@@ -50,6 +52,14 @@ class Model:
             layers = self.layers()
         modules = [layer.module if isinstance(layer, Layer) else layer for layer in layers]
         return Built(layers, modules, self.forward or chain(len(layers)))
+
+    def build_unsplit(self) -> Built:
+        """Build the model with torch's own `grad_dtype`, as plain torch trains it."""
+        built = self.build()
+        for parameter in nn.ModuleList(built.modules).parameters():
+            if self.gradient_dtype is not None and parameter.element_size() < 4:
+                parameter.grad_dtype = self.gradient_dtype
+        return built
 
     def batches(self, num_samples: int, count: int) -> list[Batch]:
         """Give `count` different mini-batches, the same ones each time."""
@@ -199,6 +209,13 @@ def fan_out_forward(call: Callable[..., Any], inputs: Any) -> Any:
 
 def odd_parameters() -> list[Any]:
     return [parts.Odd(6), nn.PReLU(), parts.Odd(6), parts.Tied(6), nn.Linear(6, 3)]
+
+
+def bfloat16() -> list[Any]:
+    narrow = nn.Sequential(parts.Does(Tensor.bfloat16), nn.Linear(8, 8), nn.LayerNorm(8))
+    stack = [nn.Linear(6, 8), narrow, parts.Tied(8), parts.Odd(8), nn.Linear(8, 3)]
+    nn.ModuleList(stack[1:]).bfloat16()
+    return [*stack, nn.Sequential(parts.Does(Tensor.float), nn.Linear(3, 3))]
 
 
 def frozen(*which: int) -> Callable[[], list[Any]]:
@@ -463,6 +480,8 @@ ALL_MODELS = (
     Model("experts", experts, tokens, loss_with_routers, experts_forward),
 )
 """Every model the laws of exactness are tested on."""
+LOW_PRECISION = Model("bfloat16", bfloat16, vectors, F.mse_loss, gradient_dtype=torch.float32)
+"""Weights in bfloat16, whose gradients add up in float32."""
 BY_NAME = {model.name: model for model in ALL_MODELS}
 
 

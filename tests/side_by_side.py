@@ -73,7 +73,8 @@ def autocast(enabled: bool) -> AbstractContextManager[Any]:
 
 def pipeline(model: Model, built: Built, **options: Any) -> penstock.Pipeline:
     """Make a pipeline of a model, with one intra-op thread per stage."""
-    return penstock.Pipeline(built.layers, loss=model.loss, threads_per_stage=1, **options)
+    options = {"gradient_dtype": model.gradient_dtype, "threads_per_stage": 1, **options}
+    return penstock.Pipeline(built.layers, loss=model.loss, **options)
 
 
 def assert_trains_like_unsplit(
@@ -100,7 +101,7 @@ def unsplit_steps(
 
     It is the same for every way to cut and run the model, so it is kept.
     """
-    twin = model.build()
+    twin = model.build_unsplit()
     unsplit = Unsplit(twin.modules, twin.forward, num_microbatches)
     done = []
     for batch in model.batches(num_samples, steps):

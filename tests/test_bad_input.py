@@ -350,6 +350,10 @@ REFUSED = [
     *(made(f"num_microbatches={n!r}.*at least 1", num_microbatches=n) for n in COUNTS),
     *(made(f"threads_per_stage={n!r}.*at least 1", threads_per_stage=n) for n in COUNTS),
     *(made(f"num_stages={n!r}.*at least 1", num_stages=n) for n in (0, -3, 2.0)),
+    *(
+        made(f"gradient_dtype={name!r}.*torch.float32 or torch.float64", gradient_dtype=given)
+        for name, given in (("bfloat16", torch.bfloat16), ("int32", torch.int32), ("32", 32))
+    ),
     made(r"num_stages=6.*5 layers.*at most 5", PartitionError, num_stages=6),
     made(r"num_stages=.*partition=", PartitionError, num_stages=None),
     *(

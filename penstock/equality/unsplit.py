@@ -22,6 +22,7 @@ from penstock.model.stage_plan import Step
 from penstock.model.state import in_evaluation
 from penstock.pipeline import Pipeline
 from penstock.runtime.batch_norm import batch_norms
+from penstock.runtime.gradient_dtype import widen_gradients
 from penstock.runtime.microbatches import Call, LossFunction, Splitter
 from penstock.runtime.outputs import gather
 from penstock.runtime.random.generators import StreamBetween, kept_outside, seed_outside
@@ -44,6 +45,9 @@ def run_unsplit(
     call = Call(pipe.num_microbatches, reduction, trains=True, computes_loss=computes)
     cut = Splitter(mesh, mesh.placement).cut(*batch, call)
     total: Tensor | None = None
+    holders = [holder for _, holder in layers.holders()]
+    parameters = [p for m in (*holders, *modules_of_loss(loss)) for p in m.parameters()]
+    widen_gradients(parameters, pipe.plan.gradient_dtype)
     norms = batch_norms([*(step.module for step in layers), *modules_of_loss(loss)])
     statistics = _Statistics(norms)
     gpus = sorted({device.index for device in pipe.devices if device.type == "cuda"})
@@ -60,7 +64,7 @@ def run_unsplit(
                 total = weighted if total is None else total + weighted
     statistics.put()
     # 2. The outputs in evaluation mode.
-    modules = [module for _, holder in layers.holders() for module in holder.modules()]
+    modules = [module for holder in holders for module in holder.modules()]
     with (
         torch.random.fork_rng(gpus),
         kept_outside(),

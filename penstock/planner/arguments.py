@@ -72,6 +72,7 @@ class Arguments:
     timeout_s: float | None = None
     batch_norm_over_replicas: bool | None = None
     tied_gradients: TiedGradients | str | None = None
+    gradient_dtype: str | None = None
     sharding: str | Mapping[str, Any] | None = None
 
     @property
@@ -200,6 +201,7 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
         tied_gradients=cast(
             TiedGradients, _or(arguments.tied_gradients, TiedGradients.PER_MICROBATCH)
         ),
+        gradient_dtype=arguments.gradient_dtype,
         batch_norm_over_replicas=_or(arguments.batch_norm_over_replicas, False),
         seed=_or(arguments.seed, 0),
         threads_per_stage=resolve_threads(arguments.threads_per_stage, places, resources),

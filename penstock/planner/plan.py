@@ -46,6 +46,7 @@ class Plan:
     operators of a stage among its ranks: the name of a ready plan, or a mapping
     (docs/sharding.md).  `predicted_s` are the seconds of a micro-batch's forward and backward on
     each stage, if layers were measured; `predicted_stages` say more about stages on meshes.
+    `gradient_dtype` names that of gradients of low-precision weights (None: the weight's).
     `unsplit` are the layers whose backwards cannot be divided: found by measuring, and in the
     first step of a schedule that divides backwards.
     A planner notes the `batch_size` over all replicas, the predicted seconds of a step with the
@@ -69,6 +70,7 @@ class Plan:
     offload_folder: str | None = None
     sharding: str | ShardingRequest | None = None
     tied_gradients: TiedGradients = TiedGradients.PER_MICROBATCH
+    gradient_dtype: str | None = None
     batch_norm_over_replicas: bool = False
     seed: int = 0
     threads_per_stage: int = 1
@@ -288,14 +290,15 @@ class Plan:
 
     @property
     def choices(self) -> str:
-        """The schedule, the recompute and offload policies and the tied gradients, in words."""
+        """The schedule, the recompute and offload policies and the gradients, in words."""
         kinds = dict.fromkeys(kind.name for kind in self.recompute)
         words = f"schedule={self.schedule}, recompute={'/'.join(kinds)}"
         if self.offloading:
             stages = ", ".join(map(str, sorted(self.offloading)))
             words += f", offload of stage {stages}"
         is_usual = self.tied_gradients is TiedGradients.PER_MICROBATCH
-        return words if is_usual else f"{words}, tied_gradients={self.tied_gradients.name}"
+        words += "" if is_usual else f", tied_gradients={self.tied_gradients.name}"
+        return words + (f", gradient_dtype={x}" if (x := self.gradient_dtype) else "")
 
     @property
     def balance(self) -> str:

@@ -27,6 +27,7 @@ from .memory.stores import store_on
 from .microbatches import Splitter
 from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
+from .scale_history import warn_of_scale_history
 from .shards.divided import Shards
 from .stage.stage import ActivationPolicy, Stage
 from .workers import ThreadDriver
@@ -139,6 +140,7 @@ def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Shared:
     pools, connects = plan.batch_norm_over_replicas, plan.transport.is_between_processes
     modules = [*(step.module for step in layers), *modules_of_loss(loss)]
     warn_of_unpooled(modules, over_replicas=pools)
+    warn_of_scale_history(modules)
     processes = mesh.processes_of(plan.placement)
     sums = any(len(rows) * len(rows[0]) > 1 for rows in mesh.placement.meshes)
     replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools) if sums else None

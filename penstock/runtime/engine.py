@@ -25,6 +25,7 @@ from penstock.types import TiedGradients, Trace
 from .aside import Aside
 from .caller import CallerContext, fresh_casts, guarded_default_generators
 from .drivers import AbstractDriver, Work
+from .gradient_dtype import widen_gradients
 from .gradient_hooks import summed_hooks
 from .microbatches import Batch, Splitter
 from .record import Record, gather_noted
@@ -229,9 +230,7 @@ class Engine:
         """
         # 1. Prepare the stages, and check that nothing changed since they were made.
         self.check_unchanged()
-        run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
-        for stage in self.stages:
-            stage.begin(run)
+        self._begin_stages(run)
         run.aside = self.aside.begin(run) if self.aside.has_shared else None
         stages = {stage.index: stage for stage in self.stages}
         caller = caller or run.caller
@@ -274,6 +273,15 @@ class Engine:
             raise
         finally:
             self._leave(run)
+
+    def _begin_stages(self, run: Run) -> None:
+        """Prepare the stages for a run, and the dtype of their gradients."""
+        run.sums_tied = self.plan.tied_gradients is TiedGradients.SUMMED
+        run.gradient_dtype = self.plan.gradient_dtype
+        for stage in self.stages:
+            stage.begin(run)
+            if run.gradient_dtype is not None:  # before earlier gradients are set aside
+                widen_gradients(stage.weights.owned.parameters, run.gradient_dtype)
 
     def _look_again(self, error: BaseException) -> None:
         for stage in self.stages:

@@ -266,7 +266,7 @@ def _check_can_be_summed(tensors: Sequence[Tensor]) -> None:
 
 def _flat_gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        return torch.zeros(parameter.numel(), dtype=parameter.grad_dtype, device=parameter.device)
     if parameter.grad.layout is not torch.strided:
         raise sparse_gradient("a layer", tuple(parameter.shape))
     return parameter.grad.reshape(-1)

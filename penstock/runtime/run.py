@@ -90,8 +90,9 @@ class Run:
     these modes, and recomputes enter them again.
 
     `trusts_evaluation`: layers in evaluation mode count as drawing no random numbers until one
-    does.  `sums_tied`: a stage sends its gradients of another stage's weights once.  `window`: the
-    run has several mini-batches, and updates the weights in between.  `looks`: stages note why
+    does.  `sums_tied`: a stage sends its gradients of another stage's weights once.
+    `gradient_dtype`: gradients of weights of lower precision have this dtype.  `window`: the run
+    has several mini-batches, and updates the weights in between.  `looks`: stages note why
     backwards in two parts are whole.  `aside` watches state that stages share.
 
     The stages share the rest.  `has_seeded`: a layer ran with torch's default generators seeded.
@@ -105,6 +106,7 @@ class Run:
     loss: Callable[..., Any] | None = None
     loss_scale: float = 1.0
     sums_tied: bool = False
+    gradient_dtype: str | None = None
     trusts_evaluation: bool = False
     output_gradients: list[list[Tensor | None]] | None = None
     window: Window | None = None

@@ -19,7 +19,7 @@ from penstock.checkpoint.together import Saving, write_together
 from penstock.errors import CheckpointError
 from penstock.mesh import background
 from tests.distributed.call import call
-from tests.model_parts import Masters, Noted, noted_pipeline
+from tests.model_parts import Noted, noted_pipeline
 from tests.side_by_side import same_bits
 
 MICROBATCHES = 4  # of all replicas
@@ -237,9 +237,10 @@ def test_what_cannot_be_saved_together_is_one_error_on_all(tmp_path: Path) -> No
 def test_optimizer_state_of_another_type_than_its_parameter_comes_back_to_the_bit(
     tmp_path: Path,
 ) -> None:
-    """Of weights that are whole, and of slices; its key holds a dot."""
+    """Of weights that are whole, and of slices."""
     first, second = call(masters, (1, 2), tmp_path, folder_for_saves=str(tmp_path))
-    assert (len(first), len(second)) == (12, 12)  # the 6 parameters, twice
+    count = 2 * 6 * 4  # the 6 parameters, twice, each with 4 values
+    assert (len(first), len(second)) == (count, count)
     assert all(first) and all(second)
 
 
@@ -323,7 +324,7 @@ def _save_captured(mesh: penstock.Mesh, folder: Path) -> None:
 
 
 def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
-    """Save and load float32 copies of bfloat16 parameters, whole and cut along replicas; tell
+    """Save and load main weights of bfloat16 parameters, whole and cut along replicas; tell
     whether each came back to the bit.
     """
     found: list[bool] = []
@@ -332,9 +333,15 @@ def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
         layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
         loss = lambda out, y: out.float().sum()  # noqa: E731 - it is of this place alone
         pipe = penstock.Pipeline(
-            layers, mesh=mesh, loss=loss, sharding=sharding, num_microbatches=1
+            *(layers,),
+            mesh=mesh,
+            loss=loss,
+            sharding=sharding,
+            num_microbatches=1,
+            gradient_dtype=torch.float32,
         )
-        first, second = Masters(pipe.parameters()), Masters(pipe.parameters())
+        make = partial(penstock.MainWeights, torch.optim.AdamW)
+        first, second = make(pipe.parameters()), make(pipe.parameters())
         pipe.train_step(torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2))
         first.step()
         saved = Path(folder_for_saves) / f"masters-{len(found)}"
@@ -342,8 +349,9 @@ def masters(mesh: penstock.Mesh, folder_for_saves: str) -> list[bool]:
         penstock.load_checkpoint(saved, pipe, second)
         assert first.state.keys() == second.state.keys()
         found += [
-            same_bits(state["master.50%"], second.state[parameter]["master.50%"])
+            same_bits(value, second.state[parameter][name])
             for parameter, state in first.state.items()
+            for name, value in state.items()
         ]
     return found
 

@@ -24,7 +24,7 @@ from tests.distributed.call import call
 from tests.every_schedule import Dealt, families
 from tests.laws.test_accumulation import MOVED_BY_EVALUATION
 from tests.model_parts import Does
-from tests.models import ALL_MODELS, Built, Model, vectors
+from tests.models import ALL_MODELS, LOW_PRECISION, Built, Model, vectors
 from tests.reference import Unsplit, mean, split, total
 from tests.side_by_side import pipeline, same_bits, state_of
 
@@ -68,7 +68,7 @@ LARGE = Model("large_messages", large_messages, vectors, nn.functional.mse_loss)
 OUTSIDE = Model(
     "randomness_outside", randomness_outside, vectors, nn.functional.mse_loss, quiet_in_eval=False
 )
-BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE, OUTSIDE)}
+BY_NAME = {model.name: model for model in (*ALL_MODELS, LARGE, OUTSIDE, LOW_PRECISION)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class Case:  # one training run; the seven samples and the micro-batches are of 
         count = self.num_samples * self.num_replicas
         return [self.exact(b) for b in self.model.batches(count, 3)]
 
-    def built(self) -> Built:
-        built = self.model.build()
+    def built(self, *, unsplit: bool = False) -> Built:
+        built = self.model.build_unsplit() if unsplit else self.model.build()
         if self.sharding is not None:
             nn.ModuleList(built.modules).to(self.dtype)
         return built
@@ -167,7 +167,7 @@ def whole_state(pipe: penstock.Pipeline, modules: list[nn.Module]) -> dict[str, 
 
 def unsplit(case: Case) -> dict[str, Any]:
     """Train the same with plain torch, all replicas' micro-batches one after the other."""
-    model, whole, built = case.model, case.batches(), case.built()
+    model, whole, built = case.model, case.batches(), case.built(unsplit=True)
     weigh = {Reduction.MEAN: mean, Reduction.SUM: total}[case.reduction]
     num_microbatches = case.num_microbatches * case.num_replicas
     reference = Unsplit(built.modules, built.forward, num_microbatches, weigh)
@@ -185,13 +185,14 @@ def models(*names: str) -> list[Model]:
 FEW = models(
     *("transformer", "structures", "fan_out", "batch_norms", "changing_buffers", "channels_last"),
     *("odd_addresses", "randomness", "frozen_middle", "large_messages"),
-    "randomness_outside",
+    *("randomness_outside", "bfloat16"),
 )
 DEALT = models("transformer", "structures", "fan_out", "batch_norms", "large_messages")
 MOVED = models("transformer", "batch_norms", "fan_out")
 CAST = models("mlp", "convolutions", "transformer", "fan_out", "changing_buffers")
 REPLICATED = models(
-    "transformer", "batch_norms", "randomness", "randomness_outside", "frozen_middle"
+    *("transformer", "batch_norms", "randomness", "randomness_outside", "frozen_middle"),
+    "bfloat16",
 )
 REPLICAS = ("one_in_each_process", "two_in_each_process")
 SHARDED = models("transformer", "batch_norms", "fan_out", "frozen_middle", "changing_buffers")

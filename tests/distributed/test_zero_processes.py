@@ -1,6 +1,7 @@
 """Weights cut between steps along replicas change no bit, and divide the optimizer's state."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ OPTIMIZERS: dict[str, tuple[Make, dict[str, Any]]] = {
     "fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True, "amsgrad": True}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),  # it makes its state at once
+    "main weights": (partial(penstock.MainWeights, torch.optim.AdamW), {"lr": 0.05}),
 }
 
 
@@ -55,10 +57,12 @@ def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
 
-def pipeline(mesh: penstock.Mesh, model: str, sharding: str | None) -> penstock.Pipeline:
+def pipeline(
+    mesh: penstock.Mesh, model: str, sharding: str | None, **more: Any
+) -> penstock.Pipeline:
     torch.manual_seed(mesh.replica)  # the pipeline makes the replicas equal
     options: dict[str, Any] = {"num_microbatches": 2, "threads_per_stage": 1, "sharding": sharding}
-    return penstock.Pipeline(LAYERS[model](), mesh=mesh, loss=nn.MSELoss(), **options)
+    return penstock.Pipeline(LAYERS[model](), mesh=mesh, loss=nn.MSELoss(), **options, **more)
 
 
 def optimizer_of(pipe: penstock.Pipeline, name: str) -> Optimizer:
@@ -109,7 +113,8 @@ def trained(mesh: penstock.Mesh, model: str, name: str, *, scaled: bool) -> dict
     found["num_replicas"] = mesh.num_replicas
     found["is_exact"] = not scaled and name != "fused"
     for kind, sharding in (("plain", None), ("cut", "zero1")):
-        pipe = pipeline(mesh, model, sharding)
+        wide = {"gradient_dtype": torch.float32} if name == "main weights" else {}
+        pipe = pipeline(mesh, model, sharding, **wide)
         optimizer = optimizer_of(pipe, name)
         losses = train(pipe, optimizer, range(4), scaled=scaled)
         own = {n: p.detach() for n, p in pipe.named_parameters()}

@@ -21,7 +21,7 @@ from penstock.schedules import Family, gpipe, one_f_one_b, pipedream, pipedream_
 from tests import delayed
 from tests.distributed import test_equality_processes as equality
 from tests.distributed.call import call
-from tests.models import BY_NAME, Model
+from tests.models import BY_NAME, LOW_PRECISION, Model
 from tests.reference import Unsplit
 from tests.side_by_side import autocast, differences, pipeline, same_bits, state_of
 from tests.ways import IN_ONE_PROCESS, WAYS
@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw, for each": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "adam, fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "main weights": lambda p: penstock.MainWeights(torch.optim.AdamW, p, lr=0.01),
 }
 
 
@@ -58,7 +59,7 @@ def assert_keeps_the_law(  # noqa: PLR0913 - what a window may vary in
     **options: Any,
 ) -> None:
     """Train in windows of so many mini-batches; all bits must agree at the end of each."""
-    built, twin = model.build(), model.build()
+    built, twin = model.build(), model.build_unsplit()
     unsplit = Unsplit(twin.modules, twin.forward, num_microbatches)
     ends = list(accumulate(partition, initial=0))
     stages = [twin.modules[a:b] for a, b in pairwise(ends)]
@@ -105,6 +106,12 @@ def assert_same_state(
 def test_windows_equal_training_with_delays(family: Family, optimizer: str) -> None:
     options: dict[str, Any] = {"partition": (2, 3, 4), "num_microbatches": 3, "windows": (4, 1, 3)}
     assert_keeps_the_law(BY_NAME["convolutions"], family, optimizer, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=repr)
+def test_windows_equal_training_with_delays_of_main_weights(family: Family) -> None:
+    options: dict[str, Any] = {"partition": (2, 2, 2), "num_microbatches": 3, "windows": (4, 1)}
+    assert_keeps_the_law(LOW_PRECISION, family, "main weights", **options)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -18,7 +18,7 @@ from penstock.schedules.transfers import chain_transfers
 from penstock.schedules.verify import verify
 from tests.covering import FACTORS, Run, covering_runs, many_runs
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
-from tests.models import ALL_MODELS, BY_NAME, Model
+from tests.models import ALL_MODELS, BY_NAME, LOW_PRECISION, Model
 from tests.reference import Unsplit, chain, split
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import IN_ONE_PROCESS
@@ -27,7 +27,7 @@ COVERING = [
     pytest.param(
         model, run, id=f"{model.name}-{run}", marks=pytest.mark.slow if number % 2 else []
     )
-    for rotation, model in enumerate(ALL_MODELS)
+    for rotation, model in enumerate((*ALL_MODELS, LOW_PRECISION))
     for number, run in enumerate(covering_runs(rotation))
 ]
 """Every other one is quick."""

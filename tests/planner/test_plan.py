@@ -48,6 +48,7 @@ ODD = Plan(
     offload=(True, False, False, True),
     offload_folder="/a folder",
     tied_gradients=TiedGradients.SUMMED,
+    gradient_dtype="float32",
     batch_norm_over_replicas=True,
     seed=-(2**80),
     threads_per_stage=3,

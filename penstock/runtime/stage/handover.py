@@ -32,6 +32,7 @@ from penstock.model.entries import (
 from penstock.model.pytree import ONE_TENSOR, Structure, flatten, tree_map, unflatten
 from penstock.model.stage_plan import MODEL_INPUT, StagePlan, Value
 from penstock.runtime.devices import Event, StageDevice
+from penstock.runtime.gradient_dtype import widen_gradients
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.run import Run, StageRun
 from penstock.torch_private import has_tensor_hooks
@@ -193,6 +194,7 @@ class Handover:
                 shown = value if is_usual else like(value, tensor)
                 inside.append(shown if is_usual else marked(shown, activation.layouts, place))
                 if lasts_on:
+                    widen_gradients([sent], run.gradient_dtype)
                     mark_lasting(inside[-1])
                 # Note the versions: an in-place change shows after the layers have run.
                 if with_grad or (alias and is_elsewhere):
