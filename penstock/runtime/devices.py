@@ -153,7 +153,8 @@ class StageDevice:
     def _here(self, tensor: _T) -> _T:
         if tensor is None or tensor.device == self.device:
             return tensor
-        return tensor.to(self.device, non_blocking=tensor.is_cuda)
+        # A copy to the host waits for its values: the CPU reads them at once.
+        return tensor.to(self.device, non_blocking=tensor.is_cuda and self.is_cuda)
 
 
 class Clock:
