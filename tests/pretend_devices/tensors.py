@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from .memory import Block, Memory
 from .streams import Streams, Timeline
@@ -73,7 +73,7 @@ class Tensors:
         there, here = self.device_of(target) or CPU, self.device_of(source) or CPU
         return there != here
 
-    def _note(  # noqa: PLR0913 - an operator, its arguments and its result
+    def _note(
         self, func: Any, name: str, device: torch.device, args: Any, kwargs: Any, result: Any
     ) -> None:
         """Note the reads and writes of an operator, and place its result."""

@@ -13,13 +13,12 @@ import penstock
 from benchmarks.all_pairs import all_pairs
 from penstock import Recompute, Trace, Transport
 from penstock.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
-from tests.every_schedule import IN_TWO_PARTS
 from tests.models import unet
 from tests.ways import IN_ONE_PROCESS
 
 from .memory import Memory
 
-WIDTH, NUM_STAGES, NUM_STEPS = 6, 4, 3
+WIDTH, NUM_STAGES, NUM_STEPS = 6, 4, 2
 
 
 class Tied(nn.Module):
@@ -49,6 +48,10 @@ def tied() -> Any:
     return Tied()
 
 
+PARTITION = {chain: (3, 2, 2, 2), unet: (2, 2, 2, 1), tied: (1, 1, 1, 1)}
+"""The layers on each stage; given, so that no layer is measured first."""
+
+
 class Case(NamedTuple):
     """One way to train on pretended GPUs; `batch` is the device of the batch."""
 
@@ -72,7 +75,7 @@ CASES = [
     for values in all_pairs(
         (
             (chain, unet, tied),
-            (gpipe, one_f_one_b, interleaved_1f1b(2), zb_h1(), IN_TWO_PARTS),
+            (gpipe, one_f_one_b, interleaved_1f1b(2), zb_h1()),
             (
                 *({"recompute": policy} for policy in Recompute),
                 {"recompute": Recompute.NEVER, "offload": True},
@@ -80,7 +83,6 @@ CASES = [
             (
                 ("cuda:0",) * NUM_STAGES,
                 ("cuda:0", "cuda:1", "cuda:0", "cuda:1"),
-                ("cuda:1", "cuda:1", "cuda:0", "cuda:0"),
                 ("cuda:0", "cpu", "cuda:1", "cpu"),
                 ("cpu", "cuda:0", "cuda:0", "cuda:1"),
             ),
@@ -109,6 +111,7 @@ def piped(case: Case, devices: Any, **options: Any) -> penstock.Pipeline:
     example = torch.randn(8, WIDTH) if isinstance(layers, nn.Module) else None
     how = {"schedule": case.schedule, "transport": case.transport, "seed": 3, **case.memory}
     how |= {"num_microbatches": 4, "example_inputs": example, "devices": devices}
+    how |= {"partition": PARTITION[case.model]}
     return penstock.Pipeline(layers, NUM_STAGES, **how, **options)
 
 
@@ -167,7 +170,7 @@ def test_steps_are_those_on_the_cpu_without_races(memory: Memory, case: Case) ->
     assert memory.num_uses > 100
 
 
-@pytest.mark.parametrize("case", CASES[::4], ids=str)
+@pytest.mark.parametrize("case", CASES[::5], ids=str)
 def test_the_module_form_is_that_on_the_cpu_without_races(memory: Memory, case: Case) -> None:
     with piped(case, "cpu") as pipe:
         wanted = differentiated(pipe, "cpu")
