@@ -59,7 +59,7 @@ def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dic
             run(thread)
 
     yield threading.Thread, {"run": run_inside}
-    # Penstock holds some of torch's names itself, and runs alone under modes that it does not know.
+    # Penstock holds some of torch's names itself, and runs alone under modes it does not know.
     modes, generator = caller.dispatch_modes, KeyedRandomness.generator
     yield devices, {"Event": event}
     yield (
@@ -96,7 +96,9 @@ def _of_cuda(streams: Streams, event: type) -> dict[str, Any]:
     }
 
 
-def _of_tensors(streams: Streams, tensors: Tensors) -> dict[str, Any]:
+def _of_tensors(  # noqa: C901 - one small function per method
+    streams: Streams, tensors: Tensors
+) -> dict[str, Any]:
     """Return what replaces attributes and methods of tensors."""
     device, move, to_before = Tensor.device, move_function(tensors), Tensor.to
     numpy_before, tolist_before = Tensor.numpy, Tensor.tolist

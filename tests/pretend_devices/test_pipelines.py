@@ -100,9 +100,9 @@ def as_caller(case: Case) -> Iterator[None]:
     if not case.on_side_stream:
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
-        with torch.cuda.stream(torch.cuda.Stream("cuda:0")):
-            yield
+    one, other = (torch.cuda.Stream(device) for device in ("cuda:1", "cuda:0"))
+    with torch.cuda.stream(one), torch.cuda.stream(other):
+        yield
 
 
 def piped(case: Case, devices: Any, **options: Any) -> penstock.Pipeline:
