@@ -13,13 +13,6 @@ FAULTS = (
         _TEST,
     ),
     Fault(
-        "streams: the copy stream does not wait for the caller",
-        "penstock/runtime/devices.py",
-        "            self._copy.wait_stream(current)\n",
-        "",
-        _TEST,
-    ),
-    Fault(
         "streams: the caller does not wait for the compute stream",
         "penstock/runtime/devices.py",
         "torch.cuda.current_stream(self.device).wait_stream(self._compute)",
