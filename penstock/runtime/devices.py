@@ -54,6 +54,18 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
+def order_copies(tensors: Iterable[Tensor], *, after: bool) -> None:
+    """Order a worker's copies of the caller's tensors with the caller's current streams.
+
+    Workers copy them to other devices on the default stream of the tensors' GPU.  It waits for the
+    caller's current stream before a run, and that one for it `after` the run.
+    """
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+        first, then = (default, current) if after else (current, default)
+        then.wait_stream(first)
+
+
 class StageDevice:
     """A device, with one stage's compute stream and copy stream if it is a GPU."""
 
@@ -153,7 +165,8 @@ class StageDevice:
     def _here(self, tensor: _T) -> _T:
         if tensor is None or tensor.device == self.device:
             return tensor
-        return tensor.to(self.device, non_blocking=tensor.is_cuda)
+        # A copy to the host waits for its values: the CPU reads them at once.
+        return tensor.to(self.device, non_blocking=tensor.is_cuda and self.is_cuda)
 
 
 class Clock:

@@ -24,6 +24,7 @@ from penstock.types import TiedGradients, Trace
 
 from .aside import Aside
 from .caller import CallerContext, fresh_casts, guarded_default_generators
+from .devices import order_copies
 from .drivers import AbstractDriver, Work
 from .gradient_dtype import widen_gradients
 from .gradient_hooks import summed_hooks
@@ -250,6 +251,7 @@ class Engine:
         # 3. Choose the driver: a mode that no worker can enter keeps the run in this thread.
         for device in self._with_streams:
             device.wait_for_caller()
+        order_copies(run.batch.tensors, after=False)
         driver = self.shared.driver
         stays = in_caller or (isinstance(driver, ThreadDriver) and caller.stays())
         driver = self.shared.in_caller if stays else driver
@@ -308,6 +310,7 @@ class Engine:
     def _make_caller_wait(self) -> None:
         for device in self._with_streams:
             device.make_caller_wait()
+        order_copies(run.batch.tensors, after=True)
 
     def record(self, run: Run, mode: Mode) -> Record | None:
         """Return the record of a traced run on all stages; None if it was not traced."""

@@ -24,6 +24,7 @@ from . import (
     processes,
     runs,
     sharding,
+    streams,
 )
 from .fault import CAUGHT, Fault, outcome
 
@@ -38,6 +39,7 @@ FAULTS = (
     *messages.FAULTS,
     *foresight.FAULTS,
     *sharding.FAULTS,
+    *streams.FAULTS,
 )
 
 

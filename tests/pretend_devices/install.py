@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partialmethod, wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Generator, Tensor, UntypedStorage
 
+import penstock.pipeline  # noqa: F401 - a module first imported inside would keep what is replaced
 from penstock.runtime import caller, devices
 from penstock.runtime.random.streams import KeyedRandomness
 
@@ -23,6 +24,8 @@ _FACTORIES = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
 )
 """Functions of torch that make tensors on a device."""
+_BYTES = 16 << 30
+"""The memory of each pretended GPU."""
 
 
 @contextmanager
@@ -43,7 +46,8 @@ def pretended_devices(num_devices: int = 2) -> Iterator[Memory]:
 
 
 def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dict[str, Any]]]:
-    yield torch.cuda, _of_cuda(streams)
+    event = _with_first(Event, streams)
+    yield torch.cuda, _of_cuda(streams, event)
     yield Tensor, _of_tensors(streams, tensors)
     yield UntypedStorage, {"device": _device_of_storages(tensors.memory)}
     yield torch, {name: _factory(getattr(torch, name), streams, tensors) for name in _FACTORIES}
@@ -55,9 +59,9 @@ def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dic
             run(thread)
 
     yield threading.Thread, {"run": run_inside}
-    # Penstock holds some of torch's names itself, and runs alone under modes that it does not know.
+    # Penstock holds some of torch's names itself, and runs alone under modes it does not know.
     modes, generator = caller.dispatch_modes, KeyedRandomness.generator
-    yield devices, {"Event": partial(Event, streams)}
+    yield devices, {"Event": event}
     yield (
         caller,
         {"dispatch_modes": lambda: [m for m in modes() if not isinstance(m, Operators)]},
@@ -65,12 +69,17 @@ def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dic
     yield KeyedRandomness, {"generator": lambda mode, device: generator(mode, CPU)}
 
 
-def _of_cuda(streams: Streams) -> dict[str, Any]:
+def _with_first(kind: type, first: Any) -> type:
+    """Return a class whose objects are made with a first argument."""
+    return type(kind.__name__, (kind,), {"__init__": partialmethod(kind.__init__, first)})
+
+
+def _of_cuda(streams: Streams, event: type) -> dict[str, Any]:
     """Return what replaces functions and classes in `torch.cuda`; all devices draw as the CPU."""
     generator: Generator = torch.default_generator
     return {
-        "Stream": partial(Stream, streams),
-        "Event": partial(Event, streams),
+        "Stream": _with_first(Stream, streams),
+        "Event": event,
         "device": streams.on_device,
         "stream": streams.on_stream,
         "current_stream": streams.current,
@@ -78,6 +87,8 @@ def _of_cuda(streams: Streams) -> dict[str, Any]:
         "current_device": streams.index,
         "device_count": lambda: streams.num_devices,
         "is_available": lambda: True,
+        "mem_get_info": lambda device=None: (_BYTES, _BYTES),
+        "memory_reserved": lambda device=None: 0,
         "synchronize": streams.synchronize,
         "get_device_capability": lambda device=None: (8, 0),
         "mem_get_info": lambda device=None: (1 << 33, 1 << 33),
@@ -88,7 +99,9 @@ def _of_cuda(streams: Streams) -> dict[str, Any]:
     }
 
 
-def _of_tensors(streams: Streams, tensors: Tensors) -> dict[str, Any]:
+def _of_tensors(  # noqa: C901 - one small function per method
+    streams: Streams, tensors: Tensors
+) -> dict[str, Any]:
     """Return what replaces attributes and methods of tensors."""
     device, move, to_before = Tensor.device, move_function(tensors), Tensor.to
     numpy_before, tolist_before = Tensor.numpy, Tensor.tolist

@@ -143,7 +143,6 @@ class Tensors:
             elif not non_blocking:
                 self.streams.host.learn(copying.clock)
 
-
     def read_by_host(self, tensor: Tensor) -> None:
         """Note that the host reads a tensor itself; it waits first for a GPU's current stream."""
         self._settle_copy(tensor)

@@ -164,11 +164,13 @@ def test_a_thread_has_its_own_current_stream(memory: Memory) -> None:
     side, _ = two_streams()
     seen: list[Any] = []
     with torch.cuda.stream(side):
-        thread = threading.Thread(target=lambda: seen.append((torch.cuda.current_stream(), made_on(side))))
+        thread = threading.Thread(
+            target=lambda: seen.extend((torch.cuda.current_stream(), made_on(side)))
+        )
         thread.start()
         thread.join()
-    assert seen[0][0] is torch.cuda.default_stream("cuda:0")
-    assert str(seen[0][1].device) == "cuda:0"
+    assert seen[0] is torch.cuda.default_stream("cuda:0")
+    assert str(seen[1].device) == "cuda:0"
 
 
 def test_torch_is_as_it_was_afterwards() -> None:
