@@ -262,7 +262,7 @@ class Engine:
             guarded = guarded_default_generators(self.devices, self._look_again)
             with self.shards.for_step(), guarded, casts:
                 driver.drive(work)
-                self._make_caller_wait()
+                self._make_caller_wait(run)
                 if replicas is not None and run.window is None:  # else each update waits itself
                     replicas.finish()
             if replicas is not None:
@@ -305,9 +305,9 @@ class Engine:
             run.aside.end()
         for stage in self.stages:
             stage.end(run)
-        self._make_caller_wait()
+        self._make_caller_wait(run)
 
-    def _make_caller_wait(self) -> None:
+    def _make_caller_wait(self, run: Run) -> None:
         for device in self._with_streams:
             device.make_caller_wait()
         order_copies(run.batch.tensors, after=True)

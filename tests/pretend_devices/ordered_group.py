@@ -3,12 +3,12 @@
     compute        ── F0 ──┬───────── F1 ──── F2 ── wait ── B0
     communicator           └─ begins ─── runs with the peer ─┘       a queue, in the order of issue
 
-In each group, a pair of ranks has a communicator for its messages, and all ranks have one for their
-collectives.  A communicator is a stream, and a thread that runs its operations over gloo.  Messages
-are matched by order alone, and each is a rendezvous: the sender's memory is read once the receiver
-has come to it, however late.  `wait` makes the current stream wait, and not the host; what is
-issued to that stream afterwards has the true values.  Nobody may ask whether an operation has
-ended.
+In each group, a pair of ranks has a communicator for its messages, and all ranks have one for
+their collectives.  A communicator is a stream, and a thread that runs its operations over gloo.
+Messages are matched by order alone, and each is a rendezvous: the sender's memory is read once the
+receiver has come to it, however late.  `wait` makes the current stream wait, and not the host:
+what is issued to that stream afterwards has the true values.  Nobody may ask whether an operation
+has ended.
 """
 
 import threading
@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .memory import Memory
 from .streams import Stream, Streams
@@ -77,7 +78,8 @@ class _Communicator:
         while True:
             job, before, ended = self._jobs.get()
             self._streams.settle(before)
-            with suppress(RuntimeError):  # aborted, or the peer is gone: memory keeps its values
+            # What gloo copies is noted already.  An aborted operation leaves memory as it is.
+            with _disable_current_modes(), suppress(RuntimeError):
                 job(self._gloo).wait()
             ended.set()
             del job, before, ended
@@ -137,9 +139,11 @@ class OrderedGroup(dist.ProcessGroup):
     def allgather(self, rows: Any, tensors: list[Tensor], options: Any = None) -> Any:
         return self._run(lambda gloo: gloo.allgather(rows, tensors), tensors, [*chain(*rows)])
 
-    def alltoall_base(self, output: Tensor, given: Tensor, *sizes: Any) -> Any:
+    def all_to_all_single(self, output: Tensor, given: Tensor, *sizes: Any) -> Any:
         split = sizes[:2]
         return self._run(lambda gloo: gloo.alltoall_base(output, given, *split), [given], [output])
+
+    alltoall_base = all_to_all_single  # its name in torch 2.11
 
     def abort(self) -> None:
         """End all operations, now and later."""

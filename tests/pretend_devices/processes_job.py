@@ -1,8 +1,12 @@
 """Steps of a pipeline in processes with a pretended GPU each, or on the CPU.
 
 python -m tests.pretend_devices.processes_job FOLDER DEVICE STAGES REPLICAS SHARDS OPTION=VALUE ...
+
+With FATAL=RANK in the environment that process ends in the forward of step 2, as if killed; the
+others leave what they raise.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.errors import PeerError
 
 from .install import pretended_devices
 from .ordered_group import ordered_groups
@@ -23,6 +28,8 @@ def train(**options: Any) -> dict[str, Any]:
     """Return the loss of each step, and the gradients of the last one."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Tanh()) for _ in range(8)]
+    if os.environ.get("FATAL") == os.environ.get("RANK", "-"):
+        blocks[-1].register_forward_hook(_Fatal())
     model = nn.Sequential(*blocks, nn.Linear(16, 4))
     inputs = torch.randn(SAMPLES[-1], 16)
     pipe = penstock.Pipeline(
@@ -39,6 +46,18 @@ def train(**options: Any) -> dict[str, Any]:
     return found
 
 
+class _Fatal:
+    """Ends the process in the second step."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self._num_calls += 1
+        if self._num_calls == 6:
+            os._exit(9)
+
+
 def main() -> None:
     """Leave what this process found, and the races, in a file."""
     folder, device, *numbers = sys.argv[1:6]
@@ -51,7 +70,10 @@ def main() -> None:
         ordered_groups(memory),
         penstock.init_mesh(stages, replicas, shards, device=device, timeout_s=60.0) as mesh,
     ):
-        found = train(mesh=mesh, **options)
+        try:
+            found = train(mesh=mesh, **options)
+        except PeerError as error:
+            found = {"error": str(error)}
         torch.save((found, memory.races), Path(folder) / f"{mesh.rank}.pt")
 
 

@@ -53,7 +53,7 @@ class Tensors:
             RuntimeError: its tensors are on several devices.
         """
         name = func._schema.name.partition("::")[2]
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = _tensors_of((args, kwargs))
         with self.streams.lock:
             blocks = {id(t): b for t in given if (b := self.memory.block_of(t)) is not None}
         if not blocks:
@@ -79,22 +79,17 @@ class Tensors:
         self, func: Any, name: str, device: torch.device, args: Any, kwargs: Any, result: Any
     ) -> None:
         """Note the reads and writes of an operator, and place its result."""
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         if _is_view(func):
             return
         timeline = self._timeline(device)
         count = timeline.issue()
-        for argument, value in _arguments(func, args, kwargs):
+        for argument, value in _arguments(func, args, kwargs) if name not in _SHAPE_ONLY else ():
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            if name in _SHAPE_ONLY:
-                continue
             use = self.memory.write if writes else self.memory.read
-            for tensor in tree_leaves(value):
-                block = self.memory.block_of(tensor) if isinstance(tensor, Tensor) else None
-                if block is not None:
-                    use(block, timeline, count, name)
-        for tensor in made:
-            if self.memory.block_of(tensor) is None and device.type == "cuda":
+            for block in filter(None, map(self.memory.block_of, _tensors_of(value))):
+                use(block, timeline, count, name)
+        for tensor in _tensors_of(result) if device.type == "cuda" else ():
+            if self.memory.block_of(tensor) is None:
                 self.memory.allocate(tensor, device, timeline)
         if name in _HOST_WAITS:
             self.streams.host.learn(timeline.clock)
@@ -193,6 +188,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     for place, argument in enumerate(func._schema.arguments):
         yield argument, args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    return [part for part in tree_leaves(value) if isinstance(part, Tensor)]
 
 
 def _is_view(func: Any) -> bool:
