@@ -43,6 +43,7 @@ class ProcessChannels(AbstractChannels):
         self._outgoing: dict[tuple[int, int], list[Outgoing]] = {}
         self._staying: dict[Message, Payload] = {}
         self._posted: dict[Message, Slot] = {}
+        self._opened: Schedule | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessChannels":
         """Return new links over the same connections; no message is under way."""
@@ -131,17 +132,23 @@ class ProcessChannels(AbstractChannels):
     def run(self, schedule: Schedule) -> Iterator[None]:
         """Begin and end a run: inside, lasting tensors are sent once more."""
         self._forget_lasting()
-        if self._wires is not None and self._mesh.device.type != "cpu":
-            # All processes make the groups of all edges, in the same order.
-            sent = (sent_message(instruction) for _, instruction in schedule)
-            for source, target in sorted({message[1:3] for message in sent if message}):
-                sides = self._ranks[source], self._ranks[target]
-                if sides[0] != sides[1]:
-                    self._wires.open(_channel(source, target), shares(sides))
+        if schedule is not self._opened:
+            self._open(schedule)
         try:
             yield
         finally:
             self._forget_lasting()
+
+    def _open(self, schedule: Schedule) -> None:
+        """Connect accelerators along all edges of a schedule; all processes do so in one order."""
+        self._opened = schedule
+        if self._wires is None or self._mesh.device.type == "cpu":
+            return
+        sent = (sent_message(instruction) for _, instruction in schedule)
+        for source, target in sorted({message[1:3] for message in sent if message}):
+            sides = self._ranks[source], self._ranks[target]
+            if sides[0] != sides[1]:
+                self._wires.open(_channel(source, target), shares(sides))
 
     def _forget_lasting(self) -> None:
         for incoming in self._incoming.values():

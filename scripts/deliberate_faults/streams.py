@@ -3,6 +3,7 @@
 from .fault import Fault
 
 _TEST = "tests/pretend_devices/test_pipelines.py"
+_PROCESSES = "tests/pretend_devices/test_processes.py"
 
 FAULTS = (
     Fault(
@@ -38,13 +39,6 @@ FAULTS = (
         "penstock/runtime/devices.py",
         "        self._copy.wait_stream(self._compute)\n",
         "",
-        _TEST,
-    ),
-    Fault(
-        "streams: offload copies on the compute stream's device, and on no stream of its own",
-        "penstock/runtime/devices.py",
-        "with torch.cuda.stream(self._copy):\n            yield",
-        "with torch.cuda.device(self.device):\n            yield",
         _TEST,
     ),
     Fault(
@@ -151,5 +145,53 @@ FAULTS = (
         "            self.device.wait(tape.copied)",
         "            pass",
         _TEST,
+    ),
+    Fault(
+        "streams: values are used before they are received",
+        "penstock/transport/torch_distributed.py",
+        "                self._wires.wait(work, received, deadline)\n",
+        "                pass\n",
+        _PROCESSES,
+        "1f1b",
+    ),
+    Fault(
+        "streams: memory of a message is used again before it is sent",
+        "penstock/mesh/point_to_point.py",
+        "        content.record_stream(edge.sent)\n",
+        "",
+        _PROCESSES,
+        "1f1b",
+    ),
+    Fault(
+        "streams: a receiver takes zeros for the values after them",
+        "penstock/transport/torch_distributed.py",
+        "if self._foreseen.next[0] != number:",
+        "if self._foreseen.next[0] < 0:",
+        _PROCESSES,
+        "1f1b",
+    ),
+    Fault(
+        "streams: a result is used before its collective has ended",
+        "penstock/mesh/collectives.py",
+        "        work.wait()\n        return end()",
+        "        return end()",
+        _PROCESSES,
+        "bits and shards",
+    ),
+    Fault(
+        "streams: sums of gradients are put in place beside backwards",
+        "penstock/runtime/engine.py",
+        "                self._make_caller_wait(run)\n                if",
+        "                if",
+        _PROCESSES,
+        "replicas",
+    ),
+    Fault(
+        "streams: nothing ends a collective whose peer was killed",
+        "penstock/mesh/collectives.py",
+        "self.group.abort()",
+        "pass",
+        _PROCESSES,
+        "collectives",
     ),
 )

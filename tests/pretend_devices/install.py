@@ -60,7 +60,8 @@ def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dic
 
     yield threading.Thread, {"run": run_inside}
     # Penstock holds some of torch's names itself, and runs alone under modes it does not know.
-    modes, generator = caller.dispatch_modes, KeyedRandomness.generator
+    held: Any = caller
+    modes, generator = held.dispatch_modes, KeyedRandomness.generator
     yield devices, {"Event": event}
     yield (
         caller,
@@ -69,7 +70,7 @@ def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dic
     yield KeyedRandomness, {"generator": lambda mode, device: generator(mode, CPU)}
 
 
-def _with_first(kind: type, first: Any) -> type:
+def _with_first(kind: Any, first: Any) -> type:
     """Return a class whose objects are made with a first argument."""
     return type(kind.__name__, (kind,), {"__init__": partialmethod(kind.__init__, first)})
 
@@ -101,12 +102,14 @@ def _of_tensors(  # noqa: C901 - one small function per method
     streams: Streams, tensors: Tensors
 ) -> dict[str, Any]:
     """Return what replaces attributes and methods of tensors."""
-    device, move, to_before = Tensor.device, move_function(tensors), Tensor.to
+    device: Any = Tensor.device
+    to_before: Any = Tensor.to
+    move = move_function(tensors)
     numpy_before, tolist_before = Tensor.numpy, Tensor.tolist
 
     def device_of(tensor: Tensor) -> torch.device:
         block = tensors.memory.block_of(tensor) if _is_plain(tensor) else None
-        return device.__get__(tensor) if block is None else block.device  # type: ignore[attr-defined]
+        return device.__get__(tensor) if block is None else block.device
 
     def to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         where, dtype, non_blocking, form = _parsed(*args, **kwargs)
@@ -165,11 +168,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _device_of_storages(memory: Memory) -> property:
-    before = UntypedStorage.device
+    before: Any = UntypedStorage.device
 
     def device_of(storage: UntypedStorage) -> torch.device:
         block = memory.block_in(storage)
-        return before.__get__(storage) if block is None else block.device  # type: ignore[attr-defined]
+        return before.__get__(storage) if block is None else block.device
 
     return property(device_of)
 

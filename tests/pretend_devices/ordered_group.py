@@ -29,6 +29,7 @@ from .streams import Stream, Streams
 
 NAME = "ordered"
 """Name of the backend."""
+_ProcessGroup: Any = dist.ProcessGroup
 _Job = Callable[[Any], Any]
 """Runs an operation, given a gloo group of the communicator's own; returns gloo's work."""
 
@@ -85,7 +86,7 @@ class _Communicator:
             del job, before, ended
 
 
-class OrderedGroup(dist.ProcessGroup):
+class OrderedGroup(_ProcessGroup):
     """The group; tensors of the CPU go by gloo at once."""
 
     def __init__(self, memory: Memory, store: Any, rank: int, size: int, limit: Any) -> None:
@@ -160,7 +161,7 @@ def ordered_groups(memory: Memory) -> Iterator[None]:
         return OrderedGroup(memory, store, rank, size, limit)
 
     backends.register_backend(NAME, make, devices=["cpu", "cuda"])
-    replaced = {
+    replaced: dict[str, Any] = {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "device_count": lambda: streams.num_devices,
         "set_device_index": streams.set_device,

@@ -153,7 +153,8 @@ def differentiated(pipe: penstock.Pipeline, device: str) -> list[Any]:
             x.zero_()
             for p in pipe.parameters():
                 found.append(p.grad.tolist() if p.grad is not None else None)
-                p -= 0.1 * p.grad if p.grad is not None else 0
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad)
         pipe.zero_grad()
         del output, loss
         found.append((pipe.eval_step(x.detach()) * 1).tolist())

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,5 @@ def _run(
     run(prod(sizes), [*job, *map(str, sizes), *options], environment=environment)
 
 
-def _are_equal(one: object, other: object) -> bool:
-    is_tensor = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return torch.equal(one, other) if is_tensor else one == other
+def _are_equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
