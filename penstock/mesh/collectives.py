@@ -15,7 +15,7 @@ result.  Then a thread waits for that stream, so that the caller has a deadline.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -95,7 +95,7 @@ class Collectives(Shared):
     ranks: Sequence[int] = (0,)
     waits: Waits | None = None
     group: Any = None
-    host_waits: bool = True
+    host_waits: bool = field(default=True, repr=False)
 
     @property
     def size(self) -> int:

@@ -46,9 +46,8 @@ class Plan:
     operators of a stage among its ranks: the name of a ready plan, or a mapping
     (docs/sharding.md).  `predicted_s` are the seconds of a micro-batch's forward and backward on
     each stage, if layers were measured; `predicted_stages` say more about stages on meshes.
-    `gradient_dtype` names that of gradients of low-precision weights (None: the weight's).
     `unsplit` are the layers whose backwards cannot be divided: found by measuring, and in the
-    first step of a schedule that divides backwards.
+    first step of a schedule that divides backwards.  `gradient_dtype`: None for each weight's own.
     A planner notes the `batch_size` over all replicas, the predicted seconds of a step with the
     optimizer, `why` it chose the plan, and the `cluster` by whose links operators were divided
     (None: a host of eight A100s).  `layer_factors` are measured over estimated seconds, by layer.

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.model.pytree import flatten
+
 _T = TypeVar("_T", Tensor, Tensor | None)
 
 Event = torch.cuda.Event
@@ -54,16 +56,17 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
-def order_copies(tensors: Iterable[Tensor], *, after: bool) -> None:
-    """Order a worker's copies of the caller's tensors with the caller's current streams.
+def order_copies(*values: Any, after: bool) -> None:
+    """Order a worker's copies of the caller's values with the caller's current streams.
 
     Workers copy them to other devices on the default stream of the tensors' GPU.  It waits for the
     caller's current stream before a run, and that one for it `after` the run.
     """
+    tensors, _ = flatten(values)
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
-        first, then = (default, current) if after else (current, default)
-        then.wait_stream(first)
+        source, target = (default, current) if after else (current, default)
+        target.wait_stream(source)
 
 
 class StageDevice:

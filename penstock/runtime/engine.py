@@ -135,6 +135,7 @@ class Engine:
         self.splitter, self.processes = self.shared.splitter, self.shared.processes
         self.is_asynchronous = self.plan.schedule.is_asynchronous
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
+        self._waits_for_device = self.mesh.own_device not in (None, torch.device("cpu"))
 
     def tensors(self) -> list[Tensor]:
         """List the parameters and buffers of the stages that run here."""
@@ -249,9 +250,7 @@ class Engine:
             replicas.set_aside(parameters)
 
         # 3. Choose the driver: a mode that no worker can enter keeps the run in this thread.
-        for device in self._with_streams:
-            device.wait_for_caller()
-        order_copies(run.batch.tensors, after=False)
+        self._wait_for_caller(run)
         driver = self.shared.driver
         stays = in_caller or (isinstance(driver, ThreadDriver) and caller.stays())
         driver = self.shared.in_caller if stays else driver
@@ -267,7 +266,7 @@ class Engine:
                     replicas.finish()
             if replicas is not None:
                 replicas.add_earlier()
-            self.mesh.wait_for_device("for its device to have what the other processes send")
+            self._wait_for_device()
             if run.looks:
                 self._tell_unsplit(run)
         except BaseException as error:  # facts learned of layers may be incomplete, or the cause
@@ -307,10 +306,21 @@ class Engine:
             stage.end(run)
         self._make_caller_wait(run)
 
+    def _wait_for_caller(self, run: Run) -> None:
+        for device in self._with_streams:
+            device.wait_for_caller()
+        if torch.cuda.is_initialized():
+            order_copies(run.batch.inputs[0], run.batch.targets[0], after=False)
+
     def _make_caller_wait(self, run: Run) -> None:
         for device in self._with_streams:
             device.make_caller_wait()
-        order_copies(run.batch.tensors, after=True)
+        if torch.cuda.is_initialized():
+            order_copies(run.batch.inputs[0], run.batch.targets[0], after=True)
+
+    def _wait_for_device(self) -> None:
+        if self._waits_for_device:
+            self.mesh.wait_for_device("for its device to have what the other processes send")
 
     def record(self, run: Run, mode: Mode) -> Record | None:
         """Return the record of a traced run on all stages; None if it was not traced."""

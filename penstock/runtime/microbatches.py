@@ -77,11 +77,6 @@ class Batch:
     trace: Trace = Trace.OFF
     reduction: Reduce = Reduction.MEAN
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors of micro-batch 0, which are where those of the others are."""
-        return flatten((self.inputs[0], self.targets[0]))[0]
-
     def output_weights(self) -> list[float]:
         """Return the weights of losses that the model has computed.
 

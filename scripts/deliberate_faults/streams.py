@@ -23,15 +23,15 @@ FAULTS = (
     Fault(
         "streams: copies of the caller's tensors do not wait for it",
         "penstock/runtime/engine.py",
-        "        order_copies(run.batch.tensors, after=False)\n",
-        "",
+        "order_copies(run.batch.inputs[0], run.batch.targets[0], after=False)",
+        "pass",
         _TEST,
     ),
     Fault(
         "streams: the caller does not wait for copies of its tensors",
         "penstock/runtime/engine.py",
-        "        order_copies(run.batch.tensors, after=True)\n",
-        "",
+        "order_copies(run.batch.inputs[0], run.batch.targets[0], after=True)",
+        "pass",
         _TEST,
     ),
     Fault(

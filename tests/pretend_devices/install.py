@@ -88,6 +88,7 @@ def _of_cuda(streams: Streams, event: type) -> dict[str, Any]:
         "current_device": streams.index,
         "device_count": lambda: streams.num_devices,
         "is_available": lambda: True,
+        "is_initialized": lambda: True,
         "mem_get_info": lambda device=None: (_BYTES, _BYTES),
         "synchronize": streams.synchronize,
         "get_device_capability": lambda device=None: (8, 0),

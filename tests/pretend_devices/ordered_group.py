@@ -13,7 +13,7 @@ has ended.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from queue import SimpleQueue
 from typing import Any
@@ -56,6 +56,7 @@ class _Communicator:
 
     def __init__(self, group: "OrderedGroup", gloo: Any) -> None:
         self._memory, self._streams, self._gloo = group.memory, group.streams, gloo
+        self._aborted = group.aborted
         self._stream = Stream(self._streams, self._streams.index())
         self._jobs: SimpleQueue[tuple[_Job, Any, threading.Event]] = SimpleQueue()
         threading.Thread(target=self._serve, name="penstock-mesh-ordered", daemon=True).start()
@@ -79,9 +80,11 @@ class _Communicator:
         while True:
             job, before, ended = self._jobs.get()
             self._streams.settle(before)
-            # What gloo copies is noted already.  An aborted operation leaves memory as it is.
-            with _disable_current_modes(), suppress(RuntimeError):
-                job(self._gloo).wait()
+            try:
+                with _disable_current_modes():  # what gloo copies is noted already
+                    job(self._gloo).wait()
+            except RuntimeError:  # the peer is gone: NCCL waits for it until it is aborted
+                self._aborted.wait()
             ended.set()
             del job, before, ended
 
@@ -96,6 +99,7 @@ class OrderedGroup(_ProcessGroup):
         self._on_cpu = self._new_gloo("cpu", rank, size)
         self._communicators: dict[tuple[int, ...], _Communicator] = {}
         self._opened: list[Any] = []
+        self.aborted = threading.Event()
 
     def _new_gloo(self, name: str, rank: int, size: int) -> Any:
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, self._limit)
@@ -148,6 +152,7 @@ class OrderedGroup(_ProcessGroup):
 
     def abort(self) -> None:
         """End all operations, now and later."""
+        self.aborted.set()
         for gloo in self._opened:
             gloo.abort()
 

@@ -151,12 +151,12 @@ def differentiated(pipe: penstock.Pipeline, device: str) -> list[Any]:
         found += [loss.tolist(), (x.grad * 1).tolist()]
         with torch.no_grad():
             x.zero_()
-            for p in pipe.parameters():
-                found.append(p.grad.tolist() if p.grad is not None else None)
-                if p.grad is not None:
-                    p.sub_(0.1 * p.grad)
+            trained = [(p, p.grad) for p in pipe.parameters() if p.grad is not None]
+            found += [gradient.tolist() for _, gradient in trained]
+            for p, gradient in trained:
+                p.sub_(0.1 * gradient)
         pipe.zero_grad()
-        del output, loss
+        del output, loss, trained
         found.append((pipe.eval_step(x.detach()) * 1).tolist())
     return found
 
