@@ -79,8 +79,7 @@ def test_every_way_to_draw_equals_the_unsplit_model(draw: Any, way: Any) -> None
         return [nn.Linear(6, 8), draw(), nn.Linear(8, 8), draw(), nn.Linear(8, 3)]
 
     model = Model("draw", layers, vectors, F.mse_loss)
-    for num_stages in (1, 3):
-        assert_trains_like_unsplit(model, 5, num_stages=num_stages, num_microbatches=2, **way)
+    assert_trains_like_unsplit(model, 5, num_stages=3, num_microbatches=2, **way)
 
 
 @pytest.mark.parametrize("way", WAYS)
