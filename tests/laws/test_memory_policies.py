@@ -21,11 +21,11 @@ from penstock.schedules import (
     zb_v,
 )
 from penstock.types import Recompute, Trace, Transport
-from tests.every_schedule import EVERY_SCHEDULE, divided
+from tests.every_schedule import divided
 from tests.kept import open_files
 from tests.models import ALL_MODELS, Model
 from tests.side_by_side import assert_trains_like_unsplit, same_bits
-from tests.ways import one_each
+from tests.ways import named_schedules, one_each
 
 MOVED: tuple[dict[str, Any], ...] = (
     {"schedule": gpipe, "recompute": Recompute.NEVER, "transport": Transport.THREADS},
@@ -81,8 +81,10 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=str)
+@pytest.mark.parametrize(
+    "schedule, policy",
+    one_each(named_schedules(), [pytest.param(policy, id=policy) for policy in POLICIES]),
+)
 def test_in_every_schedule(schedule: Family, policy: str) -> None:
     model = next(m for m in ALL_MODELS if m.name == "transformer")
     assert_trains_like_unsplit(
