@@ -239,8 +239,10 @@ def checkpointed(reentrant: bool, draw: Callable[[Tensor], Tensor] = F.dropout) 
     return Checkpointed(nn.Sequential(nn.Linear(6, 6), Does(draw)), reentrant=reentrant)
 
 
-@pytest.mark.parametrize("reentrant", (True, False))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, reentrant",
+    one_each(WAYS, [pytest.param(True, id="reentrant"), pytest.param(False, id="not reentrant")]),
+)
 def test_draws_outside_torch_in_a_users_own_checkpoint_are_refused(reentrant, way) -> None:
     """Torch's checkpoint draws others in the backward, and gives another gradient."""
 
