@@ -62,7 +62,7 @@ def functions_entered(make_step: Callable[[], Callable[[], object]]) -> set[Code
     entered.clear()
     step()
     sys.settrace(None)
-    threading.settrace(None)  # type: ignore[arg-type]
+    threading.settrace(None)
     return entered
 
 

@@ -55,7 +55,7 @@ def in_turns(*factors: Iterable[Any]) -> list[Any]:
         way = EVERY_WAY[s * per_schedule + (s + turn) % per_schedule]
         name = f"{case.id}-{way['recompute'].value}-{way['transport'].name}"
         is_slow = (turn + s) % 3 if len(factors) == 1 else case.marks
-        marks = pytest.mark.slow if is_slow else []
+        marks: Any = pytest.mark.slow if is_slow else []
         chosen.append(pytest.param(*values, way, id=name, marks=marks))
     return chosen
 

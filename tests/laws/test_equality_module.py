@@ -161,7 +161,7 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
 @pytest.mark.parametrize(
     "model, num_samples, options",
     pairwise(
-        [case for case in NAMED if case.values[0].quiet_in_eval],
+        [case for m, case in zip(ALL_MODELS, NAMED, strict=True) if m.quiet_in_eval],
         [pytest.param(n, id=f"N{n}") for n in (1, 2, 9)],
         OPTIONS,
     ),
