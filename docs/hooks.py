@@ -6,6 +6,7 @@ MkDocs runs them (mkdocs.yml).  A warning here ends `make docs`, which is strict
 import logging
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,7 @@ def on_files(files: Any, config: Any) -> None:
 
 def problems(shown: list[str]) -> list[str]:
     """Compare the names of the reference with the public ones; return one line per difference."""
-    import griffe
-
-    loaded = griffe.load("penstock", search_paths=[ROOT], resolve_aliases=True)
+    loaded = _package()
     shown = [_public_name(name) for name in shown]
     public = [
         f"{module}.{name}"
@@ -74,6 +73,14 @@ def problems(shown: list[str]) -> list[str]:
         if value.docstring is None or not value.docstring.value.strip():
             found.append(f"{name} has no docstring ({value.path})")
     return found
+
+
+@cache
+def _package() -> Any:
+    """Read the package once, without importing it."""
+    import griffe
+
+    return griffe.load("penstock", search_paths=[ROOT], resolve_aliases=True)
 
 
 def _public_name(shown: str) -> str:

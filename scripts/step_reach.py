@@ -52,18 +52,17 @@ def functions_entered(make_step: Callable[[], Callable[[], object]]) -> set[Code
     """Return the code of all functions that the second call of a step enters, in all threads."""
     entered: set[CodeType] = set()
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            entered.add(frame.f_code)
+    def note(frame: FrameType, event: str, _: Any) -> None:  # and its lines are not traced
+        entered.add(frame.f_code)
 
-    threading.setprofile(note)  # of the threads that the first call starts
+    threading.settrace(note)  # of the threads that the first call starts
     step = make_step()
     step()
-    sys.setprofile(note)
+    sys.settrace(note)
     entered.clear()
     step()
-    sys.setprofile(None)
-    threading.setprofile(None)
+    sys.settrace(None)
+    threading.settrace(None)
     return entered
 
 

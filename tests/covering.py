@@ -5,7 +5,7 @@ Of the schedules a model meets a few; models take turns, so that each meets seve
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import penstock
@@ -84,3 +84,25 @@ def covering_runs(rotation: int) -> list[Run]:
     """Give few runs in which every pair of values of two factors meets; `rotation` varies them."""
     factors = FACTORS | {"schedule": some_schedules(rotation)}
     return [Run(*values) for values in all_pairs(tuple(factors.values()), shift=rotation * 37)]
+
+
+def few_runs(rotations: int) -> Iterator[tuple[int, Run]]:
+    """Give a fourth of the covering runs of each rotation, and of the others those without which
+    two values would not meet in any rotation.
+    """
+    every = [list(enumerate(covering_runs(n))) for n in range(rotations)]
+    chosen = {
+        (n, i): run for n, runs in enumerate(every) for i, run in runs if i % 4 == (n + 2) % 4
+    }
+    met = set().union(*map(pairs_of, chosen.values()))
+    for n, runs in enumerate(every):
+        for i, run in runs:
+            if not pairs_of(run) <= met:
+                chosen[n, i] = run
+                met |= pairs_of(run)
+    return ((n, chosen[n, i]) for n, i in sorted(chosen))
+
+
+def pairs_of(run: Run) -> set[Any]:
+    """Give every two factors with their values."""
+    return set(combinations(((name, getattr(run, name)) for name in FACTORS), 2))

@@ -42,8 +42,9 @@ def in_turns(*factors: Iterable[Any]) -> list[Any]:
     """Give each combination of some values, and each schedule, in one way: (*values, way).
 
     Recompute policies and transports take turns, so that over any four combinations each schedule
-    meets all of them together.  Those in which any two values, or a value and a schedule, meet are
-    quick.
+    meets all of them together.  Quick are, of one factor, a third, so that each value meets a
+    third of the schedules; of several, those in which any two values, or a value and a schedule,
+    meet.
     """
     named = [[pytest.param(value, id=_word(value)) for value in values] for values in factors]
     per_schedule = len(EVERY_WAY) // len(EVERY_SCHEDULE)
@@ -53,7 +54,9 @@ def in_turns(*factors: Iterable[Any]) -> list[Any]:
         turn, s = divmod(number, len(EVERY_SCHEDULE))
         way = EVERY_WAY[s * per_schedule + (s + turn) % per_schedule]
         name = f"{case.id}-{way['recompute'].value}-{way['transport'].name}"
-        chosen.append(pytest.param(*values, way, id=name, marks=case.marks))
+        is_slow = (turn + s) % 3 if len(factors) == 1 else case.marks
+        marks: Any = pytest.mark.slow if is_slow else []
+        chosen.append(pytest.param(*values, way, id=name, marks=marks))
     return chosen
 
 
@@ -91,6 +94,11 @@ def in_pairs(*factors: Sequence[Any]) -> list[Any]:
         )
         for number, case in zip(product(*numbers), product(*factors), strict=True)
     ]
+
+
+def pairwise(*factors: Sequence[Any]) -> list[Any]:
+    """Give the quick ones of these, and no others."""
+    return [case for case in in_pairs(*factors) if not case.marks]
 
 
 def _word(value: Any) -> str:

@@ -1,9 +1,9 @@
 """A loss over the outputs of `pipe(inputs)`, in processes: the bits of one process."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,37 +47,37 @@ def two_views(pipe: Pipeline, *, has_outputs: bool) -> Tensor:
     return loss.detach()
 
 
-def of_stages(mesh: Mesh, schedule: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for where in ("all", "last"):
+SCHEDULES = ("1f1b", "zb-h1")
+
+
+def of_stages(mesh: Mesh) -> dict[tuple[str, str], Any]:
+    found: dict[tuple[str, str], Any] = {}
+    for schedule, where in product(SCHEDULES, ("all", "last")):
         options: dict[str, Any] = {"mesh": mesh, "num_microbatches": 3}
         options |= {"schedule": schedule, "outputs": where}
         with Pipeline(layers(), **options) as pipe:
             has_outputs = where == "all" or mesh.stage == mesh.num_stages - 1
             losses = [two_views(pipe, has_outputs=has_outputs) for _ in range(2)]
-            found[where] = losses, gradients(pipe), buffers(pipe), has_outputs
-            found[f"{where}, evaluated"] = pipe.eval_step(batch(3))
+            grads = gradients(pipe), buffers(pipe)
+            found[schedule, where] = losses, *grads, has_outputs, pipe.eval_step(batch(3))
     return found
 
 
-@pytest.mark.parametrize("schedule", ("1f1b", "zb-h1"))
-def test_a_loss_that_needs_all_samples_gives_the_bits_of_one_process(
-    tmp_path: Path, schedule: str
-) -> None:
-    with Pipeline(layers(), num_stages=1, num_microbatches=3, schedule=schedule) as pipe:
-        expected_losses = [two_views(pipe, has_outputs=True) for _ in range(2)]
-        expected, moved, outputs = gradients(pipe), buffers(pipe), pipe.eval_step(batch(3))
-    ranks = call(of_stages, (2, 1), tmp_path, schedule=schedule)
-    for where in ("all", "last"):
+def test_a_loss_that_needs_all_samples_gives_the_bits_of_one_process(tmp_path: Path) -> None:
+    ranks = call(of_stages, (2, 1), tmp_path)
+    for schedule, where in product(SCHEDULES, ("all", "last")):
+        with Pipeline(layers(), num_stages=1, num_microbatches=3, schedule=schedule) as pipe:
+            expected_losses = [two_views(pipe, has_outputs=True) for _ in range(2)]
+            expected, moved, outputs = gradients(pipe), buffers(pipe), pipe.eval_step(batch(3))
         names: set[str] = set()
         for found in ranks:
-            losses, grads, stats, has_outputs = found[where]
+            losses, grads, stats, has_outputs, evaluated = found[schedule, where]
             assert not has_outputs or all(map(torch.equal, losses, expected_losses))
             assert has_outputs or losses == [0.0, 0.0]
             for name, gradient in grads.items():
                 assert torch.equal(gradient, expected[name]), (where, name)
             assert all(torch.equal(stats[name], moved[name]) for name in stats)
-            assert torch.equal(found[f"{where}, evaluated"], outputs)
+            assert torch.equal(evaluated, outputs)
             names |= grads.keys()
         assert names == expected.keys()
 

@@ -12,7 +12,6 @@ from tests.distributed.test_train_processes import (
     elastic,
     faulty,
     losses,
-    outcome,
     run,
 )
 from tests.recipes.text_recipes import NAMES, TEXT
@@ -37,14 +36,6 @@ def uninterrupted(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 def assert_same_run(folder: Path, expected: Path) -> None:
     runs.assert_same_run(folder, expected)
     assert (folder / MADE).read_text() == (expected / MADE).read_text()
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_bit_by_bit(recipe: str, uninterrupted: Path, tmp_path: Path) -> None:
-    code, said = outcome(runs.begin([*faulty("kill", "0", 5), "train", recipe], tmp_path))
-    assert code != 0, said
-    run([*TRAIN, "train", "--resume", "runs/names-1"], tmp_path)
-    assert_same_run(tmp_path / "runs" / "names-1", uninterrupted)
 
 
 @pytest.mark.slow

@@ -146,6 +146,10 @@ def in_processes(mesh: Mesh, place: str, resume: bool) -> Any:
     return loss, trainer.state.global_step, trainer.is_world_process_zero()
 
 
+def twice(mesh: Mesh, place: str) -> list[Any]:
+    return [in_processes(mesh, place, resume) for resume in (False, True)]
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {
         name: value
@@ -158,10 +162,9 @@ def test_two_processes_and_a_resume_have_the_bits_of_one_process(tmp_path: Path)
     """With dropout, whose random streams go on where they were."""
     alone = in_processes(Mesh.of_one_process(2), str(tmp_path / "one"), False)
     (tmp_path / "two").mkdir()
-    first = call(in_processes, (2, 1), tmp_path, place=str(tmp_path / "two"), resume=False)
-    again = call(in_processes, (2, 1), tmp_path, place=str(tmp_path / "two"), resume=True)
-    assert {found[:2] for found in (*first, *again)} == {alone[:2]}
-    assert [found[2] for found in first] == [True, False]
+    by_rank = call(twice, (2, 1), tmp_path, place=str(tmp_path / "two"))
+    assert {found[:2] for both in by_rank for found in both} == {alone[:2]}
+    assert [first[2] for first, _ in by_rank] == [True, False]
     expected = weights(tmp_path / "one" / "trained-False")
     assert_same(weights(tmp_path / "two" / "trained-False"), expected)
     assert_same(weights(tmp_path / "two" / "trained-True"), expected)

@@ -157,7 +157,7 @@ def draw_case(data: st.DataObject) -> None:
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.data())
 def test_windows_of_any_size_equal_training_with_delays(data: st.DataObject) -> None:
     draw_case(data)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from tests.models import Model, vectors
 from tests.side_by_side import assert_trains_like_unsplit, pipeline
-from tests.ways import WAYS
+from tests.ways import WAYS, one_each
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -88,8 +88,9 @@ def layers(compiled: Callable[[Any], nn.Module], backend: Any) -> list[Any]:
     return [nn.Linear(6, 6), compiled(backend), Block(), compiled(backend), nn.Linear(6, 3)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("compiled", COMPILED.values(), ids=COMPILED.keys())
+@pytest.mark.parametrize(
+    "compiled, way", one_each([pytest.param(COMPILED[name], id=name) for name in COMPILED], WAYS)
+)
 def test_compiled_layers_that_draw_stay_compiled_and_equal_the_unsplit_model(
     compiled: Callable[[Any], nn.Module], way: dict[str, Any]
 ) -> None:

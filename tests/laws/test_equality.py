@@ -16,21 +16,19 @@ from penstock.schedules.ir import Instruction, Schedule
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import chain_transfers
 from penstock.schedules.verify import verify
-from tests.covering import FACTORS, Run, covering_runs, many_runs
+from tests.covering import FACTORS, Run, few_runs, many_runs
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
 from tests.models import ALL_MODELS, BY_NAME, LOW_PRECISION, Model
 from tests.reference import Unsplit, chain, split
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
 from tests.ways import IN_ONE_PROCESS
 
+_COVERED = (*ALL_MODELS, LOW_PRECISION)
 COVERING = [
-    pytest.param(
-        model, run, id=f"{model.name}-{run}", marks=pytest.mark.slow if number % 2 else []
-    )
-    for rotation, model in enumerate((*ALL_MODELS, LOW_PRECISION))
-    for number, run in enumerate(covering_runs(rotation))
+    pytest.param(_COVERED[rotation], run, id=f"{_COVERED[rotation].name}-{run}")
+    for rotation, run in few_runs(len(_COVERED))
 ]
-"""Every other one is quick."""
+"""All pairs of values meet, over all models."""
 
 
 def check(model: Model, run: Run) -> None:
@@ -55,9 +53,8 @@ def test_training_equals_the_unsplit_model_in_many_ways(rotation: int) -> None:
 
 
 def test_all_pairs_of_values_meet_in_what_is_quick() -> None:
-    quick = [case.values[1] for case in COVERING if not case.marks]
     for two in combinations(FACTORS, 2):
-        met = {tuple(getattr(run, name) for name in two) for run in quick}
+        met = {tuple(getattr(case.values[1], name) for name in two) for case in COVERING}
         assert met == set(product(*(FACTORS[name] for name in two))), two
 
 
@@ -79,7 +76,7 @@ def partitions(num_layers: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sets(st.integers(1, num_layers - 1), max_size=3).map(sizes)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_training_equals_the_unsplit_model_for_any_partition(data: st.DataObject) -> None:
     model = data.draw(st.sampled_from(ALL_MODELS))
@@ -117,7 +114,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         done[stage, backward] += 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     schedule=schedules(),
     name=st.sampled_from(
@@ -139,22 +136,19 @@ def test_training_equals_the_unsplit_model_for_any_valid_schedule(
 
 
 @pytest.mark.parametrize("recompute", penstock.Recompute)
-@pytest.mark.parametrize("cut", range(1, 9))
-def test_a_layer_that_works_in_place_may_stand_at_any_cut(cut, recompute) -> None:
-    model = BY_NAME["in_place"]
-    for how in ({"partition": (cut, 9 - cut)}, {"partition": (1,) * 9}):
-        assert_trains_like_unsplit(model, 7, num_microbatches=3, recompute=recompute, **how)
+@pytest.mark.parametrize("partition", [*((cut, 9 - cut) for cut in range(1, 9)), (1,) * 9])
+def test_a_layer_that_works_in_place_may_stand_at_any_cut(partition, recompute) -> None:
+    assert_trains_like_unsplit(
+        BY_NAME["in_place"], 7, partition=partition, num_microbatches=3, recompute=recompute
+    )
 
 
-@pytest.mark.parametrize("num_microbatches", (4, pytest.param(8, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("num_samples", (1, 2, 3))
-def test_fewer_samples_than_micro_batches_run_as_many_as_there_are(
-    num_samples: int, num_microbatches: int
-) -> None:
-    for model in ALL_MODELS:
+def test_fewer_samples_than_micro_batches_run_as_many_as_there_are(num_samples: int) -> None:
+    for model in ALL_MODELS[num_samples - 1 :: 3]:
         if model.min_samples == 1:
             assert_trains_like_unsplit(
-                model, num_samples, steps=2, num_stages=2, num_microbatches=num_microbatches
+                model, num_samples, steps=2, num_stages=2, num_microbatches=4
             )
 
 

@@ -15,6 +15,7 @@ from tests.every_schedule import IN_TWO_PARTS
 from tests.models import ALL_MODELS, BY_NAME, Built, Model
 from tests.reference import Unsplit, chain
 from tests.side_by_side import autocast, differences, pipeline, same_bits
+from tests.ways import one_each, pairwise
 
 OPTIONS = [
     pytest.param(
@@ -35,6 +36,8 @@ OPTIONS = [
     )
 ]
 
+NAMED = [pytest.param(model, id=model.name) for model in ALL_MODELS]
+
 
 def pair_of(
     model: Model, **options: Any
@@ -49,8 +52,7 @@ def pair_of(
     )
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
+@pytest.mark.parametrize("model, options", one_each(NAMED, OPTIONS))
 def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: Any) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     ours, theirs = model.batches(9, count=2), model.batches(9, count=2)
@@ -81,11 +83,17 @@ def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[s
             assert same_bits(ours.grad, theirs.grad) and not differ()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("last_first", (True, False))
-@pytest.mark.parametrize("name", ("convolutions", "transformer", "changing_buffers"))
-def test_two_forwards_may_await_their_backward(name: str, last_first: bool, options: Any) -> None:
-    model = BY_NAME[name]
+@pytest.mark.parametrize(
+    "model, last_first, options",
+    pairwise(
+        [case for case in NAMED if case.id in ("convolutions", "transformer", "changing_buffers")],
+        [pytest.param(True, id="last first"), pytest.param(False, id="first first")],
+        OPTIONS,
+    ),
+)
+def test_two_forwards_may_await_their_backward(
+    model: Model, last_first: bool, options: Any
+) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     batches = model.batches(6, count=2)
     with pipe:
@@ -150,9 +158,14 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
         assert pipe.step == 3
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("num_samples", (1, 2, 9))
-@pytest.mark.parametrize("model", [m for m in ALL_MODELS if m.quiet_in_eval], ids=repr)
+@pytest.mark.parametrize(
+    "model, num_samples, options",
+    pairwise(
+        [case for m, case in zip(ALL_MODELS, NAMED, strict=True) if m.quiet_in_eval],
+        [pytest.param(n, id=f"N{n}") for n in (1, 2, 9)],
+        OPTIONS,
+    ),
+)
 def test_evaluation_equals_the_unsplit_model(model: Model, num_samples: int, options: Any) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     ours, theirs = model.batches(num_samples, count=2), model.batches(num_samples, count=2)

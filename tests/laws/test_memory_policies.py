@@ -21,10 +21,11 @@ from penstock.schedules import (
     zb_v,
 )
 from penstock.types import Recompute, Trace, Transport
-from tests.every_schedule import EVERY_SCHEDULE, divided
+from tests.every_schedule import divided
 from tests.kept import open_files
 from tests.models import ALL_MODELS, Model
 from tests.side_by_side import assert_trains_like_unsplit, same_bits
+from tests.ways import named_schedules, one_each
 
 MOVED: tuple[dict[str, Any], ...] = (
     {"schedule": gpipe, "recompute": Recompute.NEVER, "transport": Transport.THREADS},
@@ -51,11 +52,15 @@ def layers_again(model: Model, number: int) -> dict[str, Any]:
     return {"recompute": again, **MADE_AGAIN[number % len(MADE_AGAIN)]}
 
 
-@pytest.mark.parametrize("policy", (offload, layers_again), ids=lambda policy: policy.__name__)
-@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-@pytest.mark.parametrize("way", (0, pytest.param(1, marks=pytest.mark.slow)))
-def test_training_equals_the_unsplit_model_in_every_bit(model: Any, way: Any, policy: Any) -> None:
-    number = 2 * ALL_MODELS.index(model) + way
+@pytest.mark.parametrize(
+    "model, policy",
+    one_each(
+        [pytest.param(model, id=model.name) for model in ALL_MODELS],
+        [pytest.param(policy, id=policy.__name__) for policy in (offload, layers_again)],
+    ),
+)
+def test_training_equals_the_unsplit_model_in_every_bit(model: Any, policy: Any) -> None:
+    number = ALL_MODELS.index(model) // 2
     options: dict[str, Any] = {"bf16": number % 3 == 0, "num_stages": 3, "num_microbatches": 4}
     assert_trains_like_unsplit(
         model, 8 * model.min_samples + number % 2, **policy(model, number), **options
@@ -76,12 +81,14 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("schedule", EVERY_SCHEDULE, ids=str)
+@pytest.mark.parametrize(
+    "schedule, policy",
+    one_each(named_schedules(), [pytest.param(policy, id=policy) for policy in POLICIES]),
+)
 def test_in_every_schedule(schedule: Family, policy: str) -> None:
     model = next(m for m in ALL_MODELS if m.name == "transformer")
     assert_trains_like_unsplit(
-        model, 6, steps=2, num_microbatches=6, schedule=schedule, **POLICIES[policy]
+        model, 4, steps=2, num_microbatches=4, schedule=schedule, **POLICIES[policy]
     )
 
 

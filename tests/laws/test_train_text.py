@@ -97,7 +97,11 @@ def test_what_is_made_of_a_run_is_of_the_weights_it_was_judged_by(
 
 
 @pytest.mark.parametrize(
-    ("name", "made"), [("names", "scores.json"), ("text", "sample.txt")], ids=["names", "text"]
+    ("name", "made"),
+    [
+        pytest.param("names", "scores.json", marks=pytest.mark.slow, id="names"),
+        pytest.param("text", "sample.txt", id="text"),
+    ],
 )
 def test_what_was_not_made_of_a_finished_run_is_made_when_it_is_resumed(
     uninterrupted: dict[str, Path], tmp_path: Path, name: str, made: str

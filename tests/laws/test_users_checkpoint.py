@@ -13,9 +13,12 @@ import penstock
 from tests.laws.test_equality_or_refusal import model
 from tests.model_parts import Checkpointed
 from tests.side_by_side import assert_trains_like_unsplit, pipeline
-from tests.ways import WAYS
+from tests.ways import WAYS, one_each
 
-REENTRANT = pytest.mark.parametrize("reentrant", (True, False))
+REENTRANT = pytest.mark.parametrize(
+    "way, reentrant",
+    one_each(WAYS, [pytest.param(True, id="reentrant"), pytest.param(False, id="not reentrant")]),
+)
 
 
 def block() -> nn.Sequential:
@@ -23,7 +26,6 @@ def block() -> nn.Sequential:
 
 
 @REENTRANT
-@pytest.mark.parametrize("way", WAYS)
 def test_batch_norm_inside_moves_its_statistics_once(reentrant: bool, way: dict[str, Any]) -> None:
     def statistics(*, on: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -53,7 +55,6 @@ class Between(nn.Module):
 
 
 @REENTRANT
-@pytest.mark.parametrize("way", WAYS)
 def test_dropout_inside_is_drawn_again_as_it_was(reentrant: bool, way: dict[str, Any]) -> None:
     def layers() -> list[Any]:
         body = [nn.Linear(6, 6), Between(reentrant=reentrant), Between(reentrant=reentrant)]
@@ -63,7 +64,6 @@ def test_dropout_inside_is_drawn_again_as_it_was(reentrant: bool, way: dict[str,
 
 
 @REENTRANT
-@pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_that_is_switched_on_is_refused_once(reentrant: bool, way: Any) -> None:
     torch.manual_seed(0)
     dropping = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
@@ -95,7 +95,6 @@ class Attention(nn.Module):
 
 
 @REENTRANT
-@pytest.mark.parametrize("way", WAYS)
 def test_attention_without_dropout_may_be_inside_next_to_a_layer_that_draws(
     reentrant: bool, way: dict[str, Any]
 ) -> None:

@@ -1,6 +1,7 @@
 """Losses are weighted to sum to the whole batch's, for any reduction; no tokens have no part."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from tests.reference import Loss, Unsplit, Weigh, chain, mean, shares_of, total, whole_batch_step
-from tests.ways import in_pairs, named_schedules
+from tests.ways import named_schedules, one_each
 
 PADDING = 0
 
@@ -89,7 +90,13 @@ def assert_close_gradients(ours: list[nn.Module], theirs: list[nn.Module], withi
 
 @pytest.mark.parametrize(
     "loss, reduction, weigh, num_samples, num_microbatches, schedule",
-    in_pairs(REDUCTIONS, [pytest.param(n, m, id=f"{n}-{m}") for n, m in SIZES], named_schedules()),
+    one_each(
+        [
+            pytest.param(*reduction.values, *size, id=f"{reduction.id}-{size[0]}-{size[1]}")
+            for reduction, size in product(REDUCTIONS, SIZES)
+        ],
+        named_schedules(),
+    ),
 )
 def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(
     loss: Loss,

@@ -202,7 +202,7 @@ def test_a_member_trains_cut_as_it_does_whole_by_many_schedules(name: str) -> No
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if number % 2 else [])
+        pytest.param(name, marks=pytest.mark.slow if number % 4 else [])
         for number, name in enumerate(ZOO_MEMBERS)
     ],
 )

@@ -194,7 +194,7 @@ def peaks(
     return [max(live_bytes(program, kept)) for program in schedule.programs]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_whatever_is_chosen_fits_and_nothing_is_chosen_without_need(data: st.DataObject) -> None:
     at = replace(drawn(data.draw(st.integers(0, 10**6))), loss=None)

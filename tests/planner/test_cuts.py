@@ -71,7 +71,7 @@ FEW_OR_MANY = st.sampled_from((2, 4, 1000))
 INFINITE = st.sampled_from((0.0, 0.2, 0.6))
 
 
-@pytest.mark.parametrize("num_drawn", (750, pytest.param(1500, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num_drawn", (300, pytest.param(1500, marks=pytest.mark.slow)))
 def test_any_cost_is_cut_as_trying_every_cut_finds(num_drawn: int) -> None:
     drawn = given(drawn_spans(), st.data(), SEEDS, FEW_OR_MANY, INFINITE)
     settings(max_examples=num_drawn, deadline=None)(drawn(check_cut))()
@@ -102,7 +102,7 @@ def check_cut(
             assert step_s(costs, int(number)) <= least_s * 1.0011 + 1e-9
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=3).filter(any),
     st.data(),
@@ -138,7 +138,7 @@ def test_devices_are_ordered_as_trying_every_order_finds(
             assert step_s(costs, 3) <= min(step_s(own, 3) for own in every.values()) * 1.0011
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(drawn_spans(), st.data(), SEEDS, st.integers(5, 30))
 def test_what_cannot_fit_is_left_out_of_what_is_searched_and_no_cut_is_another(
     spans: Spans, data: st.DataObject, seed: int, room: int

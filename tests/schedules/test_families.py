@@ -61,7 +61,7 @@ FAMILIES = (
     ),
 )
 ON_A_V = (zb_v(), v_half(), v_min())
-SIZES = [(num_ranks, m) for num_ranks in range(1, 9) for m in range(1, 17)]
+SIZES = [(num_ranks, m) for num_ranks in (1, 2, 3, 4, 5, 8) for m in range(1, 17)]
 MORE_RANKS, MORE_MICROBATCHES = st.integers(9, 24), st.integers(1, 64)
 
 

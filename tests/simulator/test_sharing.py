@@ -147,7 +147,7 @@ def test_the_step_alone_is_the_timelines_to_the_last_digit(family, num_microbatc
         assert step_s(compiled(schedule), costs, shared) == told
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_times_are_those_of_a_simulator_that_looks_at_every_rank_each_time(data) -> None:
     num_stages, num_microbatches = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 4))
