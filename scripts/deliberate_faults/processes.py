@@ -399,7 +399,7 @@ FAULTS = (
     Fault(
         "a message is taken for a small one whatever its size",
         "penstock/transport/torch_distributed.py",
-        "is_whole = num_bytes <= self._room_bytes and on_cpu",
+        "is_whole = num_bytes <= self._room_bytes",
         "is_whole = on_cpu",
         "tests/distributed/test_link.py",
         "exchange",

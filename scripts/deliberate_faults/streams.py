@@ -184,7 +184,7 @@ FAULTS = (
         "                self._make_caller_wait(run)\n                if",
         "                if",
         _PROCESSES,
-        "replicas",
+        "data",
     ),
     Fault(
         "streams: nothing ends a collective whose peer was killed",

@@ -21,6 +21,7 @@ _SLOW = pytest.mark.slow
         pytest.param((3, 1, 1), ["schedule=zb_v"], id="zb_v", marks=_SLOW),
         pytest.param((2, 2, 1), ["schedule=gpipe"], id="replicas", marks=_SLOW),
         pytest.param((1, 1, 2), ["sharding=zero3"], id="zero3", marks=_SLOW),
+        pytest.param((1, 1, 2), ["sharding=data"], id="data", marks=_SLOW),
         pytest.param((2, 1, 2), ["sharding=megatron"], id="shards", marks=_SLOW),
     ],
 )
