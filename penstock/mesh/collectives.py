@@ -16,6 +16,7 @@ result.  Then a thread waits for that stream, so that the caller has a deadline.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -252,6 +253,11 @@ class Collectives(Shared):
         """End all collectives under way on accelerators, after a process has failed."""
         with suppress(RuntimeError):
             self.group.abort()
+
+
+def patient(timeout_s: float) -> timedelta:
+    """Return torch's deadline for accelerators: it ends the process, so Penstock's comes first."""
+    return timedelta(seconds=2 * timeout_s + 60)
 
 
 def reached(device: torch.device) -> Callable[[], None]:

@@ -22,7 +22,7 @@ from penstock.trace.units import count_text
 
 from .agreement import told_by_first
 from .background import Background
-from .collectives import Collectives
+from .collectives import Collectives, patient
 from .control import Control
 from .lifelines import Lifelines
 from .meet import join, meeting
@@ -213,11 +213,11 @@ def _along(
     host_waits: bool = True,
 ) -> Control:
     """Make these groups of ranks, all of them in every process; return this process's group."""
-    control = Control()
+    control, timeout_s = Control(), world.waits.background.timeout_s
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, None if device.type == "cpu" else patient(timeout_s))
         if world.rank in ranks:
             tensors = replace(
                 world.tensors,

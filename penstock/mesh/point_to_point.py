@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.types import LONGEST_TIMEOUT_S
 
 from .background import Background
-from .collectives import reached
+from .collectives import patient, reached
 
 _HELLO = 2**31 - 2
 """Tag of the first message on a connection; tags of later ones are lower."""
@@ -120,7 +120,8 @@ class PointToPoint:
         Torch can make a group in its members alone.  But it then names the group by a count that
         differs between stages with unlike meshes.
         """
-        limit, mine = timedelta(seconds=self._background.timeout_s), None
+        limit_s, mine = self._background.timeout_s, None
+        limit = timedelta(seconds=limit_s) if backend == "gloo" else patient(limit_s)
         for ranks in self._groups:
             group = dist.new_group(ranks, limit, backend)
             mine = group if self._rank in ranks else mine
