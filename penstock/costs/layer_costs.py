@@ -70,7 +70,7 @@ def layer_costs(
             seconds = (kind.busy_seconds if busy else None) or kind.seconds
             if not is_measured:
                 seconds = _scaled(seconds, kind, device, like)
-            return replace(kind, seconds=seconds or _by_roofline(kind, device))
+            return replace(kind, seconds=seconds or by_roofline(kind, device))
 
         return size.with_kinds(on_device)
 
@@ -114,7 +114,7 @@ def _scaled(
     """Scale seconds measured on `like` to a device by their roofline times; None if unknown."""
     if measured is None or like is None or not kind.operators:
         return None
-    here, there = _by_roofline(kind, device), _by_roofline(kind, like)
+    here, there = by_roofline(kind, device), by_roofline(kind, like)
 
     def scaled(name: str) -> float:
         seconds: float = getattr(measured, name)
@@ -124,7 +124,7 @@ def _scaled(
     return replace(measured, **{name: scaled(name) for name in _SECONDS})  # type: ignore[arg-type]
 
 
-def _by_roofline(kind: LayerKind, device: Device | None) -> LayerSeconds:
+def by_roofline(kind: LayerKind, device: Device | None) -> LayerSeconds:
     """Return the roofline times of a layer; 0 without a device, for a layer that never ran."""
     forward_s, input_s, weight_s = (
         0.0 if device is None else operators_seconds(kind.operators, device, part)

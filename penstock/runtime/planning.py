@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.costs.cluster.presets import device_preset
+from penstock.costs.counting.count import count_layers
+from penstock.costs.layer_costs import by_roofline
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measuring.measure import How, measure
 from penstock.errors import ConfigError, PlanError, check_kind, shown
@@ -16,6 +19,7 @@ from penstock.mesh import Mesh
 from penstock.mesh.start import accelerators
 from penstock.model.capture.capture import resolve_layers
 from penstock.model.layers import Layers
+from penstock.model.pytree import tree_map
 from penstock.model.stage_plan import Step
 from penstock.planner.arguments import (
     Arguments,
@@ -132,6 +136,8 @@ def layer_facts(layers: Any) -> tuple[LayerFacts, ...]:
 
 MEMORY_SHARE = 0.8
 """Of the free memory of an accelerator, the share for weights and activations by default."""
+_USUAL_DEVICE = "a100-80gb"
+"""The device whose roofline weighs counted layers against each other."""
 _TRAINED_TIMES = 4
 """Bytes of a trained weight, in units of its own: itself, its gradient and Adam's two moments."""
 
@@ -145,6 +151,12 @@ def balance(plan: Plan, layers: Layers, part: Any, free: Sequence[int] | None = 
     Raises:
         ConfigError: a rank needs more memory than the limit.
     """
+    devices = {t.device for step in layers for t in step.module.parameters()}
+    if layers.model is not None and len(devices) > 1:
+        return _balanced_by_counting(plan, layers, part, free)
+    if layers.model is not None and devices:
+        (device,) = devices
+        part = tree_map(lambda tensor: tensor.to(device), part)
     with saying(f"measuring the layers, to balance {count_text(plan.num_stages, 'stage')}"):
         unsplit: list[Unsplit] = []
 
@@ -153,18 +165,36 @@ def balance(plan: Plan, layers: Layers, part: Any, free: Sequence[int] | None = 
             unsplit.extend(why_unsplit([(step.index, step.module)], divide(roots, set())))
 
         how = How(threads=plan.threads_per_stage, call=StageCalls)
-        limits = plan.memory_limit_bytes is not None
-        left = left_bytes if limits or free else None
+        left = left_bytes if plan.memory_limit_bytes is not None or free else None
         result = measure(layers, part, how, look=look, left=left)
     plan = replace(plan, unsplit=tuple(unsplit))
     times = tuple(result.seconds(step.index) for step in layers)
     if result.kept is None:
         return balanced(plan, Measured(times), layers.spans)
     measured = Measured(times, result.kept, _trainable_bytes(layers))
-    if limits:
+    return _balanced(plan, measured, layers, free)
+
+
+def _balanced(plan: Plan, measured: Measured, layers: Layers, free: Sequence[int] | None) -> Plan:
+    """Return the balanced plan, within the memory limit or the free bytes of devices."""
+    if plan.memory_limit_bytes is not None or not free:
         return balanced(plan, measured, layers.spans)
-    plan = balanced(plan, Measured(times), layers.spans)
-    return least_recompute(plan, measured, _room(plan, layers, free or ()))
+    plan = balanced(plan, replace(measured, kept=None), layers.spans)
+    return least_recompute(plan, measured, _room(plan, layers, free))
+
+
+def _balanced_by_counting(
+    plan: Plan, layers: Layers, part: Any, free: Sequence[int] | None
+) -> Plan:
+    """Balance a captured model whose layers are on several devices by counted operators.
+
+    No device has all values that the code between its layers uses, so that it cannot be measured.
+    """
+    counted = count_layers(layers, part, left=left_bytes)
+    device = device_preset(_USUAL_DEVICE)
+    times = [by_roofline(counted.layer(step.index), device) for step in layers]
+    plan = _balanced(plan, Measured(times, counted, _trainable_bytes(layers)), layers, free)
+    return replace(plan, predicted_s=None)
 
 
 def _room(plan: Plan, layers: Layers, free: Sequence[int]) -> list[int]:

@@ -194,4 +194,20 @@ FAULTS = (
         _PROCESSES,
         "collectives",
     ),
+    Fault(
+        "a captured model is measured on the devices of all its layers at once",
+        "penstock/runtime/planning.py",
+        "layers.model is not None and len(devices) > 1",
+        "layers.model is not None and len(devices) > 9",
+        _TEST,
+        "balanced_where",
+    ),
+    Fault(
+        "example inputs stay where they are while layers are measured",
+        "penstock/runtime/planning.py",
+        "tensor.to(device), part)",
+        "tensor, part)",
+        _TEST,
+        "balanced_where",
+    ),
 )

@@ -89,7 +89,7 @@ class Tensors:
             for block in filter(None, map(self.memory.block_of, _tensors_of(value))):
                 use(block, timeline, count, name)
         for tensor in _tensors_of(result) if device.type == "cuda" else ():
-            if self.memory.block_of(tensor) is None:
+            if self.memory.block_of(tensor) is None and not tensor.is_meta:
                 self.memory.allocate(tensor, device, timeline)
         if name in _HOST_WAITS:
             self.streams.host.learn(timeline.clock)

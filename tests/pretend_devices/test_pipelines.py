@@ -188,3 +188,24 @@ def test_a_traced_run_has_no_races(memory: Memory, trace: Trace) -> None:
         assert pipe.last_timeline is not None
         assert pipe.last_timeline.step_s > 0
     assert memory.races == []
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:1"]], ids=str)
+def test_a_captured_model_is_balanced_where_its_layers_are(
+    devices: list[str], memory: Memory
+) -> None:
+    x, y = new_batch(0, "cpu")
+    losses = [
+        trained_once(x, y, num_stages=2, devices=where).item()
+        for where in (devices, ["cpu", "cpu"])
+    ]
+    assert losses[0] == losses[1]
+    assert memory.races == []
+
+
+def trained_once(x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    loss = F.mse_loss
+    with penstock.Pipeline(Tied(), example_inputs=x, loss=loss, seed=1, **options) as pipe:
+        assert sum(pipe.plan.partition) == 4
+        return pipe.train_step(x, y)
