@@ -29,7 +29,6 @@ from .streams import (
     holds_generator,
     refuse_outside_draws,
     runs_and_draws,
-    stream_key,
 )
 
 _RERUNS = frozenset(("torch.random", "torch.utils.checkpoint"))
@@ -111,9 +110,15 @@ class LayerCall:
 
     @property
     def key(self) -> int:
-        seed, phase, step, num_microbatches, first = self.run.streams
-        later, microbatch = divmod(self.tape.microbatch, num_microbatches)
-        return stream_key(seed, phase, step + later, self.layer, first + microbatch)
+        return self.run.streams.key(self.layer, self.tape.microbatch)
+
+    @property
+    def make(self) -> Callable[[torch.device], Generator] | None:
+        """Makes the call's generator, if the run has its own way."""
+        run = self.run
+        if run.generators is None:
+            return None
+        return partial(run.generators.make, run.streams, self.layer, self.tape.microbatch)
 
 
 class Drawing(RerunGuard):
@@ -161,7 +166,7 @@ class Drawing(RerunGuard):
             return self._run_seeded(key, call, function)
         tape = call.tape
         repeatable = tape.graph_dropped or layer in tape.dropped_layers
-        stream = KeyedRandomness(call.key, repeatable=repeatable)
+        stream = KeyedRandomness(call.key, repeatable=repeatable, make=call.make)
         if in_operators:
             with stream:
                 result = function()
@@ -176,6 +181,8 @@ class Drawing(RerunGuard):
         self, key: tuple[float, ...], call: LayerCall, function: Callable[[], Any]
     ) -> Any:
         """Run a layer alone, from seeded default generators, and learn more of it each time."""
+        if call.run.generators is not None:
+            call.run.generators.seed_default(call.layer)
         # 1. Choose the watch for this call: each costs time, so one fact is learned per call.
         known, compiled = self._known.get(key), CompiledCalls()
         watch = WatchDraws(self._device, filter(is_plain, self._dropouts.get(call.layer, ())))
