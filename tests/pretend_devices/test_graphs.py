@@ -9,11 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedules import gpipe
+from penstock.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 
 from .memory import Memory
 
 WIDTH, NUM_STEPS = 6, 5
+
+
+class Asks(nn.Linear):
+    """A layer that asks the GPU for a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if x.sum().item() < 1e9 else 2.0)
+
+
+def with_dropout() -> list[nn.Module]:
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))
+    return [first, nn.Tanh(), nn.Dropout(0.3), nn.Linear(WIDTH, 3)]
 
 
 def layers() -> list[nn.Module]:
@@ -40,9 +52,11 @@ def batch(step: int, num_samples: int = 8) -> tuple[Tensor, Tensor]:
     return x.to("cuda:0"), y.to("cuda:0")
 
 
-def train(pipe: penstock.Pipeline, change: Any = None) -> list[Any]:
+def train(pipe: penstock.Pipeline, change: Any = None, num_steps: int = NUM_STEPS) -> list[Any]:
     found: list[Any] = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
+        if change is not None and step == NUM_STEPS - 1:
+            change(pipe)
         x, y = batch(step)
         loss = pipe.train_step(x, y)
         x.zero_()
@@ -56,12 +70,77 @@ def train(pipe: penstock.Pipeline, change: Any = None) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("num_stages", (1, 2))
-def test_steps_have_eagers_bits(memory: Memory, num_stages: int) -> None:
-    with piped(layers(), num_stages, schedule=gpipe) as pipe:
+@pytest.fixture
+def replays(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """The replays so far."""
+    counted: list[None] = []
+    graph: Any = torch.cuda.CUDAGraph
+    replay = graph.replay
+    monkeypatch.setattr(graph, "replay", lambda self: (counted.append(None), replay(self))[1])
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "modules", "recompute"),
+    [
+        (gpipe, 1, layers, "never"),
+        (gpipe, 2, layers, "stage"),
+        (one_f_one_b, 2, with_dropout, "stage"),
+        (zb_h1(), 4, with_dropout, "never"),
+        (interleaved_1f1b(2), 4, with_dropout, "layers"),
+        (gpipe, 1, with_dropout, "layers"),
+    ],
+)
+def test_steps_have_eagers_bits(
+    memory: Memory, replays: list[None], schedule: Any, num_stages: int, modules: Any, recompute: str
+) -> None:
+    how = {"schedule": schedule, "recompute": recompute}
+    with piped(modules(), num_stages, **how) as pipe:
         wanted = train(pipe)
-    with piped(layers(), num_stages, schedule=gpipe, cuda_graphs=True) as pipe:
+    with piped(modules(), num_stages, cuda_graphs=True, **how) as pipe:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert train(pipe) == wanted
+    assert len(replays) >= 2
     assert memory.races == []
+
+
+def test_a_layer_that_asks_for_a_number_runs_eagerly_after_one_warning(
+    memory: Memory, replays: list[None]
+) -> None:
+    modules = lambda: [Asks(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]  # noqa: E731
+    with piped(modules(), 2, schedule=gpipe) as pipe:
+        wanted = train(pipe)
+    with piped(modules(), 2, schedule=gpipe, cuda_graphs=True) as pipe:
+        with pytest.warns(penstock.ExecutionWarning, match="not permitted when") as warned:
+            assert train(pipe) == wanted
+    assert len(warned) == 1 and replays == []
+
+
+def raise_p(pipe: Any) -> None:
+    for module in pipe.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.6
+
+
+def replace_data(pipe: Any) -> None:
+    for p in pipe.parameters():
+        p.data = p.data * 0.5
+
+
+def freeze_modes(pipe: Any) -> None:
+    pipe.eval()
+
+
+@pytest.mark.parametrize("change", (raise_p, replace_data, freeze_modes))
+def test_a_change_is_never_missed(memory: Memory, replays: list[None], change: Any) -> None:
+    with piped(with_dropout(), 2, schedule=gpipe) as pipe:
+        wanted = train(pipe, change)
+    with piped(with_dropout(), 2, schedule=gpipe, cuda_graphs=True) as pipe:
+        assert train(pipe, change) == wanted
+    assert replays
+
+
+def test_stages_on_several_devices_are_refused(memory: Memory) -> None:
+    with pytest.raises(penstock.ConfigError, match="cuda_graphs=True, and"):
+        piped(layers(), 2, devices=("cuda:0", "cuda:1"), cuda_graphs=True)
