@@ -91,7 +91,9 @@ class NotingGenerators:
         self.calls: list[tuple[int, int, torch.device]] = []
         self.seeded: set[int] = set()
 
-    def make(self, streams: Streams, layer: int, microbatch: int, where: torch.device) -> Generator:
+    def make(
+        self, streams: Streams, layer: int, microbatch: int, where: torch.device
+    ) -> Generator:
         """Return a new generator for one call of one layer."""
         self.calls.append((layer, microbatch, where))
         return new_generator(where).manual_seed(streams.key(layer, microbatch))
@@ -108,7 +110,9 @@ class GraphGenerators:
         self._calls, self._num_made = calls, 0
         self.generators = [new_generator(where) for *_, where in calls]
 
-    def make(self, streams: Streams, layer: int, microbatch: int, where: torch.device) -> Generator:
+    def make(
+        self, streams: Streams, layer: int, microbatch: int, where: torch.device
+    ) -> Generator:
         """Return the next generator, while the graph is captured."""
         number, self._num_made = self._num_made, self._num_made + 1
         if where.type != "cuda":
@@ -325,7 +329,9 @@ class GraphDriver(AbstractDriver):
         """Run as ever, and note what a graph of this key needs."""
         self._num_eager += 1
         if self._num_eager > MOST_EAGER and self._last is not None:
-            self._warn(f"{MOST_EAGER} steps have had no graph; {key.difference(self._last)} changed")
+            self._warn(
+                f"{MOST_EAGER} steps have had no graph; {key.difference(self._last)} changed"
+            )
         noting = work.run.generators = NotingGenerators()
         self._eager.drive(work)
         is_ready = not (noting.seeded or work.run.looks)

@@ -92,7 +92,12 @@ def replays(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     ],
 )
 def test_steps_have_eagers_bits(
-    memory: Memory, replays: list[None], schedule: Any, num_stages: int, modules: Any, recompute: str
+    memory: Memory,
+    replays: list[None],
+    schedule: Any,
+    num_stages: int,
+    modules: Any,
+    recompute: str,
 ) -> None:
     how = {"schedule": schedule, "recompute": recompute}
     with piped(modules(), num_stages, **how) as pipe:
