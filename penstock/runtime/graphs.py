@@ -315,6 +315,8 @@ class GraphDriver(AbstractDriver):
     def _capture(self, key: Key, work: Work, leaves: _Leaves) -> None:
         try:
             why = leaves.why_eager or _why_eager(work)
+            if self._calls:  # generators of a graph are not shown to have eager's bits yet
+                why = why or "layers draw random numbers, which graphs do not yet do"
             if len(self._graphs) == MOST_GRAPHS:
                 changed = key.difference(next(reversed(self._graphs)))
                 why = why or f"there are {MOST_GRAPHS} graphs already; {changed} changed again"
