@@ -135,6 +135,7 @@ class Pipeline(PipelineModule):
         check_batches: the steps at which ranks of a replica compare the values of their batches;
             default: the first eight steps and each hundredth.
         outputs: the ranks that get the outputs of `pipe(inputs)` in training; default: all.
+        cuda_graphs: capture `train_step` as one CUDA graph, on one GPU (docs/cuda_graphs.md).
         plan: a plan to run, such as another pipeline's; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
@@ -175,6 +176,7 @@ class Pipeline(PipelineModule):
         sharding: str | Mapping[str, Any] | None = None,
         check_batches: CheckBatches | str = CheckBatches.FIRST,
         outputs: Outputs | str = Outputs.ALL,
+        cuda_graphs: bool = False,
         plan: Plan | None = None,
     ) -> None:
         # 1. Make the plan of the arguments, or check the one that was given.
@@ -217,7 +219,8 @@ class Pipeline(PipelineModule):
             alike = {"check_batches": check_batches}
             plan, number, undecided = agree(plan, resolved, mesh, part, alike, undecided)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
-            engine = make_engine(resolved, loss, plan, mesh, draws=draws, sharding=divided)
+            how: Any = {"draws": draws, "sharding": divided, "cuda_graphs": cuda_graphs}
+            engine = make_engine(resolved, loss, plan, mesh, **how)
             super().__init__()
             self._layers, self._engine = resolved, engine
             self.__dict__.update(resolved.registered(engine.holds, engine.loss_here))

@@ -23,6 +23,7 @@ from .aside import Aside
 from .batch_norm import batch_norms, warn_of_unpooled
 from .drivers import AbstractDriver, CallerDriver, ProcessDriver
 from .engine import Engine, Shared, StepLock
+from .graph_driver import GraphDriver, check_can_capture
 from .memory.stores import store_on
 from .microbatches import Splitter
 from .planning import stage_devices
@@ -57,6 +58,7 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     draws: bool = True,
     sharding: Sharding | None = None,
     before: Engine | None = None,
+    cuda_graphs: bool = False,
 ) -> Engine:
     """Cut layers into stages, and move the stages of this process to their devices.
 
@@ -72,12 +74,14 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     layers.check_sharing(stage_of)
     parties = before.aside.parties if before else parties_of(layers, loss)
     aside = Aside(parties, stage_of, across=mesh.stages.size > 1)
-    shared = _shared_parts(layers, loss, plan, mesh) if before is None else before.shared
+    shared = before.shared if before else _shared_parts(layers, loss, plan, mesh, cuda_graphs)
     replicas, plans = shared.replicas, tuple(layers.plan_stages(plan.partition))
     shared.splitter.readers = tuple(p.index for p in plans if p.reads_input)
 
     # 2. Put the layers of this process's stages on their devices, whole or in shards.
     devices = stage_devices(plan, mesh)
+    if isinstance(shared.driver, GraphDriver):
+        check_can_capture(plan, devices)
     here = shared.processes.stages_of(mesh.rank)
     mine = [(p, devices[p.index]) for p in plans if p.index in here]
     shards = Shards(sharding, mesh) if before is None else before.shards
@@ -133,7 +137,7 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     return engine
 
 
-def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Shared:
+def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh, cuda_graphs: bool) -> Shared:
     """Make the parts of an engine that outlive its plan."""
     keep_freed_memory()
     cache_weights_per_thread()
@@ -145,7 +149,9 @@ def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh) -> Shared:
     sums = any(len(rows) * len(rows[0]) > 1 for rows in mesh.placement.meshes)
     replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools) if sums else None
     driver: AbstractDriver = (in_caller := CallerDriver(plan.threads_per_stage))
-    if connects:
+    if cuda_graphs:
+        driver = GraphDriver(plan.threads_per_stage)
+    elif connects:
         driver = ProcessDriver(mesh, plan)
     elif plan.transport is not Transport.LOOPBACK:
         driver = ThreadDriver(plan.threads_per_stage, plan.timeout_s)

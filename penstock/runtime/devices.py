@@ -99,8 +99,10 @@ class StageDevice:
 
     def make_caller_wait(self) -> None:
         """Let the caller's current stream wait for all work of this stage."""
-        if self._compute is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._compute)
+        if self._compute is not None and self._copy is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._compute)
+            current.wait_stream(self._copy)
 
     def mark(self) -> Event | None:
         """Record an event on the compute stream; return None on a CPU."""

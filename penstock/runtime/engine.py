@@ -135,7 +135,7 @@ class Engine:
         self.splitter, self.processes = self.shared.splitter, self.shared.processes
         self.is_asynchronous = self.plan.schedule.is_asynchronous
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
-        self._waits_for_device = self.mesh.own_device not in (None, torch.device("cpu"))
+        self._has_device = self.mesh.own_device not in (None, torch.device("cpu"))
 
     def tensors(self) -> list[Tensor]:
         """List the parameters and buffers of the stages that run here."""
@@ -250,7 +250,7 @@ class Engine:
             replicas.set_aside(parameters)
 
         # 3. Choose the driver: a mode that no worker can enter keeps the run in this thread.
-        self._wait_for_caller(run)
+        self._order(run, after=False)
         driver = self.shared.driver
         stays = in_caller or (isinstance(driver, ThreadDriver) and caller.stays())
         driver = self.shared.in_caller if stays else driver
@@ -261,12 +261,13 @@ class Engine:
             guarded = guarded_default_generators(self.devices, self._look_again)
             with self.shards.for_step(), guarded, casts:
                 driver.drive(work)
-                self._make_caller_wait(run)
+                self._order(run, after=True)
                 if replicas is not None and run.window is None:  # else each update waits itself
                     replicas.finish()
             if replicas is not None:
                 replicas.add_earlier()
-            self._wait_for_device()
+            if self._has_device:
+                self.mesh.wait_for_device("for its device to have what the other processes send")
             if run.looks:
                 self._tell_unsplit(run)
         except BaseException as error:  # facts learned of layers may be incomplete, or the cause
@@ -304,23 +305,14 @@ class Engine:
             run.aside.end()
         for stage in self.stages:
             stage.end(run)
-        self._make_caller_wait(run)
+        self._order(run, after=True)
 
-    def _wait_for_caller(self, run: Run) -> None:
+    def _order(self, run: Run, *, after: bool) -> None:
+        """Order the run's work on GPUs behind the caller's, or `after` the run the other way."""
         for device in self._with_streams:
-            device.wait_for_caller()
+            (device.make_caller_wait if after else device.wait_for_caller)()
         if torch.cuda.is_initialized():
-            order_copies(run.batch.inputs[0], run.batch.targets[0], after=False)
-
-    def _make_caller_wait(self, run: Run) -> None:
-        for device in self._with_streams:
-            device.make_caller_wait()
-        if torch.cuda.is_initialized():
-            order_copies(run.batch.inputs[0], run.batch.targets[0], after=True)
-
-    def _wait_for_device(self) -> None:
-        if self._waits_for_device:
-            self.mesh.wait_for_device("for its device to have what the other processes send")
+            order_copies(run.batch.inputs[0], run.batch.targets[0], after=after)
 
     def record(self, run: Run, mode: Mode) -> Record | None:
         """Return the record of a traced run on all stages; None if it was not traced."""

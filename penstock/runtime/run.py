@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Generator, Tensor, device
 
 from penstock.planner.unsplit import Unsplit
 from penstock.torch_private import AnyBatchNorm
@@ -14,6 +14,7 @@ from penstock.transport.channels import Activation, Gradient
 from .caller import CallerContext
 from .memory.stores import AbstractStore
 from .microbatches import Batch
+from .random.streams import stream_key
 from .stage.tape import Tape
 from .window import Window
 
@@ -44,6 +45,22 @@ class Streams(NamedTuple):
     step: int
     num_microbatches: int
     first_microbatch: int = 0
+
+    def key(self, layer: int, microbatch: int) -> int:
+        """Return the seed for one call of one layer; `microbatch` counts those of the run."""
+        later, microbatch = divmod(microbatch, self.num_microbatches)
+        first = self.first_microbatch
+        return stream_key(self.seed, self.phase, self.step + later, layer, first + microbatch)
+
+
+class MakesGenerators(Protocol):
+    """The interface of `runtime.graphs`, which needs the generators of a step beforehand."""
+
+    def make(self, streams: Streams, layer: int, microbatch: int, where: device) -> Generator:
+        """Return the generator for one call of one layer, in the state of its first draw."""
+
+    def seed_default(self, layer: int) -> None:
+        """Note that a layer runs with torch's default generators seeded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +111,7 @@ class Run:
     `gradient_dtype`: gradients of weights of lower precision have this dtype.  `window`: the run
     has several mini-batches, and updates the weights in between.  `looks`: stages note why
     backwards in two parts are whole.  `aside` watches state that stages share.
+    `generators` makes the generators of layer calls.
 
     The stages share the rest.  `has_seeded`: a layer ran with torch's default generators seeded.
     A checkpoint in it will set them again, so backward passes need them alone.  `claimed` maps the
@@ -112,6 +130,7 @@ class Run:
     window: Window | None = None
     looks: bool = False
     aside: LooksAside | None = None
+    generators: MakesGenerators | None = None
 
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False

@@ -3,6 +3,7 @@
 from .fault import Fault
 
 _TEST = "tests/pretend_devices/test_pipelines.py"
+_GRAPHS = "tests/pretend_devices/test_graphs.py"
 _PROCESSES = "tests/pretend_devices/test_processes.py"
 
 FAULTS = (
@@ -16,22 +17,22 @@ FAULTS = (
     Fault(
         "streams: the caller does not wait for the compute stream",
         "penstock/runtime/devices.py",
-        "torch.cuda.current_stream(self.device).wait_stream(self._compute)",
-        "pass",
+        "            current.wait_stream(self._compute)\n",
+        "",
         _TEST,
     ),
     Fault(
         "streams: copies of the caller's tensors do not wait for it",
         "penstock/runtime/engine.py",
-        "order_copies(run.batch.inputs[0], run.batch.targets[0], after=False)",
-        "pass",
+        "order_copies(run.batch.inputs[0], run.batch.targets[0], after=after)",
+        "after and order_copies(run.batch.inputs[0], run.batch.targets[0], after=after)",
         _TEST,
     ),
     Fault(
         "streams: the caller does not wait for copies of its tensors",
         "penstock/runtime/engine.py",
-        "order_copies(run.batch.inputs[0], run.batch.targets[0], after=True)",
-        "pass",
+        "order_copies(run.batch.inputs[0], run.batch.targets[0], after=after)",
+        "after or order_copies(run.batch.inputs[0], run.batch.targets[0], after=after)",
         _TEST,
     ),
     Fault(
@@ -181,7 +182,7 @@ FAULTS = (
     Fault(
         "streams: sums of gradients are put in place beside backwards",
         "penstock/runtime/engine.py",
-        "                self._make_caller_wait(run)\n                if",
+        "                self._order(run, after=True)\n                if",
         "                if",
         _PROCESSES,
         "data",
@@ -209,5 +210,37 @@ FAULTS = (
         "tensor, part)",
         _TEST,
         "balanced_where",
+    ),
+    Fault(
+        "graphs: a replay reads the inputs of the capture",
+        "penstock/runtime/graphs.py",
+        "static.copy_(given, non_blocking=True)",
+        "static.shape",
+        _GRAPHS,
+        "eagers_bits",
+    ),
+    Fault(
+        "graphs: each replay draws the same numbers",
+        "penstock/runtime/graphs.py",
+        "generator.manual_seed(streams.key(layer, microbatch))",
+        "generator.initial_seed()",
+        _GRAPHS,
+        "eagers_bits",
+    ),
+    Fault(
+        "graphs: a graph holds whatever the attributes of modules are",
+        "penstock/runtime/graph_driver.py",
+        "        plain_facts(modules_of(work)),\n",
+        "        (),\n",
+        _GRAPHS,
+        "never_missed",
+    ),
+    Fault(
+        "graphs: a graph holds wherever parameters are",
+        "penstock/runtime/graph_driver.py",
+        "tuple((*_place(t), t.requires_grad) for t in (*parameters, *buffers))",
+        "(len(buffers),)",
+        _GRAPHS,
+        "never_missed",
     ),
 )

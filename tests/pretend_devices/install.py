@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partialmethod, wraps
+from functools import partial, partialmethod, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -11,9 +11,10 @@ import torch
 from torch import Generator, Tensor, UntypedStorage
 
 import penstock.pipeline  # noqa: F401 - a module first imported inside would keep what is replaced
-from penstock.runtime import caller, devices
-from penstock.runtime.random.streams import KeyedRandomness
+from penstock.runtime import caller, devices, graphs
+from penstock.runtime.random import streams as random_streams
 
+from .graphs import graph_classes, recorded_loan
 from .memory import Memory
 from .streams import Event, Stream, Streams
 from .tensors import CPU, Operators, Tensors, move_function
@@ -24,6 +25,8 @@ _FACTORIES = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
 )
 """Functions of torch that make tensors on a device."""
+_OF_VALUES = (torch.tensor, torch.as_tensor)
+"""Those that copy values of the host."""
 _BYTES = 16 << 30
 """The memory of each pretended GPU."""
 
@@ -47,7 +50,7 @@ def pretended_devices(num_devices: int = 2) -> Iterator[Memory]:
 
 def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dict[str, Any]]]:
     event = _with_first(Event, streams)
-    yield torch.cuda, _of_cuda(streams, event)
+    yield torch.cuda, _of_cuda(streams, event) | graph_classes(tensors)
     yield Tensor, _of_tensors(streams, tensors)
     yield UntypedStorage, {"device": _device_of_storages(tensors.memory)}
     yield torch, {name: _factory(getattr(torch, name), streams, tensors) for name in _FACTORIES}
@@ -61,13 +64,21 @@ def _replacements(streams: Streams, tensors: Tensors) -> Iterator[tuple[Any, dic
     yield threading.Thread, {"run": run_inside}
     # Penstock holds some of torch's names itself, and runs alone under modes it does not know.
     held: Any = caller
-    modes, generator = held.dispatch_modes, KeyedRandomness.generator
+    modes, lent = held.dispatch_modes, random_streams.lent_to_default
     yield devices, {"Event": event}
     yield (
         caller,
         {"dispatch_modes": lambda: [m for m in modes() if not isinstance(m, Operators)]},
     )
-    yield KeyedRandomness, {"generator": lambda mode, device: generator(mode, CPU)}
+
+    @contextmanager
+    def lent_inside(default: Generator, generator: Generator) -> Iterator[None]:
+        with lent(default, generator), recorded_loan(streams, default, generator):
+            yield
+
+    made = {"new_generator": lambda device: Generator(), "lent_to_default": lent_inside}
+    yield random_streams, made
+    yield graphs, {"new_generator": made["new_generator"]}
 
 
 def _with_first(kind: Any, first: Any) -> type:
@@ -190,6 +201,7 @@ def _factory(make: Callable[..., Tensor], streams: Streams, tensors: Tensors) ->
         if not is_gpu:
             return make(*args, **kwargs)
         del kwargs["device"]
-        return tensors.place(make(*args, **kwargs), torch.device("cuda", streams.index(device)))
+        where = torch.device("cuda", streams.index(device))
+        return tensors.make(partial(make, *args, **kwargs), where, of_values=make in _OF_VALUES)
 
     return made

@@ -65,10 +65,14 @@ class Stream(Timeline):
 
     def wait_event(self, event: "Event") -> None:
         with self._streams.lock:
+            if self._streams.capture is not None:
+                self._streams.capture.check_waits(self.clock, event.clock)
             self.learn(event.clock)
 
     def wait_stream(self, other: "Stream") -> None:
         with self._streams.lock:
+            if self._streams.capture is not None:
+                self._streams.capture.check_waits(self.clock, other.clock)
             self.learn(other.clock)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
@@ -126,6 +130,8 @@ class Streams:
         self.host = Timeline("the host", torch.device("cpu"))
         self.every: list[Stream] = []
         self._under_way: dict[tuple[int, int], threading.Event] = {}
+        self.capture: Any = None
+        """The `graphs.Capture` under way."""
         self._defaults = [Stream(self, index) for index in range(num_devices)]
 
     def index(self, device: Any = None) -> int:
@@ -191,6 +197,8 @@ class Streams:
 
     def host_waits(self, clock: Clock) -> None:
         """Let the host wait for all work in a clock."""
+        if self.capture is not None:
+            self.capture.refuse("the host waits for a stream or an event")
         self.settle(clock)
         with self.lock:
             self.host.learn(clock)

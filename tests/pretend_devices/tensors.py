@@ -15,6 +15,8 @@ CPU = torch.device("cpu")
 
 _SHAPE_ONLY = ("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_full", "set_")
 """Operators that read no values of their arguments."""
+_NO_WORK = frozenset(("empty_like", "new_empty", "new_empty_strided", "set_", "detach_"))
+"""Operators that do no work on the GPU; others use their memory."""
 _HOST_WAITS = frozenset(
     ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2")
 )
@@ -40,6 +42,15 @@ class Tensors:
             self.memory.allocate(tensor, device, home)
         return tensor
 
+    def make(self, make: Any, device: torch.device, *, of_values: bool) -> Tensor:
+        """Return a new tensor on a device, of Python's values or of the device's own making."""
+        made = self.place(make(), device)
+        if self.streams.capture is not None:
+            if of_values:
+                self.streams.capture.refuse("a copy of Python's values to the GPU")
+            self.streams.capture.record_made(make, made)
+        return made
+
     def _timeline(self, device: torch.device) -> Timeline:
         is_gpu = device.type == "cuda"
         return self.streams.current(device) if is_gpu else self.streams.host
@@ -58,15 +69,24 @@ class Tensors:
             blocks = {id(t): b for t in given if (b := self.memory.block_of(t)) is not None}
         if not blocks:
             return func(*args, **kwargs)
+        capture = self.streams.capture
+        if capture is not None and name in _HOST_WAITS:
+            capture.refuse(f"{name} waits for the GPU")
         if name == "copy_" and self._crosses(args[0], args[1]):
             non_blocking = bool(args[2]) if len(args) > 2 else kwargs.get("non_blocking", False)
+            self._refuse_copy()
             self._settle_copy(args[0], args[1])
             func(*args, **kwargs)
             self.transfer(args[0], args[1], non_blocking)
             return args[0]
         device = _one_device(name, given, blocks)
         self.streams.settle(self._timeline(device).clock)
+        records = capture is not None and device.type == "cuda" and not _is_view(func)
+        if records:
+            capture.prepare(func, args, kwargs, self._timeline(device))
         result = func(*args, **kwargs)
+        if records and name not in _NO_WORK:
+            capture.record(func, args, kwargs, result)
         with self.streams.lock:
             self._note(func, name, device, args, kwargs, result)
         return result
@@ -100,6 +120,7 @@ class Tensors:
         self, tensor: Tensor, device: torch.device, dtype: torch.dtype, *, non_blocking: bool
     ) -> Tensor:
         """Return a copy of a tensor on another device."""
+        self._refuse_copy()
         self._settle_copy(tensor)
         with _disable_current_modes(), torch.no_grad():
             copy = tensor.detach().clone()
@@ -109,6 +130,10 @@ class Tensors:
             self.place(copy, device)
         self.transfer(copy, tensor, non_blocking)
         return copy
+
+    def _refuse_copy(self) -> None:
+        if self.streams.capture is not None:
+            self.streams.capture.refuse("a copy between devices")
 
     def _settle_copy(self, *tensors: Tensor) -> None:
         """Wait until what the streams of a copy wait for has truly ended."""
@@ -145,6 +170,8 @@ class Tensors:
             block = self.memory.block_of(tensor)
             if block is None:
                 return
+            if self.streams.capture is not None:
+                self._refuse_copy()
             timeline = self._timeline(block.device)
             self.memory.read(block, timeline, timeline.issue(), "the host")
             self.streams.host.learn(timeline.clock)
@@ -156,6 +183,10 @@ class Operators(TorchDispatchMode):
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
         self._tensors = tensors
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else every operator would look like a call of compiled code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._tensors.run(func, args, kwargs or {})

@@ -29,7 +29,6 @@ from .streams import (
     holds_generator,
     refuse_outside_draws,
     runs_and_draws,
-    stream_key,
 )
 
 _RERUNS = frozenset(("torch.random", "torch.utils.checkpoint"))
@@ -111,9 +110,20 @@ class LayerCall:
 
     @property
     def key(self) -> int:
-        seed, phase, step, num_microbatches, first = self.run.streams
-        later, microbatch = divmod(self.tape.microbatch, num_microbatches)
-        return stream_key(seed, phase, step + later, self.layer, first + microbatch)
+        return self.run.streams.key(self.layer, self.tape.microbatch)
+
+    def note_seeded(self) -> None:
+        """Note that the call runs with torch's default generators seeded."""
+        if self.run.generators is not None:
+            self.run.generators.seed_default(self.layer)
+
+    @property
+    def make(self) -> Callable[[torch.device], Generator] | None:
+        """Makes the call's generator, if the run has its own way."""
+        run = self.run
+        if run.generators is None:
+            return None
+        return partial(run.generators.make, run.streams, self.layer, self.tape.microbatch)
 
 
 class Drawing(RerunGuard):
@@ -158,10 +168,11 @@ class Drawing(RerunGuard):
         # default generators; all others run beside other threads.
         in_operators = known is Draws.IN_OPERATORS or layer in self._own_generators
         if not in_operators and known is not Draws.IN_DROPOUTS:
+            call.note_seeded()
             return self._run_seeded(key, call, function)
         tape = call.tape
         repeatable = tape.graph_dropped or layer in tape.dropped_layers
-        stream = KeyedRandomness(call.key, repeatable=repeatable)
+        stream = KeyedRandomness(call.key, repeatable=repeatable, make=call.make)
         if in_operators:
             with stream:
                 result = function()

@@ -51,18 +51,29 @@ def stream_key(seed: int, phase: str, step: int, layer: int, microbatch: int) ->
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & (2**63 - 1)
 
 
+def new_generator(device: torch.device) -> Generator:
+    """Return a generator of a device."""
+    return Generator(device)
+
+
 class KeyedRandomness(TorchDispatchMode):
     """Makes all random operators draw from a generator seeded with `key`.
 
     `drew_in_checkpoint`: one drew inside the user's own checkpoint, which will draw again in the
-    backward pass.
+    backward pass.  `make` returns the generator for a device, instead of a new one.
     """
 
     _routes: ClassVar[dict[OpOverload, "Callable[..., Any] | None"]] = {}
 
-    def __init__(self, key: int, *, repeatable: bool = False) -> None:
+    def __init__(
+        self,
+        key: int,
+        *,
+        repeatable: bool = False,
+        make: Callable[[torch.device], Generator] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.key = key
+        self.key, self._make = key, make
         self.drew_in_checkpoint = False
         self._repeatable = repeatable
         self._outside = autograd_mode()
@@ -95,7 +106,9 @@ class KeyedRandomness(TorchDispatchMode):
     def generator(self, device: torch.device) -> Generator:
         """Return the stream's generator for a device, in the state after its last draw."""
         if device not in self._generators:
-            self._generators[device] = Generator(device).manual_seed(self.key)
+            make = self._make
+            made = make(device) if make else new_generator(device).manual_seed(self.key)
+            self._generators[device] = made
         return self._generators[device]
 
 
@@ -211,14 +224,29 @@ def _route(func: OpOverload) -> Callable[..., Any] | None:
 def _with_default_state(func: OpOverload, generator: Generator, args: Any, kwargs: Any) -> Any:
     """Run an operator that takes no generator: set the default one's state for the call."""
     default = default_generator(generator.device)
-    with default_generators_lock.get():
-        state = default.get_state()
-        default.set_state(generator.get_state())
+    with default_generators_lock.get(), lent_to_default(default, generator):
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def lent_to_default(default: Generator, generator: Generator) -> Iterator[None]:
+    """Let a default generator draw what `generator` would, and move that one instead."""
+    if default.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # By reference: a CUDA graph allows no copies of states.
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator.graphsafe_get_state())
         try:
-            return func(*args, **kwargs)
+            yield
         finally:
-            generator.set_state(default.get_state())
-            default.set_state(state)
+            default.graphsafe_set_state(before)
+        return
+    state = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(default.get_state())
+        default.set_state(state)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

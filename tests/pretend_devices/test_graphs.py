@@ -1,0 +1,159 @@
+"""A step as one CUDA graph has eager's bits, and is never stale."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import ConfigError, ExecutionWarning
+from penstock.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+
+from .memory import Memory
+
+WIDTH, NUM_STEPS = 6, 8
+
+
+class Asks(nn.Linear):
+    """A layer that asks the GPU for a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if x.sum().item() < 1e9 else 2.0)
+
+
+def with_dropout() -> list[nn.Module]:
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2))
+    return [first, nn.Tanh(), nn.Dropout(0.3), nn.Linear(WIDTH, 3)]
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+
+
+def piped(modules: list[nn.Module], num_stages: int, **options: Any) -> penstock.Pipeline:
+    torch.manual_seed(0)
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, nn.Linear):
+            part.reset_parameters()
+    how: dict[str, Any] = {"num_microbatches": 4, "loss": F.mse_loss, "seed": 3}
+    how |= {"devices": ("cuda:0",) * num_stages}
+    share, rest = divmod(len(modules), num_stages)
+    how["partition"] = [share + (stage < rest) for stage in range(num_stages)]
+    return penstock.Pipeline(modules, num_stages, **how | options)
+
+
+def batch(step: int, num_samples: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(num_samples, WIDTH, generator=generator)
+    y = torch.randn(num_samples, 3, generator=generator)
+    return x.to("cuda:0"), y.to("cuda:0")
+
+
+def train(pipe: penstock.Pipeline, change: Any = None, num_steps: int = NUM_STEPS) -> list[Any]:
+    found: list[Any] = []
+    for step in range(num_steps):
+        if change is not None and step == NUM_STEPS - 1:
+            change(pipe)
+        x, y = batch(step)
+        loss = pipe.train_step(x, y)
+        x.zero_()
+        found.append((loss * 1).tolist())
+        for p in pipe.parameters():
+            assert p.grad is not None
+            found.append(p.grad.tolist())
+            with torch.no_grad():
+                p.sub_(0.1 * p.grad)
+        pipe.zero_grad()
+    return found
+
+
+@pytest.fixture
+def replays(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """The replays so far."""
+    counted: list[None] = []
+    graph: Any = torch.cuda.CUDAGraph
+    replay = graph.replay
+
+    def counting(self: Any) -> None:
+        counted.append(None)
+        replay(self)
+
+    monkeypatch.setattr(graph, "replay", counting)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "modules", "recompute"),
+    [
+        (gpipe, 1, layers, "never"),
+        (gpipe, 2, layers, "stage"),
+        (one_f_one_b, 2, with_dropout, "stage"),
+        (zb_h1(), 4, with_dropout, "never"),
+        (interleaved_1f1b(2), 4, with_dropout, "layers"),
+        (gpipe, 1, with_dropout, "layers"),
+    ],
+)
+def test_steps_have_eagers_bits(
+    memory: Memory,
+    replays: list[None],
+    schedule: Any,
+    num_stages: int,
+    modules: Any,
+    recompute: str,
+) -> None:
+    how = {"schedule": schedule, "recompute": recompute}
+    with piped(modules(), num_stages, **how) as pipe:
+        wanted = train(pipe)
+    with piped(modules(), num_stages, cuda_graphs=True, **how) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(pipe) == wanted
+    assert len(replays) >= 2
+    assert memory.races == []
+
+
+def test_a_layer_that_asks_for_a_number_runs_eagerly_after_one_warning(
+    memory: Memory, replays: list[None]
+) -> None:
+    def modules() -> list[nn.Module]:
+        return [Asks(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
+
+    with piped(modules(), 2, schedule=gpipe) as pipe:
+        wanted = train(pipe)
+    with (
+        piped(modules(), 2, schedule=gpipe, cuda_graphs=True) as pipe,
+        pytest.warns(ExecutionWarning, match="not permitted when") as warned,
+    ):
+        assert train(pipe) == wanted
+    assert len(warned) == 1 and replays == []
+
+
+def raise_p(pipe: Any) -> None:
+    for module in pipe.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.6
+
+
+def replace_data(pipe: Any) -> None:
+    for p in pipe.parameters():
+        p.data = p.data * 0.5
+
+
+def freeze_modes(pipe: Any) -> None:
+    pipe.eval()
+
+
+@pytest.mark.parametrize("change", (raise_p, replace_data, freeze_modes))
+def test_a_change_is_never_missed(memory: Memory, replays: list[None], change: Any) -> None:
+    with piped(with_dropout(), 2, schedule=gpipe) as pipe:
+        wanted = train(pipe, change)
+    with piped(with_dropout(), 2, schedule=gpipe, cuda_graphs=True) as pipe:
+        assert train(pipe, change) == wanted
+    assert replays
+
+
+def test_stages_on_several_devices_are_refused(memory: Memory) -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs=True, and"):
+        piped(layers(), 2, devices=("cuda:0", "cuda:1"), cuda_graphs=True)
