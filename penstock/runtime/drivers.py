@@ -16,6 +16,7 @@ from penstock.transport.processes import ProcessChannels
 
 from .caller import CallerContext
 from .executor import Executor
+from .memory.out_of_memory import note_out_of_memory
 from .run import Run
 from .stage.stage import Stage
 
@@ -63,7 +64,11 @@ class CallerDriver(AbstractDriver):
         ]
         with _threads(self._num_threads), work.caller.entered():
             for rank, instruction in walk(work.schedule):
-                executors[rank].execute(instruction)
+                try:
+                    executors[rank].execute(instruction)
+                except RuntimeError as error:
+                    note_out_of_memory(error, instruction, work.run)
+                    raise
         for executor in executors:
             executor.finish()
 

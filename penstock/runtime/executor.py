@@ -27,6 +27,7 @@ from penstock.transport.channels import AbstractChannels, Activation, Gradient, 
 from penstock.types import Trace
 
 from .devices import Clock, StageDevice
+from .memory.out_of_memory import note_out_of_memory
 from .run import Run
 from .stage.stage import Stage
 
@@ -61,7 +62,11 @@ class Executor:
         for instruction in self._program:
             if run.failure is not None:
                 raise Stopped
-            execute(instruction)
+            try:
+                execute(instruction)
+            except RuntimeError as error:
+                note_out_of_memory(error, instruction, run)
+                raise
 
     def execute(self, instruction: Instruction) -> None:
         """Execute one instruction on its stage's stream; record its times if the run is traced."""

@@ -4,6 +4,20 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "out of memory: the failing micro-batch counts as one that the stage keeps",
+        "penstock/runtime/memory/out_of_memory.py",
+        "    kept, storages = len(others), dict[int, int]()\n",
+        "    kept, storages = len(others) + 1, dict[int, int]()\n",
+        "tests/runtime/test_out_of_memory.py",
+    ),
+    Fault(
+        "out of memory: the calling thread's driver adds no note",
+        "penstock/runtime/drivers.py",
+        "note_out_of_memory(error, instruction, work.run)",
+        "pass",
+        "tests/runtime/test_out_of_memory.py",
+    ),
+    Fault(
         "what layers keep in Python while they are measured stays",
         "penstock/model/kept.py",
         "        after.callback(put_back, kept_by(owners))\n",
