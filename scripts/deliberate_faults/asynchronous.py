@@ -71,9 +71,9 @@ FAULTS = (
     ),
     Fault(
         "asynchronous: dropout of a window's mini-batches is that of the first",
-        "penstock/runtime/random/drawing.py",
-        "step + later, self.layer",
-        "step, self.layer",
+        "penstock/runtime/run.py",
+        "self.step + later, layer",
+        "self.step, layer",
         LAW,
         "in_every_way",
     ),
