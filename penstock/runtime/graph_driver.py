@@ -5,8 +5,8 @@
     later steps    replay
 
 A graph does what it did when it was captured, so it holds for one `Key` only.  A step with another
-key runs eagerly, until a graph of that key is captured.  What no graph can do, such as a layer
-that asks the GPU for a number, runs eagerly too, after one warning.
+key runs eagerly, until a graph of that key is captured.  Steps that no graph can do run eagerly
+too, after one warning: a layer may ask the GPU for a number, for instance.
 """
 
 import warnings

@@ -169,6 +169,7 @@ class StepGraph:
         _without_traces(capture, modules_of(work), parameters)
         self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
         self._losses = run.losses
+        self._schedule = work.schedule  # a key has its address, which no other may take
 
     def replay(self, run: Run, leaves: Leaves) -> None:
         """Run the step of `run` on the caller's current stream; leave losses and gradients."""

@@ -249,7 +249,8 @@ class Incoming:
         """Begin to receive the next message, beside computation; `bring` waits for it."""
         if self._next is None:
             self._next = self._wires.receive(self._room, self.rank, self._tag)
-            self._early = self._begun(self._foreseen.next[1])
+            if kinds := self._foreseen.next[1]:
+                self._early = self._begun(kinds)
 
     def receive(self, microbatch: int, timeout_s: float | None = None) -> Payload:
         """Wait for the next message, as `bring`, and return it."""

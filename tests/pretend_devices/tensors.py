@@ -170,8 +170,7 @@ class Tensors:
             block = self.memory.block_of(tensor)
             if block is None:
                 return
-            if self.streams.capture is not None:
-                self._refuse_copy()
+            self._refuse_copy()
             timeline = self._timeline(block.device)
             self.memory.read(block, timeline, timeline.issue(), "the host")
             self.streams.host.learn(timeline.clock)
