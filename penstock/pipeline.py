@@ -27,6 +27,12 @@ from penstock.runtime.asynchronous import (
     run_window,
     train_one_by_one,
 )
+from penstock.runtime.compiled import (
+    Compile,
+    alike_options,
+    check_compile,
+    compile_layers,
+)
 from penstock.runtime.construction import described, make_engine, plan_after_move
 from penstock.runtime.gradient_dtype import check_gradient_dtype, name_of_dtype
 from penstock.runtime.memory.stores import folder_for_files
@@ -136,6 +142,8 @@ class Pipeline(PipelineModule):
             default: the first eight steps and each hundredth.
         outputs: the ranks that get the outputs of `pipe(inputs)` in training; default: all.
         cuda_graphs: capture `train_step` as one CUDA graph, on one GPU (docs/cuda_graphs.md).
+        compile: True compiles each layer in place with `torch.compile`, or a dictionary of its
+            options does; default: False.  Equal layers are compiled once.
         plan: a plan to run, such as another pipeline's; instead of num_stages, partition,
             num_microbatches, schedule, memory_limit_bytes, recompute, offload, offload_folder,
             devices, seed, threads_per_stage, transport, timeout_s, batch_norm_over_replicas,
@@ -177,6 +185,7 @@ class Pipeline(PipelineModule):
         check_batches: CheckBatches | str = CheckBatches.FIRST,
         outputs: Outputs | str = Outputs.ALL,
         cuda_graphs: bool = False,
+        compile: Compile = False,
         plan: Plan | None = None,
     ) -> None:
         # 1. Make the plan of the arguments, or check the one that was given.
@@ -210,13 +219,16 @@ class Pipeline(PipelineModule):
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
         check_gradient_dtype(plan.gradient_dtype)
+        compiling = check_compile(compile, plan)
         loss, draws = loss or resolved.own_loss, weights is None
         computes = loss is resolved.own_loss is not None
         wanted = Call(plan.num_microbatches, reduce, computes_loss=computes)
         warn_of_other_reduction(resolved, example_inputs, wanted)
         # 2. Agree on it with the other processes; cut the layers into stages.
         with mesh.world.reporting(plan.placement.names):
-            alike = {"check_batches": check_batches}
+            alike = {"check_batches": check_batches, "compile": alike_options(compiling)}
+            if compiling:
+                compile_layers(resolved, compiling, plan)
             plan, number, undecided = agree(plan, resolved, mesh, part, alike, undecided)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
             how: Any = {"draws": draws, "sharding": divided, "cuda_graphs": cuda_graphs}

@@ -9,6 +9,7 @@ one line that says which versions work; the others do without, as told there.
 """
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -79,9 +80,7 @@ dispatch_modes: Callable[[], list[Any]] = getattr(
     torch.utils._python_dispatch, "_get_current_dispatch_mode_stack", list
 )
 """List the dispatch modes this thread is under, outermost first; none where torch hides it."""
-function_modes: Callable[[], list[Any]] = getattr(
-    torch.overrides, "_get_current_function_mode_stack", list
-)
+function_modes = getattr(torch.overrides, "_get_current_function_mode_stack", list)
 """List the function modes this thread is under, outermost first; none where torch hides it."""
 
 
@@ -95,8 +94,7 @@ is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", b
 """Tell whether a profiler records this thread; False where torch hides it."""
 
 COMPILED_CALLS = "torch._dynamo.eval_frame"
-"""The module whose code every call of a compiled function runs.  Where it has another name,
-compiled layers that draw run uncompiled."""
+"""The module that every compiled call runs; if hidden, layers that draw run uncompiled."""
 
 # -- autograd -----------------------------------------------------------------------------------
 
@@ -104,16 +102,12 @@ _autograd = _needed(torch._C, "_autograd")
 disabled_hooks: Callable[[], str | None] = getattr(
     _autograd, "_saved_tensors_hooks_get_disabled_error_message", lambda: None
 )
-"""Return what `disable_saved_tensors_hooks` was told in this thread; None where it was not
-entered, or torch hides it."""
+"""Return what `disable_saved_tensors_hooks` was told in this thread; None: nothing, or hidden."""
 results_of: Callable[[Node], Sequence[Any]] = attrgetter("_input_metadata")
 """The shape and the dtype of each result of a node's operator.  Needed under a memory limit."""
 next_node_number: Callable[[], int] = getattr(_autograd, "_get_sequence_nr", int)
-"""Return the number that autograd gives the next node of this thread; 0 where torch hides it:
-then the backward of a layer that fails is named as the first or the last that is possible."""
-saving_hooks: Callable[[], Any] = partial(
-    _needed(_autograd, "_top_saved_tensors_default_hooks"), True
-)
+"""Return the number of this thread's next node; 0, if hidden: a failing layer is then a guess."""
+saving_hooks = partial(_needed(_autograd, "_top_saved_tensors_default_hooks"), True)
 """Return the innermost saved_tensors_hooks in force, or None.  Needed."""
 
 version_counter: Callable[[Tensor], int] = attrgetter("_version")
@@ -290,7 +284,8 @@ unsaved_buffers_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persisten
 """The names of the buffers of a module itself that no state dict holds.  Needed."""
 CHILDREN, PARAMETERS, BUFFERS = "_modules", "_parameters", "_buffers"
 """The names of these dictionaries among the attributes of a module."""
-for _name in (CHILDREN, PARAMETERS, BUFFERS, "_non_persistent_buffers_set", "_forward_hooks"):
+_registered = (CHILDREN, PARAMETERS, BUFFERS, "_non_persistent_buffers_set", "_forward_hooks")
+for _name in (*_registered, "_call_impl", "_apply"):
     _needed(nn.Module(), _name)
 
 
@@ -300,9 +295,7 @@ def registered_of(module: nn.Module) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-forward_hooks_of: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter(
-    "_forward_hooks"
-)
+forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter("_forward_hooks")
 """The forward hooks of a module by number, in the order in which they run; to write it, too."""
 
 
@@ -322,11 +315,24 @@ def has_gradient_hooks(module: nn.Module) -> bool:
     return any(getattr(module, f"_backward_{kind}", None) for kind in ("hooks", "pre_hooks"))
 
 
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute of a module with what its calls run instead of it, or None.  Copies lack it."""
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module and its hooks as they are written.  Needed."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # as torch has it
+
+
+def compiler_lock() -> Any:
+    """Return the lock that torch holds while it compiles; None before the first torch.compile."""
+    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+
+
 def uncompiled(module: nn.Module) -> Callable[..., Any] | None:
     """Return what a compiled module was; None where it is not compiled, or torch hides it."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        call: Callable[..., Any] = _needed(module, "_call_impl")
-        return call
+    if getattr(module, COMPILED_CALL, None) is not None:
+        return partial(call_uncompiled, module)
     return children_of(module).get("_orig_mod")
 
 
@@ -353,11 +359,8 @@ class AbstractMovable(nn.Module):
         raise NotImplementedError
 
 
-_needed(nn.Module, "_apply")
-
 DDP_ASKS_FOR = "_ddp_params_and_buffers_to_ignore"
-"""The attribute that DistributedDataParallel looks for in a module that it is to wrap.  Optional:
-without it the mistake shows later."""
+"""DistributedDataParallel looks for it in a module; without it a wrong use shows later."""
 
 
 class AbstractSharedScaler(torch.amp.GradScaler):
@@ -393,7 +396,5 @@ def default_store() -> Any:
 
 foreach_norm: Callable[..., Any] = _needed(torch, "_foreach_norm")
 """(tensors, norm type) -> their norms, as torch's clipping takes them.  Needed."""
-grouped_by_kind: Callable[..., Any] = _needed(
-    torch.optim.Optimizer, "_group_tensors_by_device_and_dtype"
-)
+grouped_by_kind = _needed(torch.optim.Optimizer, "_group_tensors_by_device_and_dtype")
 """([tensors], with_indices=True) -> groups of them in the order of torch's clipping.  Needed."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -24,6 +24,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from penstock.errors import ConfigError, ExecutionWarning, RandomnessError, RecomputeError
 from penstock.torch_private import (
     cached_weights,
+    compiler_lock,
     disabled_hooks,
     dispatch_modes,
     function_modes,
@@ -206,14 +207,50 @@ def keeping_casts() -> Iterator[None]:
 
 # -- generators ------------------------------------------------------------------------------
 
-default_generators_lock: ContextVar[threading.Lock] = ContextVar(
-    "default_generators_lock",
-    default=threading.Lock(),  # noqa: B039 - one lock for all is what is wanted
-)
-"""The lock of the generators that all threads share, held while one thread changes their state.
+class GeneratorsLock:
+    """The lock of the generators that all threads share, held while one thread changes their state.
 
-A pipeline inside a layer that holds it finds a fresh lock in its context.
-"""
+    torch.compile puts the default generators back when it has compiled, in any thread: it waits.
+    """
+
+    _compilers: ClassVar = threading.local()
+    """`stack`: for each lock that this thread holds, torch's lock or None."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()  # first: code that torch compiles never waits for it
+        compiler = compiler_lock()
+        if compiler is not None:
+            compiler.acquire()
+        vars(self._compilers).setdefault("stack", []).append(compiler)
+
+    def __exit__(self, *_: object) -> None:
+        compiler = self._compilers.stack.pop()
+        if compiler is not None:
+            compiler.release()
+        self._lock.release()
+
+    @classmethod
+    @contextmanager
+    def letting_compile(cls) -> Iterator[None]:
+        """Let other threads compile meanwhile: the workers of a pipeline inside a layer."""
+        held = [c for c in getattr(cls._compilers, "stack", ()) if c is not None]
+        for compiler in held:
+            compiler.release()
+        try:
+            yield
+        finally:
+            for compiler in held:
+                compiler.acquire()
+
+
+default_generators_lock: ContextVar[GeneratorsLock] = ContextVar(
+    "default_generators_lock",
+    default=GeneratorsLock(),  # noqa: B039 - one lock for all is what is wanted
+)
+"""The lock in force; a pipeline inside a layer that holds it finds a fresh one in its context."""
 
 NUMPYS: Any = numpy.random
 """The module `numpy.random`, without types: its stub leaves functions out."""
@@ -288,7 +325,8 @@ def guarded_default_generators(
     before, outside = generator_states(generators)
     differing: RecomputeError | None = None
     try:
-        yield
+        with GeneratorsLock.letting_compile():
+            yield
     except RecomputeError as error:  # a draw is the likely cause: report that if there was one
         differing = error
     # 2. Compare.  Other threads draw from the outside generators too, so these prove less.

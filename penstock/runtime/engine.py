@@ -20,6 +20,7 @@ from penstock.planner.plan import Plan
 from penstock.planner.unsplit import divides_backwards
 from penstock.schedules.ir import Schedule
 from penstock.schedules.lower import Lowering, Mode, lower
+from penstock.torch_private import uncompiled
 from penstock.types import TiedGradients, Trace
 
 from .aside import Aside
@@ -127,6 +128,7 @@ class Engine:
     places: list[tuple[dict[str, Any], str, Any]]
     is_current: bool = True
     _programs: dict[_Key, Schedule] = field(default_factory=dict)
+    _have_run: set[_Key] = field(default_factory=set)
     _dividing: set[_Key] = field(default_factory=set)
     """Keys of the programs whose backwards have two parts."""
     _has_looked: bool = False
@@ -135,6 +137,8 @@ class Engine:
         self.splitter, self.processes = self.shared.splitter, self.shared.processes
         self.is_asynchronous = self.plan.schedule.is_asynchronous
         self._with_streams = [s.device for s in self.stages if s.device.is_cuda]
+        modules = (m for step in self.layers for m in step.module.modules())
+        self._has_compiled = any(uncompiled(m) is not None for m in modules)
         self._has_device = self.mesh.own_device not in (None, torch.device("cpu"))
 
     def tensors(self) -> list[Tensor]:
@@ -252,7 +256,7 @@ class Engine:
         # 3. Choose the driver: a mode that no worker can enter keeps the run in this thread.
         self._order(run, after=False)
         driver = self.shared.driver
-        stays = in_caller or (isinstance(driver, ThreadDriver) and caller.stays())
+        stays = in_caller or (isinstance(driver, ThreadDriver) and self._stays(run, mode, caller))
         driver = self.shared.in_caller if stays else driver
 
         # 4. Run; sum gradients over replicas and shards, then add the earlier ones.
@@ -275,6 +279,17 @@ class Engine:
             raise
         finally:
             self._leave(run)
+
+    def _stays(self, run: Run, mode: Mode, caller: CallerContext) -> bool:
+        """Tell whether all stages have to run in the calling thread.
+
+        In the first run of a program layers learn how they draw, and seed Python's generator.
+        Torch puts that back when it has compiled, in whichever thread: so only one may run.
+        """
+        key = self._key(run, mode)
+        is_first = key not in self._have_run
+        self._have_run.add(key)
+        return caller.stays() or (is_first and self._has_compiled)
 
     def _begin_stages(self, run: Run) -> None:
         """Prepare the stages for a run, and the dtype of their gradients."""

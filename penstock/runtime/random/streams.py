@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 
 from penstock.errors import RandomnessError
 from penstock.runtime.caller import (
+    GeneratorsLock,
     default_generator,
     default_generators_lock,
     generators_for,
@@ -297,7 +298,7 @@ def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
     generators = generators_for([device])
     with default_generators_lock.get():
         before = [(generator, generator.get_state()) for generator in generators]
-        token = default_generators_lock.set(threading.Lock())  # for another pipeline inside
+        token = default_generators_lock.set(GeneratorsLock())  # for another pipeline inside
         try:
             yield generators
         finally:

@@ -22,7 +22,10 @@ from penstock.schedules import (
 from .section import Count, File, Mark, Section, Seed, one_of
 
 BESIDE_AUTO = frozenset(
-    ("plan", "cluster", "measure", "num_microbatches", "threads_per_stage", "timeout_s", "seed")
+    (
+        *("plan", "cluster", "measure", "num_microbatches", "threads_per_stage", "timeout_s"),
+        *("seed", "compile"),
+    )
 )
 """The keys that a recipe may still set with plan = "auto"."""
 
@@ -113,6 +116,8 @@ class PipelineSection(Section):
     time.  Beside memory_limit_bytes: only if recompute is not enough."""
     threads_per_stage: Annotated[Count, Mark.EXECUTION] = 1
     """CPU threads inside each operator of a stage; another number may round differently."""
+    compile: Annotated[bool, Mark.EXECUTION] = False
+    """Compile each layer with torch.compile; the bits are those of the compiled model."""
     timeout_s: Annotated[float, Field(gt=0, le=365 * 24 * 3600), Mark.EXECUTION] = 600.0
     """Longest wait of a stage for another, in seconds."""
     seed: Seed = 0

@@ -138,6 +138,7 @@ def build_pipeline(
         reduction=task.reduction,
         example_inputs=example_inputs,
         mesh=mesh,
+        compile=recipe.pipeline.compile,
         **options,
     )
 
