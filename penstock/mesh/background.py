@@ -44,12 +44,7 @@ class Slot:
         self._outcome.put((False, error))
 
     def get(self, timeout_s: float | None) -> Any:
-        """Wait for the outcome and return it.
-
-        Raises:
-            Empty: there is none within `timeout_s`.
-            BaseException: the error of the job, or of the watch.
-        """
+        """Return the outcome, or raise the job's or the watch's error; Empty after `timeout_s`."""
         good, outcome = self._outcome.get(timeout=timeout_s)
         if good:
             return outcome

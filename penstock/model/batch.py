@@ -60,11 +60,7 @@ def flat_batch(value: Any, what: str, elsewhere: int | None = None) -> FlatBatch
 
 
 def check_values(tensors: Iterable[Tensor], what: str, *, meta_is_fine: bool = False) -> None:
-    """Refuse tensors without values: meta tensors and fake tensors.
-
-    Raises:
-        BatchError: there is one.
-    """
+    """Raise BatchError for tensors without values: meta tensors and fake tensors."""
     for tensor in tensors:
         if _is_fake(tensor) or (tensor.is_meta and not meta_is_fine):
             made = "made under FakeTensorMode" if _is_fake(tensor) else "on the meta device"
@@ -91,11 +87,7 @@ def split(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def of_size(value: Any, size: int, what: str) -> Any:
-    """Return the first `size` samples; if there are fewer, repeat them.
-
-    Raises:
-        BatchError: the value is no batch.
-    """
+    """Return the first `size` samples; repeat them if there are fewer; BatchError if no batch."""
     batch = flat_batch(value, what)
     count = batch.num_samples
     if size <= count:
@@ -104,11 +96,7 @@ def of_size(value: Any, size: int, what: str) -> Any:
 
 
 def samples(value: Any, numbers: Sequence[int], what: str) -> Any:
-    """Return the samples with these numbers, in this order.
-
-    Raises:
-        BatchError: the value is no batch.
-    """
+    """Return the samples with these numbers, in this order; BatchError if `value` is no batch."""
     batch = flat_batch(value, what)
     return unflatten(batch.structure, [_again(entry, numbers) for entry in batch.entries])
 

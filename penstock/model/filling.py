@@ -29,8 +29,7 @@ InitWeights = Callable[[nn.Module], Any]
 def fill(model: nn.Module, fresh: Mapping[str, Tensor], seed: int) -> None:
     """Initialise fresh tensors by the modules that hold them, and by the modules around these.
 
-    Raises:
-        ConfigError: a tensor has no values afterwards.
+    A ConfigError names the tensors that have no values afterwards.
     """
     filling = _Filling()
     modules = list(reversed([*_around(model, fresh)]))  # a parent may refine its children

@@ -327,11 +327,7 @@ def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
 
 
 def check_targets(targets: Any) -> None:
-    """Refuse targets that require gradients.
-
-    Raises:
-        ConfigError: a tensor in them requires grad.
-    """
+    """Raise ConfigError for targets that require gradients."""
     for leaf in flatten(targets)[0]:
         if leaf.requires_grad:
             raise ConfigError(
@@ -341,11 +337,7 @@ def check_targets(targets: Any) -> None:
 
 
 def check_loss_scale(loss_scale: Any) -> float:
-    """Return `loss_scale` as a float; gradients must be divisible by it.
-
-    Raises:
-        ConfigError: it is no finite number above 0.
-    """
+    """Return `loss_scale` as a float; ConfigError unless it is finite and above 0."""
     if not isinstance(loss_scale, Real) or not 0 < float(loss_scale) < math.inf:
         raise ConfigError(
             f"loss_scale={loss_scale!r}; it must be a finite number above 0, such as "

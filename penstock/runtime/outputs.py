@@ -166,11 +166,7 @@ _ELSEWHERE = (
 
 
 def _check_alike(parts: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Refuse outputs whose constants differ; warn of a constant that may count the samples.
-
-    Raises:
-        BoundaryError: they differ.
-    """
+    """Raise BoundaryError for unlike constants; warn of one that may count the samples."""
     for i, part in enumerate(parts[1:], 1):
         difference = first_difference(parts[0], part)
         if difference is not None:

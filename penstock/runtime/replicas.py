@@ -129,11 +129,7 @@ class Replicas:
         """The hooks that get the sums of the current step."""
 
     def start_equal(self, tensors: Sequence[Tensor], cut: Collection[Tensor]) -> None:
-        """Copy parameters and buffers from the first replica; weights that are `cut` have them.
-
-        Raises:
-            ConfigError: torch cannot sum gradients of a parameter's dtype.
-        """
+        """Copy the first replica's values, except `cut` ones; ConfigError if torch cannot sum."""
         if self._group.size == 1:
             return
         _check_can_be_summed(tensors)
@@ -148,20 +144,12 @@ class Replicas:
             parameter.grad = None
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients over replicas from now on, in the backward that follows.
-
-        Raises:
-            ConfigError: torch cannot sum a gradient's dtype.
-        """
+        """Sum gradients over replicas from now on; ConfigError for a dtype torch cannot sum."""
         if self._group.size > 1:
             self._in_backward = _InBackward(_buckets(self._group, parameters))
 
     def end_backward(self) -> None:
-        """Begin the sums that the backward after `begin` has not begun.
-
-        Raises:
-            ConfigError: a gradient is sparse.
-        """
+        """Begin the sums that the backward has not begun; ConfigError if a gradient is sparse."""
         if self._in_backward is not None:
             ended, self._in_backward = self._in_backward, None
             self._buckets += ended.end()
@@ -215,11 +203,7 @@ class Replicas:
 
 
 def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
-    """Refuse embeddings whose sparse gradients would need a sum over processes, or slices.
-
-    Raises:
-        ConfigError: names the layer.
-    """
+    """Raise ConfigError for embeddings whose sparse gradients would need a sum, or slices."""
     summed = {weight for _, weights in shards.partial for weight in weights}
     modules = ((step.label, module) for step in steps for module in step.module.modules())
     for label, module in modules:

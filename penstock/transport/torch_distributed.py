@@ -138,12 +138,7 @@ class Outgoing:
         self._foreseen.end_run()
 
     def send(self, payload: Payload, microbatch: int) -> None:
-        """Begin to send.
-
-        Raises:
-            ConnectionError: the connection broke.
-            PeerError: a process has failed.
-        """
+        """Begin to send; ConnectionError or PeerError if the connection or a process is gone."""
         number, encoded, tensors, header = self._headers.write(payload)
         values = self._own(tensors, header)
         if self._device.type != "cpu":

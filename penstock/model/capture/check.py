@@ -74,11 +74,7 @@ class Difference:
 def prove_where_possible(captured: Captured, example_inputs: Any) -> str:
     """Compare the stages with the unsplit model, if it has values and more than one block.
 
-    Returns:
-        The result, in a sentence.
-
-    Raises:
-        CheckError: they differ.
+    Return the result in a sentence, or raise as `prove` does.
     """
     parameters = list(captured.model.parameters())
     reason = None
@@ -105,12 +101,7 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     """Compare the stages of a partition with the unsplit model, on a part of the example inputs.
 
     Gradients, buffers, modes and random states are restored; hooks run with each run of the model.
-
-    Returns:
-        The result, in a sentence.
-
-    Raises:
-        CheckError: outputs, gradients or buffers differ by more than rounding (E8).
+    Return the result in a sentence; CheckError if more than rounding differs (E8).
     """
     # 1. Run the unsplit model, then the stages, on as few samples as show something.
     model = captured.model

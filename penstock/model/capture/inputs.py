@@ -76,11 +76,7 @@ def names_of_positions(model: nn.Module) -> tuple[int | str, ...]:
 
 
 def refuse_microbatches(inputs: Any, model: nn.Module) -> None:
-    """Refuse a list of mappings of the model's arguments: micro-batches that were cut already.
-
-    Raises:
-        BatchError: `inputs` is one.
-    """
+    """Raise BatchError for a list of mappings of the model's arguments, which was cut already."""
     if not isinstance(inputs, list) or not inputs:
         return
     names = set(names_of_positions(model))

@@ -227,11 +227,7 @@ class Replay(Pass):
         return unflatten(told_structure(structure, END), reals)
 
     def real(self, ghost: Ghost) -> Tensor:
-        """Return the tensor of a ghost.
-
-        Raises:
-            RouteError: it is on another stage, and was not sent (E4).
-        """
+        """Return a ghost's tensor; RouteError if another stage has it and did not send it (E4)."""
         if ghost.here is None:
             doing = self._doing
             if not isinstance(doing, str):

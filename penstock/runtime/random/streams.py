@@ -113,11 +113,7 @@ class KeyedRandomness(TorchDispatchMode):
 
 
 class RefuseDraws(TorchDispatchMode):
-    """Makes all random operators raise: the numbers of their forward are not known.
-
-    Raises:
-        RandomnessError: an operator draws.
-    """
+    """Makes all random operators raise RandomnessError: their forward's numbers are not known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _may_draw(func) and _draws_now(func, args, kwargs or {}):
@@ -308,11 +304,7 @@ def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
 
 @contextmanager
 def checked_draws(device: torch.device) -> Iterator[None]:
-    """Let the user's own checkpoints repeat their draws: they restore the generators.
-
-    Raises:
-        RandomnessError: other code drew, and moved the generators.
-    """
+    """Let the user's checkpoints, which restore generators, draw; RandomnessError for others."""
     generators = generators_for([device])
     before = [generator.get_state() for generator in generators]
     yield
@@ -322,11 +314,7 @@ def checked_draws(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def refuse_outside_draws() -> Iterator[None]:
-    """Refuse draws from Python's and NumPy's global generators in a backward pass.
-
-    Raises:
-        RandomnessError: one drew; the numbers of its forward are not known.
-    """
+    """Raise RandomnessError if Python's or NumPy's global generator draws in a backward pass."""
     before = outside_states()
     yield
     if outside_states() != before:

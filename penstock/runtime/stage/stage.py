@@ -134,11 +134,7 @@ class Stage:
         self._is_settled = self._is_hooked = False
 
     def check_norms(self) -> None:
-        """Refuse BatchNorm layers that were added or removed since the stage was made.
-
-        Raises:
-            ConfigError: the BatchNorm layers differ.
-        """
+        """Raise ConfigError if BatchNorm layers were added or removed since the stage was made."""
         if self._norms.layers or any(isinstance(m, AnyBatchNorm) for m in self._owned.everyone):
             self._norms.check_all_known()
 
