@@ -102,7 +102,12 @@ class Layers(ABC):
         return tuple(zip(starts, [*starts[1:], len(self)], strict=True))
 
     def check_enough(self, num_stages: int) -> None:
-        """Raise the error of `too_few` for more stages than the layers allow."""
+        """Refuse more stages than the layers allow.
+
+        Raises:
+            PartitionError: there are too few layers.
+            CutError: there are too few, in a captured model.
+        """
         if num_stages > len(self.spans):
             raise self.too_few(num_stages, len(self.spans))
 

@@ -143,7 +143,7 @@ class Told(NamedTuple):
 
 
 class LeftBehind(StandIn):
-    """The stand-in on later stages for an object that cannot be sent; its use is a CutError (E7)."""
+    """Stands on later stages for an object that cannot be sent; any use is a CutError (E7)."""
 
     def __init__(self, kind: str, maker: EventKey) -> None:
         self.__dict__.update(kind=kind, maker=maker)
