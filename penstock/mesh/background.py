@@ -94,14 +94,6 @@ class Background:
         except (*WAIT_FAILURES, RuntimeError) as error:
             raise self.blame(error, purpose, peer) from error
 
-    def begin_save(self, job: Callable[[], None], purpose: str) -> Callable[[], None]:
-        """Queue a job behind earlier saves; return a function that waits for its end.
-
-        That wait has no deadline; each wait inside the job has one.
-        """
-        slot = self.saves.submit(job)
-        return lambda: self.wait(slot, purpose, has_deadline=False)
-
     def blame(self, error: Exception, purpose: str, peer: int | None) -> BaseException:
         """Turn the error of a wait into one that names the culprit; report it to all processes.
 

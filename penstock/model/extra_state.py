@@ -30,12 +30,6 @@ def find_owners(model: nn.Module, elsewhere: Iterable[str] = ()) -> Owners:
     return owners
 
 
-def without_extra(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a model's state dict without extra state."""
-    names = find_owners(model)
-    return {name: value for name, value in state.items() if name not in names}
-
-
 def read_extra(owners: Owners) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return extra state: tensors, and values read back from JSON; CheckpointError if unlike."""
     states = {name: module.get_extra_state() for name, module in owners.items()}

@@ -88,7 +88,6 @@ class _Filling(TorchDispatchMode):
         self._place, self._draws = "", 0
 
     def begin(self, seed: int, place: str) -> None:
-        """Begin the initialisation by one module."""
         self._place, self._draws = f"{seed} {place}", 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

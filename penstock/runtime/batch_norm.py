@@ -199,7 +199,6 @@ class _Swap:
         )
 
     def end(self) -> None:
-        """Remove the hooks and restore the layer."""
         for handle in self._handles:
             handle.remove()
         self._put_back()

@@ -195,8 +195,6 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Prints a tensor as its shape, in a message."""
-
     tensor: Tensor
 
     def __repr__(self) -> str:

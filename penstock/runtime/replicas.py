@@ -10,7 +10,7 @@ end of the step            wait; sum changed buckets again; then sum partial gra
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,9 @@ class _Bucket:
 
     parameters: list[Tensor]
     group: Collectives
-    summed: list[tuple[Tensor | None, int]]
-    flat: Tensor
-    sums: list[Begun[Tensor]]
-
-    @classmethod
-    def of(cls, parameters: list[Tensor], group: Collectives) -> "_Bucket":
-        return cls(parameters, group, [], torch.empty(0), [])
+    summed: list[tuple[Tensor | None, int]] = field(default_factory=list)
+    flat: Tensor = field(default_factory=lambda: torch.empty(0))
+    sums: list[Begun[Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Begin to sum the gradients that are here now; zeros stand for those that are not."""
@@ -98,7 +94,6 @@ class _InBackward:
             self._num_begun += 1
 
     def leave(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -218,11 +213,10 @@ def _buckets(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
     """Deal the parameters out into buckets, on all processes of a group alike."""
     trained = [p for p in parameters if p.requires_grad]
     _check_can_be_summed(trained)
-    return [_Bucket.of(bucket, group) for bucket in cut_into_buckets(trained)]
+    return [_Bucket(bucket, group) for bucket in cut_into_buckets(trained)]
 
 
 def _finish(group: Collectives, buckets: Sequence[_Bucket], purpose: str) -> None:
-    """Wait for sums, and put them into `.grad`."""
     summed = group.finish([one for bucket in buckets for one in bucket.sums], purpose)
     for bucket, counts in zip(buckets, summed[1::2], strict=True):
         bucket.put(counts.tolist(), purpose)

@@ -84,7 +84,6 @@ class _Search:
     def blocks(
         self, module: nn.Module, prefix: str, *, in_list: bool
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the blocks inside a module."""
         for name, child in module.named_children():
             path, count = f"{prefix}{name}", _size(child)
             if original_class(child) in self.closed:

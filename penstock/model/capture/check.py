@@ -66,10 +66,6 @@ class Difference:
     precision: float = 0.0
     of: str = "its largest value"
 
-    @property
-    def is_rounding(self) -> bool:
-        return self.share <= min(ROUNDING * self.precision, _MOST_ROUNDING)
-
 
 def prove_where_possible(captured: Captured, example_inputs: Any) -> str:
     """Compare the stages with the unsplit model, if it has values and more than one block.
@@ -169,7 +165,7 @@ def _in_both_modes(model: nn.Module, call: Call, forward: Forward) -> Tensors:
 
 
 def _worse_than_rounding(different: list[Difference]) -> list[Difference]:
-    return [difference for difference in different if not difference.is_rounding]
+    return [d for d in different if d.share > min(ROUNDING * d.precision, _MOST_ROUNDING)]
 
 
 def _refuse(different: list[Difference], num_stages: int) -> None:
@@ -299,7 +295,6 @@ class _Chained:
                 waiting.setdefault(target, []).extend((stage, v, t) for v, t in values.items())
 
     def backward(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
-        """Run the backward of each stage, the last one first."""
         pairs = {len(self.links) - 1: list(zip(roots, seeds, strict=True))}
         for stage in reversed(range(len(self.links))):
             if of_stage := pairs.get(stage):

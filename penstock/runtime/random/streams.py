@@ -201,13 +201,10 @@ def _route(func: OpOverload) -> Callable[..., Any] | None:
     """Return a function that runs an operator with a generator; None if it never draws."""
     if not _may_draw(func):
         return None
-    if any(argument.name == "generator" for argument in arguments_of(func)):
-        return lambda generator, args, kwargs: func(*args, **{**kwargs, "generator": generator})
-    # Look for an overload with the same arguments and a generator.
+    # Look for an overload, the operator itself first, with the same arguments and a generator.
     packet = func.overloadpacket
-    wanted = [(a.name, str(a.type)) for a in arguments_of(func)]
-    for name in packet.overloads():
-        twin: OpOverload = getattr(packet, name)
+    wanted = [(a.name, str(a.type)) for a in arguments_of(func) if a.name != "generator"]
+    for twin in (func, *(getattr(packet, name) for name in packet.overloads())):
         arguments = [(a.name, str(a.type)) for a in arguments_of(twin)]
         others = [a for a in arguments if a[0] != "generator"]
         if others == wanted and len(arguments) == len(wanted) + 1:
@@ -249,11 +246,6 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if kwargs.get("device") is not None:
         return with_index(torch.device(kwargs["device"]))
     return next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-
-
-def holds_generator(module: nn.Module) -> bool:
-    """Tell whether a module, or one inside it, has its own random number generator."""
-    return any(isinstance(v, Generator) for m in module.modules() for v in vars(m).values())
 
 
 # -- the default generators, which all threads share, lent to one layer or backward at a time --

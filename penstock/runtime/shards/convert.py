@@ -114,7 +114,6 @@ def _moved(  # noqa: C901 - one flat match
 
 
 def _parts(tensor: Tensor, after: State) -> Sequence[Tensor]:
-    """Split a tensor into the slices of the state after a move."""
     cut = cut_of(after)
     parts: Sequence[Tensor] = torch.split(tensor, list(cut.sizes), cut.dim)
     return parts

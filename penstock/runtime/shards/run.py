@@ -241,14 +241,11 @@ class LayerRun:
         return known[layout]
 
     def _planned(self, func: Any) -> PlannedCall:
-        name = _name_of(func)
-        if self._next == len(self._plan.calls):
-            raise self._other_path(f"calls {name}")
-        planned = self._plan.calls[self._next]
-        if base_name(planned.function) != base_name(name):
+        name, left = _name_of(func), self._plan.calls[self._next :]
+        if not left or base_name(left[0].function) != base_name(name):
             raise self._other_path(f"calls {name}")
         self._next += 1
-        return planned
+        return left[0]
 
     def _other_number(
         self, noun: str, actual: Collection[Any], planned: Collection[Any]

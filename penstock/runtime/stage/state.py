@@ -151,7 +151,6 @@ class BackwardState:
                 )
 
     def _versions(self) -> Versions:
-        """Return the tensor at each place, and its version."""
         now = read_state(self._holders, self._attributes)
         return {p: (tensor, version_of(tensor)) for p, tensor in now.items() if tensor is not None}
 
