@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import PerSample
 from penstock.errors import BatchError
-from penstock.model.batch import flat_batch, undeclared
+from penstock.model.batch import batch_size, flat_batch, undeclared
 
 X = torch.arange(10.0).reshape(5, 2)
 BOXES = [{"classes": torch.arange(n), "boxes": torch.randn(n, 4)} for n in (2, 0, 3)]
