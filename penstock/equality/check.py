@@ -101,11 +101,7 @@ def check(
 
 
 def _check_place(pipe: Pipeline) -> None:
-    """Refuse several devices or replicas, which the unsplit model does not have.
-
-    Raises:
-        ConfigError: there are several.
-    """
+    """Raise ConfigError for several devices or replicas, which the unsplit model does not have."""
     if len(set(pipe.devices)) > 1:
         names = ", ".join(sorted(set(map(str, pipe.devices))))
         raise ConfigError(
@@ -126,11 +122,7 @@ def _leaf_on(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def _untouched(layers: Layers) -> Iterator[None]:
-    """Check that only copies of the caller's model run inside.
-
-    Raises:
-        ConfigError: a loss computed gradients of its parameters.
-    """
+    """Raise ConfigError if a loss computes gradients of the caller's own model inside."""
     before = {p: p.grad for _, holder in layers.holders() for p in holder.parameters()}
     counts = {p: 0 if grad is None else version_counter(grad) for p, grad in before.items()}
     yield

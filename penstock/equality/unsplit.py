@@ -143,7 +143,6 @@ class _Statistics:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record the calls in training mode inside."""
         handles = [
             norm.register_forward_pre_hook(self._note, with_kwargs=True) for norm in self._norms
         ]
@@ -164,7 +163,6 @@ class _Statistics:
         before.calls.append((x.numel() // x.shape[1], mean, variance))
 
     def put(self) -> None:
-        """Set the statistics of all layers that were called."""
         with torch.no_grad():
             for norm, before in self._norms.items():
                 if before.calls:

@@ -130,7 +130,7 @@ class PenstockTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or str(self.args.output_dir))
-        if _has_adapters(self.model):
+        if hasattr(self.model, "peft_config"):
             save_adapter(folder, self.pipe)
         else:
             _save_over(folder, self.pipe)
@@ -170,17 +170,12 @@ class PenstockTrainer(Trainer):
 
 
 def _of_replica(batch: Any, mesh: "penstock.Mesh") -> dict[str, Any]:
-    """Return this replica's samples of a whole batch."""
     size = find_batch_size(batch)
     has_samples = {k for k, v in batch.items() if isinstance(v, Tensor) and v.shape[:1] == (size,)}
     return {
         key: value.tensor_split(mesh.num_replicas)[mesh.replica] if key in has_samples else value
         for key, value in batch.items()
     }
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
 
 
 def _check(pipe: "penstock.Pipeline", args: TrainingArguments) -> None:

@@ -36,11 +36,7 @@ ROW_WIDTH = 11
 
 
 def check_same_kind(rows: Sequence[Sequence[float]], pipelines: Sequence[str]) -> None:
-    """Compare the call, and its pipeline, that each process has begun.
-
-    Raises:
-        MeshError: they differ; on every process alike.
-    """
+    """Raise MeshError, on every process, if they began unlike calls, or of unlike pipelines."""
     for rank, row in enumerate(rows):
         if row[:2] == rows[0][:2]:
             continue
@@ -56,11 +52,7 @@ def check_same_kind(rows: Sequence[Sequence[float]], pipelines: Sequence[str]) -
 
 
 def name_difference(where: str, facts_of_ranks: Sequence[Mapping[str, str]]) -> None:
-    """Compare the facts of all ranks, name by name.
-
-    Raises:
-        ConfigError: names the first fact that differs, with each value.
-    """
+    """Raise ConfigError with the first of the ranks' facts that differs, and each value."""
     for name in facts_of_ranks[0]:
         ranks: dict[str, list[str]] = {}
         for rank, facts in enumerate(facts_of_ranks):
@@ -107,12 +99,7 @@ def outcome_of(job: Callable[[], Any]) -> Outcome:
 
 
 def result_of(message: tuple[str, Any], teller: str) -> Any:
-    """Return the result that another process told, or raise its error.
-
-    Raises:
-        PenstockError: the job raised one like this there.
-        PeerError: it raised something else.
-    """
+    """Return the result that another process told, or raise its error; if unknown, a PeerError."""
     name, content = message
     if not name:
         return content
@@ -164,11 +151,7 @@ class _Pickler(pickle.Pickler):
 
 
 def encode(value: Any) -> bytes:
-    """Return a value as a message.
-
-    Raises:
-        BoundaryError: it holds a tensor, or an object that cannot be pickled.
-    """
+    """Return a value as a message; BoundaryError if it holds a tensor, or cannot be pickled."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -184,11 +167,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: "bytes | bytearray | memoryview") -> Any:
-    """Return the value of a message.
-
-    Raises:
-        MeshError: a class is missing here, or the versions differ.
-    """
+    """Return the value of a message; MeshError if a class is missing here, or versions differ."""
     try:
         return pickle.loads(message)
     except Exception as error:

@@ -44,12 +44,7 @@ class Slot:
         self._outcome.put((False, error))
 
     def get(self, timeout_s: float | None) -> Any:
-        """Wait for the outcome and return it.
-
-        Raises:
-            Empty: there is none within `timeout_s`.
-            BaseException: the error of the job, or of the watch.
-        """
+        """Return the outcome, or raise the job's or the watch's error; Empty after `timeout_s`."""
         good, outcome = self._outcome.get(timeout=timeout_s)
         if good:
             return outcome
@@ -98,14 +93,6 @@ class Background:
             return slot.get(self.timeout_s if has_deadline else None)
         except (*WAIT_FAILURES, RuntimeError) as error:
             raise self.blame(error, purpose, peer) from error
-
-    def begin_save(self, job: Callable[[], None], purpose: str) -> Callable[[], None]:
-        """Queue a job behind earlier saves; return a function that waits for its end.
-
-        That wait has no deadline; each wait inside the job has one.
-        """
-        slot = self.saves.submit(job)
-        return lambda: self.wait(slot, purpose, has_deadline=False)
 
     def blame(self, error: Exception, purpose: str, peer: int | None) -> BaseException:
         """Turn the error of a wait into one that names the culprit; report it to all processes.

@@ -1,8 +1,8 @@
 """Collectives of tensors along an axis of the mesh: torch.distributed's, with deadline and blame.
 
-    all_reduce       the sum, on every process             begin_all_reduce       finish
-    all_gather       all tensors, on every process         begin_all_gather  ──►  waits for
-    reduce_scatter   a part of the sum on each             begin_reduce_scatter   several
+    all_reduce       the sum, on every process             begin_all_reduce ──► finish, of several
+    all_gather       all tensors, on every process
+    reduce_scatter   a part of the sum on each
     all_to_all       a part of each process on each
     broadcast        one process's tensor, on every one
 
@@ -111,17 +111,55 @@ class Collectives(Shared):
         self, tensor: Tensor, purpose: str, shapes: Sequence[Shape] | None = None
     ) -> list[Tensor]:
         """Return the tensors of all, in the order of ranks; `shapes` if they differ."""
-        return self._run(partial(self.begin_all_gather, tensor, shapes), tensor, purpose)
+        if self.size == 1:
+            return [tensor]
+        sent = tensor
+        if shapes is not None:  # pad: torch gathers equal numbers of elements
+            sent = tensor.new_zeros(max(map(prod, shapes)))
+            sent[: tensor.numel()] = tensor.reshape(-1)
+        rows = [torch.empty_like(sent) for _ in self.ranks]
+
+        def begin() -> Begun[None]:
+            work = dist.all_gather(rows, sent, group=self.group, async_op=True)
+            return _begun(work, tensor, lambda: None)
+
+        self._run(begin, tensor, purpose)
+        if shapes is None:
+            return rows
+        pairs = zip(rows, shapes, strict=True)
+        return [row[: prod(shape)].view(*shape) for row, shape in pairs]
 
     def reduce_scatter(self, parts: Sequence[Tensor], purpose: str) -> Tensor:
         """Return the sum of part `parts[rank]` of all processes; parts may be uneven."""
-        return self._run(partial(self.begin_reduce_scatter, parts), parts[0], purpose)
+        shapes = [parts[self.rank].shape] * self.size
+        # Added here, in the order of ranks: a backend would choose an order of its own.
+        first, *others = self.all_to_all(parts, shapes, purpose)
+        total = first.clone()
+        for part in others:
+            total += part
+        return total
 
     def all_to_all(
         self, parts: Sequence[Tensor], shapes: Sequence[Shape], purpose: str
     ) -> list[Tensor]:
         """Send `parts[r]` to process r; return the tensors sent here, of these `shapes`."""
-        return self._run(partial(self._begin_all_to_all, parts, shapes), parts[0], purpose)
+        if self.size == 1:
+            return list(parts)
+        first, width = parts[0], parts[0].element_size()
+        sent = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)  # as bytes
+        sizes = [width * prod(shape) for shape in shapes]
+        sent_sizes = [width * part.numel() for part in parts]
+        received = sent.new_empty(sum(sizes))
+
+        def begin() -> Begun[None]:
+            work = dist.all_to_all_single(
+                received, sent, sizes, sent_sizes, group=self.group, async_op=True
+            )
+            return _begun(work, first, lambda: None)
+
+        self._run(begin, first, purpose)
+        flat = received.view(first.dtype).split([prod(shape) for shape in shapes])
+        return [part.view(*shape) for part, shape in zip(flat, shapes, strict=True)]
 
     def broadcast(self, source: int, tensor: Tensor, purpose: str) -> None:
         """Overwrite a contiguous tensor with its values on process `source`."""
@@ -152,66 +190,6 @@ class Collectives(Shared):
         work = dist.all_reduce(tensor, by, group=self.group, async_op=True)
         return _begun(work, tensor, lambda: tensor)
 
-    def begin_all_gather(
-        self, tensor: Tensor, shapes: Sequence[Shape] | None = None
-    ) -> Begun[list[Tensor]]:
-        """Begin an `all_gather`."""
-        if self.size == 1:
-            return Begun(lambda: [tensor])
-        sent = tensor
-        if shapes is not None:  # pad: torch gathers equal numbers of elements
-            sent = tensor.new_zeros(max(map(prod, shapes)))
-            sent[: tensor.numel()] = tensor.reshape(-1)
-        rows = [torch.empty_like(sent) for _ in self.ranks]
-        work = dist.all_gather(rows, sent, group=self.group, async_op=True)
-
-        def end() -> list[Tensor]:
-            if shapes is None:
-                return rows
-            pairs = zip(rows, shapes, strict=True)
-            return [row[: prod(shape)].view(*shape) for row, shape in pairs]
-
-        return _begun(work, tensor, end)
-
-    def begin_reduce_scatter(self, parts: Sequence[Tensor]) -> Begun[Tensor]:
-        """Begin a `reduce_scatter`."""
-        exchanged = self._begin_all_to_all(parts, [parts[self.rank].shape] * self.size)
-
-        def end() -> Tensor:
-            # Added here, in the order of ranks: a backend would choose an order of its own.
-            first, *others = exchanged.end()
-            total: Tensor = first.clone()
-            for part in others:
-                total += part
-            return total
-
-        return Begun(end, exchanged.device)
-
-    def _begin_all_to_all(
-        self, parts: Sequence[Tensor], shapes: Sequence[Shape]
-    ) -> Begun[list[Tensor]]:
-        """Begin an `all_to_all`; values travel as bytes."""
-        if self.size == 1:
-            return Begun(lambda: list(parts))
-        first, width = parts[0], parts[0].element_size()
-        sent = torch.cat([part.reshape(-1) for part in parts]).view(torch.uint8)
-        sizes = [width * prod(shape) for shape in shapes]
-        received = sent.new_empty(sum(sizes))
-        work = dist.all_to_all_single(
-            received,
-            sent,
-            sizes,
-            [width * part.numel() for part in parts],
-            group=self.group,
-            async_op=True,
-        )
-
-        def end() -> list[Tensor]:
-            flat = received.view(first.dtype).split([prod(shape) for shape in shapes])
-            return [part.view(*shape) for part, shape in zip(flat, shapes, strict=True)]
-
-        return _begun(work, first, end)
-
     def finish(self, begun: Sequence[Begun[Any]], purpose: str) -> list[Any]:
         """Wait for collectives under way; return their results."""
         if self.waits is None or not begun:
@@ -225,7 +203,6 @@ class Collectives(Shared):
         ]
 
     def _run(self, begin: Callable[[], Begun[_T]], tensor: Tensor, purpose: str) -> _T:
-        """Run a collective on a tensor, and wait for it."""
         if self.size == 1:
             return begin().end()
         assert self.waits is not None, "there is one process only"

@@ -140,20 +140,12 @@ class Control(Shared):
         return [full_row[2 : 2 + len(row)] for full_row in rows]
 
     def begin_call(self, kind: str, pipeline: int) -> None:
-        """Check that all make a call of this kind, for one pipeline.
-
-        Raises:
-            MeshError: the calls differ.
-        """
+        """Check that all make a call of this kind, for one pipeline, or raise MeshError."""
         with self.reporting():
             self.exchange(kind, pipeline, ())
 
     def require_same(self, where: str, facts: dict[str, Any]) -> None:
-        """Check that all processes have the same `facts`, by their digest.
-
-        Raises:
-            ConfigError: on every process alike; names the first that differs, with each value.
-        """
+        """Compare `facts` by their digest; a ConfigError, on every process, names a difference."""
         if self.size == 1:
             return
         purpose = f"for the others to be given the same by {where}"

@@ -134,11 +134,7 @@ def meet(
 def from_rank_0(
     value: Any, timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | str | None = None
 ) -> Any:
-    """Return rank 0's `value` on every process, before a mesh is made.
-
-    Raises:
-        ConfigError, MeshError: as `init_mesh`.
-    """
+    """Return rank 0's `value` on every process, before there is a mesh; raise as `init_mesh`."""
     if num_processes() == 1:
         return value
     _joined(timeout_s, device)
@@ -147,11 +143,7 @@ def from_rank_0(
 
 
 def _joined(timeout_s: float, device: torch.device | str | None) -> torch.device:
-    """Join the other processes, and return this one's device, which becomes torch's current one.
-
-    Raises:
-        ConfigError, MeshError: as `init_mesh`.
-    """
+    """Join the other processes; return this one's device, which becomes torch's current one."""
     device = device_by_default() if device is None else device
     backends, place = check_backends(device), process_device(device)
     if place.type != "cpu":
@@ -161,11 +153,7 @@ def _joined(timeout_s: float, device: torch.device | str | None) -> torch.device
 
 
 def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh:
-    """Make the mesh of processes that have met.
-
-    Raises:
-        ConfigError: the placement has another number of ranks.
-    """
+    """Make the mesh of processes that have met; ConfigError if the placement has other ranks."""
     if placement.num_ranks != world.size:
         raise ConfigError(
             f"the placement has {count_text(placement.num_ranks, 'rank')}, but {world.size} "

@@ -282,11 +282,7 @@ def own_host() -> tuple[str, str]:
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface, on Linux.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Return the IPv4 address of a network interface, on Linux; OSError if there is none."""
     if sys.platform != "linux":
         raise OSError
     import fcntl

@@ -95,8 +95,7 @@ def join(timeout_s: float, backends: str = "gloo") -> None:
 def name_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
     """Agree on a new name for this attempt at the job; the store may hold words of earlier ones.
 
-    Raises:
-        RuntimeError: a process does not come in time; names it.
+    A RuntimeError names a process that does not come in time.
     """
     if rank == 0:
         return _name_for_all(store, range(1, world_size), time.monotonic() + timeout_s)
@@ -144,11 +143,7 @@ def _read(store: Any, keys: Sequence[str]) -> list[str]:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Explain the error of a process that leaves during the rendezvous.
-
-    Raises:
-        MeshError: a process left, or fell silent.
-    """
+    """Raise MeshError if a process leaves, or falls silent, during the rendezvous."""
     try:
         yield
     except RuntimeError as error:

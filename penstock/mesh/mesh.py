@@ -202,7 +202,8 @@ class Mesh(Shared):
         group = background.saving_group()
         tensors = replace(self.world.tensors, waits=waits, group=group)
         world = replace(self.world, tensors=tensors, long=background.saves_long)
-        return background.begin_save(partial(job, world), purpose)
+        slot = background.saves.submit(partial(job, world))  # behind earlier ones
+        return lambda: background.wait(slot, purpose, has_deadline=False)
 
     def close(self) -> None:
         """End the threads and process groups of the mesh; the end of the process does the same."""

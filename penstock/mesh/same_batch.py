@@ -120,11 +120,7 @@ class CallHeader:
 
 
 def check_same_call(headers: Sequence[CallHeader]) -> None:
-    """Check that all processes make the same call.
-
-    Raises:
-        MeshError: they do not, or scale the loss differently.
-    """
+    """Raise MeshError if processes make different calls, or scale the loss differently."""
     first = headers[0]
     for rank, header in enumerate(headers):
         if header.number != first.number:
@@ -145,13 +141,10 @@ def check_same_call(headers: Sequence[CallHeader]) -> None:
 def check_same_backward(
     rows: Sequence[Sequence[float]], replicas: Sequence[Sequence[int]]
 ) -> None:
-    """Check that all processes begin the backward of the same call, of the same loss.
+    """Raise MeshError unless all processes begin the backward of the same call, of the same loss.
 
     A row has the number of the call, whether the rank has the outputs, the sum of the absolute
     gradients of these, and their number.
-
-    Raises:
-        MeshError: they differ.
     """
     numbers = [int(row[0]) for row in rows]
     for rank, number in enumerate(numbers):
@@ -230,10 +223,9 @@ def check_same(
     digests: Sequence[tuple[int | None, int | None]],
     mine: Texts,
 ) -> None:
-    """Check that the ranks of each of `replicas` were given the same; `digests` are of all ranks.
+    """Raise BatchError, on every process, if ranks of a replica were given different batches.
 
-    Raises:
-        BatchError: some were not; on every process alike.
+    `digests` are of all ranks, `mine` the texts of this one.
     """
     for ranks in replicas:
         for k in range(2):  # inputs, targets
@@ -243,11 +235,7 @@ def check_same(
 
 
 def _refuse(texts: Sequence[Sequence[str]], ranks: Sequence[int], k: int) -> None:
-    """Name the first tensor in which these ranks differ: an input if `k` is 0, else a target.
-
-    Raises:
-        BatchError: always; has the tensor of each rank.
-    """
+    """Raise BatchError with the first tensor in which these ranks differ: an input if `k` is 0."""
     kind, first = ("inputs", "targets")[k], ranks[0]
     # The first place at which their lines differ, and the ranks with each line there.
     of_rank = {rank: dict(enumerate(texts[rank])) for rank in ranks}

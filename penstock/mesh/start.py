@@ -19,20 +19,12 @@ _REMEDY = (
 
 
 def num_processes() -> int:
-    """Return WORLD_SIZE, the number of processes that a launcher started; 1 without one.
-
-    Raises:
-        ConfigError: WORLD_SIZE is no number of processes.
-    """
+    """Return WORLD_SIZE, or 1 without a launcher; ConfigError if it is no number of processes."""
     return _whole_number("WORLD_SIZE", "1", 1)
 
 
 def process_rank() -> int:
-    """Return RANK, this process's number among all.
-
-    Raises:
-        ConfigError: RANK is no number below WORLD_SIZE.
-    """
+    """Return RANK, this process's number; ConfigError if it is no number below WORLD_SIZE."""
     rank, count = _whole_number("RANK", "0", 0), num_processes()
     if rank >= count:
         raise ConfigError(
@@ -43,11 +35,7 @@ def process_rank() -> int:
 
 
 def meeting_place() -> tuple[str, int]:
-    """Return the address and the port of the rendezvous.
-
-    Raises:
-        ConfigError: a variable of `_NEEDED` is not set, or MASTER_PORT is no port.
-    """
+    """Return the rendezvous' address and port; ConfigError if a variable is not set, or wrong."""
     absent = [name for name in _NEEDED if not os.environ.get(name)]
     if absent:
         raise ConfigError(
@@ -138,11 +126,7 @@ def process_device(asked: torch.device | str) -> torch.device:
 
 
 def check_backends(asked: torch.device | str) -> str:
-    """Return the backends for a device, as torch writes them.
-
-    Raises:
-        ConfigError: torch lacks one, or torch.distributed was initialized without it.
-    """
+    """Return torch's backends for a device; ConfigError if torch lacks one, or runs without."""
     # Agreements need gloo on the CPU; tensors need the backend of their device.
     kind = torch.device(asked).type
     if dist.is_initialized():

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any
 
@@ -31,7 +30,10 @@ class FlatBatch:
         return [tensor for entry in self.entries for tensor in flatten(entry)[0]]
 
     def split(self, sizes: Sequence[int]) -> list[Any]:
-        """Split the batch as `split` does; `sizes` add up to N."""
+        """Split values with one entry per sample; repeat all others.  `sizes` add up to N.
+
+        Parts of tensors are detached views, which require grad if their tensor does.
+        """
         pieces = [_pieces(entry, sizes) for entry in self.entries]
         return [
             unflatten(self.structure, [parts[n] for parts in pieces]) for n in range(len(sizes))
@@ -60,11 +62,7 @@ def flat_batch(value: Any, what: str, elsewhere: int | None = None) -> FlatBatch
 
 
 def check_values(tensors: Iterable[Tensor], what: str, *, meta_is_fine: bool = False) -> None:
-    """Refuse tensors without values: meta tensors and fake tensors.
-
-    Raises:
-        BatchError: there is one.
-    """
+    """Raise BatchError for tensors without values: meta tensors and fake tensors."""
     for tensor in tensors:
         if _is_fake(tensor) or (tensor.is_meta and not meta_is_fine):
             made = "made under FakeTensorMode" if _is_fake(tensor) else "on the meta device"
@@ -81,21 +79,8 @@ def _is_fake(tensor: Tensor) -> bool:
     return any(k.__name__ == "FakeTensor" and k.__module__.startswith("torch.") for k in kinds)
 
 
-def split(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Split values with one entry per sample into parts of the given sizes; repeat all others.
-
-    Parts of tensors are detached views, which require grad if their tensor does.
-    """
-    entries, structure = flatten_by(value, partial(is_entry, count=sum(sizes)))
-    return FlatBatch(entries, structure, sum(sizes)).split(sizes)
-
-
 def of_size(value: Any, size: int, what: str) -> Any:
-    """Return the first `size` samples; if there are fewer, repeat them.
-
-    Raises:
-        BatchError: the value is no batch.
-    """
+    """Return the first `size` samples; repeat them if there are fewer; BatchError if no batch."""
     batch = flat_batch(value, what)
     count = batch.num_samples
     if size <= count:
@@ -104,11 +89,7 @@ def of_size(value: Any, size: int, what: str) -> Any:
 
 
 def samples(value: Any, numbers: Sequence[int], what: str) -> Any:
-    """Return the samples with these numbers, in this order.
-
-    Raises:
-        BatchError: the value is no batch.
-    """
+    """Return the samples with these numbers, in this order; BatchError if `value` is no batch."""
     batch = flat_batch(value, what)
     return unflatten(batch.structure, [_again(entry, numbers) for entry in batch.entries])
 
@@ -133,7 +114,6 @@ def _pieces(entry: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def _again(entry: Any, numbers: Sequence[int]) -> Any:
-    """Return the samples with these numbers."""
     if is_whole(entry):
         return value_in(entry)
     if isinstance(entry, Tensor):

@@ -64,11 +64,7 @@ class PerSample:
 
 
 def entries_of(value: Any, what: str, elsewhere: int | None) -> tuple[list[Any], Structure, int]:
-    """Return the entries of a batch, their structure and N.
-
-    Raises:
-        BatchError: see `flat_batch`.
-    """
+    """Return the entries of a batch, their structure and N; raise as `flat_batch` does."""
     # 1. Take the batch apart into entries with rows, and values that are repeated whole.
     known = _num_beside_lists(value) if elsewhere is None else elsewhere
     entries, structure = flatten_by(value, partial(is_entry, count=known))

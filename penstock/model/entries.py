@@ -104,11 +104,6 @@ def marked(tensor: Tensor, layouts: Sequence[Any], place: int) -> Tensor:
     return tensor
 
 
-def mark_lasting(tensor: Tensor) -> None:
-    """Mark a tensor as a parameter of another stage."""
-    setattr(tensor, LASTING, True)
-
-
 def version_of(tensor: Tensor) -> int:
     """Return the number of changes in place; inference tensors do not count them."""
     return 0 if tensor.is_inference() else version_counter(tensor)

@@ -30,18 +30,8 @@ def find_owners(model: nn.Module, elsewhere: Iterable[str] = ()) -> Owners:
     return owners
 
 
-def without_extra(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a model's state dict without extra state."""
-    names = find_owners(model)
-    return {name: value for name, value in state.items() if name not in names}
-
-
 def read_extra(owners: Owners) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the extra state of the modules: tensors, and values as read back from JSON.
-
-    Raises:
-        CheckpointError: a value is no tensor, and JSON would change it.
-    """
+    """Return extra state: tensors, and values read back from JSON; CheckpointError if unlike."""
     states = {name: module.get_extra_state() for name, module in owners.items()}
     tensors = {name: value for name, value in states.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in states.items() if name not in tensors}

@@ -29,8 +29,7 @@ InitWeights = Callable[[nn.Module], Any]
 def fill(model: nn.Module, fresh: Mapping[str, Tensor], seed: int) -> None:
     """Initialise fresh tensors by the modules that hold them, and by the modules around these.
 
-    Raises:
-        ConfigError: a tensor has no values afterwards.
+    A ConfigError names the tensors that have no values afterwards.
     """
     filling = _Filling()
     modules = list(reversed([*_around(model, fresh)]))  # a parent may refine its children
@@ -89,7 +88,6 @@ class _Filling(TorchDispatchMode):
         self._place, self._draws = "", 0
 
     def begin(self, seed: int, place: str) -> None:
-        """Begin the initialisation by one module."""
         self._place, self._draws = f"{seed} {place}", 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -135,8 +135,7 @@ def is_plain_chain(model: object) -> bool:
 def as_layers(model: "nn.Sequential | Sequence[nn.Module | Layer] | Layers") -> Layers:
     """Resolve an nn.Sequential, or a list of modules and `Layer`s, into `Layers`.
 
-    Raises:
-        ConfigError: the model is something else, is empty, or reads an unknown value.
+    A ConfigError refuses anything else, an empty model, and a read of an unknown value.
     """
     if isinstance(model, Layers):
         return model

@@ -16,11 +16,7 @@ COUNTS = ("num_items_in_batch", "num_items")
 
 
 def output_loss(output: Any, target: Any = None) -> Tensor:
-    """Return the loss in a model's output: the value `loss`, or a scalar that comes first.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the scalar `loss` in a model's output, or one that comes first; else ConfigError."""
     loss = loss_in(output)
     if loss is None:
         first = output[0] if isinstance(output, tuple | list) and output else output

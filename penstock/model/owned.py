@@ -68,8 +68,7 @@ def modules_of_loss(loss: Any) -> tuple[nn.Module, ...]:
 def with_loss(registered: dict[str, Any], children: str, loss: Any) -> dict[str, Any]:
     """Return a pipeline's dictionaries, with a loss that has state among its `children`.
 
-    Raises:
-        ConfigError: the model has a child of that name.
+    A ConfigError refuses a model that has a child of that name.
     """
     if not any((*m.parameters(), *m.buffers()) for m in modules_of_loss(loss)):
         return registered

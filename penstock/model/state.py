@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.torch_private import buffers_of
 
-from .extra_state import Owners, find_owners, without_extra
+from .extra_state import Owners, find_owners
 from .owned import LOSS
 from .pytree import Sealed
 
@@ -125,7 +125,8 @@ class Held:
 
     def state(self, *, keep_vars: bool = False) -> dict[str, Any]:
         """Return the state dict without extra state, and without tensors of other processes."""
-        state = without_extra(self.module.state_dict(keep_vars=keep_vars), self.original)
+        extra, whole = find_owners(self.original), self.module.state_dict(keep_vars=keep_vars)
+        state = {name: value for name, value in whole.items() if name not in extra}
         if not self.is_part:
             return state
         return {n: v for n, v in state.items() if not (isinstance(v, Tensor) and v.is_meta)}

@@ -126,11 +126,7 @@ class Aside:
         self._marks.clear()
 
     def look(self, run: Run, tape: Tape) -> None:
-        """Find the state that changed since the last look.
-
-        Raises:
-            StateError: state changed for a second micro-batch, and another stage may read it.
-        """
+        """Raise StateError if state that another stage may read changes a second time."""
         with self._lock:
             now = dict(self._look())
             before, self._marks = self._marks, now

@@ -32,11 +32,7 @@ class WeightUpdater(NamedTuple):
 
 
 def as_pairs(batches: Iterable[Pair]) -> list[Pair]:
-    """Read all batches; each is (inputs, targets).
-
-    Raises:
-        BatchError: one is something else, or they cannot be read one after the other.
-    """
+    """Read all batches, each (inputs, targets); BatchError for anything else."""
     if not isinstance(batches, Iterable):
         raise BatchError(
             f"train_steps was given a {type(batches).__name__} as batches; give a list of "
@@ -99,11 +95,7 @@ def train_one_by_one(
 
 
 def _check_steps_alone(updating: WeightUpdater, num_batches: int) -> None:
-    """Check that the optimizer and the scheduler work with `step()` without arguments.
-
-    Raises:
-        ConfigError: there is no batch, or the optimizer or scheduler wants more.
-    """
+    """Raise ConfigError without batches, or if an optimizer or scheduler cannot step() alone."""
     if not num_batches:
         raise ConfigError("train_steps was given no batches")
     if isinstance(updating.optimizer, LBFGS):
@@ -189,11 +181,7 @@ def losses(engine: Engine, cut: Sequence[Batch], run: Run) -> Tensor:
 
 
 def _check_apart(engine: Engine) -> None:
-    """Check that each parameter can move to other memory alone.
-
-    Raises:
-        ConfigError: it shares memory with another parameter or buffer.
-    """
+    """Raise ConfigError if a parameter shares memory, so that it cannot move alone."""
     tensors = engine.tensors()
     if find_aliases({0: list(dict.fromkeys(tensors))}):
         raise ConfigError(

@@ -36,8 +36,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def batch_norms(modules: Iterable[nn.Module]) -> tuple[AnyBatchNorm, ...]:
     """Return the BatchNorm layers whose running statistics move once per mini-batch.
 
-    Raises:
-        ConfigError: one is a SyncBatchNorm, which already pools over processes.
+    A ConfigError refuses SyncBatchNorm, which already pools over processes.
     """
     return tuple(module for module in _tracking(modules) if _runs_torchs_forward(module))
 
@@ -45,8 +44,7 @@ def batch_norms(modules: Iterable[nn.Module]) -> tuple[AnyBatchNorm, ...]:
 def warn_of_unpooled(modules: Iterable[nn.Module], *, over_replicas: bool) -> None:
     """Warn of BatchNorm layers whose running statistics move with every micro-batch.
 
-    Raises:
-        ConfigError: the user asked to pool their statistics over replicas.
+    With `over_replicas` these cannot be pooled, as the user asked: a ConfigError.
     """
     # 1. Find layers with a forward of their own, and scripted ones, whose forward is unknown.
     modules = list(modules)
@@ -112,11 +110,7 @@ class Norms(LayersGuard, RerunGuard):
         self.layers = batch_norms(modules)
 
     def check_all_known(self) -> None:
-        """Refuse BatchNorm layers that were put in, or taken out, since the stage was made.
-
-        Raises:
-            ConfigError: the BatchNorm layers differ from those at construction.
-        """
+        """Raise ConfigError if BatchNorm layers were added or removed since the stage was made."""
         if batch_norms(self._modules) != self.layers:
             raise ConfigError(
                 f"stage {self._stage} was made with {len(self.layers)} BatchNorm layers, and "
@@ -205,17 +199,12 @@ class _Swap:
         )
 
     def end(self) -> None:
-        """Remove the hooks and restore the layer."""
         for handle in self._handles:
             handle.remove()
         self._put_back()
 
     def check_untouched(self) -> None:
-        """Refuse running statistics that moved before the end of the mini-batch.
-
-        Raises:
-            ConfigError: the statistics moved.
-        """
+        """Raise ConfigError if the running statistics moved before the end of the mini-batch."""
         if any(
             version_of(buffer) != version or (copy is not None and not same_bits(buffer, copy))
             for buffer, version, copy in self._seen

@@ -69,8 +69,7 @@ class CallerContext:
     def capture(cls, with_grad: bool, devices: Iterable[torch.device]) -> "CallerContext":
         """Read the calling thread's modes; the run sets its own grad mode.
 
-        Raises:
-            ConfigError: the thread caches parametrized weights, and gradients are recorded.
+        A ConfigError refuses cached parametrized weights while gradients are recorded.
         """
         if with_grad and cached_weights.depth:
             raise ConfigError(
@@ -130,11 +129,7 @@ class CallerContext:
             yield
 
     def check_hooks(self, what_for: str) -> None:
-        """Refuse a step that needs saved_tensors_hooks (for `what_for`) if they are disabled.
-
-        Raises:
-            ConfigError: the step needs them.
-        """
+        """Raise ConfigError if saved_tensors_hooks are disabled, and needed by `what_for`."""
         if self.with_grad and self.hooks_disabled is not None and what_for:
             raise ConfigError(
                 "the pipeline was called under disable_saved_tensors_hooks"

@@ -30,7 +30,7 @@ from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
 from .scale_history import warn_of_scale_history
 from .shards.divided import Shards
-from .stage.stage import ActivationPolicy, Stage
+from .stage.stage import Stage
 from .workers import ThreadDriver
 
 _LARGEST_BLOCK_BYTES = (32 << 20) - (64 << 10)
@@ -90,9 +90,8 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
 
     def stage_on(p: StagePlan, device: torch.device) -> Stage:
         store = store_on(device, plan.offload_folder) if p.index in plan.offloading else None
-        policy = ActivationPolicy(store, plan.dropped_layers(p.index))
-        own_loss = loss if p.output else None
-        return Stage(p, device, len(layers), own_loss, replicas, policy, shards.calls)
+        own_loss, drops = loss if p.output else None, plan.dropped_layers(p.index)
+        return Stage(p, device, len(layers), own_loss, replicas, store, drops, shards.calls)
 
     stages = tuple(stage_on(*planned) for planned in mine)
 

@@ -106,11 +106,7 @@ class StageDevice:
 
     def mark(self) -> Event | None:
         """Record an event on the compute stream; return None on a CPU."""
-        if self._compute is None:
-            return None
-        event = Event()
-        event.record(self._compute)
-        return event
+        return None if self._compute is None else self._compute.record_event()
 
     @contextmanager
     def copying(self) -> Iterator[torch.cuda.Stream]:
@@ -123,11 +119,7 @@ class StageDevice:
 
     def mark_copies(self) -> Event | None:
         """Record an event on the copy stream; return None on a CPU."""
-        if self._copy is None:
-            return None
-        event = Event()
-        event.record(self._copy)
-        return event
+        return None if self._copy is None else self._copy.record_event()
 
     def wait(self, event: Event) -> None:
         """Let the compute stream wait for an event."""
@@ -141,11 +133,8 @@ class StageDevice:
 
     def timing_mark(self) -> Event | None:
         """Record an event with its time on the compute stream; return None on a CPU."""
-        if self._compute is None:
-            return None
         event = Event(enable_timing=True)
-        event.record(self._compute)
-        return event
+        return None if self._compute is None else self._compute.record_event(event)
 
     def bring(self, tensors: Sequence[_T], event: Event | None) -> list[_T]:
         """Return tensors on this device; those of other devices are copied on the copy stream."""

@@ -40,11 +40,7 @@ class AbstractDriver(ABC):
 
     @abstractmethod
     def drive(self, work: Work) -> None:
-        """Execute all programs; return when all ranks are done.
-
-        Raises:
-            Exception: the first one that a rank raised, with a note of the stage and layer.
-        """
+        """Execute all programs to their end; raise the first error of a rank, with a note."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Release threads; the next run starts new ones."""

@@ -60,8 +60,7 @@ class StepLock:
     def taken(self, *, backward: bool = False) -> Iterator[None]:
         """Hold the lock; with `backward`, for the backward of an earlier call.
 
-        Raises:
-            PenstockError: another call holds it, or this process is a fork of the owner.
+        A PenstockError refuses a second call meanwhile, and a process forked from the owner.
         """
         # A call that waited for the lock could wait for itself: refuse at once instead.
         here = os.getpid()
@@ -147,12 +146,7 @@ class Engine:
         return list(dict.fromkeys(t for part in owned for t in (*part.parameters, *part.buffers)))
 
     def check_unchanged(self) -> None:
-        """Check that the model still has the parameters and blocks the stages were cut from.
-
-        Raises:
-            CutError: a parameter or a block was replaced.
-            ConfigError: BatchNorm layers were added or removed.
-        """
+        """Raise CutError for a replaced parameter or block, ConfigError for other BatchNorms."""
         for stage in self.stages:
             stage.check_norms()
         for holder, name, held in self.places:

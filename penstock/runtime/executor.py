@@ -26,7 +26,7 @@ from penstock.schedules.ir import (
 from penstock.transport.channels import AbstractChannels, Activation, Gradient, Stopped
 from penstock.types import Trace
 
-from .devices import Clock, StageDevice
+from .devices import Clock
 from .memory.out_of_memory import note_out_of_memory
 from .run import Run
 from .stage.stage import Stage
@@ -73,19 +73,17 @@ class Executor:
         if self._clock is None and not self._on_gpu:
             self._execute(instruction)
         elif self._on_gpu:
-            self._execute_on_stream(instruction, self._stages[instruction.stage].device)
+            device = self._stages[instruction.stage].device
+            with device.computing():
+                if self._clock is not None:
+                    self._clock.mark(device)
+                self._execute(instruction)
+                if self._clock is not None:
+                    self._clock.mark(device)
         else:
             start_s = time.perf_counter()
             self._execute(instruction)
             self._times_s += (start_s, time.perf_counter())
-
-    def _execute_on_stream(self, instruction: Instruction, device: StageDevice) -> None:
-        with device.computing():
-            if self._clock is not None:
-                self._clock.mark(device)
-            self._execute(instruction)
-            if self._clock is not None:
-                self._clock.mark(device)
 
     def _execute(self, instruction: Instruction) -> None:  # noqa: C901, PLR0912 - one flat match
         stage, run = self._stages[instruction.stage], self._run

@@ -20,11 +20,7 @@ def name_of_dtype(dtype: Any) -> str | None:
 
 
 def check_gradient_dtype(name: str | None) -> None:
-    """Refuse a dtype in which gradients cannot be added more precisely.
-
-    Raises:
-        ConfigError: it is neither None nor the name of a dtype of 32 or 64 bits.
-    """
+    """Raise ConfigError unless `name` is None or a dtype of 32 or 64 bits."""
     if name not in (None, "float32", "float64"):
         raise ConfigError(
             f"gradient_dtype={name!r}; give torch.float32 or torch.float64, in which gradients of "

@@ -76,11 +76,7 @@ class SummedHooks:
 def summed_hooks(
     parameters: Sequence[Tensor], shards: Shards, layers: Layers, plan: Plan
 ) -> SummedHooks:
-    """Return the hooks of a step that need sums; refuse hooks that cannot get them.
-
-    Raises:
-        ConfigError: names the parameter and the remedy.
-    """
+    """Return the hooks of a step that need sums; ConfigError for a hook that cannot get them."""
     hooks = SummedHooks(parameters if shards.is_shared else ())
     for parameter in hooks.hooked:
         if why := _why_not(parameter, hooks, shards, plan):

@@ -115,7 +115,8 @@ class Splitter:
         self.readers: tuple[int, ...] = (0,)
         self.number = 0
         self.agreed_s = 0.0
-        self._calls = 0
+        self.call = 0
+        """The number of the last call, alike on all processes."""
         self.check_batches(CheckBatches.FIRST)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Splitter":
@@ -136,7 +137,7 @@ class Splitter:
             UncountedError: the weights of all micro-batches are 0.
             MeshError: the processes make different calls.
         """
-        self._calls += 1
+        self.call += 1
         # 1. Flatten once what this process was given, and weigh it where the loss is computed.
         stages = self._ranks[self._replica]
         reads = any(self._rank in stages[reader] for reader in self.readers)
@@ -155,7 +156,7 @@ class Splitter:
         texts = NOTHING_SAID if self._alone else self._check.texts(kind, flat, read)
         counted = counted_in(inputs) if call.computes_loss or not call.trains else -1.0
         header = CallHeader(
-            number=self._calls,
+            number=self.call,
             trace=_BY_STRENGTH.index(call.trace),
             num_inputs=num_inputs,
             num_targets=None if flat_targets is None else flat_targets.num_samples,
@@ -206,18 +207,13 @@ class Splitter:
         Raises:
             MeshError: they begin another call, or their losses give the outputs other gradients.
         """
-        self._calls += 1
+        self.call += 1
         if self._alone:
             return
         sizes = [_size_of(gradient) for gradient in gradients or ()]
         header = (float(number), float(gradients is not None), sum(sizes), float(len(sizes)))
         rows = self._world.exchange("backward() of pipe(inputs)", self.number, header)
         check_same_backward(rows, [sorted({*chain(*stages)}) for stages in self._ranks])
-
-    @property
-    def call(self) -> int:
-        """The number of the last call, alike on all processes."""
-        return self._calls
 
     def _raw_weights(self, weighed: FlatBatch | None, call: Call) -> list[float]:
         """Return the user's weights of the micro-batches, if this process computes the loss."""
@@ -327,11 +323,7 @@ def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
 
 
 def check_targets(targets: Any) -> None:
-    """Refuse targets that require gradients.
-
-    Raises:
-        ConfigError: a tensor in them requires grad.
-    """
+    """Raise ConfigError for targets that require gradients."""
     for leaf in flatten(targets)[0]:
         if leaf.requires_grad:
             raise ConfigError(
@@ -341,11 +333,7 @@ def check_targets(targets: Any) -> None:
 
 
 def check_loss_scale(loss_scale: Any) -> float:
-    """Return `loss_scale` as a float; gradients must be divisible by it.
-
-    Raises:
-        ConfigError: it is no finite number above 0.
-    """
+    """Return `loss_scale` as a float; ConfigError unless it is finite and above 0."""
     if not isinstance(loss_scale, Real) or not 0 < float(loss_scale) < math.inf:
         raise ConfigError(
             f"loss_scale={loss_scale!r}; it must be a finite number above 0, such as "

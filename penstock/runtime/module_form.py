@@ -102,11 +102,7 @@ def evaluate(engine: Engine, value: Any, call: Call, evaluation: int) -> Any:
 
 
 def check_undivided(sharding: object) -> None:
-    """Refuse outputs with gradients if weights or operators of a stage are divided.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Raise ConfigError for outputs with gradients if weights or operators are divided."""
     if sharding is not None:
         raise ConfigError(
             "pipe(inputs) with gradients needs stages whose weights and operators are whole, and "

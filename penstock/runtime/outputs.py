@@ -166,11 +166,7 @@ _ELSEWHERE = (
 
 
 def _check_alike(parts: Sequence[Any], sizes: Sequence[int]) -> None:
-    """Refuse outputs whose constants differ; warn of a constant that may count the samples.
-
-    Raises:
-        BoundaryError: they differ.
-    """
+    """Raise BoundaryError for unlike constants; warn of one that may count the samples."""
     for i, part in enumerate(parts[1:], 1):
         difference = first_difference(parts[0], part)
         if difference is not None:
@@ -199,8 +195,6 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Prints a tensor as its shape, in a message."""
-
     tensor: Tensor
 
     def __repr__(self) -> str:

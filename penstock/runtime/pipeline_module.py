@@ -168,10 +168,6 @@ def is_pipeline(module: object) -> TypeGuard[PipelineModule]:
 
 
 def check_pipeline(pipe: object) -> None:
-    """Refuse an object that is no pipeline.
-
-    Raises:
-        ConfigError: `pipe` is no `penstock.Pipeline`.
-    """
+    """Raise ConfigError unless `pipe` is a `penstock.Pipeline`."""
     if not is_pipeline(pipe):
         raise ConfigError(f"pipe={shown(pipe)}; give the pipeline, a penstock.Pipeline")

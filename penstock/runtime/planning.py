@@ -334,11 +334,7 @@ def _listed(devices: Any) -> list[Any]:
 
 
 def device_of_process(devices: Devices, own_device: torch.device) -> str:
-    """Return the type of `own_device`, on which all stages of a process run.
-
-    Raises:
-        ConfigError: `devices` are of another type.
-    """
+    """Return the type of `own_device`, where all stages run; ConfigError for other `devices`."""
     asked = _listed(devices)
     names = ("cuda" if isinstance(d, int) else str(d or own_device) for d in asked)
     if {name.partition(":")[0] for name in names} - {own_device.type}:
@@ -376,8 +372,7 @@ def _check_device(stage: int, name: str, mesh: Mesh | None) -> None:
 def _resources(mesh: Mesh | None) -> Resources:
     """Return the threads, cores, devices and transports that a pipeline may use.
 
-    Raises:
-        ConfigError: some stages of the mesh have more replicas than others.
+    A ConfigError refuses a mesh with more replicas of some stages than of others.
     """
     used = mesh or Mesh.of_one_process()
     replicas = {len(of_place) for of_place in used.placement.meshes}

@@ -148,7 +148,6 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
 
 
 def _check_given(inputs: Any, optimizer: Any, sizes: Sequence[int], threads: int | None) -> None:
-    """Refuse arguments with which `profile` cannot work."""
     if inputs is None:
         raise BatchError("example_inputs=None; give a batch, as the model is given in training")
     if not callable(optimizer):

@@ -105,11 +105,7 @@ def clock_name() -> str | None:
 
 
 def as_trace(trace: Trace | str | bool) -> Trace:
-    """Return the `Trace` to record; True stands for Trace.TIME.
-
-    Raises:
-        ConfigError: `trace` is neither a bool nor a Trace, nor the name of one.
-    """
+    """Return the `Trace` of a word or a bool (True: Trace.TIME); ConfigError if there is none."""
     if isinstance(trace, bool):
         return Trace.TIME if trace else Trace.OFF
     return word_of("trace", trace, Trace, ", or True")

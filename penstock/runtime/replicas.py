@@ -10,7 +10,7 @@ end of the step            wait; sum changed buckets again; then sum partial gra
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,9 @@ class _Bucket:
 
     parameters: list[Tensor]
     group: Collectives
-    summed: list[tuple[Tensor | None, int]]
-    flat: Tensor
-    sums: list[Begun[Tensor]]
-
-    @classmethod
-    def of(cls, parameters: list[Tensor], group: Collectives) -> "_Bucket":
-        return cls(parameters, group, [], torch.empty(0), [])
+    summed: list[tuple[Tensor | None, int]] = field(default_factory=list)
+    flat: Tensor = field(default_factory=lambda: torch.empty(0))
+    sums: list[Begun[Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Begin to sum the gradients that are here now; zeros stand for those that are not."""
@@ -98,7 +94,6 @@ class _InBackward:
             self._num_begun += 1
 
     def leave(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -129,11 +124,7 @@ class Replicas:
         """The hooks that get the sums of the current step."""
 
     def start_equal(self, tensors: Sequence[Tensor], cut: Collection[Tensor]) -> None:
-        """Copy parameters and buffers from the first replica; weights that are `cut` have them.
-
-        Raises:
-            ConfigError: torch cannot sum gradients of a parameter's dtype.
-        """
+        """Copy the first replica's values, except `cut` ones; ConfigError if torch cannot sum."""
         if self._group.size == 1:
             return
         _check_can_be_summed(tensors)
@@ -148,20 +139,12 @@ class Replicas:
             parameter.grad = None
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Sum the gradients over replicas from now on, in the backward that follows.
-
-        Raises:
-            ConfigError: torch cannot sum a gradient's dtype.
-        """
+        """Sum gradients over replicas from now on; ConfigError for a dtype torch cannot sum."""
         if self._group.size > 1:
             self._in_backward = _InBackward(_buckets(self._group, parameters))
 
     def end_backward(self) -> None:
-        """Begin the sums that the backward after `begin` has not begun.
-
-        Raises:
-            ConfigError: a gradient is sparse.
-        """
+        """Begin the sums that the backward has not begun; ConfigError if a gradient is sparse."""
         if self._in_backward is not None:
             ended, self._in_backward = self._in_backward, None
             self._buckets += ended.end()
@@ -215,11 +198,7 @@ class Replicas:
 
 
 def refuse_sparse(steps: Iterable[Step], shards: Shards) -> None:
-    """Refuse embeddings whose sparse gradients would need a sum over processes, or slices.
-
-    Raises:
-        ConfigError: names the layer.
-    """
+    """Raise ConfigError for embeddings whose sparse gradients would need a sum, or slices."""
     summed = {weight for _, weights in shards.partial for weight in weights}
     modules = ((step.label, module) for step in steps for module in step.module.modules())
     for label, module in modules:
@@ -234,11 +213,10 @@ def _buckets(group: Collectives, parameters: Sequence[Tensor]) -> list[_Bucket]:
     """Deal the parameters out into buckets, on all processes of a group alike."""
     trained = [p for p in parameters if p.requires_grad]
     _check_can_be_summed(trained)
-    return [_Bucket.of(bucket, group) for bucket in cut_into_buckets(trained)]
+    return [_Bucket(bucket, group) for bucket in cut_into_buckets(trained)]
 
 
 def _finish(group: Collectives, buckets: Sequence[_Bucket], purpose: str) -> None:
-    """Wait for sums, and put them into `.grad`."""
     summed = group.finish([one for bucket in buckets for one in bucket.sums], purpose)
     for bucket, counts in zip(buckets, summed[1::2], strict=True):
         bucket.put(counts.tolist(), purpose)

@@ -146,7 +146,6 @@ def _layer_of(node: Node, layers: NumberedLayers, marks: Sequence[tuple[int, Ste
 
 
 def _reason(leaf: Any, division: Division, users: _Users) -> str:
-    """Return why the gradient of a weight cannot wait."""
     operators = list(_operators(leaf, users))
     if len(operators) > 2:
         return f"one is used {len(operators)} times"

@@ -40,8 +40,7 @@ class Window:
 def joined(batches: Sequence[Batch], *, apart: bool) -> Batch:
     """Concatenate mini-batches; with `apart`, each micro-batch has the weight of a mini-batch.
 
-    Raises:
-        BatchError: their numbers of micro-batches differ, or one has weight 0 with `apart`.
+    A BatchError refuses unlike numbers of micro-batches, and with `apart` a weight of 0.
     """
     counts = [len(batch.sizes) for batch in batches]
     if len(set(counts)) > 1:
@@ -85,8 +84,7 @@ Options = list[dict[str, Any]]
 def options_of_batches(optimizer: Optimizer, scheduler: Any, num_batches: int) -> list[Options]:
     """Return the options of each batch's updates; step the scheduler once after each batch.
 
-    Raises:
-        ConfigError: the optimizer cannot update one stage alone, or the scheduler needs a metric.
+    A ConfigError refuses optimizers that cannot update one stage alone, and metric schedulers.
     """
     _check(optimizer)
     options = []
@@ -107,10 +105,8 @@ def divided(
 ) -> dict[int, "StageOptimizer"]:
     """Split an optimizer by stage; `options` are those of each update.
 
-    The first of several stages that share a parameter updates it, and sends it to the others.
-
-    Raises:
-        ConfigError: the optimizer has parameters that are on no stage.
+    The first of several stages that share a parameter updates it, and sends it to the others.  A
+    ConfigError refuses parameters that are on no stage.
     """
     known = {p for parameters in stages.values() for p in parameters}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -171,8 +167,7 @@ class StageOptimizer:
     def step(self, update: int) -> None:
         """Update the parameters with the options of an update; free their gradients.
 
-        Raises:
-            ConfigError: the optimizer changes its parameter groups, which all stages share.
+        A ConfigError refuses an optimizer that changes its groups, which all stages share.
         """
         if not self.parameters:
             return

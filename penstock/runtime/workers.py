@@ -195,7 +195,6 @@ class _Workers:
             raise
 
     def stop(self) -> None:
-        """End the threads, and wait for them."""
         self._dismiss()
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -27,10 +27,9 @@ _WRAPPER = (
 
 
 def hint_for(name: str, attributes: Mapping[str, Any]) -> str:
-    """Return the end of the message for a name that a pipeline with these attributes lacks.
+    """Return the end of the message for a name that a pipeline lacks.
 
-    Raises:
-        ConfigError: DistributedDataParallel or the Trainer of transformers asks for the name.
+    A ConfigError tells DistributedDataParallel, and the Trainer of transformers, what to use.
     """
     if name == _TRAINER_ASKS_FOR:
         raise ConfigError(
@@ -47,10 +46,6 @@ def hint_for(name: str, attributes: Mapping[str, Any]) -> str:
 
 
 def refuse_fsdp(wrapper: type) -> None:
-    """Refuse the subclass of a pipeline that fully_shard makes.
-
-    Raises:
-        ConfigError: `wrapper` is one.
-    """
+    """Raise ConfigError for the subclass of a pipeline that fully_shard makes."""
     if any(base.__name__ == "FSDPModule" for base in wrapper.__mro__):
         raise ConfigError(f"fully_shard {_WRAPPER}")

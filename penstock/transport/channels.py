@@ -26,12 +26,7 @@ class AbstractChannels(ABC):
 
     @abstractmethod
     def receive(self, message: Message, instruction: Instruction) -> Any:
-        """Wait for the payload of `message`, until the deadline, and return it.
-
-        Raises:
-            WaitTimeout: it did not come in time.
-            Stopped: another rank failed.
-        """
+        """Wait for a message's payload; WaitTimeout if late, Stopped if another rank failed."""
 
 
 class Stopped(BaseException):
@@ -87,11 +82,7 @@ Layouts = tuple[Layout | None, ...]
 
 
 def check_still_as_sent(tensor: Tensor, version: int, stage: int) -> None:
-    """Refuse a tensor that its sender has changed in place since the send.
-
-    Raises:
-        BoundaryError: the tensor was changed.
-    """
+    """Raise BoundaryError for a tensor that its sender has changed in place since the send."""
     if version_of(tensor) != version:
         raise BoundaryError(
             f"a tensor of shape {tuple(tensor.shape)} that left stage {stage} was changed in "

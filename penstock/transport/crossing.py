@@ -115,7 +115,6 @@ class _Content:
 
 
 def _with_samples(kind: TensorKind, number: int) -> TensorKind:
-    """Return the kind of a tensor with another number of samples."""
     shape = torch.Size((number, *kind.shape[1:]))
     if kind.strides[0] == prod(kind.shape[1:]):  # samples lie one behind the other
         return kind._replace(shape=shape)

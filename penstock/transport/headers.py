@@ -144,11 +144,7 @@ class HeaderReader:
         self._lasting.clear()
 
     def read(self, number: int, encoded: bytes | bytearray | memoryview) -> Header:
-        """Return the header of a number; `encoded` are its bytes, if it is new.
-
-        Raises:
-            MeshError: it cannot be read.
-        """
+        """Return the header of a number, from its bytes if it is new; MeshError if unreadable."""
         if encoded:
             if number % _MOST_KNOWN == 0:
                 self._known.clear()

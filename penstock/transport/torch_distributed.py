@@ -95,7 +95,6 @@ class _Foreseen:
         return self._last[place] if is_known else (_UNKNOWN, [])
 
     def add(self, number: int, kinds: list[TensorKind]) -> None:
-        """Note a message that was sent or received."""
         self._now.append((number, kinds))
 
 
@@ -138,12 +137,7 @@ class Outgoing:
         self._foreseen.end_run()
 
     def send(self, payload: Payload, microbatch: int) -> None:
-        """Begin to send.
-
-        Raises:
-            ConnectionError: the connection broke.
-            PeerError: a process has failed.
-        """
+        """Begin to send; ConnectionError or PeerError if the connection or a process is gone."""
         number, encoded, tensors, header = self._headers.write(payload)
         values = self._own(tensors, header)
         if self._device.type != "cpu":
@@ -344,7 +338,6 @@ class Incoming:
         return self._wires.receive(room, self.rank, self._tag) if room.numel() else None
 
     def _ended(self, begun: _Rooms, deadline: float | None) -> list[Tensor]:
-        """Wait for what was begun, and return the tensors."""
         tensors = []
         for kind, (received, tensor), work in zip(*begun, strict=True):
             if work is not None:

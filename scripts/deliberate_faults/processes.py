@@ -326,9 +326,9 @@ FAULTS = (
     ),
     Fault(
         "a deadline runs on writing a checkpoint",
-        "penstock/mesh/background.py",
-        "self.wait(slot, purpose, has_deadline=False)",
-        "self.wait(slot, purpose)",
+        "penstock/mesh/mesh.py",
+        "background.wait(slot, purpose, has_deadline=False)",
+        "background.wait(slot, purpose)",
         "tests/distributed/test_checkpoint_processes.py",
         "saves_may_take",
     ),

@@ -52,15 +52,15 @@ FAULTS = (
     Fault(
         "streams: an event of messages is recorded on the copy stream",
         "penstock/runtime/devices.py",
-        "        event = Event()\n        event.record(self._compute)",
-        "        event = Event()\n        event.record(self._copy)",
+        "self._compute.record_event()",
+        "self._copy.record_event()",
         _TEST,
     ),
     Fault(
         "streams: an event of fetched values is recorded on the compute stream",
         "penstock/runtime/devices.py",
-        "        event = Event()\n        event.record(self._copy)",
-        "        event = Event()\n        event.record(self._compute)",
+        "self._copy.record_event()",
+        "self._compute.record_event()",
         _TEST,
     ),
     Fault(

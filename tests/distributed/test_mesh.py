@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 import penstock
 from penstock.errors import ConfigError, PlanError
-from penstock.mesh.collectives import Begun, Collectives
+from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
 from tests.distributed.call import call
 
@@ -33,23 +33,15 @@ def collected(group: Collectives) -> dict[str, Any]:
     uneven = numbers(mine, 2 * (mine + 1)).view(mine + 1, 2)
     parts = [numbers(mine, n + 1) for n in range(group.size)]
     exchanged = group.all_to_all(parts, [(mine + 1,)] * group.size, what)
-    later = numbers(mine, 3)
-    begun: list[Begun[Any]] = [
-        group.begin_all_reduce(later),
-        group.begin_all_gather(uneven, shapes),
-        group.begin_reduce_scatter(parts),
-    ]
-    _, gathered, scattered = group.finish(begun, what)
-    assert torch.equal(later, total)
-    pairs = zip(gathered, group.all_gather(uneven, what, shapes), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-    assert torch.equal(scattered, group.reduce_scatter(parts, what))
+    later = numbers(mine, 3), numbers(mine, 3).float()
+    assert group.finish([group.begin_all_reduce(x) for x in later], what) == [*later]
+    assert all(torch.equal(x.double(), total) for x in later)
     return {
         "sum": total,
         "last": one,
-        "all": gathered,
+        "all": group.all_gather(uneven, what, shapes),
         "alike": group.all_gather(numbers(mine, 2), what),
-        "part": scattered,
+        "part": group.reduce_scatter(parts, what),
         "exchanged": exchanged,
     }
 

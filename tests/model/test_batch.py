@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import PerSample, Whole
 from penstock.errors import BatchError, BoundaryError, OutputWarning
-from penstock.model.batch import batch_size, of_size, split, undeclared
+from penstock.model.batch import batch_size, flat_batch, of_size, undeclared
 
 Pair = namedtuple("Pair", "x names")
 X = torch.arange(10.0).reshape(5, 2)
@@ -55,6 +55,10 @@ CUT = [
     ),
     pytest.param(torch.Size([7, 7]), [torch.Size([7, 7])] * 2, id="a shape"),
 ]
+
+
+def split(value: Any, sizes: list[int]) -> list[Any]:
+    return flat_batch(value, "inputs").split(sizes)
 
 
 @pytest.mark.parametrize("value, parts", CUT)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock import PerSample
 from penstock.errors import BatchError
-from penstock.model.batch import batch_size, split, undeclared
+from penstock.model.batch import batch_size, flat_batch, undeclared
 
 X = torch.arange(10.0).reshape(5, 2)
 BOXES = [{"classes": torch.arange(n), "boxes": torch.randn(n, 4)} for n in (2, 0, 3)]
@@ -37,8 +37,9 @@ def test_a_list_whose_entries_have_other_sizes_has_one_entry_per_sample(
     around: Callable[[Any], Any], place: Any, rows: Any, kind: Any
 ) -> None:
     batch = around(kind(rows))
-    assert batch_size(batch, "inputs") == 3
-    for part, wanted in zip(split(batch, [2, 1]), (rows[:2], rows[2:]), strict=True):
+    flat = flat_batch(batch, "inputs")
+    assert flat.num_samples == 3
+    for part, wanted in zip(flat.split([2, 1]), (rows[:2], rows[2:]), strict=True):
         assert type(part[place]) is kind and len(part[place]) == len(wanted)
         assert all(map(operator.is_, part[place], wanted))
     assert undeclared(batch)[place] == kind(rows)

@@ -101,7 +101,7 @@ def stepped(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
 
         setattr(Collectives, name, begin)
 
-    for name in ("begin_all_reduce", "begin_all_gather", "_begin_all_to_all"):
+    for name in ("begin_all_reduce", "all_gather", "all_to_all"):
         counted(name)
     pipe = piped(partition=[5]) if mesh is None else piped(mesh=mesh, sharding=sharding)
     moved.clear()
@@ -123,7 +123,7 @@ def test_along_data_gradients_move_and_the_output_and_no_other_byte(
     for rank, found in enumerate(call(stepped, placement, tmp_path, sharding=sharding)):
         along_data = {name[3:]: n for name, n in found["moved"].items() if name[0] == "0"}
         output = 0 if rank < 4 * (num_stages - 1) else M * 8 * 32 // 2 * 8  # of a sample, by words
-        gathered = {"begin_all_gather": output} if output else {}
+        gathered = {"all_gather": output} if output else {}
         assert along_data == {"begin_all_reduce": found["held"], **gathered}
         assert any(name[0] == "1" for name in found["moved"])
         assert torch.allclose(found["loss"], wanted["loss"], rtol=0, atol=1e-12)

@@ -44,9 +44,7 @@ def _routed_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
 def reentrant(current: Any, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
     """Run the function of a reentrant checkpoint.
 
-    Raises:
-        CutError: none of its arguments requires a gradient, so that torch would compute none for
-            its parameters.
+    A CutError refuses arguments that require no gradient: torch would give the parameters none.
     """
     is_block = current.knows(function)
     wants_grad = any(ghost.requires_grad for ghost in ghosts_in(args))

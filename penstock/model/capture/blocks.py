@@ -84,7 +84,6 @@ class _Search:
     def blocks(
         self, module: nn.Module, prefix: str, *, in_list: bool
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the blocks inside a module."""
         for name, child in module.named_children():
             path, count = f"{prefix}{name}", _size(child)
             if original_class(child) in self.closed:
@@ -152,11 +151,7 @@ def are_side_by_side(model: nn.Module, block: str, sources: Mapping[str, Collect
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse lazy modules, and TorchScript modules, which do not run in Python.
-
-    Raises:
-        CutError: names the module.
-    """
+    """Raise CutError for a lazy module, or a TorchScript module, which does not run in Python."""
     for path, module in model.named_modules():
         if any(is_lazy(tensor) for tensor in module.parameters(recurse=False)):
             raise CutError(
@@ -171,11 +166,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_hooks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
-    """Refuse gradient hooks of modules that hold several blocks: no stage has all of them.
-
-    Raises:
-        CutError: names the module.
-    """
+    """Raise CutError for gradient hooks of a module with several blocks: no stage has all."""
     inside = {id(part) for block in blocks for part in block.modules()}
     for path, module in model.named_modules():
         if id(module) not in inside and has_gradient_hooks(module):
@@ -295,11 +286,7 @@ def find_groups(
     blocks: Collection[str],
     argument: str = "together",
 ) -> Groups:
-    """Resolve one or several lists of name patterns to blocks.
-
-    Raises:
-        CutError: a pattern fits no block.
-    """
+    """Resolve lists of name patterns to blocks; CutError if a pattern fits none."""
     alone = [entry for entry in together or () if isinstance(entry, str)]
     several = [entry for entry in together or () if not isinstance(entry, str)]
     groups = []

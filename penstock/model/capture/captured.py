@@ -253,7 +253,6 @@ class _Recorder:
         return recording, writes
 
     def captured(self, recordings: dict[Mode, Recording], choice: Choice) -> Captured:
-        """Combine the recordings of all modes."""
         model, modes = self.model, list(recordings.values())
         calls = calls_of(recording.events for recording in modes)
         draws = any(recording.draws_between for recording in modes)  # and may go by what it draws

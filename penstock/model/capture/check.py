@@ -66,19 +66,11 @@ class Difference:
     precision: float = 0.0
     of: str = "its largest value"
 
-    @property
-    def is_rounding(self) -> bool:
-        return self.share <= min(ROUNDING * self.precision, _MOST_ROUNDING)
-
 
 def prove_where_possible(captured: Captured, example_inputs: Any) -> str:
     """Compare the stages with the unsplit model, if it has values and more than one block.
 
-    Returns:
-        The result, in a sentence.
-
-    Raises:
-        CheckError: they differ.
+    Return the result in a sentence, or raise as `prove` does.
     """
     parameters = list(captured.model.parameters())
     reason = None
@@ -105,12 +97,7 @@ def prove(captured: Captured, example_inputs: Any, partition: tuple[int, ...]) -
     """Compare the stages of a partition with the unsplit model, on a part of the example inputs.
 
     Gradients, buffers, modes and random states are restored; hooks run with each run of the model.
-
-    Returns:
-        The result, in a sentence.
-
-    Raises:
-        CheckError: outputs, gradients or buffers differ by more than rounding (E8).
+    Return the result in a sentence; CheckError if more than rounding differs (E8).
     """
     # 1. Run the unsplit model, then the stages, on as few samples as show something.
     model = captured.model
@@ -178,7 +165,7 @@ def _in_both_modes(model: nn.Module, call: Call, forward: Forward) -> Tensors:
 
 
 def _worse_than_rounding(different: list[Difference]) -> list[Difference]:
-    return [difference for difference in different if not difference.is_rounding]
+    return [d for d in different if d.share > min(ROUNDING * d.precision, _MOST_ROUNDING)]
 
 
 def _refuse(different: list[Difference], num_stages: int) -> None:
@@ -308,7 +295,6 @@ class _Chained:
                 waiting.setdefault(target, []).extend((stage, v, t) for v, t in values.items())
 
     def backward(self, roots: list[Tensor], seeds: list[Tensor]) -> None:
-        """Run the backward of each stage, the last one first."""
         pairs = {len(self.links) - 1: list(zip(roots, seeds, strict=True))}
         for stage in reversed(range(len(self.links))):
             if of_stage := pairs.get(stage):

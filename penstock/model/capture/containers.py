@@ -129,8 +129,7 @@ def _can_be_told(container: Any) -> bool:
 def put_back(told: Any, key: EventKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Apply a block's changes to the caller's own containers; return its result.
 
-    Raises:
-        CutError: one list was given twice, and the block changed one of its copies.
+    A CutError refuses a changed list that was given twice.
     """
     if type(told) is not Filled:
         return told

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy
@@ -113,10 +114,7 @@ class Info(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Size of the tensor in bytes."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class Told(NamedTuple):
@@ -143,11 +141,7 @@ class Told(NamedTuple):
 
 
 class LeftBehind(StandIn):
-    """The stand-in on later stages for an object that cannot be sent.
-
-    Raises:
-        CutError: on any use of it (E7).
-    """
+    """Stands on later stages for an object that cannot be sent; any use is a CutError (E7)."""
 
     def __init__(self, kind: str, maker: EventKey) -> None:
         self.__dict__.update(kind=kind, maker=maker)

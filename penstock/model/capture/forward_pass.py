@@ -59,6 +59,10 @@ def plainly(key: EventKey, function: Callable[[], Any]) -> Any:
     return function()
 
 
+def unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class Pass(AbstractPass, ABC):
     """One execution of a model's forward.
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import BatchError, CutError
-from penstock.model.batch import batch_size, split
+from penstock.model.batch import flat_batch
 from penstock.model.open_containers import DictOf
 from penstock.model.pytree import (
     Constant,
@@ -76,11 +76,7 @@ def names_of_positions(model: nn.Module) -> tuple[int | str, ...]:
 
 
 def refuse_microbatches(inputs: Any, model: nn.Module) -> None:
-    """Refuse a list of mappings of the model's arguments: micro-batches that were cut already.
-
-    Raises:
-        BatchError: `inputs` is one.
-    """
+    """Raise BatchError for a list of mappings of the model's arguments, which was cut already."""
     if not isinstance(inputs, list) or not inputs:
         return
     names = set(names_of_positions(model))
@@ -98,12 +94,12 @@ def first_samples(example_inputs: Any, count: int) -> Any:
     N is known if all values that are split into micro-batches have the same number of samples.
     """
     try:
-        size = batch_size(example_inputs, "example inputs")
+        batch = flat_batch(example_inputs, "example inputs")
     except BatchError:
         return None
-    if size <= count:
+    if batch.num_samples <= count:
         return None
-    return tree_map(Tensor.detach, split(example_inputs, [count, size - count])[0])
+    return tree_map(Tensor.detach, batch.split([count, batch.num_samples - count])[0])
 
 
 def arguments_for(run: Any, inputs: str, call: Call, names: Sequence[int | str]) -> Call:

@@ -76,11 +76,7 @@ def slots_outside(model: nn.Module, blocks: Collection[nn.Module]) -> Slots:
 
 
 def new_settings(before: Slots, after: Slots) -> list[Slot]:
-    """List the settings that a forward has made.
-
-    Raises:
-        OwnState: it has changed something else.
-    """
+    """List the settings that a forward has made; OwnState if it has changed something else."""
     settings = []
     for place in {**before, **after}:
         old, new = before.get(place), after.get(place)
@@ -247,12 +243,9 @@ class Writes:
     def check(
         self, together: Collection[Collection[str]], settings: Collection[Slot] = ()
     ) -> None:
-        """Refuse writes of several stages if one may read another's.
+        """Raise CutError for writes of several stages if one may read another's.
 
         `settings` are made once and may be written.
-
-        Raises:
-            CutError: names the attribute.
         """
         allowed = {(id(setting.holder), setting.key) for setting in settings}
         for (module, name), calls in self._by.items():
@@ -292,11 +285,7 @@ def _is_harmless(module: nn.Module, name: str, value: Any) -> bool:
 
 @contextmanager
 def seeds_refused() -> Iterator[None]:
-    """Refuse a model that sets torch's random state, which Penstock sets for each call.
-
-    Raises:
-        CutError: the model's code sets it.  Code of torch may, such as checkpoints.
-    """
+    """Raise CutError if the model sets torch's random state; torch's checkpoints may set it."""
 
     def refusing(native: Callable[..., Any]) -> Callable[..., Any]:
         def seed(*args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from .errors import (
     written_through_a_view,
 )
 from .events import END, START, EventKey, Info, Operation, Told, ValueId, left_behind
-from .forward_pass import GRADIENT_HOOKS, Maker, Pass, maker
+from .forward_pass import GRADIENT_HOOKS, Maker, Pass, maker, unchanged
 from .ghost import QUESTIONS, Ghost, ghosts_in, map_tensors
 from .operations import decides, drawing_nothing, draws, makes_anew
 
@@ -369,17 +369,13 @@ def _joined(
         stays = [a for a in args[1:] if not isinstance(a, torch.device | str)]
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if not stays and not kwargs:
-            return _unchanged, args[:1], {}
+            return unchanged, args[:1], {}
         return Tensor.to, (args[0], *stays), kwargs
     return (
         function,
         tuple(map_tensors(move, part) for part in args),
         {name: map_tensors(move, part) for name, part in kwargs.items()},
     )
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _uncompiled(operation: Operation) -> Operation:

@@ -31,7 +31,7 @@ from .events import (
     ValueId,
     told_structure,
 )
-from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly
+from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly, unchanged
 from .ghost import Ghost, ghosts_in
 from .tied_weights import Absent, Lent
 
@@ -195,7 +195,7 @@ class Replay(Pass):
         """Gather the whole tensors of slices, for an operation that is no layer."""
         for ghost in ghosts:
             if ghost.here is not None and layout_on(ghost.here) is not None:
-                ghost.here = self._perform(key, partial(_unchanged, ghost.here))
+                ghost.here = self._perform(key, partial(unchanged, ghost.here))
 
     def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
         """Refuse a gradient hook on a value of an earlier stage, which would see a part only."""
@@ -227,11 +227,7 @@ class Replay(Pass):
         return unflatten(told_structure(structure, END), reals)
 
     def real(self, ghost: Ghost) -> Tensor:
-        """Return the tensor of a ghost.
-
-        Raises:
-            RouteError: it is on another stage, and was not sent (E4).
-        """
+        """Return a ghost's tensor; RouteError if another stage has it and did not send it (E4)."""
         if ghost.here is None:
             doing = self._doing
             if not isinstance(doing, str):
@@ -315,10 +311,6 @@ class Replay(Pass):
         """Keep a received value for later stages while Python refers to it, if paths may vary."""
         if ghost.here is not None and self._wanted is None:
             self._alive.append(weakref.ref(ghost))
-
-
-def _unchanged(value: Tensor) -> Tensor:
-    return value
 
 
 _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (

@@ -74,11 +74,7 @@ def find_tied(
 
 
 def check_names(model: nn.Module, parameters: Mapping[str, str]) -> None:
-    """Check that the same names are tied as when the model was captured.
-
-    Raises:
-        CutError: a weight was tied since, or untied.
-    """
+    """Raise CutError if a weight was tied, or untied, since the model was captured."""
     of_first: dict[str, int] = {}
     firsts: dict[int, str] = {}
     for name, first in parameters.items():

@@ -28,12 +28,9 @@ _WATCHED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
 def watch(blocks: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Route each block's calls to the current pass, without any other change.
+    """Route each block's calls to the current pass; return the blocks' names by their module's id.
 
     The class of a block becomes a subclass of itself, with the same name.
-
-    Returns:
-        The blocks' names by the id of their module.
     """
     for block in blocks.values():
         _watch(block)

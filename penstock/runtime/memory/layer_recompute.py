@@ -108,11 +108,7 @@ class LayerRecompute(InputGuard):
                 rebuild()
 
     def rerun(self, tape: Tape, segment: Segment, call: Call) -> None:
-        """Run a layer again, and fill its slots.
-
-        Raises:
-            RecomputeError: the layer saves or returns other tensors than before.
-        """
+        """Run a layer again, and fill its slots; RecomputeError if its tensors are others."""
         assert tape.slots is not None
         args, keywords = unflatten(segment.structure, [_again(x) for x in segment.inputs])
         step, filling = segment.step, tape.slots.filling(segment.emptied or (), segment.step.label)
@@ -141,11 +137,7 @@ def _rebuild(tape_of: ref[Tape], segment: Segment) -> None:
 
 
 def _again(layer_input: LayerInput) -> Tensor:
-    """Return an input for the layer's second run.
-
-    Raises:
-        RecomputeError: it was changed in place since.
-    """
+    """Return an input for the layer's second run; RecomputeError if it was changed in place."""
     if isinstance(layer_input.saved, Tensor):
         return layer_input.saved
     if not layer_input.is_as_given:

@@ -68,11 +68,7 @@ class Offloading:
         self._stage, self._outliving, self._make_store = stage, outliving, make_store
 
     def offload(self, run: Run, tape: Tape) -> None:
-        """Move the activations of a micro-batch to the store.
-
-        Raises:
-            OffloadError: the store has no room.
-        """
+        """Move the activations of a micro-batch to the store; OffloadError if it has no room."""
         slots = tape.slots or Slots(self._outliving.of(run, tape))
         here = run.stages[self._stage]
         here.store = here.store or self._make_store()
@@ -98,11 +94,7 @@ class Offloading:
             ) from error
 
     def fetch(self, tape: Tape) -> None:
-        """Bring back the activations of a micro-batch.
-
-        Raises:
-            OffloadError: the store cannot be read.
-        """
+        """Bring back a micro-batch's activations; OffloadError if the store cannot be read."""
         away, tape.away = tape.away, None
         assert away is not None
         try:

@@ -111,11 +111,7 @@ class StageRecompute(LayersGuard):
             conditions.result = None
 
     def unchanged(self, tape: Tape) -> Conditions:
-        """Return the conditions of the forward.
-
-        Raises:
-            RecomputeError: a weight changed since.
-        """
+        """Return the conditions of the forward; RecomputeError if a weight changed since."""
         assert tape.conditions is not None
         if not self._weights.holds(tape.conditions.weights):
             raise changed(
@@ -158,12 +154,9 @@ def first_floating(tensors: Iterable[Tensor]) -> tuple[Tensor, int] | None:
 
 
 def compare(result: tuple[Tensor, int], results: Iterable[Tensor]) -> None:
-    """Compare a forward's result with the recompute's: to the bit, on a GPU to rounding.
+    """Raise RecomputeError if a recompute's result differs: to the bit, on a GPU by rounding.
 
     Some GPU kernels add in another order in each run.
-
-    Raises:
-        RecomputeError: the results differ, so a layer reads state that changed in between.
     """
     tensor, version = result
     again, _ = first_floating(results) or (None, 0)

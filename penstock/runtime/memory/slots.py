@@ -148,10 +148,9 @@ class Slots:
 
     @contextmanager
     def filling(self, emptied: Sequence[Emptied], label: str) -> Iterator[None]:
-        """Fill the emptied slots of a layer, in order, with what autograd saves meanwhile.
+        """Fill a layer's emptied slots, in order, with what autograd saves now.
 
-        Raises:
-            RecomputeError: the tensors are not those of the layer's forward.
+        A RecomputeError refuses tensors other than those of the layer's forward.
         """
         # Autograd saves in the same order as in the forward: the n-th tensor fills the n-th slot.
         count = 0

@@ -26,20 +26,13 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def put(self, storage: UntypedStorage) -> Any:
-        """Copy a storage; return the key of the copy.
-
-        Raises:
-            OSError: there is no room.
-        """
+        """Copy a storage; return the key of the copy.  OSError: there is no room."""
 
     @abstractmethod
     def get(self, place: Any) -> tuple[UntypedStorage, int]:
         """Return a new storage with a lead and then the same bytes, and the lead in bytes.
 
-        Free the copy.
-
-        Raises:
-            OSError: the copy cannot be read.
+        Free the copy; OSError if it cannot be read.
         """
 
 
@@ -121,11 +114,7 @@ MakeStore = Callable[[StageDevice], AbstractStore]
 
 
 def folder_for_files(folder: Any) -> str | None:
-    """Return `folder` as a string, after a test that it can hold files; None stays None.
-
-    Raises:
-        ConfigError: it is no path, or cannot hold files.
-    """
+    """Return `folder` as a string (None stays None); ConfigError unless it can hold files."""
     if folder is None:
         return None
     check_kind("offload_folder", folder, (str, os.PathLike), "the path of a folder")
@@ -145,11 +134,7 @@ def _check_holds_files(folder: str | None) -> None:
 
 
 def store_on(device: torch.device, folder: str | None) -> MakeStore:
-    """Return the function that makes the stores of a stage on a device.
-
-    Raises:
-        ConfigError: on a CPU, `folder` cannot hold files.
-    """
+    """Return the maker of a stage's stores; ConfigError if `folder` cannot hold a CPU's files."""
     if device.type == "cuda":
         return HostStore
     _check_holds_files(folder)

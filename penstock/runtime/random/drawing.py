@@ -26,7 +26,6 @@ from .streams import (
     WatchDraws,
     alone_with_generators,
     checked_draws,
-    holds_generator,
     refuse_outside_draws,
     runs_and_draws,
 )
@@ -148,7 +147,7 @@ class Drawing(RerunGuard):
         self._outside: set[tuple[float, ...]] = set()
         for index, module in layers:
             self._dropouts[index] = [m for m in module.modules() if isinstance(m, AnyDropout)]
-            if holds_generator(module):
+            if any(isinstance(v, Generator) for m in module.modules() for v in vars(m).values()):
                 self._own_generators.add(index)
 
     def forget(self, error: BaseException) -> None:

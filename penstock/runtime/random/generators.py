@@ -38,7 +38,6 @@ def kept_outside() -> Iterator[None]:
 
 
 def _get_outside() -> tuple[Any, Any]:
-    """Return the states of Python's and NumPy's global generators."""
     return random.getstate(), numpy.random.get_state(legacy=False)
 
 

@@ -114,11 +114,7 @@ class KeyedRandomness(TorchDispatchMode):
 
 
 class RefuseDraws(TorchDispatchMode):
-    """Makes all random operators raise: the numbers of their forward are not known.
-
-    Raises:
-        RandomnessError: an operator draws.
-    """
+    """Makes all random operators raise RandomnessError: their forward's numbers are not known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _may_draw(func) and _draws_now(func, args, kwargs or {}):
@@ -206,13 +202,10 @@ def _route(func: OpOverload) -> Callable[..., Any] | None:
     """Return a function that runs an operator with a generator; None if it never draws."""
     if not _may_draw(func):
         return None
-    if any(argument.name == "generator" for argument in arguments_of(func)):
-        return lambda generator, args, kwargs: func(*args, **{**kwargs, "generator": generator})
-    # Look for an overload with the same arguments and a generator.
+    # Look for an overload, the operator itself first, with the same arguments and a generator.
     packet = func.overloadpacket
-    wanted = [(a.name, str(a.type)) for a in arguments_of(func)]
-    for name in packet.overloads():
-        twin: OpOverload = getattr(packet, name)
+    wanted = [(a.name, str(a.type)) for a in arguments_of(func) if a.name != "generator"]
+    for twin in (func, *(getattr(packet, name) for name in packet.overloads())):
         arguments = [(a.name, str(a.type)) for a in arguments_of(twin)]
         others = [a for a in arguments if a[0] != "generator"]
         if others == wanted and len(arguments) == len(wanted) + 1:
@@ -254,11 +247,6 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     if kwargs.get("device") is not None:
         return with_index(torch.device(kwargs["device"]))
     return next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-
-
-def holds_generator(module: nn.Module) -> bool:
-    """Tell whether a module, or one inside it, has its own random number generator."""
-    return any(isinstance(v, Generator) for m in module.modules() for v in vars(m).values())
 
 
 # -- the default generators, which all threads share, lent to one layer or backward at a time --
@@ -309,11 +297,7 @@ def alone_with_generators(device: torch.device) -> Iterator[list[Generator]]:
 
 @contextmanager
 def checked_draws(device: torch.device) -> Iterator[None]:
-    """Let the user's own checkpoints repeat their draws: they restore the generators.
-
-    Raises:
-        RandomnessError: other code drew, and moved the generators.
-    """
+    """Let the user's checkpoints, which restore generators, draw; RandomnessError for others."""
     generators = generators_for([device])
     before = [generator.get_state() for generator in generators]
     yield
@@ -323,11 +307,7 @@ def checked_draws(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def refuse_outside_draws() -> Iterator[None]:
-    """Refuse draws from Python's and NumPy's global generators in a backward pass.
-
-    Raises:
-        RandomnessError: one drew; the numbers of its forward are not known.
-    """
+    """Raise RandomnessError if Python's or NumPy's global generator draws in a backward pass."""
     before = outside_states()
     yield
     if outside_states() != before:

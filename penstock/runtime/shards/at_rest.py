@@ -213,7 +213,6 @@ def weight_of(key: str, of_optimizer: bool) -> str:
 
 
 def _cuts(cut: Cut | None, axis: "Collectives") -> bool:
-    """Tell whether an axis slices a weight."""
     if cut is None:
         return False
     return any(a is axis and isinstance(s, S) for a, s in zip(cut.axes, cut.layout, strict=True))

@@ -77,11 +77,7 @@ def _converted(tensor: Tensor, along: Sequence[_Step]) -> Tensor:
 def _moved(  # noqa: C901 - one flat match
     tensor: Tensor, move: Move, step: _Step
 ) -> Tensor:
-    """Return the device's part after a move; received values are in new memory.
-
-    Raises:
-        ConfigError: the tensor is a sparse gradient.
-    """
+    """Return the device's part, in new memory if received; ConfigError for a sparse gradient."""
     if tensor.layout is not torch.strided:
         raise sparse_gradient("a layer", tuple(tensor.shape))
     axis, before, after = step
@@ -118,7 +114,6 @@ def _moved(  # noqa: C901 - one flat match
 
 
 def _parts(tensor: Tensor, after: State) -> Sequence[Tensor]:
-    """Split a tensor into the slices of the state after a move."""
     cut = cut_of(after)
     parts: Sequence[Tensor] = torch.split(tensor, list(cut.sizes), cut.dim)
     return parts

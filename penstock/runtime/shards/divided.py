@@ -206,7 +206,6 @@ def _called_alike(index: int | None, axes: Axes, function: "partial[Any]", noted
 def _wholes(
     tensors: Sequence[Tensor], layouts: Sequence[Layout | None], axes: Axes
 ) -> list[Tensor]:
-    """Return the whole tensors of slices."""
     pairs, whole = zip(tensors, layouts, strict=True), (I,) * len(axes)
     return [t if layout is None else convert(t, layout, whole, axes) for t, layout in pairs]
 

@@ -52,7 +52,6 @@ def _mean(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
 
 
 def _convolution(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Convolve the groups on this device."""
     last = "dilation groups"
     if func.__name__.startswith("conv_transpose"):
         last = "output_padding groups dilation"

@@ -123,8 +123,7 @@ class LayerRun:
     def wrapped(self, local: Tensor, layout: Layout | None = None) -> ShardedTensor:
         """Wrap this device's part of a tensor, in a layout with sizes; None for a whole tensor.
 
-        Raises:
-            PlanError: the part's shape does not fit the layout.
+        An OtherPathError refuses a part whose shape does not fit the layout.
         """
         layout = self._whole if layout is None else layout
         # 1. Check the slices, the last axis first: it cuts the slices of the axes before it.
@@ -158,11 +157,7 @@ class LayerRun:
         return local
 
     def check_ended(self) -> None:
-        """Refuse a forward with fewer calls than its plan.
-
-        Raises:
-            OtherPathError: calls are missing.
-        """
+        """Raise OtherPathError for a forward with fewer calls than its plan."""
         if self._next != len(self._plan.calls):
             raise self._other_path("ended")
 
@@ -246,14 +241,11 @@ class LayerRun:
         return known[layout]
 
     def _planned(self, func: Any) -> PlannedCall:
-        name = _name_of(func)
-        if self._next == len(self._plan.calls):
-            raise self._other_path(f"calls {name}")
-        planned = self._plan.calls[self._next]
-        if base_name(planned.function) != base_name(name):
+        name, left = _name_of(func), self._plan.calls[self._next :]
+        if not left or base_name(left[0].function) != base_name(name):
             raise self._other_path(f"calls {name}")
         self._next += 1
-        return planned
+        return left[0]
 
     def _other_number(
         self, noun: str, actual: Collection[Any], planned: Collection[Any]

@@ -43,11 +43,7 @@ def check_leaving(
 
 
 def check_classes(tensors: Iterable[Tensor | None], what_it_does: str) -> None:
-    """Refuse tensors that hold more than their values and their class.
-
-    Raises:
-        BoundaryError: a tensor holds more.
-    """
+    """Raise BoundaryError for tensors that hold more than their values and their class."""
     for tensor in tensors:
         if tensor is None or is_plain_class(tensor) or can_be_made_again(tensor):
             continue
@@ -61,12 +57,9 @@ def check_classes(tensors: Iterable[Tensor | None], what_it_does: str) -> None:
 
 
 def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
-    """Refuse one tensor that leaves under two names for two stages.
+    """Raise BoundaryError for one tensor that leaves under two names for two stages.
 
     Its gradients would come back in two messages and add up in another order than unsplit.
-
-    Raises:
-        BoundaryError: a tensor leaves twice.
     """
     seen: dict[int, int] = {}
     for peer, leaves in exported.items():
@@ -81,11 +74,7 @@ def check_routes(exported: Mapping[int, Sequence[Tensor]], stage: int) -> None:
 
 
 def check_loss(loss: Any, with_grad: bool) -> None:
-    """Refuse a loss that is no scalar, or that needs a gradient and has none.
-
-    Raises:
-        ConfigError: the loss is no scalar, or has no gradient.
-    """
+    """Raise ConfigError for a loss that is no scalar, or that needs a gradient and has none."""
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         got = (
             f"a tensor of shape {tuple(loss.shape)}"

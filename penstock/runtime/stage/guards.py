@@ -133,11 +133,7 @@ class LeafClaims:
         self._stage, self._decides = stage, decides
 
     def claim(self, run: Run, tape: Tape, roots: Sequence[Tensor]) -> None:
-        """Claim all leaves behind the roots of a backward for this stage.
-
-        Raises:
-            PartitionError: another stage has claimed a leaf in this run.
-        """
+        """Claim all leaves behind a backward's roots; PartitionError if another stage has one."""
         here = run.stages[self._stage]
         if here.has_claimed_leaves and not self._decides:
             return

@@ -19,13 +19,13 @@ from torch import Tensor
 from penstock.errors import BoundaryError
 from penstock.model.copies import faithful_copy, no_leaf
 from penstock.model.entries import (
+    LASTING,
     are_plain,
     detached,
     lasts,
     layouts_on,
     like,
     make_entry,
-    mark_lasting,
     marked,
     version_of,
 )
@@ -195,7 +195,7 @@ class Handover:
                 inside.append(shown if is_usual else marked(shown, activation.layouts, place))
                 if lasts_on:
                     widen_gradients([sent], run.gradient_dtype)
-                    mark_lasting(inside[-1])
+                    setattr(inside[-1], LASTING, True)
                 # Note the versions: an in-place change shows after the layers have run.
                 if with_grad or (alias and is_elsewhere):
                     key, before = (peer, place), None if with_grad else sent.clone()

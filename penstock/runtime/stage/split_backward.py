@@ -77,8 +77,7 @@ class SplitBackward:
     def run_input(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Run autograd once, and free the graph; entries catch their gradients.
 
-        Raises:
-            StateError: the backward of a user's function added to a parameter's `.grad`.
+        A StateError refuses a user's function whose backward has added to a parameter's `.grad`.
         """
         # 1. Ask autograd for the gradients at entries, at leaves that do not wait, and at cuts.  A
         #    cut operator stops there: its hook catches the gradient of its result.

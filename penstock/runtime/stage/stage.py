@@ -11,7 +11,6 @@ a `Tape` holds both.  Guards (`guards.py`) check for causes of wrong gradients.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -57,26 +56,13 @@ from .tape import Segment, Tape
 from .weights import Owned, Weights
 
 
-@dataclass(frozen=True, slots=True)
-class ActivationPolicy:
-    """The store for offloaded activations, if any, and the layers that recompute one by one.
-
-    Without `dropped_layers`, a forward that drops its graph recomputes the whole stage.
-    """
-
-    make_store: MakeStore | None = None
-    dropped_layers: frozenset[int] = frozenset()
-
-
-_IN_MEMORY = ActivationPolicy()
-
-
 class Stage:
     """Runs the layers of one stage; the `Run` holds its values between instructions.
 
     `loss` is the user's loss if this stage computes it: a module may hold state too.  `replicas`
-    sums gradients over the stage's copies in other replicas.  `divided` are the layers, by number,
-    that run in shards.
+    sums gradients over the stage's copies in other replicas.  `make_store` makes the store for
+    offloaded activations, if any.  `dropped_layers` recompute one by one, without them the whole
+    stage.  `divided` are the layers, by number, that run in shards.
     """
 
     def __init__(  # noqa: PLR0913 - what a stage is made of
@@ -86,7 +72,8 @@ class Stage:
         loss_index: int,
         loss: Any = None,
         replicas: Replicas | None = None,
-        policy: ActivationPolicy = _IN_MEMORY,
+        make_store: MakeStore | None = None,
+        dropped_layers: frozenset[int] = frozenset(),
         divided: Mapping[int, Called] = MappingProxyType({}),
     ) -> None:
         # 1. The tensors and modules that the stage owns, the loss's included.
@@ -106,11 +93,11 @@ class Stage:
         self.handover = Handover(plan, self.device, self._changes, self._drawing, loss_index)
         # 3. Activation memory: what may be offloaded, dropped and counted.
         outliving = OutlivingTensors(owned, computes_loss=bool(plan.output))
-        make_store, self._dropped_layers = policy.make_store, policy.dropped_layers
+        self._dropped_layers = dropped_layers
         self._offloading = make_store and Offloading(
             plan.index, outliving, partial(make_store, self.device)
         )
-        self._slotting = None if policy == _IN_MEMORY else Slotting(outliving)
+        self._slotting = Slotting(outliving) if make_store or dropped_layers else None
         self._kept_bytes = KeptBytes(plan.index, outliving, self.weights)
         has_peers = bool(plan.imports or plan.exports)
         self._claims = LeafClaims(plan.index, decides=plan.decides) if has_peers else None
@@ -134,11 +121,7 @@ class Stage:
         self._is_settled = self._is_hooked = False
 
     def check_norms(self) -> None:
-        """Refuse BatchNorm layers that were added or removed since the stage was made.
-
-        Raises:
-            ConfigError: the BatchNorm layers differ.
-        """
+        """Raise ConfigError if BatchNorm layers were added or removed since the stage was made."""
         if self._norms.layers or any(isinstance(m, AnyBatchNorm) for m in self._owned.everyone):
             self._norms.check_all_known()
 

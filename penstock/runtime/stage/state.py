@@ -151,16 +151,11 @@ class BackwardState:
                 )
 
     def _versions(self) -> Versions:
-        """Return the tensor at each place, and its version."""
         now = read_state(self._holders, self._attributes)
         return {p: (tensor, version_of(tensor)) for p, tensor in now.items() if tensor is not None}
 
     def _check_unchanged(self, before: Versions) -> None:
-        """Compare the state with earlier versions.
-
-        Raises:
-            StateError: a tensor was changed in place, or a buffer was replaced.
-        """
+        """Raise StateError if a tensor was changed in place since, or a buffer was replaced."""
         for place, (tensor, version) in self._versions().items():
             module, is_buffer, name = place
             old, old_version = before.get(place, (None, 0))

@@ -72,11 +72,8 @@ class Cut:
     def compute(self) -> tuple[list[Tensor], int]:
         """Compute the gradients of the weights; free the tensors that the formula read.
 
-        Returns:
-            The gradients, and their number of elements minus that of the freed tensors.
-
-        Raises:
-            StateError: a tensor of the formula was changed in place since.
+        Return the gradients, and their number of elements minus that of the freed tensors.  A
+        StateError refuses tensors that were changed in place since.
         """
         reads, more = [], 0
         for tensor, version in self.needs:
