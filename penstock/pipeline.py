@@ -27,12 +27,7 @@ from penstock.runtime.asynchronous import (
     run_window,
     train_one_by_one,
 )
-from penstock.runtime.compiled import (
-    Compile,
-    alike_options,
-    check_compile,
-    compile_layers,
-)
+from penstock.runtime.compiled import Compile, compile_layers
 from penstock.runtime.construction import described, make_engine, plan_after_move
 from penstock.runtime.gradient_dtype import check_gradient_dtype, name_of_dtype
 from penstock.runtime.memory.stores import folder_for_files
@@ -219,16 +214,14 @@ class Pipeline(PipelineModule):
         mesh = mesh or Mesh.of_one_process(plan.placement.num_places, plan.timeout_s)
         check_sharding(plan, part)
         check_gradient_dtype(plan.gradient_dtype)
-        compiling = check_compile(compile, plan)
         loss, draws = loss or resolved.own_loss, weights is None
         computes = loss is resolved.own_loss is not None
         wanted = Call(plan.num_microbatches, reduce, computes_loss=computes)
         warn_of_other_reduction(resolved, example_inputs, wanted)
         # 2. Agree on it with the other processes; cut the layers into stages.
         with mesh.world.reporting(plan.placement.names):
-            alike = {"check_batches": check_batches, "compile": alike_options(compiling)}
-            if compiling:
-                compile_layers(resolved, compiling, plan)
+            compiled = compile_layers(resolved, compile, plan)
+            alike = {"check_batches": check_batches, "compile": compiled}
             plan, number, undecided = agree(plan, resolved, mesh, part, alike, undecided)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
             how: Any = {"draws": draws, "sharding": divided, "cuda_graphs": cuda_graphs}

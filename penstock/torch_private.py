@@ -9,7 +9,6 @@ one line that says which versions work; the others do without, as told there.
 """
 
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -93,6 +92,8 @@ def is_default_device(mode: Any) -> bool:
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", bool)
 """Tell whether a profiler records this thread; False where torch hides it."""
 
+COMPILER, COMPILER_LOCK = "torch._dynamo.convert_frame", "compile_lock"
+"""The module that compiles, and the lock that it has meanwhile; if hidden, nothing waits."""
 COMPILED_CALLS = "torch._dynamo.eval_frame"
 """The module that every compiled call runs; if hidden, layers that draw run uncompiled."""
 
@@ -322,11 +323,6 @@ COMPILED_CALL = "_compiled_call_impl"
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module and its hooks as they are written.  Needed."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # as torch has it
-
-
-def compiler_lock() -> Any:
-    """Return the lock that torch holds while it compiles; None before the first torch.compile."""
-    return getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
 
 
 def uncompiled(module: nn.Module) -> Callable[..., Any] | None:

@@ -23,8 +23,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from penstock.errors import ConfigError, ExecutionWarning, RandomnessError, RecomputeError
 from penstock.torch_private import (
+    COMPILER,
+    COMPILER_LOCK,
     cached_weights,
-    compiler_lock,
     disabled_hooks,
     dispatch_modes,
     function_modes,
@@ -202,8 +203,9 @@ def keeping_casts() -> Iterator[None]:
 
 # -- generators ------------------------------------------------------------------------------
 
+
 class GeneratorsLock:
-    """The lock of the generators that all threads share, held while one thread changes their state.
+    """The lock of the generators that all threads share, held while one changes their state.
 
     torch.compile puts the default generators back when it has compiled, in any thread: it waits.
     """
@@ -216,7 +218,7 @@ class GeneratorsLock:
 
     def __enter__(self) -> None:
         self._lock.acquire()  # first: code that torch compiles never waits for it
-        compiler = compiler_lock()
+        compiler = getattr(sys.modules.get(COMPILER), COMPILER_LOCK, None)
         if compiler is not None:
             compiler.acquire()
         vars(self._compilers).setdefault("stack", []).append(compiler)

@@ -29,14 +29,14 @@ _WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")
 """Modes and backends that overwrite a call's results in the next call."""
 
 
-def check_compile(compile: Compile | None, plan: Plan) -> dict[str, Any] | None:
-    """Return the options of torch.compile, or None if layers are not compiled.
+def _options(compile: Compile, plan: Plan) -> dict[str, Any]:
+    """Return the options of torch.compile; none if layers are not compiled.
 
     Raises:
         ConfigError: the options are no mapping, or cannot keep the pipeline's bits.
     """
-    if compile is None or compile is False:
-        return None
+    if compile is False:
+        return {}
     if compile is not True and not isinstance(compile, Mapping):
         raise ConfigError(
             f"compile={shown(compile)}; give True, or options of torch.compile in a dictionary, "
@@ -64,13 +64,7 @@ def check_compile(compile: Compile | None, plan: Plan) -> dict[str, Any] | None:
     return options
 
 
-def alike_options(options: Mapping[str, Any] | None) -> list[tuple[str, Any]] | None:
-    """Return options as all processes write them: a function by its name."""
-    named = {k: getattr(v, "__qualname__", v) for k, v in (options or {}).items()}
-    return None if options is None else sorted(named.items())
-
-
-def compile_layers(layers: Layers, options: Mapping[str, Any], plan: Plan) -> None:
+def compile_layers(layers: Layers, compile: Compile, plan: Plan) -> list[tuple[str, Any]]:
     """Let each layer run compiled from its next call on, also outside the pipeline.
 
     Nothing is compiled yet.  Names of parameters stay; copies and pickles of a layer are not
@@ -79,12 +73,18 @@ def compile_layers(layers: Layers, options: Mapping[str, Any], plan: Plan) -> No
 
     Args:
         layers: the layers; each module is compiled once.
-        options: keyword arguments of torch.compile.
+        compile: False does nothing; True, or keyword arguments of torch.compile.
         plan: its placement tells the device of each layer: a kind is compiled per device.
 
+    Returns:
+        The options as all processes write them: a function by its name.
+
     Raises:
-        ConfigError: torch.compile refuses the options.
+        ConfigError: the options cannot work here, or torch.compile refuses them.
     """
+    options = _options(compile, plan)
+    if not options:
+        return []
     modules = {step.module for step in layers}
     users = Counter(p for module in modules for p in module.parameters())
     functions: dict[Any, Callable[..., Any]] = {}
@@ -97,6 +97,7 @@ def compile_layers(layers: Layers, options: Mapping[str, Any], plan: Plan) -> No
         if kind not in functions:
             functions[kind] = _compiled(type(module).__name__, options)
         setattr(module, COMPILED_CALL, partial(functions[kind], module))
+    return sorted((name, getattr(v, "__qualname__", v)) for name, v in options.items())
 
 
 def _compiled(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:

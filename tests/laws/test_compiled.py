@@ -137,9 +137,7 @@ def test_a_captured_block_is_compiled_where_it_is_without_a_pipeline(kind: Any) 
     assert runs(is_captured=True) == runs(is_captured=False)
 
 
-def test_torch_compiles_in_another_thread_only_when_no_layer_draws_from_the_default_generators() -> (
-    None
-):
+def test_torch_compiles_in_another_thread_only_when_no_layer_draws() -> None:
     """torch puts the generators back to their state before it compiled, whoever drew since."""
     compiles, drawn = threading.Event(), threading.Event()
 
@@ -196,7 +194,9 @@ def blocks() -> list[Any]:
     return [ends[0], Block(), nn.LayerNorm(6), Block(), ends[0], ends[1]]
 
 
-@pytest.mark.parametrize("backend, way", one_each([pytest.param(b, id=b) for b in ("counting", "aot_eager")], WAYS))
+@pytest.mark.parametrize(
+    "backend, way", one_each([pytest.param(b, id=b) for b in ("counting", "aot_eager")], WAYS)
+)
 def test_a_pipeline_compiles_each_layer_and_equals_the_unsplit_model(
     backend: str, way: dict[str, Any]
 ) -> None:
@@ -242,7 +242,7 @@ class Deep(nn.Module):  # more equal blocks than torch keeps versions of one fun
 def test_equal_blocks_are_compiled_once_for_all_steps_and_recomputes(recompute: str) -> None:
     model, counting = Deep(), Counting()
     names, x = [*model.state_dict()], torch.ones(6, 6)
-    options = {"num_microbatches": 3, "recompute": recompute, "compile": {"backend": counting}}
+    options: Any = {"num_microbatches": 3, "recompute": recompute, "compile": {"backend": counting}}
     layers = penstock.capture(model, x[:2])
     with penstock.Pipeline(layers, partition=(6, 7), loss=F.mse_loss, **options) as pipe:
         pipe.train_step(x, x)
