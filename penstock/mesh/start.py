@@ -102,11 +102,7 @@ def _backend_of(kind: str) -> str:
 
 
 def process_device(asked: torch.device | str) -> torch.device:
-    """Return the device of this process; of a kind, the one of its number on this host.
-
-    Raises:
-        ConfigError: this process sees no such device, or LOCAL_RANK is no number.
-    """
+    """Return this process's device (of a kind, that of its number), or raise ConfigError."""
     device = torch.device(asked)
     if device.type == "cpu":
         return device

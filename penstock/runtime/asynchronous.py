@@ -114,9 +114,7 @@ def _check_steps_alone(updating: WeightUpdater, num_batches: int) -> None:
 def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:
     """Cut mini-batches into micro-batches, in the same way on all processes.
 
-    Raises:
-        ConfigError: there is no batch, processes have different numbers of them, an input requires
-            grad, or there are replicas.
+    A ConfigError refuses unlike numbers of batches, or none, inputs with grad, and replicas.
     """
     engine.mesh.world.require_same("train_steps", {"number of batches": len(batches)})
     if not batches:
@@ -137,11 +135,7 @@ def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:
 
 
 def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: WeightUpdater) -> Run:
-    """Run mini-batches as the steps from number `step` on, and update the weights.
-
-    Raises:
-        ConfigError: the optimizer cannot be used stage by stage, or weights share memory.
-    """
+    """Run mini-batches as the steps from number `step` on, and update the weights."""
     # 1. Join the mini-batches, and read the options of all updates beforehand: the schedule
     #    overlaps updates of one batch with forwards of the next.
     family = engine.plan.schedule

@@ -202,11 +202,7 @@ class Splitter:
         )
 
     def begin_backward(self, number: int, gradients: Sequence[Tensor | None] | None) -> None:
-        """Begin the backward of call `number` on all processes; None: there are no outputs here.
-
-        Raises:
-            MeshError: they begin another call, or their losses give the outputs other gradients.
-        """
+        """Begin the backward of call `number` on all; None: no outputs here.  Else MeshError."""
         self.call += 1
         if self._alone:
             return
@@ -292,9 +288,7 @@ def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]
 def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
     """Return the reduction of losses, the same on each process.
 
-    Raises:
-        BatchError: the inputs give the divisor of losses, and a function would weigh them again.
-        UncountedError: that divisor, or the sum of all weights, is 0.
+    A BatchError refuses a function if the inputs give the divisor; an UncountedError, sums of 0.
     """
     # Some models divide by a count in their inputs: their losses then only add up.
     counted = max((h.counted for h in headers if h.counted is not None), default=None)

@@ -15,7 +15,6 @@ from penstock.model.state import first_names
 
 from .blocks import Choice, Groups, check_hooks, check_modules, find_groups, ranges_of
 from .containers import parts
-from .errors import without_gradients
 from .events import START, Info, ValueId
 from .forward_pass import Maker
 from .inputs import (
@@ -214,7 +213,12 @@ class _Recorder:
                 runs_with_gradients = True
             if not runs_with_gradients:
                 raise
-            raise without_gradients(self.model, error) from error
+            said = next(iter(str(error).splitlines()), "")
+            raise CutError(
+                f"{type(self.model).__name__} runs with gradients and not without, as eval_step "
+                f"and evaluation run it: {type(error).__name__}: {said}. Put what needs them "
+                "(torch.autograd.grad, say) into a block, under `with torch.enable_grad():`"
+            ) from error
 
     def _in_mode(self, given: Call, mode: Mode) -> Recording:
         # 1. Run the model once, and find the settings that it has made.
