@@ -75,8 +75,7 @@ def device_by_default() -> str:
     """Return the kind of device of a process among several: an accelerator, if torch.distributed
     has a backend for it, else the CPU.
 
-    Raises:
-        ConfigError: this host has fewer accelerators than processes of this job.
+    A ConfigError refuses more processes on this host than it has accelerators.
     """
     names = accelerators()
     if not names or not _backend_of(kind := names[0].partition(":")[0]):

@@ -80,10 +80,8 @@ class Batch:
     def output_weights(self) -> list[float]:
         """Return the weights of losses that the model has computed.
 
-        If all weights are 0, samples weigh instead: the loss is then the model's own 0/0.
-
-        Raises:
-            BatchError: the reduction function needs the batch, and this process has none.
+        If all weights are 0, samples weigh instead: the loss is then the model's own 0/0.  A
+        BatchError tells a process without the batch that the reduction function needs it.
         """
         if not isinstance(self.reduction, Reduction) and self.inputs[0] is None:
             raise BatchError(
@@ -256,14 +254,11 @@ def first_microbatch(value: Any, num_microbatches: int) -> Any:
 
 
 def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return the weight of each micro-batch, before division by their sum.
+    """Return the weight of each micro-batch, before division by their sum; BatchError if negative.
 
-        MEAN       n_i / N            n_i samples of N
-        SUM        1
-        function   w_i / sum w        of the target, such as its number of real tokens
-
-    Raises:
-        BatchError: a weight is negative or not a number.
+    MEAN       n_i / N            n_i samples of N
+    SUM        1
+    function   w_i / sum w        of the target, such as its number of real tokens
     """
     if reduction is Reduction.SUM:
         return [1.0] * len(sizes)

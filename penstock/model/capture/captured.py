@@ -133,12 +133,7 @@ def record_model(
     """Run a model on example inputs, and record its block calls and the values between them.
 
     A model on the meta device needs no memory.  Buffers, random states and modes are restored.
-    The arguments are those of `capture`.
-
-    Raises:
-        CutError: a pattern fits nothing; a tensor passes between blocks by a side channel; there
-            is no block.
-        GlueError: the code between blocks cannot be followed.
+    Arguments, CutErrors and GlueErrors are those of `capture`.
     """
     if inputs not in (ROUTED, EVERYWHERE):
         raise CutError(f"inputs={inputs!r}; choose {ROUTED!r} or {EVERYWHERE!r}")
