@@ -83,12 +83,7 @@ class Background:
     def wait(
         self, slot: Slot, purpose: str, peer: int | None = None, *, has_deadline: bool = True
     ) -> Any:
-        """Wait for a job's outcome; `purpose` and `peer` are as in `blame`.
-
-        Raises:
-            PeerError: another process failed, or is gone.
-            WaitTimeout: there is no outcome within the deadline.
-        """
+        """Return a job's outcome, or raise PeerError or WaitTimeout; arguments as of `blame`."""
         try:
             return slot.get(self.timeout_s if has_deadline else None)
         except (*WAIT_FAILURES, RuntimeError) as error:

@@ -45,12 +45,7 @@ class Waits:
     blames: bool = True
 
     def run(self, job: Callable[[], Any], purpose: str) -> Any:
-        """Run a job that waits for other processes; return its result.
-
-        Raises:
-            PeerError: another process failed, or is gone.
-            WaitTimeout: the others do not come to it within the deadline.
-        """
+        """Return the result of a job that waits for others, or raise PeerError or WaitTimeout."""
         slot = self.controls.submit(job)
         if self.blames:
             return self.background.wait(slot, purpose)
@@ -85,11 +80,8 @@ class Collectives(Shared):
     """The collectives of processes with these global `ranks`; this one is number `rank`.
 
     With `host_waits`, a call returns once an accelerator has the result.  Without, it returns at
-    once, and the current stream waits: for calls between a step's kernels.
-
-    Raises:
-        PeerError: by every call: another process failed, or is gone.
-        WaitTimeout: by every call: the others do not come to it within the deadline.
+    once, and the current stream waits: for calls between a step's kernels.  Every call may raise
+    PeerError or WaitTimeout.
     """
 
     rank: int = 0
@@ -118,12 +110,7 @@ class Collectives(Shared):
             sent = tensor.new_zeros(max(map(prod, shapes)))
             sent[: tensor.numel()] = tensor.reshape(-1)
         rows = [torch.empty_like(sent) for _ in self.ranks]
-
-        def begin() -> Begun[None]:
-            work = dist.all_gather(rows, sent, group=self.group, async_op=True)
-            return _begun(work, tensor, lambda: None)
-
-        self._run(begin, tensor, purpose)
+        self._do(partial(dist.all_gather, rows, sent), tensor, purpose)
         if shapes is None:
             return rows
         pairs = zip(rows, shapes, strict=True)
@@ -150,14 +137,8 @@ class Collectives(Shared):
         sizes = [width * prod(shape) for shape in shapes]
         sent_sizes = [width * part.numel() for part in parts]
         received = sent.new_empty(sum(sizes))
-
-        def begin() -> Begun[None]:
-            work = dist.all_to_all_single(
-                received, sent, sizes, sent_sizes, group=self.group, async_op=True
-            )
-            return _begun(work, first, lambda: None)
-
-        self._run(begin, first, purpose)
+        exchange = partial(dist.all_to_all_single, received, sent, sizes, sent_sizes)
+        self._do(exchange, first, purpose)
         flat = received.view(first.dtype).split([prod(shape) for shape in shapes])
         return [part.view(*shape) for part, shape in zip(flat, shapes, strict=True)]
 
@@ -167,12 +148,7 @@ class Collectives(Shared):
             return
         as_bytes = tensor.reshape(-1).view(torch.uint8)  # gloo lacks some types
         rank = self.ranks[source]
-
-        def begin() -> Begun[None]:
-            work = dist.broadcast(as_bytes, src=rank, group=self.group, async_op=True)
-            return _begun(work, tensor, lambda: None)
-
-        self._run(begin, tensor, purpose)
+        self._do(partial(dist.broadcast, as_bytes, rank), tensor, purpose)
 
     def copy_from_first(self, tensors: Iterable[Tensor], purpose: str) -> None:
         """Set tensors to their values on the first process."""
@@ -201,6 +177,14 @@ class Collectives(Shared):
             next(left) if one.device is None else self._ended(one, one.device, purpose)
             for one in begun
         ]
+
+    def _do(self, collective: Callable[..., Any], tensor: Tensor, purpose: str) -> None:
+        """Run one of torch's collectives, whose results are like `tensor`."""
+
+        def begin() -> Begun[None]:
+            return _begun(collective(group=self.group, async_op=True), tensor, lambda: None)
+
+        self._run(begin, tensor, purpose)
 
     def _run(self, begin: Callable[[], Begun[_T]], tensor: Tensor, purpose: str) -> _T:
         if self.size == 1:

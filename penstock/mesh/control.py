@@ -47,10 +47,7 @@ class Control(Shared):
     """The processes of an axis; `tensors` are their collectives.
 
     `pipelines` describes the pipelines made on the mesh.  `long` is the thread of long jobs.
-
-    Raises:
-        PeerError: by every call: another process failed, or is gone.
-        WaitTimeout: by every call: the others do not come to it within the deadline.
+    Every call may raise PeerError or WaitTimeout.
     """
 
     tensors: Collectives = field(default_factory=Collectives)
@@ -124,11 +121,7 @@ class Control(Shared):
     def exchange(self, kind: str, pipeline: int, row: Row) -> list[Row]:
         """Begin a call together with all others: one of `agreement.CALLS`, for one pipeline.
 
-        Returns:
-            The rows of all, in the order of ranks.
-
-        Raises:
-            MeshError: they begin different kinds of calls, or for different pipelines.
+        Return the rows of all, in the order of ranks; MeshError if others begin another call.
         """
         if self.size == 1:
             return [row]
@@ -207,9 +200,7 @@ class Control(Shared):
     def from_first(self, job: Callable[[], Any], purpose: str) -> Any:
         """Run a long job on rank 0; return its result, or raise its error, on all processes.
 
-        Raises:
-            PenstockError: the error of `job`.
-            PeerError: on the others, if `job` raised an error of another kind.
+        On the others, an error that is no PenstockError becomes a PeerError.
         """
         if self.size == 1:
             return job()

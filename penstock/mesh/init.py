@@ -108,11 +108,9 @@ def init_mesh(
 def meet(
     arguments: dict[str, Any], timeout_s: float, device: torch.device | str | None
 ) -> tuple[Control, torch.device]:
-    """Meet the other processes; return the control of all, and the device of this one.
+    """Return the control of all processes, which must have equal `arguments`, and the device here.
 
-    Raises:
-        ConfigError: `arguments` or versions differ between processes; else as `init_mesh`.
-        MeshError: as `init_mesh`.
+    Raise as `init_mesh` does.
     """
     place = _joined(timeout_s, device)
     # The watch comes first: it names the culprit if a later call fails.

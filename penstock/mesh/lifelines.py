@@ -52,12 +52,7 @@ class Lifelines:
     """The connections of one process to rank 0, or of rank 0 to all others."""
 
     def __init__(self, world: Control) -> None:
-        """Connect, and start the thread that watches; call on every process.
-
-        Raises:
-            WaitTimeout: a process does not connect in time.
-            PeerError: a process has failed, or is gone.
-        """
+        """Connect all processes, together, and watch in a thread; else PeerError, WaitTimeout."""
         background = world.waits.background
         # 1. Connect; let the system probe each connection.
         self._watch = background.watch

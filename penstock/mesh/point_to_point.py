@@ -130,22 +130,16 @@ class PointToPoint:
     def send(self, content: Tensor, rank: int, tag: int) -> Any:
         """Begin to send CPU memory, without a copy; `wait` for the returned work, and keep it.
 
-        Raises:
-            ConnectionError: the connection broke.
-            PeerError: a process has failed.
+        ConnectionError or PeerError: the connection or a process is gone.
         """
         group = self._up if rank > self._rank else self._down
         return self._do(lambda: group.send([content], self._ranks.index(rank), tag))
 
     def send_on_device(self, content: Tensor, rank: int, tag: int) -> None:
-        """Let an accelerator send after the work that its current stream has so far.
+        """Let an accelerator send after its current stream's work so far; errors as of `send`.
 
         The memory of `content` is not reused before it is sent, even if nobody keeps it; it may
         not be written to.
-
-        Raises:
-            ConnectionError: the connection broke.
-            PeerError: a process has failed.
         """
         edge = self._of_tag[tag]
         work = self._do(lambda: dist.isend(content, rank, edge.group))
@@ -169,11 +163,7 @@ class PointToPoint:
         """Wait for a send or receive of `content`, until `deadline` by `time.monotonic`.
 
         Any thread may call this.  On an accelerator, only the current stream of this thread waits.
-
-        Raises:
-            TimeoutError: it has not ended by then; nothing can be sent or received any more.
-            ConnectionError: the connection broke.
-            PeerError: a process has failed.
+        After a TimeoutError nothing can be sent or received any more; other errors as of `send`.
         """
         if not content.is_cpu:
             self._do(work.wait)

@@ -170,11 +170,7 @@ def check_same_backward(
 def num_samples(
     headers: Sequence[CallHeader], replicas: Sequence[Ranks], readers: Sequence[int]
 ) -> list[int]:
-    """Return N of each replica.  The stages `readers` read the inputs.
-
-    Raises:
-        BatchError: its processes were given different batches, or none where one is needed.
-    """
+    """Return N of each replica, whose stages `readers` read inputs; BatchError if ranks differ."""
     counts = []
     for replica, stages in enumerate(replicas):
         of_replica = f" of replica {replica}" if len(replicas) > 1 else ""

@@ -75,8 +75,7 @@ def device_by_default() -> str:
     """Return the kind of device of a process among several: an accelerator, if torch.distributed
     has a backend for it, else the CPU.
 
-    Raises:
-        ConfigError: this host has fewer accelerators than processes of this job.
+    A ConfigError refuses more processes on this host than it has accelerators.
     """
     names = accelerators()
     if not names or not _backend_of(kind := names[0].partition(":")[0]):
@@ -102,11 +101,7 @@ def _backend_of(kind: str) -> str:
 
 
 def process_device(asked: torch.device | str) -> torch.device:
-    """Return the device of this process; of a kind, the one of its number on this host.
-
-    Raises:
-        ConfigError: this process sees no such device, or LOCAL_RANK is no number.
-    """
+    """Return this process's device (of a kind, that of its number), or raise ConfigError."""
     device = torch.device(asked)
     if device.type == "cpu":
         return device

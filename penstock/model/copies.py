@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CACHE_LINE_BYTES = 64
-"""Distance at which addresses are alike to a kernel that reads whole cache lines."""
+CACHE_LINE_BYTES = 64
+"""Bytes of a cache line: kernels add in an order that may depend on the place in it."""
 
 
 def no_leaf(tensor: Tensor) -> Tensor:
@@ -53,9 +53,9 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.clone()
     # Allocate room for the span of all strides, and begin where the cache line matches.
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    spare = _CACHE_LINE_BYTES // tensor.element_size()
+    spare = CACHE_LINE_BYTES // tensor.element_size()
     room = torch.empty(span + spare, dtype=tensor.dtype, device=tensor.device)
-    distance = (tensor.data_ptr() - room.data_ptr()) % _CACHE_LINE_BYTES
+    distance = (tensor.data_ptr() - room.data_ptr()) % CACHE_LINE_BYTES
     copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copied.set_(
         room.untyped_storage(), distance // tensor.element_size(), tensor.shape, tensor.stride()

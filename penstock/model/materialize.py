@@ -61,10 +61,8 @@ def move_or_make(
     The random numbers depend on `seed` and the layer's number, not on the partition.  Without
     `draws`, parameters and persistent buffers get memory only, as a file has their values.  With
     `later`, `give_rest` allocates the parameters, if nothing is drawn in this layer.  `made` has
-    the tensors of other layers, which may be shared.
-
-    Raises:
-        ConfigError: a module without values has no `reset_parameters`.
+    the tensors of other layers, which may be shared.  A ConfigError names a module without values
+    and `reset_parameters`.
     """
     # 1. A layer with values moves; of any other, find the modules that must give values.
     if not any(tensor.is_meta for tensor in tensors_of(step.module)):
@@ -119,13 +117,10 @@ def move_or_make_stages(
     draws: bool,
     placed: Placed | None = None,
 ) -> None:
-    """Move the blocks of the stages `mine`, or initialise them.
+    """Move the blocks of the stages `mine`, or initialise them; ConfigError if no module can.
 
     Without `draws`, tensors with values in a file get memory only.  With `placed`, blocks are
     placed one after the other; meanwhile the others have no values, as in another process.
-
-    Raises:
-        ConfigError: no module initialises a tensor.
     """
     made, done = Made(), list[Place]()
     where = {step.index: device for plan, device in mine for step in plan.steps}

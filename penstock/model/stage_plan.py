@@ -50,11 +50,7 @@ class Step:
         return f"{self.name!r} ({type(self.module).__name__})"
 
     def run(self, *arguments: Any) -> dict[Value, Any]:
-        """Run the layer; return its outputs by name.
-
-        Raises:
-            ConfigError: it has several outputs, and does not return a tuple of that length.
-        """
+        """Run the layer; return its outputs by name, or raise ConfigError for another number."""
         result = self.module(*arguments)
         if len(self.outputs) == 1:
             return {self.outputs[0]: result}

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from penstock.errors import BatchError, ConfigError, check_kind, shown
 from penstock.model.pytree import flatten
@@ -18,7 +17,7 @@ from .engine import Engine
 from .microbatches import Batch, Call
 from .run import Run
 from .stage.boundary import find_aliases
-from .window import Window, divided, joined, options_of_batches
+from .window import Window, divided, joined, options_of_batches, refuse_metric
 
 Pair = tuple[Any, Any]
 """Inputs and targets."""
@@ -52,10 +51,8 @@ def as_pairs(batches: Iterable[Pair]) -> list[Pair]:
 def check_updating(updating: WeightUpdater, parameters: Iterable[Tensor]) -> None:
     """Check that the optimizer moves some of these parameters, and the scheduler its rates.
 
-    The optimizer of a synchronous step may hold parameters of other models too.
-
-    Raises:
-        ConfigError: an argument has another type, or belongs to another model or optimizer.
+    The optimizer of a synchronous step may hold parameters of other models too.  A ConfigError
+    refuses other types, and what belongs to another model or optimizer.
     """
     # Ranks whose stages are frozen have no parameters: any optimizer will do there.
     optimizer, scheduler = updating
@@ -104,19 +101,13 @@ def _check_steps_alone(updating: WeightUpdater, num_batches: int) -> None:
             "optimizer.step() without one. Call optimizer.step(closure) yourself, with "
             "pipe.train_step in the closure, or use SGD or AdamW"
         )
-    if isinstance(updating.lr_scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            "lr_scheduler is a ReduceLROnPlateau, which waits for a metric, and train_steps calls "
-            "its step() without one. Step it yourself between calls"
-        )
+    refuse_metric(updating.lr_scheduler)
 
 
 def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:
     """Cut mini-batches into micro-batches, in the same way on all processes.
 
-    Raises:
-        ConfigError: there is no batch, processes have different numbers of them, an input requires
-            grad, or there are replicas.
+    A ConfigError refuses unlike numbers of batches, or none, inputs with grad, and replicas.
     """
     engine.mesh.world.require_same("train_steps", {"number of batches": len(batches)})
     if not batches:
@@ -137,11 +128,7 @@ def cut_all(engine: Engine, batches: Sequence[Pair], call: Call) -> list[Batch]:
 
 
 def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: WeightUpdater) -> Run:
-    """Run mini-batches as the steps from number `step` on, and update the weights.
-
-    Raises:
-        ConfigError: the optimizer cannot be used stage by stage, or weights share memory.
-    """
+    """Run mini-batches as the steps from number `step` on, and update the weights."""
     # 1. Join the mini-batches, and read the options of all updates beforehand: the schedule
     #    overlaps updates of one batch with forwards of the next.
     family = engine.plan.schedule

@@ -154,13 +154,11 @@ def separate_statistics(
         the kernel      running_mean = mean of this micro-batch      no second pass over the data
         after a call    moments noted; the layer's own buffers and momentum put back
 
-    With `into` None the moments are dropped: a recompute counts nothing twice.
+    With `into` None the moments are dropped: a recompute counts nothing twice.  A ConfigError
+    refuses code that moves the running statistics without calling the layer.
 
     Yields:
         The layers that ran inside the user's own checkpoint; the backward will run them again.
-
-    Raises:
-        ConfigError: code moved the running statistics without calling the layer.
     """
     in_checkpoint: set[AnyBatchNorm] = set()
     swaps = [

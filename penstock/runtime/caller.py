@@ -309,13 +309,10 @@ def others_may_draw() -> bool:
 def guarded_default_generators(
     devices: Iterable[torch.device], look_again: Callable[[BaseException], None]
 ) -> Iterator[None]:
-    """Check that no code inside draws from a default or outside generator.
+    """Raise RandomnessError if code inside draws from a default or outside generator.
 
     If an outside one moved and other threads may have drawn, warn and call `look_again`: a layer
     that drew will use its stream in the next step.
-
-    Raises:
-        RandomnessError: code drew; the step's masks would depend on the number of stages.
     """
     # 1. Note the states, and run.
     generators = generators_for(devices)

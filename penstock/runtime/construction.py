@@ -64,10 +64,8 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
 
     Layers of other processes free their memory.  With `draws`, layers without values get random
     ones; else a file has them.  The engine takes over the processes, threads and lock of `before`,
-    an idle engine of another plan for the same layers.
-
-    Raises:
-        PartitionError: layers on different stages share state that only one stage can have.
+    an idle engine of another plan for the same layers.  A PartitionError refuses stages that share
+    state that only one can have.
     """
     # 1. Find the state that stages share; take over what outlives a plan.
     stage_of = stage_of_layers(plan.partition)
@@ -137,7 +135,6 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
 
 
 def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh, cuda_graphs: bool) -> Shared:
-    """Make the parts of an engine that outlive its plan."""
     keep_freed_memory()
     cache_weights_per_thread()
     pools, connects = plan.batch_norm_over_replicas, plan.transport.is_between_processes

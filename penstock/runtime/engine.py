@@ -179,9 +179,7 @@ class Engine:
     def program(self, mode: Mode, num_microbatches: int, num_minibatches: int = 1) -> Schedule:
         """Return the lowered and verified schedule of a call; cache it.
 
-        Raises:
-            ScheduleError: the schedule breaks a law.
-            ConfigError: with this number of micro-batches it runs a stage on another rank.
+        A ScheduleError names a broken law; a ConfigError, a stage that it runs on another rank.
         """
         key = (mode, num_microbatches, num_minibatches)
         if key not in self._programs:

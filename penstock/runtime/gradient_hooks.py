@@ -28,21 +28,18 @@ class SummedHooks:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         both = {p: gradient_hooks(p) for p in parameters}
         self._hooks = {p: hooks for p, (hooks, _) in both.items() if hooks}
-        self._post_hooks = {p: post for p, (_, post) in both.items() if post}
+        self.post_hooks = {p: post for p, (_, post) in both.items() if post}
+        """The hooks that run after a gradient was added."""
         self._removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     @property
     def hooked(self) -> list[Tensor]:
         """The parameters that have hooks."""
-        return [*{**self._hooks, **self._post_hooks}]
-
-    def follows(self, parameter: Tensor) -> bool:
-        """Tell whether a hook of the parameter runs after its gradient was added."""
-        return parameter in self._post_hooks
+        return [*{**self._hooks, **self.post_hooks}]
 
     def take(self) -> None:
         """Remove the hooks, so that autograd runs none."""
-        for hooks in (*self._hooks.values(), *self._post_hooks.values()):
+        for hooks in (*self._hooks.values(), *self.post_hooks.values()):
             self._removed.append((hooks, dict(hooks)))
             hooks.clear()
 
@@ -67,7 +64,7 @@ class SummedHooks:
     @torch.no_grad()
     def run_added(self) -> None:
         """Call the hooks that run once the sums are in `.grad`."""
-        for parameter, hooks in self._post_hooks.items():
+        for parameter, hooks in self.post_hooks.items():
             for hook in tuple(hooks.values()):
                 if parameter.grad is not None:
                     hook(parameter)
@@ -93,7 +90,7 @@ def summed_hooks(
 def _why_not(parameter: Tensor, hooks: SummedHooks, shards: Shards, plan: Plan) -> str:
     if parameter in shards.cut_in_step:
         return "each process finds a slice of the gradient, and none has the whole"
-    if parameter in shards.cut and hooks.follows(parameter):
+    if parameter in shards.cut and parameter in hooks.post_hooks:
         return "it runs when `.grad` is there, of which each process keeps a slice"
     if plan.schedule.is_asynchronous:
         return "the schedule updates weights while it runs, from gradients that nobody waits for"

@@ -80,10 +80,8 @@ class Batch:
     def output_weights(self) -> list[float]:
         """Return the weights of losses that the model has computed.
 
-        If all weights are 0, samples weigh instead: the loss is then the model's own 0/0.
-
-        Raises:
-            BatchError: the reduction function needs the batch, and this process has none.
+        If all weights are 0, samples weigh instead: the loss is then the model's own 0/0.  A
+        BatchError tells a process without the batch that the reduction function needs it.
         """
         if not isinstance(self.reduction, Reduction) and self.inputs[0] is None:
             raise BatchError(
@@ -202,11 +200,7 @@ class Splitter:
         )
 
     def begin_backward(self, number: int, gradients: Sequence[Tensor | None] | None) -> None:
-        """Begin the backward of call `number` on all processes; None: there are no outputs here.
-
-        Raises:
-            MeshError: they begin another call, or their losses give the outputs other gradients.
-        """
+        """Begin the backward of call `number` on all; None: no outputs here.  Else MeshError."""
         self.call += 1
         if self._alone:
             return
@@ -260,14 +254,11 @@ def first_microbatch(value: Any, num_microbatches: int) -> Any:
 
 
 def raw_weights(reduction: Reduce, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
-    """Return the weight of each micro-batch, before division by their sum.
+    """Return the weight of each micro-batch, before division by their sum; BatchError if negative.
 
-        MEAN       n_i / N            n_i samples of N
-        SUM        1
-        function   w_i / sum w        of the target, such as its number of real tokens
-
-    Raises:
-        BatchError: a weight is negative or not a number.
+    MEAN       n_i / N            n_i samples of N
+    SUM        1
+    function   w_i / sum w        of the target, such as its number of real tokens
     """
     if reduction is Reduction.SUM:
         return [1.0] * len(sizes)
@@ -292,9 +283,7 @@ def shares(reduction: Reduce, raw: Sequence[float], total: float) -> list[float]
 def _agreed_reduction(call: Call, headers: Sequence[CallHeader]) -> Reduce:
     """Return the reduction of losses, the same on each process.
 
-    Raises:
-        BatchError: the inputs give the divisor of losses, and a function would weigh them again.
-        UncountedError: that divisor, or the sum of all weights, is 0.
+    A BatchError refuses a function if the inputs give the divisor; an UncountedError, sums of 0.
     """
     # Some models divide by a count in their inputs: their losses then only add up.
     counted = max((h.counted for h in headers if h.counted is not None), default=None)

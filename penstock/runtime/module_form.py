@@ -117,10 +117,7 @@ def run_as_module(engine: Engine, run: Run, inputs: Any, where: Outputs) -> Any:
         inputs, anchor ──► _TieToBackward ──► outputs     one node of the caller's graph
 
     Between processes each has such a node, and those of other stages than the last get the outputs
-    as `where` says.
-
-    Raises:
-        BoundaryError: the outputs of the micro-batches cannot be gathered.
+    as `where` says.  A BoundaryError refuses outputs that cannot be gathered.
     """
     # 1. Run the forwards; gather the outputs where the last stage is.
     engine.drive(run, Mode.FORWARDS)

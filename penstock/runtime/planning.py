@@ -146,10 +146,7 @@ def balance(plan: Plan, layers: Layers, part: Any, free: Sequence[int] | None = 
     """Measure the layers on a micro-batch; return a balanced plan within the memory limit.
 
     With `free`, the free bytes of each rank's device, the plan gets the cheapest recompute policy
-    for which these suffice.
-
-    Raises:
-        ConfigError: a rank needs more memory than the limit.
+    for which these suffice.  A ConfigError names a rank that needs more memory than the limit.
     """
     devices = {t.device for step in layers for t in step.module.parameters()}
     if layers.model is not None and len(devices) > 1:
@@ -176,7 +173,6 @@ def balance(plan: Plan, layers: Layers, part: Any, free: Sequence[int] | None = 
 
 
 def _balanced(plan: Plan, measured: Measured, layers: Layers, free: Sequence[int] | None) -> Plan:
-    """Return the balanced plan, within the memory limit or the free bytes of devices."""
     if plan.memory_limit_bytes is not None or not free:
         return balanced(plan, measured, layers.spans)
     plan = balanced(plan, replace(measured, kept=None), layers.spans)
@@ -250,14 +246,12 @@ def agree(
     """Agree on the plan for all processes; it is final, since each keeps its own layers only.
 
     What is `undecided` rank 0 decides, by measuring the micro-batch `part`, if its layers have
-    values.  `alike` are further arguments that must be equal on all processes.
+    values.  `alike` are further arguments that must be equal on all processes.  A ConfigError
+    refuses processes that make different pipelines, or in another order.
 
     Returns:
         The plan of rank 0; the number of pipelines made before this one on the mesh; and what
         the first batch may still decide, in a process that runs all stages.
-
-    Raises:
-        ConfigError: the processes make different pipelines, or in another order.
     """
     limits = plan.memory_limit_bytes is not None
     if mesh.world_size == 1:
@@ -309,9 +303,8 @@ def _facts(plan: Plan) -> dict[str, Any]:
 def device_names(devices: Devices, mesh: Mesh | None) -> tuple[str, ...] | str | None:
     """Return the names of the user's devices; None if there are none.
 
-    Raises:
-        ConfigError: `mesh` is no mesh, a device is missing, or `devices` are not those of a mesh
-            with several processes, which each have their own.
+    A ConfigError refuses what is no mesh, a device that is missing, and `devices` beside a mesh
+    with several processes, which each have their own.
     """
     check_kind("mesh", mesh, (Mesh, type(None)), "what penstock.init_mesh(...) returns")
     if devices is None:

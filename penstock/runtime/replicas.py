@@ -167,11 +167,6 @@ class Replicas:
             _finish(axis, buckets, "for the gradients of the other shards")
         self.hooks.run_found()
 
-    def finish_for_update(self) -> None:
-        """Finish the sums for an update within a run; the first one includes earlier gradients."""
-        self.finish()
-        self.add_earlier()
-
     def add_earlier(self) -> None:
         """Add the gradients of earlier steps to `.grad`."""
         before, self._before = self._before, {}

@@ -87,17 +87,22 @@ def options_of_batches(optimizer: Optimizer, scheduler: Any, num_batches: int) -
     A ConfigError refuses optimizers that cannot update one stage alone, and metric schedulers.
     """
     _check(optimizer)
+    refuse_metric(scheduler)
     options = []
     for _ in range(num_batches):
         options.append([_options(group) for group in optimizer.param_groups])
-        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-            raise ConfigError(
-                "lr_scheduler is a ReduceLROnPlateau, which waits for a metric; the rates of all "
-                "batches of train_steps are needed before it runs. Step it yourself between calls"
-            )
         if scheduler is not None:
             scheduler.step()
     return options
+
+
+def refuse_metric(scheduler: Any) -> None:
+    """Raise ConfigError for a scheduler that waits for a metric."""
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "lr_scheduler is a ReduceLROnPlateau, which waits for a metric, and train_steps calls "
+            "its step() without one. Step it yourself between calls"
+        )
 
 
 def divided(

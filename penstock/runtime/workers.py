@@ -201,7 +201,6 @@ class _Workers:
                 thread.join(timeout=5.0)
 
     def leave(self) -> None:
-        """Let the threads end when they can."""
         self._dismiss()
         leave_behind(self._threads)
 

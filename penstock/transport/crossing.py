@@ -231,12 +231,7 @@ class IncomingShares:
         return [link.bring(microbatch, deadline - time.monotonic()) for link in self._links]
 
     def payload(self, came: list[Received]) -> Payload:
-        """Return the message whose parts came; called in the order of messages.
-
-        Raises:
-            PeerError: another process failed, or is gone.
-            WaitTimeout: the other shards do not come to it within the deadline.
-        """
+        """Return the message whose parts came, in order, or raise PeerError or WaitTimeout."""
         header, place = came[0].header, (self._mesh.shard, len(self._of_shards))
         content = _Content.of(header, is_like=self._is_like)
         kinds = content.kinds_of_shard(place[1])

@@ -80,11 +80,7 @@ class HeaderWriter:
         self._lasting.clear()
 
     def write(self, payload: Payload) -> tuple[int, bytes, list[Tensor], Header]:
-        """Return a header's number, its bytes if it is new, the tensors to send, and the header.
-
-        Raises:
-            BoundaryError: the payload holds a value that cannot be sent.
-        """
+        """Return a header's number, its bytes if it is new, the tensors to send, and itself."""
         leaves = payload.leaves
         kinds: Any = tuple([None if t is None else TensorKind.of(t) for t in leaves])
         about = None

@@ -195,11 +195,8 @@ class Outgoing:
     def finish(self, timeout_s: float) -> None:
         """Wait until all sends from CPU memory have ended.
 
-        Raises:
-            BoundaryError: a tensor was changed in place before its send had ended for certain.
-            Empty, TimeoutError: they have not within `timeout_s`.
-            ConnectionError: the connection broke.
-            PeerError: a process has failed.
+        A BoundaryError refuses a tensor that was changed in place before its send had ended.
+        Empty, TimeoutError: not within `timeout_s`; other errors as of `send`.
         """
         slots, self._later = self._later, []
         for slot in slots:
@@ -251,13 +248,9 @@ class Incoming:
         return self.payload(self.bring(microbatch, timeout_s))
 
     def bring(self, microbatch: int, timeout_s: float | None = None) -> Received:
-        """Wait for the next message.
+        """Wait for the next message; TimeoutError after `timeout_s`, others as of `send`.
 
-        Raises:
-            TimeoutError: it is not there within `timeout_s`.
-            PeerError: it is of another micro-batch: the processes run different schedules.
-            ConnectionError: the connection broke.
-            MeshError: it cannot be read.
+        A PeerError refuses another micro-batch: the processes run different schedules.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         # 1. The first part, and with it all of a small message.

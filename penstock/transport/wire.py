@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.model.copies import CACHE_LINE_BYTES
 from penstock.model.entries import as_plain
-
-CACHE_LINE_BYTES = 64
-"""Alignment that kernels may depend on."""
 
 
 class TensorKind(NamedTuple):

@@ -48,8 +48,8 @@ FAULTS = (
     Fault(
         "asynchronous: an update does not wait for the sums over the shards",
         "penstock/runtime/stage/stage.py",
-        "            self._replicas.finish_for_update()\n",
-        "            self._replicas.add_earlier()\n",
+        "            self._replicas.finish()\n",
+        "",
         LAW,
         "few",
     ),

@@ -104,7 +104,7 @@ FAULTS = (
     Fault(
         "a hook after accumulation sees a slice",
         "penstock/runtime/gradient_hooks.py",
-        "    if parameter in shards.cut and hooks.follows(parameter):\n",
+        "    if parameter in shards.cut and parameter in hooks.post_hooks:\n",
         "    if False:\n",
         "tests/distributed/test_gradient_hooks.py",
         "refused and replicas",

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.transport.wire import CACHE_LINE_BYTES, TensorKind, fill, room_for, to_bytes
+from penstock.model.copies import CACHE_LINE_BYTES
+from penstock.transport.wire import TensorKind, fill, room_for, to_bytes
 
 
 class Marked(Tensor):

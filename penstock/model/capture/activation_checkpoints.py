@@ -17,19 +17,14 @@ from torch.utils import checkpoint as torchs
 
 from penstock.errors import CutError
 from penstock.model.pytree import Structure, flatten, unflatten
-from penstock.torch_private import checkpoint_generator, replace_checkpoint_generator
+from penstock.torch_private import checkpoint_generator
 
 from .ghost import CURRENT, ghosts_in
 
 _options = inspect.signature(checkpoint_generator)
 
 
-def watch_checkpoints() -> None:
-    """Route non-reentrant checkpoints to the current pass."""
-    replace_checkpoint_generator(_routed_generator)
-
-
-def _routed_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+def routed_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Replace torch's generator, which runs before and after the function in a checkpoint."""
     current = CURRENT.get()
     if current is None or current.is_inside:

@@ -34,10 +34,8 @@ def find_blocks(
     Entries of lists are blocks, and so are other modules with parameters that hold no lists, or
     are small.  Modules without parameters are not: their operations lie between blocks.  Modules
     of `opened` classes are not blocks, but their children are.  Modules of `closed` classes are
-    always blocks, with all that is in them.
-
-    Raises:
-        CutError: a pattern fits no module, or fits a module inside another block.
+    always blocks, with all that is in them.  A CutError refuses a pattern that fits no module, or
+    one inside another block.
     """
     if patterns is not None:
         return _matching(model, patterns)

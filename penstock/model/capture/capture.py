@@ -83,11 +83,7 @@ def capture(  # noqa: PLR0913 - the front door: each a keyword with a default
 
 
 def resolve_layers(model: Any, example_inputs: Any) -> Layers:
-    """Return the layers of a user's model: a list, a Sequential, layers or any module.
-
-    Raises:
-        ConfigError: it is any module without example inputs, or none of these.
-    """
+    """Return the layers of a list, a Sequential, layers, or any module with example inputs."""
     if is_plain_chain(model) or not isinstance(model, nn.Module) or example_inputs is None:
         return as_layers(model)
     return capture(model, example_inputs)

@@ -15,7 +15,6 @@ from penstock.model.state import first_names
 
 from .blocks import Choice, Groups, check_hooks, check_modules, find_groups, ranges_of
 from .containers import parts
-from .errors import without_gradients
 from .events import START, Info, ValueId
 from .forward_pass import Maker
 from .inputs import (
@@ -134,12 +133,7 @@ def record_model(
     """Run a model on example inputs, and record its block calls and the values between them.
 
     A model on the meta device needs no memory.  Buffers, random states and modes are restored.
-    The arguments are those of `capture`.
-
-    Raises:
-        CutError: a pattern fits nothing; a tensor passes between blocks by a side channel; there
-            is no block.
-        GlueError: the code between blocks cannot be followed.
+    Arguments, CutErrors and GlueErrors are those of `capture`.
     """
     if inputs not in (ROUTED, EVERYWHERE):
         raise CutError(f"inputs={inputs!r}; choose {ROUTED!r} or {EVERYWHERE!r}")
@@ -214,7 +208,12 @@ class _Recorder:
                 runs_with_gradients = True
             if not runs_with_gradients:
                 raise
-            raise without_gradients(self.model, error) from error
+            said = next(iter(str(error).splitlines()), "")
+            raise CutError(
+                f"{type(self.model).__name__} runs with gradients and not without, as eval_step "
+                f"and evaluation run it: {type(error).__name__}: {said}. Put what needs them "
+                "(torch.autograd.grad, say) into a block, under `with torch.enable_grad():`"
+            ) from error
 
     def _in_mode(self, given: Call, mode: Mode) -> Recording:
         # 1. Run the model once, and find the settings that it has made.

@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.errors import CutError
 from penstock.model.compare import is_same_plain
 from penstock.model.open_containers import opened
 from penstock.model.pytree import Structure, unflatten
 
-from .errors import changes_container, gives_twice
+from .errors import calling_line, changes_container
 from .events import EventKey
 from .ghost import PLAIN
 
@@ -118,7 +119,11 @@ def _check_told_once(new: list[Any], key: EventKey) -> None:
     seen: set[int] = set()
     for container in new:
         if id(container) in seen:
-            raise gives_twice(container, key)
+            raise CutError(
+                f"{key} makes a {type(container).__name__} and gives it in two places "
+                f"({calling_line()}), as in a list that it was given and in what it returns; on "
+                "other stages there would be two. Give it in one place only, or a copy of it"
+            )
         seen.add(id(container))
 
 

@@ -3,19 +3,12 @@
 import sys
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.errors import CutError, GlueError
+from penstock.errors import CutError
 
 from .events import EventKey, Operation
 from .ghost import Ghost
-
-
-def of_another_microbatch(ghost: Ghost) -> GlueError:
-    return GlueError(
-        f"the {ghost.info.value} of another micro-batch is read ({calling_line()}), which the "
-        "model's code has kept in a global variable, say. Keep such values in local variables"
-    )
 
 
 def changes_container(part: Any, key: EventKey) -> CutError:
@@ -26,29 +19,12 @@ def changes_container(part: Any, key: EventKey) -> CutError:
     )
 
 
-def gives_twice(part: Any, key: EventKey) -> CutError:
-    return CutError(
-        f"{key} makes a {type(part).__name__} and gives it in two places ({calling_line()}), as "
-        "in a list that it was given and in what it returns; on other stages there would be two. "
-        "Give it in one place only, or a copy of it"
-    )
-
-
 def keeps_container(part: Any, key: EventKey) -> CutError:
     return CutError(
         f"{key} changes a {type(part).__name__} that outlives the model's forward, in an "
         "attribute, a global variable or the default value of an argument: all stages would "
         "change it at the same time, for all micro-batches. Make it inside the forward and pass "
         "it along, or give it to the model as an input"
-    )
-
-
-def without_gradients(model: nn.Module, error: Exception) -> CutError:
-    said = next(iter(str(error).splitlines()), "")
-    return CutError(
-        f"{type(model).__name__} runs with gradients and not without, as eval_step and evaluation "
-        f"run it: {type(error).__name__}: {said}. Put what needs them (torch.autograd.grad, say) "
-        "into a block, under `with torch.enable_grad():`"
     )
 
 

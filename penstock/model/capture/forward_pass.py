@@ -21,7 +21,7 @@ from penstock.torch_private import version_counter, without_torch_function
 
 from .activation_checkpoints import checkpointed
 from .containers import can_change, changed, entries_of, on_copies, parts, put_back
-from .errors import calling_line, changes_container, of_another_microbatch
+from .errors import calling_line, changes_container
 from .events import (
     START,
     EventKey,
@@ -284,7 +284,11 @@ class Pass(AbstractPass, ABC):
         kind = type(value)
         if kind is Ghost:
             if value.home is not self.home:
-                raise of_another_microbatch(value)
+                raise GlueError(
+                    f"the {value.info.value} of another micro-batch is read ({calling_line()}), "
+                    "which the model's code has kept in a global variable, say. Keep such values "
+                    "in local variables"
+                )
             ghosts.setdefault(id(value), value)
             return self.real(value)
         if kind in PLAIN:

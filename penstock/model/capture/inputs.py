@@ -35,11 +35,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def as_call(inputs: Any) -> Call:
     """Return inputs as positional and keyword arguments.
 
-    A mapping holds keyword arguments, and positional ones under their numbers; a tuple holds
-    positional ones; any other value is the first one.
-
-    Raises:
-        CutError: a key is neither a name nor the number of a position.
+    A mapping holds keyword arguments, and positional ones under their numbers (a CutError refuses
+    other keys); a tuple holds positional ones; any other value is the first one.
     """
     if not isinstance(inputs, Mapping):
         return inputs if isinstance(inputs, tuple) else (inputs,), {}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import CutError
 from penstock.model.compare import is_same_plain
 from penstock.model.kept import UNCOUNTED, as_before, holders, is_of_user, is_plain
+from penstock.model.state import ABSENT
 from penstock.torch_private import (
     BUFFERS,
     PARAMETERS,
@@ -200,8 +201,6 @@ def is_kept_by_one(model: nn.Module, path: str, name: str) -> bool:
     return not any(id(holder) in own for holder, _ in holders([*others]))
 
 
-_ABSENT = object()
-"""Stands for the value of an attribute that a module lacks."""
 _PATCHING = threading.RLock()
 """Held while functions of torch are replaced, which all threads see."""
 _SEEDING = (
@@ -277,9 +276,9 @@ def _is_harmless(module: nn.Module, name: str, value: Any) -> bool:
     if hasattr(getattr(type(module), name, None), "__set__"):  # its own writes are recorded
         return True
     kept = (vars(module), parameters_of(module), buffers_of(module), children_of(module))
-    old = next((names[name] for names in kept if name in names), _ABSENT)
+    old = next((names[name] for names in kept if name in names), ABSENT)
     if value is True:  # a flag is set once
-        return old is _ABSENT or old is True
+        return old is ABSENT or old is True
     return old is value and (value is None or isinstance(value, Tensor | nn.Module))
 
 

@@ -18,10 +18,7 @@ def calls_of(recordings: Iterable[Iterable[Event]]) -> list[BlockCall]:
     """List the block calls of all recordings, in the order of execution.
 
     One recording may have none: a model may skip its blocks in training, by chance or by a flag,
-    and call them in evaluation.
-
-    Raises:
-        CutError: no recording has any.
+    and call them in evaluation.  If all have none, that is a CutError.
     """
     in_each = [
         [(e.key.block, e.key.call) for e in events if e.key.number == 0 and e.key.block]

@@ -14,11 +14,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from penstock.torch_private import (
     cache_weights_per_thread,
     forward_hooks_of,
+    replace_checkpoint_generator,
     uncompiled,
     wants_kwargs,
 )
 
-from .activation_checkpoints import reentrant, watch_checkpoints
+from .activation_checkpoints import reentrant, routed_generator
 from .ghost import CURRENT, ghosts_in
 from .tied_weights import in_reentrant, lent_instead
 
@@ -182,6 +183,6 @@ def watch_functions() -> None:
 
     Cached weights are kept per thread.
     """
-    watch_checkpoints()
+    replace_checkpoint_generator(routed_generator)
     cache_weights_per_thread()
     setattr(torch.autograd.Function, "apply", classmethod(_routed_apply))  # noqa: B010 - typed as one

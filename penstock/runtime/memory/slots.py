@@ -66,11 +66,9 @@ class Slot:
         return self.tensor is not None and version_of(self.tensor) == self._version
 
     def take(self) -> Tensor:
-        """Return the tensor; recompute it if it was dropped.
+        """Return the tensor, recomputed if it was dropped.
 
-        Raises:
-            RecomputeError: it was dropped, and the forward is not over.
-            RuntimeError: it was changed in place since.
+        A RecomputeError: its forward is not over.  A RuntimeError: it was changed in place.
         """
         if (rebuild := self.rebuild) is not None:
             rebuild()

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from penstock.errors import ConfigError, check_kind
+from penstock.model.copies import CACHE_LINE_BYTES
 from penstock.runtime.devices import StageDevice
 
-_LINE_BYTES = 64
-"""Bytes of a cache line."""
 _WIDEST_BYTES = 16
 """Bytes of the widest element type, complex128."""
 
@@ -56,7 +55,7 @@ class FileStore(AbstractStore):
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
             self._closing = weakref.finalize(self, self._file.close)
-        size, lead = storage.nbytes(), storage.data_ptr() % _LINE_BYTES
+        size, lead = storage.nbytes(), storage.data_ptr() % CACHE_LINE_BYTES
         free = self._free.get(size)
         start = free.pop() if free else self._end
         if start == self._end:

@@ -93,12 +93,8 @@ class DividedLayer:
         """Call the layer; its inputs and results are whole, or laid out as in the plan.
 
         `noted` has the layouts of inputs, by layer, for a recompute on the same micro-batch.  The
-        plan holds for training.  A layer that takes another path in evaluation runs whole there,
-        on each device.
-
-        Raises:
-            OtherPathError: the layer takes another path than the plan in training, or one that
-                changes its inputs.
+        plan holds for training, where another path raises OtherPathError.  A layer that takes
+        another path in evaluation, and changes no inputs, runs whole there, on each device.
         """
         # A recompute gets tensors without marks, so the layouts come from the first run.
         leaves, structure = flatten((function.args, function.keywords))

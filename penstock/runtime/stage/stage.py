@@ -255,7 +255,8 @@ class Stage:
         """Let the optimizer update the weights; free the gradients."""
         assert run.window is not None
         if self._replicas is not None:
-            self._replicas.finish_for_update()
+            self._replicas.finish()
+            self._replicas.add_earlier()  # in the first update of a run
         try:
             self.weights.update(run.window.optimizers[self.index].step)
         except Exception as error:

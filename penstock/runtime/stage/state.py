@@ -58,9 +58,7 @@ class ChangingState:
     def changed(self, before: dict[Place, Any], modes: list[bool]) -> dict[Place, Any]:
         """Return the old values of state that the forward changed, in place or by assignment.
 
-        Raises:
-            RecomputeError: the forward changed a tensor in place that no earlier forward changed,
-                so the old value is lost.
+        A RecomputeError: no earlier forward changed that tensor in place; the old value is lost.
         """
         if modes != self.known_in:
             self.attributes = attributes(self._modules)

@@ -134,7 +134,6 @@ def _way(after: Node | None) -> list[Node]:
 
 
 def _has_hooks(node: Node) -> bool:
-    """Tell whether hooks run before or after a node."""
     for register in (node.register_hook, node.register_prehook):
         handle = register(_no_hook)
         hooks = handle.hooks_dict_ref()  # torch keeps all hooks of a node in this dictionary
