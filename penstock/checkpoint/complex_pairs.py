@@ -56,10 +56,8 @@ class Opened:
 
 
 def refuse_wide(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse complex128 in a file for other libraries: they would read pairs of numbers.
-
-    Raises:
-        CheckpointError: names the first such tensor.
+    """Raise a CheckpointError that names the first complex128 tensor in a file for other
+    libraries: they would read pairs of numbers.
     """
     for name, tensor in tensors.items():
         if tensor.dtype is torch.complex128:

@@ -125,11 +125,7 @@ class _Wanted:
     def find(
         cls, path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, share: Share
     ) -> "_Wanted":
-        """Find out, without reading tensors.
-
-        Raises:
-            CheckpointError: it is no checkpoint, or damaged.
-        """
+        """Find out, without reading tensors."""
         saved, (_, held, shards) = CheckpointReader(path), share
         names = (*held.state(), *held.owners)
         of_model = {name: saved.model[name] for name in names if name in saved.model}
@@ -151,9 +147,6 @@ class _Wanted:
     ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Shape]]:
         """Verify `files`, and read the state of the model, the tensors of the optimizer, and the
         whole shapes of those of the model.
-
-        Raises:
-            CheckpointError: a file is damaged.
         """
         self.saved.verify(files)
         of_model, wholes = read_pieces(self.saved.path, self.of_model, self.slices)

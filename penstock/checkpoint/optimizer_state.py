@@ -43,10 +43,8 @@ def pack_optimizer(
 
 
 def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the facts of all processes' optimizers into those of one.
-
-    Raises:
-        CheckpointError: their optimizers are not of one kind with the same groups.
+    """Merge the facts of all processes' optimizers into those of one; a CheckpointError if they
+    are not of one kind with the same groups.
     """
     first = parts[0]
     for rank, part in enumerate(parts):

@@ -99,11 +99,7 @@ def _begin(
     *,
     copy: bool,
 ) -> Saving:
-    """Gather what is saved, and begin to write it; an error of one process is raised on all.
-
-    Raises:
-        CheckpointError: something cannot be saved.
-    """
+    """Gather what is saved, and begin to write it; an error of one process is raised on all."""
     target = Path(path).absolute()  # the process may go elsewhere meanwhile
     share = begin("save_checkpoint", module)
     mesh = share.mesh

@@ -46,10 +46,8 @@ class Share(NamedTuple):
 
 
 def begin(call: str, module: nn.Module) -> Share:
-    """Begin a call, one of `agreement.CALLS`, with all processes that hold parts of a model.
-
-    Raises:
-        MeshError: they begin different calls, or for different pipelines.
+    """Begin a call, one of `agreement.CALLS`, with all processes that hold parts of a model; a
+    MeshError if they begin different calls, or for different pipelines.
     """
     if not is_pipeline(module):
         return Share(Mesh.of_one_process(), Held(module, module), CutWeights({}, {}))
@@ -91,10 +89,8 @@ def _refusal(answers: list[tuple[str | None, Any]]) -> CheckpointError:
 
 
 def refuse_foreign(head: str, reports: Iterable[Iterable[str]], *tail: str) -> None:
-    """Refuse a checkpoint that does not fit the model, if any process has found faults.
-
-    Raises:
-        CheckpointError: `head`, the faults, each once, and `tail`.
+    """Raise a CheckpointError of `head`, the faults, each once, and `tail`, if any process has
+    found that the checkpoint does not fit the model.
     """
     faults = list(dict.fromkeys(fault for said in reports for fault in said))
     if faults:

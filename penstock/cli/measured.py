@@ -26,10 +26,8 @@ class MeasuredStages:
 
 
 def measured_stages(target: Target) -> MeasuredStages:
-    """Measure a target's layers on a micro-batch, and add them up to its stages.
-
-    Raises:
-        ConfigError: the target leaves its stages to the planner, or has too few layers.
+    """Measure a target's layers on a micro-batch, and add them up to its stages; a ConfigError if
+    it leaves its stages to the planner, or has too few layers.
     """
     options = target.options
     if not options:

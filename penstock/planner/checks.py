@@ -13,10 +13,8 @@ from penstock.types import LONGEST_TIMEOUT_S
 
 
 def check_timeout(timeout_s: Any) -> float:
-    """Return `timeout_s` if it is a time that every kind of wait can be given.
-
-    Raises:
-        ConfigError: it is no number of seconds above 0, or more than a year.
+    """Return `timeout_s`; raise a ConfigError unless it is above 0, and at most a year, which
+    every kind of wait can be given.
     """
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
     if not is_number or not math.isfinite(timeout_s) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
@@ -37,10 +35,8 @@ def check_costs(profile: object, cluster: object) -> None:
 
 
 def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
-    """Refuse a partition that does not cut `num_layers` layers.
-
-    Raises:
-        PartitionError: a stage would be empty, or the counts do not sum to the layers.
+    """Raise a PartitionError unless a partition cuts `num_layers` layers, none of its stages
+    empty.
     """
     if not partition or any(type(count) is not int or count < 1 for count in partition):
         raise PartitionError(
@@ -57,10 +53,8 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
 def check_predicted(
     of_stages_s: Sequence[float] | None, step_s: float | None, batch_size: int | None
 ) -> None:
-    """Check predicted seconds and the batch size; None was not predicted.
-
-    Raises:
-        ConfigError: seconds are below 0, or `batch_size` is below 1.
+    """Raise a ConfigError for predicted seconds below 0 or a batch size below 1; None was not
+    predicted.
     """
     for name, seconds in (
         ("predicted_s", of_stages_s or ()),
@@ -82,10 +76,8 @@ def check_whole(name: str, value: Any) -> int:
 
 
 def check_bytes(num_ranks: int, by_name: Mapping[str, Sequence[int] | None]) -> None:
-    """Check bytes by name: whole numbers of at least 0, one for each rank, or None.
-
-    Raises:
-        ConfigError: names the first that is something else.
+    """Raise a ConfigError for the first bytes that are not whole numbers of at least 0, one for
+    each rank, or None.
     """
     for name, of_ranks in by_name.items():
         if of_ranks is not None and len(of_ranks) != num_ranks:

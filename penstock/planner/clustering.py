@@ -132,12 +132,9 @@ def _least_of_rows(values: Sequence[_Numbers]) -> _Numbers:
 def cluster_layers(
     graph: Graph, spans: Spans, cluster: Cluster, num_layers: int | None = None
 ) -> Spans:
-    """Return the (start, end) of layers that stay together: `spans`, or clusters of them.
-
-    They are clustered if `num_layers` asks for it, or if there are many.
-
-    Raises:
-        ConfigError: there are fewer layers than asked for.
+    """Return the (start, end) of layers that stay together: `spans`, or clusters of them, if
+    `num_layers` asks for it, or if there are many.  Fewer layers than asked for are a
+    ConfigError.
     """
     if num_layers is not None:
         check_count("num_layers", num_layers)

@@ -366,10 +366,8 @@ def between(before: Matrix, window: Window) -> Matrix:
 
 
 def balance_spans(costs: Sequence[Sequence[float]], spans: Spans) -> tuple[int, ...]:
-    """Compute the layers per stage where `costs[k][n]` is the cost of layer n on stage k.
-
-    Raises:
-        PartitionError: there are fewer spans than stages.
+    """Compute the layers per stage where `costs[k][n]` is the cost of layer n on stage k; a
+    PartitionError if there are fewer spans than stages.
     """
     return cuts(len(costs), lambda stage: sums(costs[stage]), spans)[0]
 

@@ -94,11 +94,7 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
     num_layers: int | None = None,
     num_best: int = 5,
 ) -> Choice:
-    """Choose the plan whose step is predicted to be fastest; see `penstock.plan`.
-
-    Raises:
-        PlanError, ConfigError: as `penstock.plan`.
-    """
+    """Choose the plan whose step is predicted to be fastest; see `penstock.plan`."""
     is_list = isinstance(profile, list | tuple) and profile
     profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
     for each in profiles:
@@ -128,11 +124,7 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
 def _choice(
     cluster: Cluster, ranked: Candidates | None, task: MeshTask | None, *, missed: bool = False
 ) -> Choice:
-    """Return the choice of the best of all candidates; `missed` if none on meshes is faster.
-
-    Raises:
-        PlanError: there is a task, and nothing on meshes fits, or is fast enough.
-    """
+    """Return the choice of the best of all candidates; `missed` if none on meshes is faster."""
     on_meshes, ended = ([], "") if task is None else find_on_meshes(task)
     on_ranks = [] if ranked is None else [*ranked.best]
     num_looked_at = len(on_meshes) + (0 if ranked is None else ranked.num_looked_at)
@@ -215,11 +207,7 @@ def _ready_plans(sharding: str | Sequence[str]) -> Sequence[str]:
 
 
 def save_prediction(path: Path, timeline: Timeline) -> None:
-    """Write what was predicted for a plan beside its file.
-
-    Raises:
-        PlanError: the file cannot be written.
-    """
+    """Write what was predicted for a plan beside its file; a PlanError if it cannot be written."""
     beside = prediction_path(path)
     try:
         beside.write_text(timeline.to_json(), encoding="utf-8")

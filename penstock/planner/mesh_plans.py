@@ -44,10 +44,7 @@ CUT_SHORT = "the search was interrupted"
 
 def find_on_meshes(task: MeshTask) -> tuple[list[OnMeshes], str]:
     """Return the candidates on meshes, fastest first, and a line that says so if the search was
-    interrupted (Ctrl-C) after it had some.
-
-    Raises:
-        PlanError: nothing fits; says what is missing.
+    interrupted (Ctrl-C) after it had some.  A PlanError says what is missing if nothing fits.
     """
     search, ended = _Search(task), ""
     every = task.tries

@@ -156,10 +156,8 @@ class Prediction:
 
     @cached_property
     def microbatch_size(self) -> int:
-        """Samples of the largest micro-batch.
-
-        Raises:
-            ConfigError: nothing says how many samples a step has, or they are too few.
+        """Samples of the largest micro-batch; a ConfigError if nothing says how many samples a
+        step has, or they are too few.
         """
         plan, sizes = self.plan, self.profile.sizes
         num_parts = plan.num_microbatches * plan.placement.num_replicas

@@ -163,9 +163,6 @@ class StagePrices:
     @cached_property
     def _options(self) -> list[Option]:
         """The options, which keep less and less: recompute nothing, recompute all, also offload.
-
-        Raises:
-            ConfigError: the family makes no schedule of such a size.
         """
         if self.recompute is not None:
             return [self._first]

@@ -35,11 +35,8 @@ from .stage_work import Tables, most_on_way, work_of
 
 
 def best_cuts(prices: StagePrices, spans: Spans) -> list[tuple[int, ...]]:
-    """Return the layers per stage as `cuts` does, each stage by the fastest option that fits.
-
-    Raises:
-        PartitionError: there are fewer spans than stages.
-        ConfigError: the schedule is made for no such size.
+    """Return the layers per stage as `cuts` does, each stage by the fastest option that fits; with
+    its errors.
     """
     shared = spans, prices.windows, prices.num_microbatches
     partitions = cuts(prices.num_stages, prices.if_all_fits_s, *shared)

@@ -112,9 +112,6 @@ def work_of(
 ) -> tuple[StageWork, ...]:
     """Return the work of each stage where `twice` recompute (`by_layers` in part) and `away`
     offload.
-
-    Raises:
-        ConfigError: the family makes no schedule of such a size.
     """
     schedule = _with(steady(family, num_stages, num_microbatches), twice, away, by_layers)
     places, count = schedule.ranks, schedule.num_microbatches

@@ -134,11 +134,7 @@ UNIT_COSTS = Costs(forward_s=1, backward_s=2, recompute_s=1)
 
 
 def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
-    """Return one cost for each stage.
-
-    Raises:
-        ConfigError: `costs` holds another number of stages.
-    """
+    """Return one cost for each stage; a ConfigError if `costs` holds another number of stages."""
     # a Fraction does all that a float does here, exactly
     return one_each(cast(float | tuple[float, ...], costs), num_stages, f"Costs.{name}")
 
@@ -146,10 +142,8 @@ def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
 def one_each(
     value: Number | tuple[Number, ...], count: int, name: str, noun: str = "stage"
 ) -> tuple[Number, ...]:
-    """Return one number for each of `count` stages, or other things called `noun`.
-
-    Raises:
-        ConfigError: `value` has another number of entries.
+    """Return one number for each of `count` stages, or other things called `noun`; a ConfigError
+    if `value` has another number of entries.
     """
     numbers = value if isinstance(value, tuple) else (value,) * count
     if len(numbers) != count:

@@ -176,11 +176,7 @@ Chosen = Build | Callable[..., Family] | Schedule | str
 
 
 def check_size(schedule: Schedule, num_stages: int, num_microbatches: int) -> None:
-    """Refuse a schedule of another size than its function was asked for.
-
-    Raises:
-        ConfigError: it is of another size.
-    """
+    """Raise a ConfigError for a schedule of another size than its function was asked for."""
     if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
         raise ConfigError(
             f"the schedule function was asked for {num_stages} stages and {num_microbatches} "

@@ -90,10 +90,8 @@ ASYNCHRONOUS_NAMES = tuple(by_default(family).name for family in ASYNCHRONOUS_FA
 
 
 def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
-    """Return the family with this `Family.name` and these `Family.arguments`.
-
-    Raises:
-        ConfigError: there is no such family, or it takes other arguments.
+    """Return the family with this `Family.name` and these `Family.arguments`; a ConfigError if
+    there is none, or it takes other arguments.
     """
     if name not in NAMES_IN_FILES:
         raise ConfigError(

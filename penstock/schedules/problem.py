@@ -248,11 +248,7 @@ def least_bytes(problem: Problem, stages: Sequence[int]) -> int:
 
 
 def check_is_limit(memory: object) -> None:
-    """Refuse a `memory` argument that is neither a limit of bytes nor None.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Raise a ConfigError for a `memory` argument that is neither a limit of bytes nor None."""
     if not isinstance(memory, AtMostBytes | None):
         raise ConfigError(
             f"memory={memory!r} is no limit of bytes: write AtMostBytes(Sizes(kept_bytes=...), "
@@ -261,11 +257,7 @@ def check_is_limit(memory: object) -> None:
 
 
 def check_limits(problem: Problem) -> None:
-    """Refuse limits that no schedule keeps to.
-
-    Raises:
-        ConfigError: a rank cannot keep even one micro-batch.
-    """
+    """Raise a ConfigError for limits under which a rank cannot keep even one micro-batch."""
     for rank, limit in enumerate(problem.limits or ()):
         least = least_bytes(problem, problem.stages[rank])
         if least > limit:

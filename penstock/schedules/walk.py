@@ -30,11 +30,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
 
 
 def walk_runs(schedule: Schedule) -> Iterator[Run]:
-    """Yield the same as `walk` in runs: each ends before its rank would have to wait.
-
-    Raises:
-        ScheduleError: ranks wait for each other for ever, or for a message nobody sends.
-    """
+    """Yield the same as `walk` in runs: each ends before its rank would have to wait."""
     rest = [enumerate(program) for program in schedule.programs]
     position = [0] * schedule.num_ranks
     halfway: dict[Message, int] = {}

@@ -133,12 +133,9 @@ READY: dict[str, Ready] = {
 
 
 def ready_plan(name: str) -> Ready:
-    """Return the ready plan of this name.
+    """Return the ready plan of this name; a ConfigError if there is none.
 
     "+zero1" after any name cuts weights between steps; "zero1" alone is "data+zero1".
-
-    Raises:
-        ConfigError: there is none.
     """
     base = name.removesuffix("+zero1") if name != "zero1" else "data"
     if base not in READY:

@@ -139,11 +139,7 @@ def _spans(
 def _seconds(  # noqa: C901 - one flat match
     costs: Costs, num_stages: int
 ) -> Callable[[ir.Instruction], tuple[float, ...]]:
-    """Return the function from an instruction to the seconds of its kind on each stage.
-
-    Raises:
-        ConfigError: `costs` lacks a stage.
-    """
+    """Return the function from an instruction to the seconds of its kind on each stage."""
     # Read all costs once; the inner function only looks up.
     nothing = (0,) * num_stages
     forward_s = per_stage(costs.forward_s, num_stages, "forward_s")

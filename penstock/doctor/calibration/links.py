@@ -212,10 +212,8 @@ def _overhead_s(budget_s: float) -> Spread:
 
 
 def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
-    """Measure two processes of this host that send each other tensors of `num_bytes`.
-
-    Raises:
-        MeshError: they failed, or took too long.
+    """Measure two processes of this host that send each other tensors of `num_bytes`; a MeshError
+    if they fail, or take too long.
     """
     # The processes are a job of their own, also within torchrun; they write a file of medians.
     environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}

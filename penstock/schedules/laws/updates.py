@@ -70,10 +70,8 @@ def commits_by_minibatch(lanes: Lanes) -> None:
 
 
 def microbatches_per_update(lanes: Lanes) -> int:
-    """Return the number of micro-batches whose gradients make one update.
-
-    Raises:
-        ScheduleError: not as many on every stage, or not in every update.
+    """Return the number of micro-batches whose gradients make one update; a ScheduleError if it is
+    not the same on every stage, and in every update.
     """
     counts = {s: len(lanes.positions(s, ir.UpdateWeights)) for s in range(lanes.num_stages)}
     number = counts[0]

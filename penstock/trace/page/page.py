@@ -113,10 +113,8 @@ class Page:
 
 
 def check_page(output: Path) -> None:
-    """Check that a page can be written into the file `output`: it is new, or a page of ours.
-
-    Raises:
-        ConfigError: plotly is not installed, or something else is there.
+    """Raise a ConfigError unless a page can be written into `output`: plotly is installed, and the
+    file is new, or a page of ours.
     """
     _plotly_js()
     if not output.exists():
@@ -143,11 +141,8 @@ def _plotly_js() -> str:
 
 
 def write_page(page: Page, output: Path) -> None:
-    """Write a page into the file `output`; replace a page of ours.
-
-    Raises:
-        ConfigError: plotly is not installed, another file is in the way, or the page cannot be
-            written.
+    """Write a page into the file `output`; replace a page of ours.  A ConfigError is that of
+    `check_page`, or says why it cannot be written.
     """
     check_page(output)
     unfinished = output.with_name(f".{output.name}.unfinished")  # a reader sees a whole page
@@ -159,10 +154,7 @@ def write_page(page: Page, output: Path) -> None:
 
 
 def render_page(page: Page) -> str:
-    """Write `page` as HTML, with all its text escaped.
-
-    Raises:
-        ConfigError: plotly is not installed.
+    """Write `page` as HTML, with all its text escaped; a ConfigError if plotly is not installed.
     """
     from jinja2 import Environment, FileSystemLoader
 
