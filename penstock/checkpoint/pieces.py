@@ -101,7 +101,6 @@ def _needed(pieces: Pieces, wanted: Slice | None) -> Pieces:
 
 
 def _common(one: Slice, other: Slice) -> Slice | None:
-    """Return the intersection of two slices of a tensor; None if it is empty."""
     begins = tuple(map(max, one.offsets, other.offsets))
     ends = (tuple(map(add, *part[:2])) for part in (one, other))
     lengths = tuple(map(sub, map(min, *ends), begins))

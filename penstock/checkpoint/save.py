@@ -171,9 +171,8 @@ def _collect(
 def _own_of(
     content: dict[str, Any], share: Share, *, of_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, Slice]]:
-    """Return the tensors that this process writes, and the slices that it holds of them.
-
-    The first holder writes a replicated tensor; each holder writes its slice of a sharded one.
+    """Return the tensors that this process writes, of a replicated one the first holder, and the
+    slices that it holds of sharded ones.
     """
     mesh, _, shards = share
     axes = (*mesh.shard_axes, mesh.replicas.tensors)

@@ -173,7 +173,6 @@ def write_together(
 
 
 def _make_unfinished(path: Path) -> Path:
-    """Make a folder with a hidden name beside `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent))
     made.chmod(0o755)  # mkdtemp makes it private; other processes may be other hosts'

@@ -33,7 +33,6 @@ class _Commands(click.Group):
     """The library's commands, and those that installed packages add by entry points."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of all commands, sorted."""
         return sorted({*super().list_commands(context), *entry_points(group=_GROUP).names})
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:

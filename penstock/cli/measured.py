@@ -63,7 +63,6 @@ def measured_stages(target: Target) -> MeasuredStages:
 
 
 def _seconds(profile: Profile) -> Iterator[LayerSeconds]:
-    """Yield the seconds of each layer; those of the loss count in the last one."""
     (size,) = profile.sizes
     for number in range(len(profile.layers)):
         own = size.layer(number).seconds

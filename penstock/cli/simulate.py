@@ -205,7 +205,6 @@ def _given(*names: str) -> list[str]:
 
 
 def _refuse_beside_csv(*names: str) -> None:
-    """Refuse options of a schedule beside a file that contains one."""
     if beside := _given(*names):
         raise click.UsageError(f"the file of --csv says that itself; leave out {beside[0]}")
 
@@ -234,7 +233,6 @@ _UNIT_NOTE = "A unit of time is shown as 1 s."
 
 
 def _costs(units: Mapping[str, Fraction | int]) -> "Costs":
-    """Return the costs of a stage from the values of the cost options."""
     from penstock.schedules.costs import Costs
 
     backward = units["backward_input"], units["backward_weight"]

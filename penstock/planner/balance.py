@@ -157,9 +157,8 @@ def _why_no_room_for_versions(
 
 
 def _that_fit(plan: Plan, measured: Measured) -> list[str]:
-    """Name the synchronous schedules that fit the limit without moving a stage to another rank.
-
-    An asynchronous schedule trains differently, so it has no replacement.
+    """Name the synchronous schedules that fit the limit without moving a stage to another rank; an
+    asynchronous one trains differently, so it has no replacement.
     """
     if plan.schedule.is_asynchronous:
         return []

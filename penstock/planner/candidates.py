@@ -87,7 +87,6 @@ class Constraints:
     offload: bool = True
 
     def __post_init__(self) -> None:
-        """Check the constraints."""
         check_count("batch_size", self.batch_size)
         for name in ("num_ranks", "num_replicas", "num_microbatches"):
             if getattr(self, name) is not None:

@@ -159,7 +159,6 @@ class Search:
         return self._walked_back(self._levels(add), add)
 
     def _value(self, parts: Sequence[Part], later: float) -> float:
-        """Return the seconds of a step by the formula."""
         costs = self._costs(parts)
         return sum(costs) + later * max(costs)
 
@@ -183,7 +182,6 @@ class Search:
         return len(self.edges) - self.num_stages
 
     def _levels(self, join: _Join) -> list[_Level]:
-        """Return the states after 0, 1, ... stages."""
         nothing = np.full(self._width, np.inf)
         nothing[0] = 0.0
         levels: list[_Level] = [{(0,) * len(self.counts): nothing}]

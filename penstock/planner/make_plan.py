@@ -70,7 +70,6 @@ class Choice:
         yield from candidate_rows([*rows, *beside])
 
     def __str__(self) -> str:
-        """Return the plan, and the table of candidates."""
         table = "\n".join(columns([*self.rows], num_left=len(HEADS)))
         return f"{self.plan}\n{table}\n"
 

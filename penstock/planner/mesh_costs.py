@@ -38,7 +38,6 @@ class MemoryPolicy(NamedTuple):
     segments: bool = False
 
     def __str__(self) -> str:
-        """Return it in words."""
         each, priced = " each layer" * self.segments, ", bytes priced" * (self.byte_s > 0)
         return (f"recompute{each}" if self.recomputes else "no recompute") + priced
 

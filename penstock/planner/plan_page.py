@@ -162,9 +162,8 @@ _STAGES, _SCHEDULE = HEADS.index("stages"), HEADS.index("schedule")
 
 
 def _named(cells: Sequence[str]) -> str:
-    """Name different cells once, with a common start once, and count those that are too many.
-
-    "11 layers on 2" and "11 layers on 3" give "11 layers on 2, 3".
+    """Name different cells once, with a common start once ("11 layers on 2, 3"), and count those
+    that are too many.
     """
     distinct = [*dict.fromkeys(cells)]
     starts = {cell.rpartition(" ")[0] for cell in distinct}

@@ -249,7 +249,6 @@ class Prediction:
 
     @cached_property
     def _runs(self) -> list[slice]:
-        """The layers of each stage."""
         return [slice(a, b) for a, b in pairwise(accumulate(self.plan.partition, initial=0))]
 
     @cached_property
@@ -314,7 +313,6 @@ class Prediction:
         return commit_seconds(weights.num_norms, device, self.plan.num_microbatches)
 
     def _moving_s(self, stage: int) -> float:
-        """Return the seconds in which a stage's activations move to the host, or back."""
         if not self.plan.offload[stage]:
             return 0.0
         device = self.cluster.device_of(self._places_of(stage)[0])

@@ -162,8 +162,7 @@ class StagePrices:
 
     @cached_property
     def _options(self) -> list[Option]:
-        """The options, which keep less and less: recompute nothing, recompute all, also offload.
-        """
+        """The options, each keeps less: recompute nothing, recompute all, also offload."""
         if self.recompute is not None:
             return [self._first]
         whole = (Recompute.STAGE,) * self.num_stages

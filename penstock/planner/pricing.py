@@ -36,7 +36,6 @@ class Pricing:
         return self.cluster.between_processes()
 
     def _sum_s(self, group: tuple[int, ...], num_bytes: int, *, processes: bool) -> float:
-        """Return the seconds of a sum over the devices of a group."""
         return all_reduce_s(
             self.between_processes if processes else self.cluster, group, num_bytes
         )

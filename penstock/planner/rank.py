@@ -213,11 +213,7 @@ class _Search:
         self._tune()
 
     def choices(self) -> Candidates:
-        """Return what was found.
-
-        Raises:
-            ConfigError: nothing fits.
-        """
+        """Return what was found; a ConfigError if nothing fits."""
         found = sorted(self._best.values(), key=lambda each: each.step_s)
         if not found:
             raise ConfigError(self._nothing_fits())
@@ -249,7 +245,6 @@ class _Search:
                 heappush(waiting, (is_last, anew_s, n, anew, False))
 
     def _limit_s(self) -> float:
-        """Return what a candidate has to be faster than."""
         steps_s = sorted(found.step_s for found in self._best.values())
         if len(steps_s) < self._num_best:
             return steps_s[0] * _MARGIN if steps_s else inf

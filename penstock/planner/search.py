@@ -297,7 +297,6 @@ class Evaluator:
 
     @cached_property
     def _counts(self) -> Counter[str]:
-        """The number of devices of each kind."""
         return Counter(place.kind for place in self.cluster.places)
 
     @cached_property

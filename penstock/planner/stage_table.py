@@ -180,9 +180,9 @@ class StageTable:
         limit: float = inf,
     ) -> Numbers:
         """Return F as [start, stages, devices left of each kind ...] by stages with finite
-        `total`.
+        `total`: infinite if all answers are above the limit or need more devices than there
+        are.
 
-        F is infinite if all answers are above the limit or need more devices than there are.
         `cost(mesh, end, first start, stages)` is an array [start, stages].
         """
         # 1. F of no layers is 0; find the first start of each mesh and end.
@@ -253,7 +253,6 @@ class StageTable:
 
 
 def _box(where: Numbers) -> tuple[slice, ...] | None:
-    """Return the smallest slices that contain all true entries; None without any."""
     slices = []
     for axis in range(where.ndim):
         others = tuple(n for n in range(where.ndim) if n != axis)

@@ -103,7 +103,6 @@ class Costs:
 
 
 def _of_edges(edges: Edges) -> Iterator[tuple[str, Seconds]]:
-    """Yield the name and the seconds of each edge."""
     for item in edges:
         match item:
             case ((int(), int()) as edge, value):

@@ -226,7 +226,6 @@ class _Run:
                 heappush(self.calls, (look, other))
 
     def do(self, rank: int, kind: int, stage: int, microbatch: int, now: float) -> float:
-        """Run an operation from `now` on; return its end."""
         op = self.p.op(kind, stage, microbatch)
         end = now + self.time[kind][stage]
         self.answer[rank].append(op)

@@ -265,7 +265,6 @@ def _parted(
 
 
 def _partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Yield all ways to part items into sets."""
     if not items:
         yield []
         return
@@ -290,7 +289,6 @@ class _Table:
         self._num_variables = self._num_rows = 0
 
     def variables(self, costs: Numbers, *, whole: bool = False) -> Numbers:
-        """Add variables with these costs; return their numbers."""
         self._costs.append(costs.ravel())
         self._is_whole.append(numpy.full(costs.size, whole))
         first = self._num_variables
@@ -298,7 +296,6 @@ class _Table:
         return numpy.arange(first, self._num_variables).reshape(costs.shape)
 
     def rows(self, low: Numbers, high: Numbers) -> Numbers:
-        """Add rows; return their numbers."""
         self._ends.append((low.ravel(), high.ravel()))
         first = self._num_rows
         self._num_rows += low.size
@@ -310,7 +307,6 @@ class _Table:
         self._entries.append((rows, variables.ravel(), numpy.full(variables.size, factor)))
 
     def one_of(self, costs: Numbers) -> Numbers:
-        """Add variables whose sum is 1."""
         variables = self.variables(costs, whole=True)
         self.add(self.rows(numpy.ones(1), numpy.ones(1)), variables, 1.0)
         return variables

@@ -244,7 +244,6 @@ class Search:
                 yield both
 
     def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> _Sum:
-        """Return the costs and bytes of one layer."""
         key = self._key(place, before, after)[0], byte_s
         if key not in self._sizes:
             plan, cost = self._one(place, before, after, byte_s)
@@ -279,7 +278,6 @@ class Search:
         return _Plans(cost.seconds, num_bytes, plans)
 
     def _borders(self, place: int) -> Iterator[Layout]:
-        """Yield the layouts that a layer's results may have."""
         if place == len(self._layers) - 1:
             yield self._ends[1]
             return

@@ -126,7 +126,6 @@ def _ways(costs: Costs, num_stages: int) -> Callable[[Edge], Way]:
 def _spans(
     schedule: ir.Schedule, ends_s: list[list[float]], num_bytes: Mapping[Edge, int]
 ) -> Iterable[Span]:
-    """Yield the spans of each rank, whose instructions follow one another without a gap."""
     for rank, (program, of_rank) in enumerate(zip(schedule.programs, ends_s, strict=True)):
         sizes: Iterable[int] = repeat(0)
         if num_bytes:

@@ -151,7 +151,6 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """Read the extra state of modules that is no tensor."""
     file = path / EXTRA
     try:
         values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

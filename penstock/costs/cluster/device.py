@@ -41,7 +41,6 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse impossible figures."""
         # 1. Rates, sizes and shares must be above 0, since costs divide by them.
         to_host = self.host_bytes_per_s
         positive: list[tuple[str, float]] = [

@@ -144,7 +144,6 @@ class _Count:
             self._graph.free()
 
     def _run(self, inputs: Any, loss: Loss | None) -> None:
-        """Run the model forward."""
         recorder, layers = self._recorder, self._layers
         recorder.begin(0, is_between=True)
         with recorder.forward():

@@ -233,7 +233,6 @@ class Recorder:
         )
 
     def _told(self, value: Any) -> Any:
-        """Return an argument as plain data, with a `Ref` for each tensor."""
         if isinstance(value, Tensor):
             return Ref(self._number_of(value))
         if isinstance(value, tuple | list):
@@ -247,7 +246,6 @@ class Recorder:
         return str(value) if isinstance(value, _SAID) else type(value).__name__
 
     def _storages_of(self, value: Any) -> dict[int, int]:
-        """Return the numbers of tensors by storage."""
         tensors = (t for t in tensors_in(value) if t.layout is torch.strided)
         return {storage_id(tensor): self._number_of(tensor) for tensor in tensors}
 

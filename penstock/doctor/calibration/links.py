@@ -257,7 +257,6 @@ class _Ends:
         self._in, self._turn_in = (Incoming(mesh, theirs, theirs + n) for n in (0, 2))
 
     def there_and_back(self, payload: Payload) -> float:
-        """Return half of a round trip."""
         start_s = time.perf_counter()
         if self._leads:
             self._out.send(payload, 0)
@@ -268,7 +267,6 @@ class _Ends:
         return (time.perf_counter() - start_s) / 2
 
     def crossing(self, payload: Payload) -> float:
-        """Return the seconds of a message with another one the other way."""
         self._pass_turn(to_first=False)
         self._pass_turn(to_first=True)
         start_s = time.perf_counter()

@@ -320,7 +320,6 @@ def curves_of_runs(runs: Mapping[str, Metrics]) -> Iterator[Figure]:
 
 
 def _numbers_of(metrics: Metrics) -> list[str]:
-    """Return the names of the metrics that are numbers."""
     names = dict.fromkeys(
         name
         for line in metrics

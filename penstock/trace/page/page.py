@@ -128,7 +128,6 @@ def check_page(output: Path) -> None:
 
 
 def _plotly_js() -> str:
-    """Return plotly.js, the library that draws the charts."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -154,8 +153,7 @@ def write_page(page: Page, output: Path) -> None:
 
 
 def render_page(page: Page) -> str:
-    """Write `page` as HTML, with all its text escaped; a ConfigError if plotly is not installed.
-    """
+    """Write `page` as HTML, all its text escaped; a ConfigError if plotly is not installed."""
     from jinja2 import Environment, FileSystemLoader
 
     here = Environment(
