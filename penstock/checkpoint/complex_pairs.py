@@ -56,9 +56,7 @@ class Opened:
 
 
 def refuse_wide(tensors: Mapping[str, Tensor]) -> None:
-    """Raise a CheckpointError that names the first complex128 tensor in a file for other
-    libraries: they would read pairs of numbers.
-    """
+    """Raise a CheckpointError for complex128: other libraries would read pairs of numbers."""
     for name, tensor in tensors.items():
         if tensor.dtype is torch.complex128:
             raise CheckpointError(

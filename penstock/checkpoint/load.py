@@ -145,9 +145,7 @@ class _Wanted:
     def read(
         self, files: Iterable[str]
     ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Shape]]:
-        """Verify `files`, and read the state of the model, the tensors of the optimizer, and the
-        whole shapes of those of the model.
-        """
+        """Verify `files`; read the state, the optimizer's tensors, and whole shapes."""
         self.saved.verify(files)
         of_model, wholes = read_pieces(self.saved.path, self.of_model, self.slices)
         of_optimizer, _ = read_pieces(self.saved.path, self.of_optimizer, self.slices)

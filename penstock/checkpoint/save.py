@@ -171,9 +171,7 @@ def _collect(
 def _own_of(
     content: dict[str, Any], share: Share, *, of_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, Slice]]:
-    """Return the tensors that this process writes, of a replicated one the first holder, and the
-    slices that it holds of sharded ones.
-    """
+    """Return what this process writes: tensors that it is the first to hold, and its slices."""
     mesh, _, shards = share
     axes = (*mesh.shard_axes, mesh.replicas.tensors)
     cut = shards.slices(content, of_optimizer=of_optimizer)

@@ -58,14 +58,9 @@ def begin(call: str, module: nn.Module) -> Share:
 def agreed(
     mesh: Mesh, job: Callable[[], Result], tell: Callable[[Result], Any], purpose: str
 ) -> tuple[Result, list[Any]]:
-    """Run a job in every process; an error of one process is raised on all.
+    """Run a job in every process; an error of one is raised on all, several as a CheckpointError.
 
-    Returns:
-        The job's result here, and `tell(result)` of each process, in the order of ranks.
-
-    Raises:
-        CheckpointError: has the problems, and their ranks unless all have the same one.  A
-            single process raises the job's own error.
+    Return the job's result here, and `tell(result)` of each process, in the order of ranks.
     """
     try:
         result = job()
@@ -89,9 +84,7 @@ def _refusal(answers: list[tuple[str | None, Any]]) -> CheckpointError:
 
 
 def refuse_foreign(head: str, reports: Iterable[Iterable[str]], *tail: str) -> None:
-    """Raise a CheckpointError of `head`, the faults, each once, and `tail`, if any process has
-    found that the checkpoint does not fit the model.
-    """
+    """Raise a CheckpointError of `head`, all faults and `tail`, if any process has faults."""
     faults = list(dict.fromkeys(fault for said in reports for fault in said))
     if faults:
         lines = [f"  {fault}" for fault in faults[:_MOST_FAULTS]]

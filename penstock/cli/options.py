@@ -85,9 +85,7 @@ stages_per_rank_option = click.option(
 
 
 def require_torch() -> None:
-    """Raise a TorchError, one line, where torch is first needed and is too old, or lacks a private
-    name.
-    """
+    """Raise a TorchError, in one line, for a torch that is too old or lacks a private name."""
     import penstock.torch_private  # noqa: F401 - for what it raises
 
 

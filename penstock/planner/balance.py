@@ -35,14 +35,12 @@ class Measured:
 
 
 def balanced(plan: Plan, measured: Measured, spans: Spans) -> Plan:
-    """Return the plan with the partition that is best by Alpa's formula (see `cuts`).
+    """Return the plan with the partition that is best by Alpa's formula (see `cuts`); a
+    ConfigError says what is missing, and what would help.
 
     A partition that was given by hand stays.  A layer costs its backward, and its forward as often
     as the schedule runs that.  Under a memory limit the plan also gets the recompute and offload
     policies that fit.
-
-    Raises:
-        ConfigError: nothing fits; says by how many bytes, on which rank, and what would help.
     """
     # 1. Choose the partition.
     prices = _prices(plan, measured)

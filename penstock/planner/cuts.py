@@ -122,9 +122,7 @@ class Search:
     windows: Sequence[Window] | None = None
 
     def best(self, num_microbatches: float) -> list[list[Part]]:
-        """Return the stages of the best cut, and of that for the slowest stage where this is
-        another; nothing if every cut has a stage that cannot be.
-        """
+        """Return the stages of the best cut, and of that for the slowest stage, if another."""
         slowest, later = self._least(np.maximum), num_microbatches - 1
         if not np.isfinite(slowest):
             return []
@@ -330,9 +328,6 @@ def cut_over_devices(
 
     There are `counts[kind]` devices of each kind, one for a stage; some may stay unused.  Every
     combination of numbers of devices in use is a state: meant for few kinds.
-
-    Raises:
-        PartitionError: there are fewer spans or devices than stages, or no stage is asked for.
     """
     _check_enough(len(spans), num_stages)
     if sum(counts) < num_stages:
@@ -364,9 +359,7 @@ def between(before: Matrix, window: Window) -> Matrix:
 
 
 def balance_spans(costs: Sequence[Sequence[float]], spans: Spans) -> tuple[int, ...]:
-    """Compute the layers per stage where `costs[k][n]` is the cost of layer n on stage k; a
-    PartitionError if there are fewer spans than stages.
-    """
+    """Compute the layers per stage where `costs[k][n]` is the cost of layer n on stage k."""
     return cuts(len(costs), lambda stage: sums(costs[stage]), spans)[0]
 
 

@@ -153,9 +153,7 @@ def _task(
     sharding: str | Sequence[str] | None,
     num_layers: int | None,
 ) -> MeshTask | None:
-    """Return the task of planning stages on meshes; None where nobody knows the operators, or
-    what was asked for has no meaning there.
-    """
+    """Return the task of planning stages on meshes; None where it cannot be, or has no meaning."""
     operators, names = profile.operators, asked.schedules
     families = [family for family in FAMILIES if names is None or family.name in names]
     one_device = asked.num_ranks is not None or (asked.num_replicas or 1) > 1

@@ -192,9 +192,7 @@ class MeshPrices:
         return self._tables[key]
 
     def _summed(self, ranges: Ranges) -> Sequence[Numbers]:
-        """Return the tables of stages, as sums over their segments; and the largest graph of one
-        segment.
-        """
+        """Return the tables as sums over a stage's segments, and a segment's largest graph."""
         if not self.policy.segments:
             return *ranges, ranges.keeps
         cuts = np.array(sorted(self._cuts))
@@ -231,9 +229,7 @@ class MeshPrices:
         return tuple(range(before, before + submesh.size))
 
     def handover_s(self, end: int, submesh: Submesh, kind: int) -> float:
-        """Return the seconds of what goes on to the next stage, on hosts of a kind, and comes
-        back.
-        """
+        """Return the seconds of what goes to the next stage, on hosts of a kind, and back."""
         if end == len(self.names) or len(self.cluster.places) == 1:
             return 0.0
         if (submesh, kind) not in self._ways_out:

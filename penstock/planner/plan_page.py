@@ -141,10 +141,7 @@ _MOST_NAMED = 4
 
 
 def folded_rows(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Fold candidates into one row that differ in stages and schedule alone.
-
-    The names of their stages and schedules then share a cell.
-    """
+    """Fold candidates into one row that differ in stages and schedule alone."""
     alike: dict[tuple[str, ...], list[Sequence[str]]] = defaultdict(list)
     names = {"stages": _STAGES, "schedule": _SCHEDULE}
     for row in rows:

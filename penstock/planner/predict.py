@@ -156,9 +156,7 @@ class Prediction:
 
     @cached_property
     def microbatch_size(self) -> int:
-        """Samples of the largest micro-batch; a ConfigError if nothing says how many samples a
-        step has, or they are too few.
-        """
+        """Samples of the largest micro-batch; a ConfigError if that is not known, or too few."""
         plan, sizes = self.plan, self.profile.sizes
         num_parts = plan.num_microbatches * plan.placement.num_replicas
         batch_size = self.batch_size

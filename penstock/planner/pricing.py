@@ -46,10 +46,7 @@ class Pricing:
         return layer_costs(self.profile, devices[kind], microbatch_size, like=like)
 
     def _busy_speed(self, microbatch_size: int) -> float | None:
-        """Return the speed of the layers while all cores of a host run them, as a share of alone.
-
-        None: it was not measured.
-        """
+        """Return the speed of layers on busy cores, as a share of alone; None: not measured."""
         sizes, measured_on = self.profile.sizes, self.profile.measured_on
         known = {device.name for device in self.cluster.devices.values()}
         kinds = [kind for size in sizes for kind in size.kinds]

@@ -276,9 +276,7 @@ class _Search:
                 self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
 
     def _refine(self, evaluator: Evaluator, size: Size, like: Prediction) -> None:
-        """Try the cost-driven families: built from a known plan's costs, then again from the costs
-        of the plan they give.
-        """
+        """Try the families made for costs: a known plan's, then those of the plan they give."""
         if soonest_s(like) >= self._best_s():
             return
         for family in filter(takes_costs, families(self._asked, size, like.costs)):
@@ -294,9 +292,7 @@ class _Search:
                     self._keep(evaluator, size, anew)
 
     def _tune(self) -> None:
-        """Look for list schedules near the best plans of an uneven model: for one whose layers
-        are alike, named schedules are about as good.
-        """
+        """Look for list schedules near the best plans of a model of unlike layers."""
         if critical_path.__name__ not in (self._asked.schedules or SCHEDULE_NAMES):
             return
         best = sorted(self._best.items(), key=lambda item: item[1].step_s)[:_TUNED]

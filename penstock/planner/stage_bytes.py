@@ -217,9 +217,7 @@ class StageBytes:
         recompute: Sequence[RecomputePolicy],
         divides: Collection[int] = (),
     ) -> Sizes:
-        """Return the bytes that the stages of a partition keep; those of `divides` divide
-        backwards.
-        """
+        """Return the bytes that stages keep; those of `divides` divide backwards."""
         runs = pairwise(accumulate(partition, initial=0))
         stages = [
             self.kept(run, policy, divides=stage in divides)

@@ -147,10 +147,7 @@ class StageTable:
         return self._least(total, cost, np.add, limit_s)
 
     def least_excess(self) -> float:
-        """Return the fewest bytes that the fullest device lacks, over all choices of stages.
-
-        Infinite: no stages are possible with any memory.
-        """
+        """Return the least bytes that the fullest device lacks; infinite: no stages can be."""
         can = np.where(np.isfinite(self.total), 0.0, inf)
 
         def excess(mesh: int, end: int, start: int, stages: Numbers) -> Numbers:

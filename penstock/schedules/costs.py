@@ -141,9 +141,7 @@ def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
 def one_each(
     value: Number | tuple[Number, ...], count: int, name: str, noun: str = "stage"
 ) -> tuple[Number, ...]:
-    """Return one number for each of `count` stages, or other things called `noun`; a ConfigError
-    if `value` has another number of entries.
-    """
+    """Return one number for each of `count` `noun`s; a ConfigError for another number."""
     numbers = value if isinstance(value, tuple) else (value,) * count
     if len(numbers) != count:
         raise ConfigError(
@@ -154,10 +152,7 @@ def one_each(
 
 
 def per_edge(costs: PerEdge) -> Callable[[int, int], float]:
-    """Return the function (from stage, to stage) -> seconds, the same for both ways.
-
-    The function raises ConfigError if `costs` leaves the edge out.
-    """
+    """Return (from stage, to stage) -> seconds, both ways alike; it refuses unknown edges."""
 
     def look_up(source: int, target: int) -> float:
         edge = (min(source, target), max(source, target))

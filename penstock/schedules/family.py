@@ -26,10 +26,7 @@ def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OnRanks:
-    """Deals stages out by `ranks`, for the family called `name`.
-
-    Calling it raises ConfigError for another number of stages.
-    """
+    """Deals stages out by `ranks`; a ConfigError for another number of stages."""
 
     name: str
     ranks: tuple[int, ...]

@@ -235,10 +235,7 @@ class Search:
     def _ways(
         self, before: Iterable[Layout], after: Iterable[Layout]
     ) -> Iterator[tuple[Layout, Layout]]:
-        """Yield pairs of layouts before and after a layer that the search tries.
-
-        One of them is whole, or both have the same state along the first axis.
-        """
+        """Yield pairs of layouts to try around a layer: one whole, or both alike on axis 0."""
         for both in product(before, after):
             if self._whole in both or both[0][0] == both[1][0]:
                 yield both

@@ -90,10 +90,7 @@ def record_graph(
     targets: Any = None,
     torch_type: str = "cuda",
 ) -> Graph:
-    """Return the graph of the layers' calls, with the costs of each; see `count_layers`.
-
-    The loss is a layer after the last one.
-    """
+    """Return the graph of the layers' calls with their costs, the loss a layer after the last."""
     count = _Count(layers, None, inputs_on_meta(targets))
     counted = count.counted(example_inputs, torch_type, loss)
     with unnoticed(layers.modules, hooks=True), counted as lent:  # as they run in shards
@@ -292,10 +289,7 @@ def _alone(tensor: Tensor) -> Tensor:
 def values_of(
     crossings: Sequence[Crossing], same: Mapping[int, int] = MappingProxyType({})
 ) -> tuple[tuple[Value, ...], list[int]]:
-    """Return the tensors between layers as values, and the storage of each.
-
-    `same` has the original of each storage that is a copy.
-    """
+    """Return the tensors between layers as values, and storages; `same` are copies' originals."""
     numbers: dict[int, int] = {}
     values, storages = [], []
     for crossing in crossings:

@@ -53,10 +53,7 @@ def call_alone(step: Step, run: Callable[[], Any]) -> Any:
 def run_alone(
     layers: Layers, inputs: Any, perform: Perform, loss: nn.Module | None = None
 ) -> None:
-    """Let `perform` run each layer on copies of its arguments, and copy its results.
-
-    A `loss` of the model's output runs as a layer after the last one.
-    """
+    """Let `perform` run each layer, then the `loss`, on copies of its arguments."""
 
     def performed(step: Step, function: Any) -> Any:
         if step.index >= len(layers):  # a random operation between the layers of a model

@@ -173,9 +173,7 @@ class DeviceFacts(NamedTuple):
 def measure_device(
     device: torch.device, facts: DeviceFacts, sizes: Sizes, budget_s: float
 ) -> tuple[Device, list[Figure]]:
-    """Measure a device alone: bandwidth of a copy, peak of each dtype, time to
-    issue an operator.
-    """
+    """Measure a device alone: bandwidth of a copy, peak of each dtype, issue of an operator."""
     is_cpu = device.type == "cpu"
 
     def wait() -> None:

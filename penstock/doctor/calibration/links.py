@@ -212,9 +212,7 @@ def _overhead_s(budget_s: float) -> Spread:
 
 
 def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
-    """Measure two processes of this host that send each other tensors of `num_bytes`; a MeshError
-    if they fail, or take too long.
-    """
+    """Measure two processes that send each other `num_bytes`; a MeshError if they fail."""
     # The processes are a job of their own, also within torchrun; they write a file of medians.
     environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}
     timeout_s = _TIMEOUT_S + budget_s
@@ -276,9 +274,7 @@ class _Ends:
         return time.perf_counter() - start_s
 
     def busy(self, payload: Payload) -> float:
-        """Send while nobody receives, then receive a waiting message; return this
-        rank's seconds.
-        """
+        """Send while nobody receives, then receive a waiting message; return the seconds."""
         if not self._leads:
             self._pass_turn(to_first=False)
         start_s = time.perf_counter()

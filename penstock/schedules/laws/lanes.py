@@ -28,12 +28,10 @@ class Lane(NamedTuple):
 
 
 class Lanes:
-    """The positions of each stage's instructions, by kind, in order.
+    """The positions of each stage's instructions, by kind, in order; on one rank each, or a
+    ScheduleError.
 
     `producers` and `consumers` are the neighbours of the stages that have any.
-
-    Raises:
-        ScheduleError: a stage runs on two ranks.
     """
 
     def __init__(self, schedule: Schedule, transfers: Transfers) -> None:

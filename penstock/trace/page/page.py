@@ -113,9 +113,7 @@ class Page:
 
 
 def check_page(output: Path) -> None:
-    """Raise a ConfigError unless a page can be written into `output`: plotly is installed, and the
-    file is new, or a page of ours.
-    """
+    """Raise a ConfigError unless plotly is there, and `output` is new, or a page of ours."""
     _plotly_js()
     if not output.exists():
         return
@@ -140,9 +138,7 @@ def _plotly_js() -> str:
 
 
 def write_page(page: Page, output: Path) -> None:
-    """Write a page into the file `output`; replace a page of ours.  A ConfigError is that of
-    `check_page`, or says why it cannot be written.
-    """
+    """Write a page into `output`, over a page of ours; a ConfigError if it cannot be written."""
     check_page(output)
     unfinished = output.with_name(f".{output.name}.unfinished")  # a reader sees a whole page
     try:
