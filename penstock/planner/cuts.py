@@ -126,7 +126,7 @@ class Search:
         slowest, later = self._least(np.maximum), num_microbatches - 1
         if not np.isfinite(slowest):
             return []
-        best = evenest = self._within(slowest, _square)
+        best = evenest = self._within(slowest, np.square)
         if later in (0, np.inf):  # a single micro-batch gains nothing, and stages stay balanced
             return [evenest]
         # Stages may be slower if that makes their sum less by more: what the sum is at least, for
@@ -266,10 +266,6 @@ def _put_least(known: _Vector, least: _Vector, block: _Block, join: _Join) -> No
 
 Spans = Sequence[tuple[int, int]]
 """(start, end) of layers that are to be on one stage, in order, all layers in one."""
-
-
-def _square(costs: Matrix) -> Matrix:
-    return costs * costs
 
 
 def cuts(

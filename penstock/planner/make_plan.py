@@ -182,6 +182,7 @@ def _task(
             for own, s in zip(known, roofline_s, strict=True)
         )
 
+    named = (sharding,) if isinstance(sharding, str) else sharding
     task = MeshTask(
         model=Model(profile.layers, profile.spans),
         names=operators.names,
@@ -190,17 +191,11 @@ def _task(
         batch_size=asked.batch_size,
         num_microbatches=asked.num_microbatches,
         families=families,
-        shardings=_ready_plans(sharding),
+        shardings=SHARDINGS if sharding == "auto" else named,
         factors_of=factors_of,
     )
     spans = cluster_layers(task.graph_of(task.numbers[0]), profile.spans, cluster, num_layers)
     return replace(task, model=Model(profile.layers, tuple(spans)))
-
-
-def _ready_plans(sharding: str | Sequence[str]) -> Sequence[str]:
-    if isinstance(sharding, str):
-        return SHARDINGS if sharding == "auto" else (sharding,)
-    return sharding
 
 
 def save_prediction(path: Path, timeline: Timeline) -> None:

@@ -182,9 +182,7 @@ class MeshPrices:
             summed = self._summed(ranges)
             total_s, once_s, stays, updates, keeps, enters, graph = summed
             price = total_s, stays, keeps
-            if (
-                self.policy.recomputes
-            ):  # one segment's graph at a time, and all that enters segments
+            if self.policy.recomputes:  # one segment's graph at a time, and all that enters them
                 price = total_s + once_s, stays + graph, enters
             with np.errstate(invalid="ignore"):  # infinite where there is no range
                 every = (*price, once_s, total_s - once_s, stays, updates, graph)

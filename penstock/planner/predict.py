@@ -19,7 +19,7 @@ from penstock.schedules.ir import BackwardInput, Schedule
 from penstock.schedules.lower import Lowering, lower, lower_unproved
 from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
-from penstock.simulator import Pool, Sharing, Way
+from penstock.simulator import Sharing, Way
 from penstock.simulator import simulate as simulate_schedule
 from penstock.simulator.engine import Compiled, Edge, compiled
 from penstock.simulator.memory import StageWeights, memory_of
@@ -238,12 +238,9 @@ class Prediction:
         def way_of(edge: Edge) -> Way:
             return self._way(edge, num_bytes.get(edge, 0))
 
-        return Sharing(way_of=way_of, num_bytes=num_bytes, pools=self._pools)
-
-    @property
-    def _pools(self) -> tuple[Pool, ...]:
         busy = self.pricing.busy_speed(self.microbatch_size)
-        return shared_cores(self.plan, self.cluster, self.places, busy)
+        pools = shared_cores(self.plan, self.cluster, self.places, busy)
+        return Sharing(way_of=way_of, num_bytes=num_bytes, pools=pools)
 
     @cached_property
     def _runs(self) -> list[slice]:

@@ -108,7 +108,7 @@ def layer_seconds(
             )
         )
     if at.loss is not None:
-        layers[-1] = _together(layers[-1], _issued(at.loss, issue_s))
+        layers[-1] = layers[-1].plus(_issued(at.loss, issue_s))
     return tuple(layers)
 
 
@@ -147,11 +147,6 @@ def _issued(kind: LayerKind, issue_s: float) -> LayerSeconds:
         input_s=max(price.input_s, backward_issue_s / 2),
         weight_s=max(price.weight_s, backward_issue_s / 2),
     )
-
-
-def _together(one: LayerSeconds, other: LayerSeconds) -> LayerSeconds:
-    names = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
-    return LayerSeconds(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def weights_together(weights: Sequence[LayerWeights]) -> LayerWeights:

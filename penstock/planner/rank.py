@@ -156,15 +156,10 @@ def find_plans(
     search = _Search(evaluators, asked, max(num_best, _LEAST_KEPT))
     search.run()
     found = search.choices()
-    chosen = _fewest_devices(found.best)
+    tied = (each for each in found.best if each.step_s <= SAME * found.best[0].step_s)
+    chosen = min(tied, key=lambda each: (each.num_devices, each.step_s))
     best = (chosen, *(each for each in found.best if each is not chosen))
     return replace(found, best=best[:num_best])
-
-
-def _fewest_devices(found: Sequence[OnRanks]) -> OnRanks:
-    """Return the candidate of fewest devices among those that are as fast as the first."""
-    tied = (each for each in found if each.step_s <= SAME * found[0].step_s)
-    return min(tied, key=lambda each: (each.num_devices, each.step_s))
 
 
 class _Search:
@@ -250,9 +245,6 @@ class _Search:
             return steps_s[0] * _MARGIN if steps_s else inf
         return min(steps_s[self._num_best - 1], steps_s[0] * _MARGIN)
 
-    def _best_s(self) -> float:
-        return min((found.step_s for found in self._best.values()), default=inf)
-
     @staticmethod
     def _kind(evaluator: Evaluator, size: Size) -> tuple[int, int, int]:
         return size.num_ranks, size.num_replicas, evaluator.threads
@@ -277,7 +269,7 @@ class _Search:
 
     def _refine(self, evaluator: Evaluator, size: Size, like: Prediction) -> None:
         """Try the families made for costs: a known plan's, then those of the plan they give."""
-        if soonest_s(like) >= self._best_s():
+        if soonest_s(like) >= min((found.step_s for found in self._best.values()), default=inf):
             return
         for family in filter(takes_costs, families(self._asked, size, like.costs)):
             predicted = self._planned(evaluator, size, family)
