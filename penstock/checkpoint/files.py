@@ -158,7 +158,6 @@ def digest_of(facts: Any) -> str:
 
 
 def digest_of_file(file: Path) -> str:
-    """Return the digest of the content of a file."""
     with file.open("rb") as stream:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -60,12 +60,10 @@ def received_bytes(
 def cluster_operators(
     seconds: Sequence[float], received: _Numbers, num_layers: int, *, delta: float = 0.5
 ) -> tuple[int, ...]:
-    """Return the operators per layer; `received[start, end]` are the bytes C.
+    """Return the operators per layer; `received[start, end]` are the bytes C.  A ConfigError says
+    that there are fewer operators than layers, or no layers keep to their seconds.
 
     The dynamic program takes two passes of K^2 L steps.
-
-    Raises:
-        ConfigError: there are fewer operators than layers, or no layers keep to their seconds.
     """
     num_operators, total = len(seconds), float(sum(seconds))
     if not 1 <= num_layers <= num_operators:

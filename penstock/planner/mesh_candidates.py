@@ -209,7 +209,6 @@ class OnMeshes:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan, of all segments."""
         task, prices, sizes = self.task, self.prices, [*map(len, self.segments)]
 
         def spread(of_stages: Sequence[Any]) -> tuple[Any, ...]:

@@ -146,7 +146,6 @@ class StagePrices:
 
     @cached_property
     def stages_of_ranks(self) -> list[list[int]]:
-        """The stages that each rank runs."""
         ranks = self.family.ranks(self.num_stages)
         stages_of: list[list[int]] = [[] for _ in range(1 + max(ranks))]
         for stage, rank in enumerate(ranks):

@@ -147,7 +147,6 @@ class Evaluator:
         return min(fitting, key=lambda plan: self.predicted(plan).quick_step_s)
 
     def predicted(self, plan: Plan) -> Prediction:
-        """Return the prediction of a plan of this evaluator."""
         self._predictions.add()
         return Prediction(plan, self.profile, self.cluster, plan.batch_size, self.pricing)
 

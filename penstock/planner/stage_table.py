@@ -33,7 +33,6 @@ class Submesh(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of devices."""
         return self.num_hosts * self.num_devices
 
 

@@ -35,7 +35,6 @@ class Tables(NamedTuple):
     stays: Matrix
 
     def within(self, window: Window) -> "Tables":
-        """Return the tables of a window only."""
         return Tables(*(table[window] for table in self))
 
 

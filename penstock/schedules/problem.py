@@ -66,7 +66,6 @@ class Problem:
         return self.num_stages * self.num_microbatches
 
     def op(self, kind: int, stage: int, microbatch: int) -> int:
-        """Return the number of an operation."""
         return (kind * self.num_stages + stage) * self.num_microbatches + microbatch
 
     def by_kind(self, rows: Sequence[Number]) -> list[Sequence[Number]]:
@@ -82,10 +81,8 @@ def problem_of(
     num_microbatches: int,
     recompute: Iterable[int],
 ) -> Problem:
-    """Return the problem of running stages on `ranks` under these costs and this limit.
-
-    Raises:
-        ConfigError: costs, sizes or limits are of another number of stages or ranks.
+    """Return the problem of running stages on `ranks` under these costs and this limit; a
+    ConfigError if these are of another number of stages or ranks.
     """
     num_stages, num_ranks, m = len(ranks), 1 + max(ranks), num_microbatches
     recompute, nothing = set(recompute), (0,) * num_stages

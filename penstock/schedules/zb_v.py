@@ -74,7 +74,6 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
 
 
 def on_a_v() -> Iterator[Policy]:
-    """Yield policies for a V."""
     for patience, backwards_first, pace in product((0, 1), (False, True), (2, 3, 6)):
 
         def priority(

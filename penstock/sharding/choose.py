@@ -79,7 +79,6 @@ class Problem:
         )
 
     def cost(self, states: Mapping[int, int]) -> float:
-        """Return the cost of these states."""
         total = sum(float(costs[states[k]]) for k, costs in enumerate(self.costs))
         total += sum(float(table[states[i], states[j]]) for (i, j), table in self.pairs.items())
         for before, users, seconds in self.shared:
@@ -302,7 +301,6 @@ class _Table:
         return numpy.arange(first, self._num_rows).reshape(low.shape)
 
     def add(self, rows: Numbers, variables: Numbers, factor: float) -> None:
-        """Add variables times a factor to rows."""
         rows = numpy.broadcast_to(rows, variables.shape).ravel()
         self._entries.append((rows, variables.ravel(), numpy.full(variables.size, factor)))
 

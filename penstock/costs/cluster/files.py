@@ -72,11 +72,8 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def read_text(text: str) -> dict[str, Any]:
-    """Return the plain data of a TOML text, with its short forms written out.
-
-    Raises:
-        UnreadableError: it is no TOML, or names a preset that is not there.
-        ConfigError: a device has impossible figures.
+    """Return the plain data of a TOML text, with its short forms written out; an error if it is no
+    TOML, names an unknown preset, or a device has impossible figures.
     """
     data = parsed(text)
     if isinstance(data.get("devices"), dict):

@@ -313,15 +313,8 @@ def values_of(
 def divided_bytes(
     at_boundary: Sequence[bool], storages: Sequence[int], saved: Mapping[int, int]
 ) -> tuple[int, tuple[int, ...]]:
-    """Divide the bytes that a layer has saved.
-
-    Args:
-        at_boundary: True for each value that the layer takes or makes.
-        storages: the storage of each value.
-        saved: bytes by storage.
-
-    Returns:
-        Bytes outside such values, and the places of the values that it saves.
+    """Divide the bytes that a layer has `saved`, by storage: return those outside values at its
+    boundary, and the places of the values there that it saves.
     """
     touched = [place for place, touches in enumerate(at_boundary) if touches]
     inner = saved.keys() - {storages[place] for place in touched}

@@ -95,7 +95,6 @@ class Recorder:
 
     @property
     def layer(self) -> int:
-        """The number of the layer that runs."""
         return self._drafts[self._now].layer
 
     @contextmanager
@@ -150,12 +149,8 @@ class Recorder:
         lasting: Collection[int],
         custom: Collection[int] = (),
     ) -> Graph:
-        """Return the recorded graph, with the operators of each call's backward.
-
-        Args:
-            backward: the operators of the backward, by call.
-            lasting: storages of parameters and buffers, which no call saves.
-            custom: calls with a custom autograd function.
+        """Return the recorded graph, with the operators of each call's `backward`.  No call saves
+        `lasting` storages, of parameters and buffers; `custom` calls have an autograd function.
         """
         # 1. Complete all drafts; leave out calls that run no operator.
         drafted = [

@@ -71,7 +71,6 @@ def run_alone(
 def _on_copies(
     step: Step, function: Any, originals: tuple[Any, Any], device: torch.device | None
 ) -> LayerRun:
-    """Return a layer with copies of its arguments."""
     first_node = next_node_number()
     entries: list[Entry] = []
 

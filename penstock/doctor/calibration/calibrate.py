@@ -89,10 +89,8 @@ class Calibration:
 
 
 def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibration:
-    """Measure this machine for about `budget_s` seconds: its GPUs, or its cores if it has none.
-
-    Raises:
-        MeshError: processes of this host do not start, or do not reach each other.
+    """Measure this machine for about `budget_s` seconds: its GPUs, or its cores if it has none.  A
+    MeshError says that processes of this host do not start, or do not reach each other.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -82,7 +82,6 @@ class Lanes:
         return dict(zip(self.microbatches(stage, *kinds), positions, strict=True))
 
     def by_peer(self, kind: type[Communication], stage: int) -> dict[int, Lane]:
-        """Return the messages of a kind on `stage`, by peer."""
         if (kind, stage) not in self._by_peer:
             self._by_peer[kind, stage] = self._find_by_peer(kind, stage)
         return self._by_peer[kind, stage]

@@ -53,7 +53,6 @@ def layout_of(
 
 
 def axis_of(title: str, standoff: int = 12, **more: Any) -> Layout:
-    """Return an axis with its title."""
     return {"title": {"text": title, "standoff": standoff}, **more}
 
 
