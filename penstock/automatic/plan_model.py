@@ -132,7 +132,6 @@ def on_cores(cluster: Cluster) -> bool:
 
 
 def is_profile(model: object) -> bool:
-    """Tell whether this is a profile, or several."""
     if isinstance(model, list | tuple):
         return bool(model) and all(isinstance(entry, Profile) for entry in model)
     return isinstance(model, Profile)

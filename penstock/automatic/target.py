@@ -175,7 +175,6 @@ class Target:
 
     @property
     def _microbatch_size(self) -> int:
-        """Samples of the first micro-batch."""
         per_replica = self.num_microbatches // self.num_replicas
         return microbatch_sizes(self.batch_size // self.num_replicas, per_replica)[0]
 

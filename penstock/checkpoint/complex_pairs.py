@@ -37,16 +37,13 @@ class Opened:
         self._pairs = set(json.loads((file.metadata() or {}).get(_PAIRS, "[]")))
 
     def names(self) -> list[str]:
-        """Name the tensors."""
         return list(self._file.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         stored = tuple(self._file.get_slice(name).get_shape())
         return stored[:-1] if name in self._pairs else stored
 
     def read(self, name: str, places: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor, or a slice of it."""
         file, is_whole = self._file, places is None
         stored: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[places]
         if name not in self._pairs:
@@ -56,11 +53,7 @@ class Opened:
 
 
 def refuse_wide(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse complex128 in a file for other libraries: they would read pairs of numbers.
-
-    Raises:
-        CheckpointError: names the first such tensor.
-    """
+    """Raise a CheckpointError for complex128: other libraries would read pairs of numbers."""
     for name, tensor in tensors.items():
         if tensor.dtype is torch.complex128:
             raise CheckpointError(

@@ -35,11 +35,7 @@ _OTHER_DIGEST = "its digest is not the one noted when it was written"
 
 
 def refuse_existing(path: Path, *, allows_empty: bool = False) -> None:
-    """Refuse to overwrite anything.
-
-    Raises:
-        CheckpointError: `path` exists; with `allows_empty` it may be an empty folder.
-    """
+    """Raise a CheckpointError if `path` exists; with `allows_empty` it may be an empty folder."""
     if path.exists() and not (allows_empty and path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists already and is never overwritten; choose another name"
@@ -56,10 +52,8 @@ def write_state(facts: Mapping[str, Any], folder: Path, digests: Mapping[str, st
 
 
 def put_in_place(unfinished: Path, path: Path, written: Set[str]) -> None:
-    """Rename a folder once all of it is on the disk; its files `written` are there already.
-
-    Raises:
-        CheckpointError: a file that another process has written cannot be seen here.
+    """Rename a folder once all of it is on the disk; its files `written` are there already.  One
+    that another process has written and cannot be seen here is a CheckpointError.
     """
     there = {place.relative_to(unfinished).as_posix(): place for place in unfinished.rglob("*")}
     if missing := written - there.keys():
@@ -112,12 +106,10 @@ def read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def check_inside(path: Path, name: str, says: str, *, follows_links: bool) -> None:
-    """Refuse a file name, in the file `says` of the folder `path`, that leads out of the folder.
+    """Raise a CheckpointError for a file name, in the file `says` of the folder `path`, that leads
+    out of the folder.
 
     With `follows_links`, links in the folder may lead out of it, as in caches of downloads.
-
-    Raises:
-        CheckpointError: the file is outside.
     """
     parts = PurePath(name)
     is_out = parts.is_absolute() or ".." in parts.parts
@@ -132,11 +124,7 @@ def check_inside(path: Path, name: str, says: str, *, follows_links: bool) -> No
 
 
 def check_files(path: Path, digests: Mapping[str, str]) -> None:
-    """Check that files are as they were written, by their digests.
-
-    Raises:
-        CheckpointError: one is missing or damaged.
-    """
+    """Raise a CheckpointError if a file is missing, or damaged by its digest."""
     for name, digest in digests.items():
         if not (path / name).is_file():
             raise damaged(path, name, _MISSING)
@@ -170,7 +158,6 @@ def digest_of(facts: Any) -> str:
 
 
 def digest_of_file(file: Path) -> str:
-    """Return the digest of the content of a file."""
     with file.open("rb") as stream:
         return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -125,11 +125,7 @@ class _Wanted:
     def find(
         cls, path: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None, share: Share
     ) -> "_Wanted":
-        """Find out, without reading tensors.
-
-        Raises:
-            CheckpointError: it is no checkpoint, or damaged.
-        """
+        """Find out, without reading tensors."""
         saved, (_, held, shards) = CheckpointReader(path), share
         names = (*held.state(), *held.owners)
         of_model = {name: saved.model[name] for name in names if name in saved.model}
@@ -149,12 +145,7 @@ class _Wanted:
     def read(
         self, files: Iterable[str]
     ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Shape]]:
-        """Verify `files`, and read the state of the model, the tensors of the optimizer, and the
-        whole shapes of those of the model.
-
-        Raises:
-            CheckpointError: a file is damaged.
-        """
+        """Verify `files`; read the state, the optimizer's tensors, and whole shapes."""
         self.saved.verify(files)
         of_model, wholes = read_pieces(self.saved.path, self.of_model, self.slices)
         of_optimizer, _ = read_pieces(self.saved.path, self.of_optimizer, self.slices)

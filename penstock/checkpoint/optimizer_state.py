@@ -43,11 +43,7 @@ def pack_optimizer(
 
 
 def merge_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the facts of all processes' optimizers into those of one.
-
-    Raises:
-        CheckpointError: their optimizers are not of one kind with the same groups.
-    """
+    """Merge all processes' optimizers into one; a CheckpointError if they are not alike."""
     first = parts[0]
     for rank, part in enumerate(parts):
         same = part["kind"] == first["kind"] and len(part["groups"]) == len(first["groups"])

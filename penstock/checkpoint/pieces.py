@@ -56,9 +56,6 @@ def find_pieces(path: Path, name: str, facts: Mapping[str, Any]) -> dict[str, Pi
     """Map each tensor of the files called `name`, the model's or the optimizer's, to its pieces.
 
     `facts` of a checkpoint name the tensors of all files; of an early one, the files are opened.
-
-    Raises:
-        CheckpointError: a file has to be opened, and is no safetensors file.
     """
     folder, slices = name.removesuffix(SUFFIX), facts.get("slices", {})
     noted = facts.get("files")
@@ -101,7 +98,6 @@ def _needed(pieces: Pieces, wanted: Slice | None) -> Pieces:
 
 
 def _common(one: Slice, other: Slice) -> Slice | None:
-    """Return the intersection of two slices of a tensor; None if it is empty."""
     begins = tuple(map(max, one.offsets, other.offsets))
     ends = (tuple(map(add, *part[:2])) for part in (one, other))
     lengths = tuple(map(sub, map(min, *ends), begins))
@@ -111,13 +107,8 @@ def _common(one: Slice, other: Slice) -> Slice | None:
 def read_pieces(
     path: Path, pieces: Mapping[str, Pieces], slices: Own | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Shape]]:
-    """Read the `slices` of tensors, others whole; open each file once.
-
-    Returns:
-        The tensors, in CPU memory, and the whole shape of each.
-
-    Raises:
-        CheckpointError: one is no safetensors file, or lacks a tensor.
+    """Read the `slices` of tensors, others whole, into CPU memory, and the whole shapes; open each
+    file once.  A file that is no safetensors file, or lacks a tensor, is a CheckpointError.
     """
     slices = slices or {}
     # Group by file; a slice may have pieces in several.

@@ -99,11 +99,7 @@ def _begin(
     *,
     copy: bool,
 ) -> Saving:
-    """Gather what is saved, and begin to write it; an error of one process is raised on all.
-
-    Raises:
-        CheckpointError: something cannot be saved.
-    """
+    """Gather what is saved, and begin to write it; an error of one process is raised on all."""
     target = Path(path).absolute()  # the process may go elsewhere meanwhile
     share = begin("save_checkpoint", module)
     mesh = share.mesh
@@ -175,10 +171,7 @@ def _collect(
 def _own_of(
     content: dict[str, Any], share: Share, *, of_optimizer: bool
 ) -> tuple[dict[str, Any], dict[str, Slice]]:
-    """Return the tensors that this process writes, and the slices that it holds of them.
-
-    The first holder writes a replicated tensor; each holder writes its slice of a sharded one.
-    """
+    """Return what this process writes: tensors that it is the first to hold, and its slices."""
     mesh, _, shards = share
     axes = (*mesh.shard_axes, mesh.replicas.tensors)
     cut = shards.slices(content, of_optimizer=of_optimizer)

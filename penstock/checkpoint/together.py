@@ -46,10 +46,8 @@ class Share(NamedTuple):
 
 
 def begin(call: str, module: nn.Module) -> Share:
-    """Begin a call, one of `agreement.CALLS`, with all processes that hold parts of a model.
-
-    Raises:
-        MeshError: they begin different calls, or for different pipelines.
+    """Begin a call, one of `agreement.CALLS`, with all processes that hold parts of a model; a
+    MeshError if they begin different calls, or for different pipelines.
     """
     if not is_pipeline(module):
         return Share(Mesh.of_one_process(), Held(module, module), CutWeights({}, {}))
@@ -60,14 +58,9 @@ def begin(call: str, module: nn.Module) -> Share:
 def agreed(
     mesh: Mesh, job: Callable[[], Result], tell: Callable[[Result], Any], purpose: str
 ) -> tuple[Result, list[Any]]:
-    """Run a job in every process; an error of one process is raised on all.
+    """Run a job in every process; an error of one is raised on all, several as a CheckpointError.
 
-    Returns:
-        The job's result here, and `tell(result)` of each process, in the order of ranks.
-
-    Raises:
-        CheckpointError: has the problems, and their ranks unless all have the same one.  A
-            single process raises the job's own error.
+    Return the job's result here, and `tell(result)` of each process, in the order of ranks.
     """
     try:
         result = job()
@@ -91,11 +84,7 @@ def _refusal(answers: list[tuple[str | None, Any]]) -> CheckpointError:
 
 
 def refuse_foreign(head: str, reports: Iterable[Iterable[str]], *tail: str) -> None:
-    """Refuse a checkpoint that does not fit the model, if any process has found faults.
-
-    Raises:
-        CheckpointError: `head`, the faults, each once, and `tail`.
-    """
+    """Raise a CheckpointError of `head`, all faults and `tail`, if any process has faults."""
     faults = list(dict.fromkeys(fault for said in reports for fault in said))
     if faults:
         lines = [f"  {fault}" for fault in faults[:_MOST_FAULTS]]
@@ -177,7 +166,6 @@ def write_together(
 
 
 def _make_unfinished(path: Path) -> Path:
-    """Make a folder with a hidden name beside `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=UNFINISHED, dir=path.parent))
     made.chmod(0o755)  # mkdtemp makes it private; other processes may be other hosts'

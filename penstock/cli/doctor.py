@@ -88,11 +88,7 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
 
 
 def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
-    """Measure this machine, print its figures and save its cluster.
-
-    Raises:
-        click.UsageError: the file `save` cannot be written.
-    """
+    """Measure this machine, print its figures and save its cluster."""
     require_torch()
     from penstock.doctor.calibration import calibrate
     from penstock.doctor.calibration.figures import as_line, calibration_lines, comment_of

@@ -33,15 +33,10 @@ class _Commands(click.Group):
     """The library's commands, and those that installed packages add by entry points."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of all commands, sorted."""
         return sorted({*super().list_commands(context), *entry_points(group=_GROUP).names})
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Return a command; import one of another package only now.
-
-        Raises:
-            click.UsageError: it is a command of recipes, which are not installed.
-        """
+        """Return a command; import one of another package only now."""
         command = super().get_command(context, name)
         if command is not None:
             return command

@@ -1,6 +1,5 @@
 """What the stages of a target cost, measured layer by layer, for `penstock simulate`."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -26,10 +25,8 @@ class MeasuredStages:
 
 
 def measured_stages(target: Target) -> MeasuredStages:
-    """Measure a target's layers on a micro-batch, and add them up to its stages.
-
-    Raises:
-        ConfigError: the target leaves its stages to the planner, or has too few layers.
+    """Measure a target's layers on a micro-batch, and add them up to its stages; a ConfigError if
+    it leaves its stages to the planner, or has too few layers.
     """
     options = target.options
     if not options:
@@ -40,7 +37,7 @@ def measured_stages(target: Target) -> MeasuredStages:
     num_microbatches = options["num_microbatches"]
     size = microbatch_sizes(target.batch_size, num_microbatches)[0]
     profile = target.profile([size])
-    layers = list(_seconds(profile))
+    layers = _seconds(profile)
     # 2. Cut them into stages: as the target says, or balanced by time.
     partition = options.get("partition")
     if partition is None:
@@ -64,15 +61,9 @@ def measured_stages(target: Target) -> MeasuredStages:
     return MeasuredStages(family, len(runs), num_microbatches // target.num_replicas, costs)
 
 
-def _seconds(profile: Profile) -> Iterator[LayerSeconds]:
-    """Yield the seconds of each layer; those of the loss count in the last one."""
+def _seconds(profile: Profile) -> list[LayerSeconds]:
     (size,) = profile.sizes
-    for number in range(len(profile.layers)):
-        own = size.layer(number).seconds
-        assert own is not None, "it is measured"
-        loss = size.loss.seconds if size.loss is not None else None
-        if number < len(profile.layers) - 1 or loss is None:
-            yield own
-            continue
-        names = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
-        yield LayerSeconds(**{name: getattr(own, name) + getattr(loss, name) for name in names})
+    layers = [size.seconds(number) for number in range(len(profile.layers))]
+    if size.loss is not None and size.loss.seconds is not None:
+        layers[-1] = layers[-1].plus(size.loss.seconds)
+    return layers

@@ -85,20 +85,12 @@ stages_per_rank_option = click.option(
 
 
 def require_torch() -> None:
-    """Refuse a torch that Penstock does not work with, in one line, where torch is first needed.
-
-    Raises:
-        TorchError: it is too old, or lacks a private name; says which versions work.
-    """
+    """Raise a TorchError, in one line, for a torch that is too old or lacks a private name."""
     import penstock.torch_private  # noqa: F401 - for what it raises
 
 
 def refuse_inside_torchrun() -> None:
-    """Check that torchrun has not started this process already.
-
-    Raises:
-        click.UsageError: it has.
-    """
+    """Raise a click.UsageError if torchrun has started this process already."""
     if "WORLD_SIZE" in os.environ:
         raise click.UsageError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that torchrun started this process "

@@ -195,10 +195,7 @@ def plan(  # noqa: PLR0913 - one for each option
 
 
 def _run_command(name: str | None, path: Path, placement: "Placement") -> str:
-    """Return the command that runs a plan.
-
-    Replicas and shards are processes; stages can be threads of one process.
-    """
+    """Return the command that runs a plan; its stages can be threads of one process."""
     is_alone = placement.num_replicas == placement.most_shards == 1
     processes = count_text(placement.num_ranks, "process")
     if name is None or ":" in name:

@@ -180,12 +180,7 @@ def _drawn(timeline: "Timeline", width: int, *, in_units: bool) -> str:
 def _of_target(
     name: str | None, overrides: tuple[str, ...], window: int
 ) -> "tuple[Schedule, Costs]":
-    """Return the schedule of a target, and the measured costs of its stages.
-
-    Raises:
-        click.UsageError: there is no target, or an option gives costs or a schedule, too.
-        ConfigError: there is no such target, or it has too few layers.
-    """
+    """Return the schedule of a target, and the measured costs of its stages."""
     if name is None:
         raise click.UsageError(f"--set {overrides[0]} changes a recipe; give one as TARGET")
     if beside := _given("csv", "forward", "backward_input", "backward_weight", "transfer"):
@@ -210,17 +205,12 @@ def _given(*names: str) -> list[str]:
 
 
 def _refuse_beside_csv(*names: str) -> None:
-    """Refuse options of a schedule beside a file that contains one."""
     if beside := _given(*names):
         raise click.UsageError(f"the file of --csv says that itself; leave out {beside[0]}")
 
 
 def _write_csv(program: "Schedule", path: Path) -> None:
-    """Write a schedule.
-
-    Raises:
-        click.UsageError: the file cannot be written.
-    """
+    """Write a schedule; a click.UsageError if the file cannot be written."""
     from penstock.schedules.torch_csv import to_csv
 
     try:
@@ -243,7 +233,6 @@ _UNIT_NOTE = "A unit of time is shown as 1 s."
 
 
 def _costs(units: Mapping[str, Fraction | int]) -> "Costs":
-    """Return the costs of a stage from the values of the cost options."""
     from penstock.schedules.costs import Costs
 
     backward = units["backward_input"], units["backward_weight"]

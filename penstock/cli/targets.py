@@ -101,7 +101,6 @@ def loss_of_all(output: Any, _target: Any) -> Tensor:
 
 
 def _find(target: str) -> Callable[[], Any]:
-    """Import the function that package.module:function names."""
     module_name, _, name = target.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:

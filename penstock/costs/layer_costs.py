@@ -44,14 +44,10 @@ def layer_costs(
     busy: bool = False,
     like: Device | None = None,
 ) -> AtSize:
-    """Return the costs of each layer on a device for one micro-batch.
+    """Return the costs of each layer on a device (None: the measured one) for one micro-batch.
 
-    Args:
-        profile: the measured or counted costs.
-        device: the device; None for the one that was measured.
-        microbatch_size: samples of the micro-batch.
-        busy: prefer seconds that were measured while all cores work.
-        like: the measured device, whose seconds are scaled by the roofline to `device`.
+    With `busy` the seconds count that were measured while all cores work.  `like` is the measured
+    device, whose seconds are scaled by the roofline to `device`.
 
     Raises:
         ConfigError: the size is not at least 1; the profile was only counted, and there is no

@@ -21,7 +21,6 @@ class LayerFacts:
     """Digest of the names and shapes of parameters."""
 
     def __post_init__(self) -> None:
-        """Refuse an impossible layer."""
         if not self.num_parameters >= 0:
             raise ConfigError(
                 f"num_parameters of layer {self.name!r} is {self.num_parameters}; it must be at "

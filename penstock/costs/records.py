@@ -23,8 +23,6 @@ PRODUCTS = ("gemm", "attention", "conv1x1", "conv3x3", "conv")
 """Classes of operators that cost the slower of FLOPs and bytes."""
 MOVES = ("norm", "pool", "reduce", "elementwise", "embedding", "copy")
 """Classes of operators that cost their bytes."""
-CLASSES = (*PRODUCTS, *MOVES)
-"""All classes of operators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class Operator:
     """Equal operators in one part of a layer's work."""
 
     name: str
-    """The class, one of `CLASSES`."""
+    """The class, one of `PRODUCTS` or `MOVES`."""
     part: Part
     flops: int
     """FLOPs of each."""
@@ -66,6 +64,11 @@ class LayerSeconds:
     """Half the interquartile range of forward plus backward, as a share of their median."""
     is_measured: bool = True
 
+    def plus(self, other: "LayerSeconds") -> "LayerSeconds":
+        """Return the seconds of both, one after the other."""
+        names = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
+        return LayerSeconds(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
@@ -85,7 +88,6 @@ class LayerKind:
 
     @property
     def num_forward(self) -> int:
-        """Operators of the forward."""
         return sum(x.count for x in self.operators if x.part is Part.FORWARD)
 
     @property
@@ -135,7 +137,6 @@ class AtSize:
     """Bytes of targets, which the last stage keeps as the first one keeps the model's input."""
 
     def layer(self, number: int) -> LayerKind:
-        """Return the costs of a layer."""
         return self.kinds[self.kind_of[number]]
 
     def with_kinds(self, change: Callable[[LayerKind], LayerKind]) -> Self:

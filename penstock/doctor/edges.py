@@ -52,12 +52,7 @@ def pairs(world_size: int) -> list[tuple[int, int]]:
 
 
 def measure_edges(mesh: Mesh) -> tuple[Edge, ...]:
-    """Measure all pairs, one after the other; return the same on every rank.
-
-    Raises:
-        PeerError: another process failed, or is gone.
-        WaitTimeout: a message did not arrive within the mesh's deadline.
-    """
+    """Measure all pairs, one after the other; return the same on every rank."""
     mine: list[Edge] = []
     _ = mesh.point_to_point  # connects all processes, which must do so together
     for source, target in pairs(mesh.world_size):

@@ -134,9 +134,6 @@ def self_test(where: str, num_stages: int, **options: Mesh | str) -> tuple[str, 
     """Check a step of two layers per stage, with BatchNorm and dropout, to the bit.
 
     `options` are a `mesh`, or `devices`, of `Pipeline`.  All ranks of a mesh return the same.
-
-    Raises:
-        PeerError: another process failed, or is gone.
     """
     # 1. Make layers that show a wrong order: BatchNorm, dropout, and an uneven batch.
     layers: list[nn.Module] = []

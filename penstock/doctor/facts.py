@@ -69,7 +69,6 @@ class RankFacts:
 
 
 def gather_facts(rank: int) -> RankFacts:
-    """Return the facts of this process."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     build = "CPU"
     if torch.version.cuda is not None:

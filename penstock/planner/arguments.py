@@ -138,10 +138,8 @@ class Model:
 
 
 def resolve_num_stages(arguments: Arguments, resources: Resources) -> int:
-    """Return K: the one asked for, or the number that fills all ranks of the mesh.
-
-    Raises:
-        PartitionError: neither is given, `partition` is no list, or the two disagree.
+    """Return K: the one asked for, or the number that fills all ranks of the mesh.  A
+    PartitionError says that neither is given, `partition` is no list, or the two disagree.
     """
     num_stages, partition = arguments.num_stages, arguments.partition
     if partition is not None:
@@ -215,12 +213,8 @@ def resolve(arguments: Arguments, num_stages: int, model: Model, resources: Reso
 
 
 def check_named_layers(plan: Plan, *, is_cut: bool = True) -> None:
-    """Refuse recomputed layers that are named for another stage than their own.
-
-    Before the model `is_cut`, any stage may get a layer, so all must name it.
-
-    Raises:
-        ConfigError: a layer is, or might be, recomputed on no stage.
+    """Raise a ConfigError if a layer is, or might be, recomputed on no stage: named for another
+    than its own.  Before the model `is_cut`, any stage may get a layer, so all must name it.
     """
     home_of = [stage for stage, size in enumerate(plan.partition) for _ in range(size)]
     choices = enumerate(plan.recompute)
@@ -281,11 +275,8 @@ def usual_microbatches(family: Family, num_stages: int) -> int:
 
 
 def resolve_places(family: Family, num_stages: int, resources: Resources) -> tuple[int, ...]:
-    """Return the rank of each stage, within a replica.
-
-    Raises:
-        ConfigError: the schedule is for another number of ranks than the mesh has, or leaves one
-            of them without a stage.
+    """Return the rank of each stage, within a replica; a ConfigError if the schedule is for
+    another number of ranks than the mesh has, or leaves one of them without a stage.
     """
     places, of_mesh = family.ranks(num_stages), resources.num_places
     num_ranks = 1 + max(places)
@@ -309,9 +300,7 @@ def resolve_devices(
     devices: Sequence[str] | str | None, places: Sequence[int], resources: Resources
 ) -> tuple[str, ...]:
     """Return the device of each stage; the default is one accelerator per rank, or the CPU.
-
-    Raises:
-        ConfigError: the number of devices is not that of the stages.
+    Another number of them than of stages is a ConfigError.
     """
     if devices is None:
         local = resources.devices or ("cpu",)
@@ -327,12 +316,9 @@ def resolve_devices(
 
 
 def resolve_threads(asked: int | None, places: Sequence[int], resources: Resources) -> int:
-    """Return the intra-op threads of a stage, at most one per core.
+    """Return the intra-op threads of a stage, at most one per core; below 1 is a ConfigError.
 
     The default divides torch's threads (OMP_NUM_THREADS) among the ranks of this process.
-
-    Raises:
-        ConfigError: `threads_per_stage` is not a whole number of at least 1.
     """
     if asked is None:
         between = resources.transports[0].is_between_processes
@@ -351,11 +337,7 @@ def resolve_threads(asked: int | None, places: Sequence[int], resources: Resourc
 
 
 def resolve_transport(transport: Transport | str | None, resources: Resources) -> Transport:
-    """Return the transport: the one asked for if it works here, else the usual one.
-
-    Raises:
-        ConfigError: there is no such transport.
-    """
+    """Return the transport: the one asked for if it works here, else the usual one."""
     usual, able = resources.transports[0], resources.transports
     asked = usual if transport is None else word_of("transport", transport, Transport)
     return asked if asked in able else usual
@@ -378,11 +360,7 @@ def check_loss(loss: Any) -> None:
 
 
 def reduction_of(reduction: Any) -> Any:
-    """Return the reduction that a user's argument names, or the function that it is.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the reduction that a user's argument names, or the function that it is."""
     if callable(reduction) and reduction is not Reduction:
         return reduction
     more = ", or a function target -> weight of its micro-batch"

@@ -35,14 +35,12 @@ class Measured:
 
 
 def balanced(plan: Plan, measured: Measured, spans: Spans) -> Plan:
-    """Return the plan with the partition that is best by Alpa's formula (see `cuts`).
+    """Return the plan with the partition that is best by Alpa's formula (see `cuts`); a
+    ConfigError says what is missing, and what would help.
 
     A partition that was given by hand stays.  A layer costs its backward, and its forward as often
     as the schedule runs that.  Under a memory limit the plan also gets the recompute and offload
     policies that fit.
-
-    Raises:
-        ConfigError: nothing fits; says by how many bytes, on which rank, and what would help.
     """
     # 1. Choose the partition.
     prices = _prices(plan, measured)
@@ -157,9 +155,8 @@ def _why_no_room_for_versions(
 
 
 def _that_fit(plan: Plan, measured: Measured) -> list[str]:
-    """Name the synchronous schedules that fit the limit without moving a stage to another rank.
-
-    An asynchronous schedule trains differently, so it has no replacement.
+    """Name the synchronous schedules that fit the limit without moving a stage to another rank; an
+    asynchronous one trains differently, so it has no replacement.
     """
     if plan.schedule.is_asynchronous:
         return []

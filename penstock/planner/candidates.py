@@ -87,7 +87,6 @@ class Constraints:
     offload: bool = True
 
     def __post_init__(self) -> None:
-        """Check the constraints."""
         check_count("batch_size", self.batch_size)
         for name in ("num_ranks", "num_replicas", "num_microbatches"):
             if getattr(self, name) is not None:
@@ -185,10 +184,7 @@ def why_no_size(asked: Constraints, cluster: Cluster, threads: int, num_spans: i
 
 
 def families(asked: Constraints, size: Size, costs: Costs) -> Iterator[Family]:
-    """Yield the schedule families to try, those that keep the least memory first.
-
-    Families that take costs are made for these.
-    """
+    """Yield the families to try, made for `costs` if they take any, the least memory first."""
     names = [x for x in asked.schedules or SCHEDULE_NAMES if suits(x, size.stages_per_rank)]
     made = families_for(costs, size.stages_per_rank)
     yield from sorted(

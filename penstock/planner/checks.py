@@ -13,11 +13,7 @@ from penstock.types import LONGEST_TIMEOUT_S
 
 
 def check_timeout(timeout_s: Any) -> float:
-    """Return `timeout_s` if it is a time that every kind of wait can be given.
-
-    Raises:
-        ConfigError: it is no number of seconds above 0, or more than a year.
-    """
+    """Return `timeout_s`; raise a ConfigError unless it is above 0, and at most a year."""
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
     if not is_number or not math.isfinite(timeout_s) or not 0 < timeout_s <= LONGEST_TIMEOUT_S:
         raise ConfigError(
@@ -37,11 +33,7 @@ def check_costs(profile: object, cluster: object) -> None:
 
 
 def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
-    """Refuse a partition that does not cut `num_layers` layers.
-
-    Raises:
-        PartitionError: a stage would be empty, or the counts do not sum to the layers.
-    """
+    """Raise a PartitionError unless each stage has a layer, and all together `num_layers`."""
     if not partition or any(type(count) is not int or count < 1 for count in partition):
         raise PartitionError(
             f"partition={list(partition)}: every stage needs at least one layer, counted by an "
@@ -57,11 +49,7 @@ def check_partition(partition: tuple[int, ...], num_layers: int) -> None:
 def check_predicted(
     of_stages_s: Sequence[float] | None, step_s: float | None, batch_size: int | None
 ) -> None:
-    """Check predicted seconds and the batch size; None was not predicted.
-
-    Raises:
-        ConfigError: seconds are below 0, or `batch_size` is below 1.
-    """
+    """Raise a ConfigError for seconds below 0 or a batch size below 1; None was not predicted."""
     for name, seconds in (
         ("predicted_s", of_stages_s or ()),
         ("predicted_step_s", (step_s or 0,)),
@@ -82,11 +70,7 @@ def check_whole(name: str, value: Any) -> int:
 
 
 def check_bytes(num_ranks: int, by_name: Mapping[str, Sequence[int] | None]) -> None:
-    """Check bytes by name: whole numbers of at least 0, one for each rank, or None.
-
-    Raises:
-        ConfigError: names the first that is something else.
-    """
+    """Raise a ConfigError unless bytes are None, or a whole number of at least 0 a rank."""
     for name, of_ranks in by_name.items():
         if of_ranks is not None and len(of_ranks) != num_ranks:
             raise ConfigError(

@@ -60,12 +60,10 @@ def received_bytes(
 def cluster_operators(
     seconds: Sequence[float], received: _Numbers, num_layers: int, *, delta: float = 0.5
 ) -> tuple[int, ...]:
-    """Return the operators per layer; `received[start, end]` are the bytes C.
+    """Return the operators per layer; `received[start, end]` are the bytes C.  A ConfigError says
+    that there are fewer operators than layers, or no layers keep to their seconds.
 
     The dynamic program takes two passes of K^2 L steps.
-
-    Raises:
-        ConfigError: there are fewer operators than layers, or no layers keep to their seconds.
     """
     num_operators, total = len(seconds), float(sum(seconds))
     if not 1 <= num_layers <= num_operators:
@@ -132,12 +130,9 @@ def _least_of_rows(values: Sequence[_Numbers]) -> _Numbers:
 def cluster_layers(
     graph: Graph, spans: Spans, cluster: Cluster, num_layers: int | None = None
 ) -> Spans:
-    """Return the (start, end) of layers that stay together: `spans`, or clusters of them.
-
-    They are clustered if `num_layers` asks for it, or if there are many.
-
-    Raises:
-        ConfigError: there are fewer layers than asked for.
+    """Return the (start, end) of layers that stay together: `spans`, or clusters of them, if
+    `num_layers` asks for it, or if there are many.  Fewer layers than asked for are a
+    ConfigError.
     """
     if num_layers is not None:
         check_count("num_layers", num_layers)

@@ -122,13 +122,11 @@ class Search:
     windows: Sequence[Window] | None = None
 
     def best(self, num_microbatches: float) -> list[list[Part]]:
-        """Return the stages of the best cut, and of that for the slowest stage where this is
-        another; nothing if every cut has a stage that cannot be.
-        """
+        """Return the stages of the best cut, and of that for the slowest stage, if another."""
         slowest, later = self._least(np.maximum), num_microbatches - 1
         if not np.isfinite(slowest):
             return []
-        best = evenest = self._within(slowest, _square)
+        best = evenest = self._within(slowest, np.square)
         if later in (0, np.inf):  # a single micro-batch gains nothing, and stages stay balanced
             return [evenest]
         # Stages may be slower if that makes their sum less by more: what the sum is at least, for
@@ -159,7 +157,6 @@ class Search:
         return self._walked_back(self._levels(add), add)
 
     def _value(self, parts: Sequence[Part], later: float) -> float:
-        """Return the seconds of a step by the formula."""
         costs = self._costs(parts)
         return sum(costs) + later * max(costs)
 
@@ -183,7 +180,6 @@ class Search:
         return len(self.edges) - self.num_stages
 
     def _levels(self, join: _Join) -> list[_Level]:
-        """Return the states after 0, 1, ... stages."""
         nothing = np.full(self._width, np.inf)
         nothing[0] = 0.0
         levels: list[_Level] = [{(0,) * len(self.counts): nothing}]
@@ -272,10 +268,6 @@ Spans = Sequence[tuple[int, int]]
 """(start, end) of layers that are to be on one stage, in order, all layers in one."""
 
 
-def _square(costs: Matrix) -> Matrix:
-    return costs * costs
-
-
 def cuts(
     num_stages: int,
     cost: Callable[[int], Matrix],
@@ -332,9 +324,6 @@ def cut_over_devices(
 
     There are `counts[kind]` devices of each kind, one for a stage; some may stay unused.  Every
     combination of numbers of devices in use is a state: meant for few kinds.
-
-    Raises:
-        PartitionError: there are fewer spans or devices than stages, or no stage is asked for.
     """
     _check_enough(len(spans), num_stages)
     if sum(counts) < num_stages:
@@ -366,11 +355,7 @@ def between(before: Matrix, window: Window) -> Matrix:
 
 
 def balance_spans(costs: Sequence[Sequence[float]], spans: Spans) -> tuple[int, ...]:
-    """Compute the layers per stage where `costs[k][n]` is the cost of layer n on stage k.
-
-    Raises:
-        PartitionError: there are fewer spans than stages.
-    """
+    """Compute the layers per stage where `costs[k][n]` is the cost of layer n on stage k."""
     return cuts(len(costs), lambda stage: sums(costs[stage]), spans)[0]
 
 

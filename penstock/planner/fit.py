@@ -19,7 +19,6 @@ class Policy:
     def changed(
         self, stage: int, recompute: RecomputePolicy, *, offload: bool = False
     ) -> "Policy":
-        """Return the policy with one stage changed."""
         kinds, moves = list(self.recompute), list(self.offload)
         kinds[stage], moves[stage] = recompute, offload
         return Policy(tuple(kinds), tuple(moves))

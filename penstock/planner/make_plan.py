@@ -70,7 +70,6 @@ class Choice:
         yield from candidate_rows([*rows, *beside])
 
     def __str__(self) -> str:
-        """Return the plan, and the table of candidates."""
         table = "\n".join(columns([*self.rows], num_left=len(HEADS)))
         return f"{self.plan}\n{table}\n"
 
@@ -94,11 +93,7 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
     num_layers: int | None = None,
     num_best: int = 5,
 ) -> Choice:
-    """Choose the plan whose step is predicted to be fastest; see `penstock.plan`.
-
-    Raises:
-        PlanError, ConfigError: as `penstock.plan`.
-    """
+    """Choose the plan whose step is predicted to be fastest; see `penstock.plan`."""
     is_list = isinstance(profile, list | tuple) and profile
     profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
     for each in profiles:
@@ -128,11 +123,7 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
 def _choice(
     cluster: Cluster, ranked: Candidates | None, task: MeshTask | None, *, missed: bool = False
 ) -> Choice:
-    """Return the choice of the best of all candidates; `missed` if none on meshes is faster.
-
-    Raises:
-        PlanError: there is a task, and nothing on meshes fits, or is fast enough.
-    """
+    """Return the choice of the best of all candidates; `missed` if none on meshes is faster."""
     on_meshes, ended = ([], "") if task is None else find_on_meshes(task)
     on_ranks = [] if ranked is None else [*ranked.best]
     num_looked_at = len(on_meshes) + (0 if ranked is None else ranked.num_looked_at)
@@ -162,9 +153,7 @@ def _task(
     sharding: str | Sequence[str] | None,
     num_layers: int | None,
 ) -> MeshTask | None:
-    """Return the task of planning stages on meshes; None where nobody knows the operators, or
-    what was asked for has no meaning there.
-    """
+    """Return the task of planning stages on meshes; None where it cannot be, or has no meaning."""
     operators, names = profile.operators, asked.schedules
     families = [family for family in FAMILIES if names is None or family.name in names]
     one_device = asked.num_ranks is not None or (asked.num_replicas or 1) > 1
@@ -193,6 +182,7 @@ def _task(
             for own, s in zip(known, roofline_s, strict=True)
         )
 
+    named = (sharding,) if isinstance(sharding, str) else sharding
     task = MeshTask(
         model=Model(profile.layers, profile.spans),
         names=operators.names,
@@ -201,25 +191,15 @@ def _task(
         batch_size=asked.batch_size,
         num_microbatches=asked.num_microbatches,
         families=families,
-        shardings=_ready_plans(sharding),
+        shardings=SHARDINGS if sharding == "auto" else named,
         factors_of=factors_of,
     )
     spans = cluster_layers(task.graph_of(task.numbers[0]), profile.spans, cluster, num_layers)
     return replace(task, model=Model(profile.layers, tuple(spans)))
 
 
-def _ready_plans(sharding: str | Sequence[str]) -> Sequence[str]:
-    if isinstance(sharding, str):
-        return SHARDINGS if sharding == "auto" else (sharding,)
-    return sharding
-
-
 def save_prediction(path: Path, timeline: Timeline) -> None:
-    """Write what was predicted for a plan beside its file.
-
-    Raises:
-        PlanError: the file cannot be written.
-    """
+    """Write what was predicted for a plan beside its file; a PlanError if it cannot be written."""
     beside = prediction_path(path)
     try:
         beside.write_text(timeline.to_json(), encoding="utf-8")

@@ -209,7 +209,6 @@ class OnMeshes:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan, of all segments."""
         task, prices, sizes = self.task, self.prices, [*map(len, self.segments)]
 
         def spread(of_stages: Sequence[Any]) -> tuple[Any, ...]:
@@ -251,9 +250,7 @@ class OnMeshes:
         )
 
     def _predicted(self) -> Iterator[PredictedStage]:
-        """Yield what was predicted of each segment; the largest graph of a stage is that of
-        one.
-        """
+        """Yield what was predicted of each segment; a stage's largest graph is that of one."""
         prices, per_stage = self.prices, (self.answer.stages, self.segments, self.in_flight)
         for stage, segments, number in zip(*per_stage, strict=True):
             largest = max(segments, key=attrgetter("graph_bytes"))

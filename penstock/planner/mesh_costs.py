@@ -38,7 +38,6 @@ class MemoryPolicy(NamedTuple):
     segments: bool = False
 
     def __str__(self) -> str:
-        """Return it in words."""
         each, priced = " each layer" * self.segments, ", bytes priced" * (self.byte_s > 0)
         return (f"recompute{each}" if self.recomputes else "no recompute") + priced
 
@@ -183,9 +182,7 @@ class MeshPrices:
             summed = self._summed(ranges)
             total_s, once_s, stays, updates, keeps, enters, graph = summed
             price = total_s, stays, keeps
-            if (
-                self.policy.recomputes
-            ):  # one segment's graph at a time, and all that enters segments
+            if self.policy.recomputes:  # one segment's graph at a time, and all that enters them
                 price = total_s + once_s, stays + graph, enters
             with np.errstate(invalid="ignore"):  # infinite where there is no range
                 every = (*price, once_s, total_s - once_s, stays, updates, graph)
@@ -193,9 +190,7 @@ class MeshPrices:
         return self._tables[key]
 
     def _summed(self, ranges: Ranges) -> Sequence[Numbers]:
-        """Return the tables of stages, as sums over their segments; and the largest graph of one
-        segment.
-        """
+        """Return the tables as sums over a stage's segments, and a segment's largest graph."""
         if not self.policy.segments:
             return *ranges, ranges.keeps
         cuts = np.array(sorted(self._cuts))
@@ -232,9 +227,7 @@ class MeshPrices:
         return tuple(range(before, before + submesh.size))
 
     def handover_s(self, end: int, submesh: Submesh, kind: int) -> float:
-        """Return the seconds of what goes on to the next stage, on hosts of a kind, and comes
-        back.
-        """
+        """Return the seconds of what goes to the next stage, on hosts of a kind, and back."""
         if end == len(self.names) or len(self.cluster.places) == 1:
             return 0.0
         if (submesh, kind) not in self._ways_out:

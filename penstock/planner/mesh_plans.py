@@ -44,10 +44,7 @@ CUT_SHORT = "the search was interrupted"
 
 def find_on_meshes(task: MeshTask) -> tuple[list[OnMeshes], str]:
     """Return the candidates on meshes, fastest first, and a line that says so if the search was
-    interrupted (Ctrl-C) after it had some.
-
-    Raises:
-        PlanError: nothing fits; says what is missing.
+    interrupted (Ctrl-C) after it had some.  A PlanError says what is missing if nothing fits.
     """
     search, ended = _Search(task), ""
     every = task.tries
@@ -100,9 +97,7 @@ class _Search:
         self._compare(answers, partial(OnMeshes, task, prices=prices, of_stages=of_stages))
 
     def _even_s(self, number: int, factors: tuple[float, ...]) -> float:
-        """Return the seconds of a step that all devices share evenly, without messages; 0 where
-        devices differ.
-        """
+        """Return a step's seconds that all devices share evenly, no messages; 0 if they differ."""
         places = self.task.cluster.places
         if len({place.kind for place in places}) > 1:
             return 0.0
@@ -112,9 +107,7 @@ class _Search:
         return even_step_s(total_s, 0.0, len(places), number)
 
     def _answers(self, sized: Task) -> list[Answer]:
-        """Return the best answers for 1F1B, and where memory allows it for eager 1F1B, and for
-        GPipe, which is ahead by all micro-batches.
-        """
+        """Return the best answers for 1F1B, and if they fit for eager 1F1B and GPipe."""
         options: dict[str, Any] = {"most": _MOST_ANSWERS, "eps": _SEARCH_GAP}
         options["limit_s"] = _NEAR * self.best_s
         answers = find_stages(sized, ahead=1, **options)

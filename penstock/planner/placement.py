@@ -55,7 +55,6 @@ class Placement:
     idle: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the ranks."""
         # 1. Check the shape: equal replicas on each stage, an entry for each stage in each list.
         if not self.ranks or not all(of_stage and of_stage[0] for of_stage in self.ranks):
             raise PlanError("a placement needs at least one stage, and a rank for each")

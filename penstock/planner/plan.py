@@ -161,7 +161,7 @@ class Plan:
 
     def _numbered(self, policy: Any) -> Any:
         """Return a policy as a value, with layers by number, in order."""
-        if not _is_some_layers(policy):
+        if not isinstance(policy, RecomputeLayers):
             more = ', or Recompute.layers("name of a layer", ...)'
             return word_of("recompute", policy, Recompute, more)
         numbers = {layer.name: n for n, layer in enumerate(self.layers)}
@@ -353,10 +353,6 @@ class Plan:
         few = min(count, _ENOUGH_TO_TELL) if is_named else count
         if divides_backwards(self.schedule(self.num_stages, few)):
             yield from unsplit_lines(self.unsplit, self.layers, self.partition)
-
-
-def _is_some_layers(policy: Any) -> bool:
-    return isinstance(policy, RecomputeLayers)
 
 
 _OF_RANKS = ("memory_limit_bytes", "predicted_peak_bytes")

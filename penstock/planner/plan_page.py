@@ -141,10 +141,7 @@ _MOST_NAMED = 4
 
 
 def folded_rows(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Fold candidates into one row that differ in stages and schedule alone.
-
-    The names of their stages and schedules then share a cell.
-    """
+    """Fold candidates into one row that differ in stages and schedule alone."""
     alike: dict[tuple[str, ...], list[Sequence[str]]] = defaultdict(list)
     names = {"stages": _STAGES, "schedule": _SCHEDULE}
     for row in rows:
@@ -162,9 +159,8 @@ _STAGES, _SCHEDULE = HEADS.index("stages"), HEADS.index("schedule")
 
 
 def _named(cells: Sequence[str]) -> str:
-    """Name different cells once, with a common start once, and count those that are too many.
-
-    "11 layers on 2" and "11 layers on 3" give "11 layers on 2, 3".
+    """Name different cells once, with a common start once ("11 layers on 2, 3"), and count those
+    that are too many.
     """
     distinct = [*dict.fromkeys(cells)]
     starts = {cell.rpartition(" ")[0] for cell in distinct}

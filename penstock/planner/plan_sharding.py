@@ -17,11 +17,8 @@ from .stage_work import work_of
 
 
 def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
-    """Divide each layer among the ranks of its stage; `graph` is that of a micro-batch.
-
-    Raises:
-        ConfigError: a weight cannot be held as it is pinned.
-        PlanError: a layer cannot be divided so.
+    """Divide each layer among the ranks of its stage; `graph` is that of a micro-batch.  A pin
+    that cannot be is a ConfigError, a layer that cannot be divided so a PlanError.
     """
     assert plan.sharding is not None, "stages have several ranks"
     meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]

@@ -19,7 +19,7 @@ from penstock.schedules.ir import BackwardInput, Schedule
 from penstock.schedules.lower import Lowering, lower, lower_unproved
 from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
-from penstock.simulator import Pool, Sharing, Way
+from penstock.simulator import Sharing, Way
 from penstock.simulator import simulate as simulate_schedule
 from penstock.simulator.engine import Compiled, Edge, compiled
 from penstock.simulator.memory import StageWeights, memory_of
@@ -156,11 +156,7 @@ class Prediction:
 
     @cached_property
     def microbatch_size(self) -> int:
-        """Samples of the largest micro-batch.
-
-        Raises:
-            ConfigError: nothing says how many samples a step has, or they are too few.
-        """
+        """Samples of the largest micro-batch; a ConfigError if that is not known, or too few."""
         plan, sizes = self.plan, self.profile.sizes
         num_parts = plan.num_microbatches * plan.placement.num_replicas
         batch_size = self.batch_size
@@ -242,16 +238,12 @@ class Prediction:
         def way_of(edge: Edge) -> Way:
             return self._way(edge, num_bytes.get(edge, 0))
 
-        return Sharing(way_of=way_of, num_bytes=num_bytes, pools=self._pools)
-
-    @property
-    def _pools(self) -> tuple[Pool, ...]:
         busy = self.pricing.busy_speed(self.microbatch_size)
-        return shared_cores(self.plan, self.cluster, self.places, busy)
+        pools = shared_cores(self.plan, self.cluster, self.places, busy)
+        return Sharing(way_of=way_of, num_bytes=num_bytes, pools=pools)
 
     @cached_property
     def _runs(self) -> list[slice]:
-        """The layers of each stage."""
         return [slice(a, b) for a, b in pairwise(accumulate(self.plan.partition, initial=0))]
 
     @cached_property
@@ -316,7 +308,6 @@ class Prediction:
         return commit_seconds(weights.num_norms, device, self.plan.num_microbatches)
 
     def _moving_s(self, stage: int) -> float:
-        """Return the seconds in which a stage's activations move to the host, or back."""
         if not self.plan.offload[stage]:
             return 0.0
         device = self.cluster.device_of(self._places_of(stage)[0])

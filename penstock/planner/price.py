@@ -146,7 +146,6 @@ class StagePrices:
 
     @cached_property
     def stages_of_ranks(self) -> list[list[int]]:
-        """The stages that each rank runs."""
         ranks = self.family.ranks(self.num_stages)
         stages_of: list[list[int]] = [[] for _ in range(1 + max(ranks))]
         for stage, rank in enumerate(ranks):
@@ -162,11 +161,7 @@ class StagePrices:
 
     @cached_property
     def _options(self) -> list[Option]:
-        """The options, which keep less and less: recompute nothing, recompute all, also offload.
-
-        Raises:
-            ConfigError: the family makes no schedule of such a size.
-        """
+        """The options, each keeps less: recompute nothing, recompute all, also offload."""
         if self.recompute is not None:
             return [self._first]
         whole = (Recompute.STAGE,) * self.num_stages

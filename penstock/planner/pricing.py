@@ -36,7 +36,6 @@ class Pricing:
         return self.cluster.between_processes()
 
     def _sum_s(self, group: tuple[int, ...], num_bytes: int, *, processes: bool) -> float:
-        """Return the seconds of a sum over the devices of a group."""
         return all_reduce_s(
             self.between_processes if processes else self.cluster, group, num_bytes
         )
@@ -47,10 +46,7 @@ class Pricing:
         return layer_costs(self.profile, devices[kind], microbatch_size, like=like)
 
     def _busy_speed(self, microbatch_size: int) -> float | None:
-        """Return the speed of the layers while all cores of a host run them, as a share of alone.
-
-        None: it was not measured.
-        """
+        """Return the speed of layers on busy cores, as a share of alone; None: not measured."""
         sizes, measured_on = self.profile.sizes, self.profile.measured_on
         known = {device.name for device in self.cluster.devices.values()}
         kinds = [kind for size in sizes for kind in size.kinds]
@@ -112,7 +108,7 @@ def layer_seconds(
             )
         )
     if at.loss is not None:
-        layers[-1] = _together(layers[-1], _issued(at.loss, issue_s))
+        layers[-1] = layers[-1].plus(_issued(at.loss, issue_s))
     return tuple(layers)
 
 
@@ -151,11 +147,6 @@ def _issued(kind: LayerKind, issue_s: float) -> LayerSeconds:
         input_s=max(price.input_s, backward_issue_s / 2),
         weight_s=max(price.weight_s, backward_issue_s / 2),
     )
-
-
-def _together(one: LayerSeconds, other: LayerSeconds) -> LayerSeconds:
-    names = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
-    return LayerSeconds(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def weights_together(weights: Sequence[LayerWeights]) -> LayerWeights:

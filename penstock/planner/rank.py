@@ -156,15 +156,10 @@ def find_plans(
     search = _Search(evaluators, asked, max(num_best, _LEAST_KEPT))
     search.run()
     found = search.choices()
-    chosen = _fewest_devices(found.best)
+    tied = (each for each in found.best if each.step_s <= SAME * found.best[0].step_s)
+    chosen = min(tied, key=lambda each: (each.num_devices, each.step_s))
     best = (chosen, *(each for each in found.best if each is not chosen))
     return replace(found, best=best[:num_best])
-
-
-def _fewest_devices(found: Sequence[OnRanks]) -> OnRanks:
-    """Return the candidate of fewest devices among those that are as fast as the first."""
-    tied = (each for each in found if each.step_s <= SAME * found[0].step_s)
-    return min(tied, key=lambda each: (each.num_devices, each.step_s))
 
 
 class _Search:
@@ -213,11 +208,7 @@ class _Search:
         self._tune()
 
     def choices(self) -> Candidates:
-        """Return what was found.
-
-        Raises:
-            ConfigError: nothing fits.
-        """
+        """Return what was found; a ConfigError if nothing fits."""
         found = sorted(self._best.values(), key=lambda each: each.step_s)
         if not found:
             raise ConfigError(self._nothing_fits())
@@ -249,14 +240,10 @@ class _Search:
                 heappush(waiting, (is_last, anew_s, n, anew, False))
 
     def _limit_s(self) -> float:
-        """Return what a candidate has to be faster than."""
         steps_s = sorted(found.step_s for found in self._best.values())
         if len(steps_s) < self._num_best:
             return steps_s[0] * _MARGIN if steps_s else inf
         return min(steps_s[self._num_best - 1], steps_s[0] * _MARGIN)
-
-    def _best_s(self) -> float:
-        return min((found.step_s for found in self._best.values()), default=inf)
 
     @staticmethod
     def _kind(evaluator: Evaluator, size: Size) -> tuple[int, int, int]:
@@ -281,10 +268,8 @@ class _Search:
                 self._plain[number, size] = min(before, found, key=lambda each: each.step_s)
 
     def _refine(self, evaluator: Evaluator, size: Size, like: Prediction) -> None:
-        """Try the cost-driven families: built from a known plan's costs, then again from the costs
-        of the plan they give.
-        """
-        if soonest_s(like) >= self._best_s():
+        """Try the families made for costs: a known plan's, then those of the plan they give."""
+        if soonest_s(like) >= min((found.step_s for found in self._best.values()), default=inf):
             return
         for family in filter(takes_costs, families(self._asked, size, like.costs)):
             predicted = self._planned(evaluator, size, family)
@@ -299,9 +284,7 @@ class _Search:
                     self._keep(evaluator, size, anew)
 
     def _tune(self) -> None:
-        """Look for list schedules near the best plans of an uneven model: for one whose layers
-        are alike, named schedules are about as good.
-        """
+        """Look for list schedules near the best plans of a model of unlike layers."""
         if critical_path.__name__ not in (self._asked.schedules or SCHEDULE_NAMES):
             return
         best = sorted(self._best.items(), key=lambda item: item[1].step_s)[:_TUNED]

@@ -98,9 +98,7 @@ def _kinds(candidate: Candidate) -> dict[str, float]:
 def why_best(
     candidates: Sequence[Candidate], num_looked_at: int, cluster_name: str
 ) -> Iterator[str]:
-    """Yield lines for the first of the candidates: its step, what limits it, and for each decision
-    the fastest that decides otherwise.
-    """
+    """Yield lines on the first candidate: its step, its limit, who decides otherwise."""
     best = candidates[0]
     plan = best.plan
     is_least = best.step_s <= min(other.step_s for other in candidates)

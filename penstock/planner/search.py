@@ -35,12 +35,7 @@ from .stage_work import Tables, most_on_way, work_of
 
 
 def best_cuts(prices: StagePrices, spans: Spans) -> list[tuple[int, ...]]:
-    """Return the layers per stage as `cuts` does, each stage by the fastest option that fits.
-
-    Raises:
-        PartitionError: there are fewer spans than stages.
-        ConfigError: the schedule is made for no such size.
-    """
+    """Return the layers per stage as `cuts`, with its errors, by the fastest option that fits."""
     shared = spans, prices.windows, prices.num_microbatches
     partitions = cuts(prices.num_stages, prices.if_all_fits_s, *shared)
     if all(map(prices.all_fits, partitions)):
@@ -79,9 +74,7 @@ class Evaluator:
         self._predictions = Count("plans simulated, to find the fastest")
 
     def least_s(self, size: Size, *, in_any_order: bool = False) -> float:
-        """Return seconds that no plan of this size can take less than: with its ranks on their
-        devices, or `in_any_order` on whichever.
-        """
+        """Return seconds that no plan takes less than, on its devices or `in_any_order`."""
         own = dict.fromkeys(self.cluster.places[p].kind for p in self.places_of(size))
         kinds = self._counts if in_any_order else own
         every = [self.pricing.seconds(kind, *self._each(size)) for kind in kinds]
@@ -154,7 +147,6 @@ class Evaluator:
         return min(fitting, key=lambda plan: self.predicted(plan).quick_step_s)
 
     def predicted(self, plan: Plan) -> Prediction:
-        """Return the prediction of a plan of this evaluator."""
         self._predictions.add()
         return Prediction(plan, self.profile, self.cluster, plan.batch_size, self.pricing)
 
@@ -191,9 +183,7 @@ class Evaluator:
         )
 
     def places_of(self, size: Size) -> tuple[int, ...]:
-        """Return the device of the cluster that each rank is on; one with several threads is on
-        the first of its cores.
-        """
+        """Return each rank's device; one with several threads is on the first of its cores."""
         return size.places or tuple(
             n * self.threads for n in range(size.num_ranks * size.num_replicas)
         )
@@ -300,7 +290,6 @@ class Evaluator:
 
     @cached_property
     def _counts(self) -> Counter[str]:
-        """The number of devices of each kind."""
         return Counter(place.kind for place in self.cluster.places)
 
     @cached_property
@@ -309,9 +298,7 @@ class Evaluator:
         return {found.kind: number for number, found in places}
 
     def _counted_least_bytes(self, microbatch_size: int) -> list[int]:
-        """Return what each layer keeps wherever it is: its weights, and for a backward at least
-        what it saves inside.
-        """
+        """Return what each layer keeps anywhere: its weights, and what it saves inside."""
         at = self.pricing.prices(self.cluster.places[0].kind, microbatch_size)
         every = enumerate(self.profile.weights)
         return [weights.total_bytes + at.layer(n).inner_bytes for n, weights in every]

@@ -46,10 +46,7 @@ def shared_cores(
 
 
 def _scaled(known: Sequence[float], last: float) -> tuple[float, ...]:
-    """Scale the speeds of 1, 2, ... ranks so that the last one is as measured.
-
-    The loss of speed grows as in the host's figures, or evenly if these have no loss.
-    """
+    """Scale the speeds of 1, 2, ... ranks so that the last one is as measured."""
     lost = [1 - speed for speed in known]
     shape: Sequence[float] = lost if lost[-1] > 0 else range(len(known))
     return tuple(1 - (1 - last) * loss / shape[-1] for loss in shape)

@@ -47,7 +47,6 @@ class Rectangles:
         self._rectangles = np.array([*rectangles], dtype=np.int64).reshape(-1, 5).T
 
     def __call__(self, start: int, end: int) -> int:
-        """Return the sum for layers [start, end)."""
         from_start, to_start, from_end, to_end, amounts = self._rectangles
         has_start = (from_start <= start) & (start <= to_start)
         return int(amounts[has_start & (from_end <= end) & (end <= to_end)].sum())
@@ -218,9 +217,7 @@ class StageBytes:
         recompute: Sequence[RecomputePolicy],
         divides: Collection[int] = (),
     ) -> Sizes:
-        """Return the bytes that the stages of a partition keep; those of `divides` divide
-        backwards.
-        """
+        """Return the bytes that stages keep; those of `divides` divide backwards."""
         runs = pairwise(accumulate(partition, initial=0))
         stages = [
             self.kept(run, policy, divides=stage in divides)
@@ -261,7 +258,6 @@ class StageBytes:
 
     @cached_property
     def _saved_by(self) -> list[list[Value]]:
-        """The values that each layer saves."""
         values = self._at.values
         return [[values[n] for n in saved if not values[n].is_weight] for saved in self._at.saved]
 

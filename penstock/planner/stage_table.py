@@ -33,7 +33,6 @@ class Submesh(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of devices."""
         return self.num_hosts * self.num_devices
 
 
@@ -147,10 +146,7 @@ class StageTable:
         return self._least(total, cost, np.add, limit_s)
 
     def least_excess(self) -> float:
-        """Return the fewest bytes that the fullest device lacks, over all choices of stages.
-
-        Infinite: no stages are possible with any memory.
-        """
+        """Return the least bytes that the fullest device lacks; infinite: no stages can be."""
         can = np.where(np.isfinite(self.total), 0.0, inf)
 
         def excess(mesh: int, end: int, start: int, stages: Numbers) -> Numbers:
@@ -180,9 +176,9 @@ class StageTable:
         limit: float = inf,
     ) -> Numbers:
         """Return F as [start, stages, devices left of each kind ...] by stages with finite
-        `total`.
+        `total`: infinite if all answers are above the limit or need more devices than there
+        are.
 
-        F is infinite if all answers are above the limit or need more devices than there are.
         `cost(mesh, end, first start, stages)` is an array [start, stages].
         """
         # 1. F of no layers is 0; find the first start of each mesh and end.
@@ -253,7 +249,6 @@ class StageTable:
 
 
 def _box(where: Numbers) -> tuple[slice, ...] | None:
-    """Return the smallest slices that contain all true entries; None without any."""
     slices = []
     for axis in range(where.ndim):
         others = tuple(n for n in range(where.ndim) if n != axis)

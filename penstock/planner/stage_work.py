@@ -35,7 +35,6 @@ class Tables(NamedTuple):
     stays: Matrix
 
     def within(self, window: Window) -> "Tables":
-        """Return the tables of a window only."""
         return Tables(*(table[window] for table in self))
 
 
@@ -110,12 +109,7 @@ def work_of(
     away: Collection[int] = (),
     by_layers: Collection[int] = (),
 ) -> tuple[StageWork, ...]:
-    """Return the work of each stage where `twice` recompute (`by_layers` in part) and `away`
-    offload.
-
-    Raises:
-        ConfigError: the family makes no schedule of such a size.
-    """
+    """Return the work of each stage; `twice` recompute (`by_layers` in part), `away` offload."""
     schedule = _with(steady(family, num_stages, num_microbatches), twice, away, by_layers)
     places, count = schedule.ranks, schedule.num_microbatches
     programs = [schedule.programs[places[stage]] for stage in range(num_stages)]

@@ -203,10 +203,8 @@ class _Search:
     def _in_order(
         self, least: Numbers, total: Numbers, limit: float
     ) -> Iterator[tuple[Stage, ...]]:
-        """Yield answers, the least sum first.
-
-        This is a best-first search: the sum so far plus F is the exact least sum of any
-        completion.
+        """Yield answers, the least sum first, by a best-first search: the sum so far plus F is the
+        exact least sum of any completion.
         """
         number, next_meshes = count(), cache(self._next_meshes)
         heap: list[tuple[float, int, _State, Iterator[tuple[float, _State]]]] = []
@@ -240,9 +238,7 @@ class _Search:
     def _continued(
         self, state: _State, onto: Sequence[Numbers], least: Numbers, total: Numbers, limit: float
     ) -> Iterator[tuple[float, _State]]:
-        """Yield states with one more stage, on the meshes of `onto`, and their least sums, in
-        order.
-        """
+        """Yield states with one more stage, on the meshes of `onto`, the least sums first."""
         (meshes, room), start = onto, state.start
         after = slice(start + 1, None)
         rest = least[after, state.num_left - 1][(slice(None), *room.T)].T

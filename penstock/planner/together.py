@@ -216,10 +216,7 @@ class Tuner:
         return min(both, key=lambda x: x.quick_step_s, default=None)
 
     def _room(self, cut: Cut, partition: tuple[int, ...]) -> AtMostBytes | None:
-        """Return the memory of ranks beside their weights, in parts of the largest.
-
-        None: it is too little for one micro-batch.
-        """
+        """Return the memory of ranks beside weights, in parts of the largest; None: too little."""
         # 1. Subtract the weights from the memory of each rank, and compare with one micro-batch.
         size, num_stages = self._size(cut), len(partition)
         prices = self.evaluator.prices(size, critical_path(ranks=cut.ranks), None)

@@ -103,7 +103,6 @@ class Costs:
 
 
 def _of_edges(edges: Edges) -> Iterator[tuple[str, Seconds]]:
-    """Yield the name and the seconds of each edge."""
     for item in edges:
         match item:
             case ((int(), int()) as edge, value):
@@ -134,11 +133,7 @@ UNIT_COSTS = Costs(forward_s=1, backward_s=2, recompute_s=1)
 
 
 def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
-    """Return one cost for each stage.
-
-    Raises:
-        ConfigError: `costs` holds another number of stages.
-    """
+    """Return one cost for each stage; a ConfigError if `costs` holds another number of stages."""
     # a Fraction does all that a float does here, exactly
     return one_each(cast(float | tuple[float, ...], costs), num_stages, f"Costs.{name}")
 
@@ -146,11 +141,7 @@ def per_stage(costs: PerStage, num_stages: int, name: str) -> tuple[float, ...]:
 def one_each(
     value: Number | tuple[Number, ...], count: int, name: str, noun: str = "stage"
 ) -> tuple[Number, ...]:
-    """Return one number for each of `count` stages, or other things called `noun`.
-
-    Raises:
-        ConfigError: `value` has another number of entries.
-    """
+    """Return one number for each of `count` `noun`s; a ConfigError for another number."""
     numbers = value if isinstance(value, tuple) else (value,) * count
     if len(numbers) != count:
         raise ConfigError(
@@ -161,10 +152,7 @@ def one_each(
 
 
 def per_edge(costs: PerEdge) -> Callable[[int, int], float]:
-    """Return the function (from stage, to stage) -> seconds, the same for both ways.
-
-    The function raises ConfigError if `costs` leaves the edge out.
-    """
+    """Return (from stage, to stage) -> seconds, both ways alike; it refuses unknown edges."""
 
     def look_up(source: int, target: int) -> float:
         edge = (min(source, target), max(source, target))

@@ -26,10 +26,7 @@ def in_turn(num_stages: int, num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class OnRanks:
-    """Deals stages out by `ranks`, for the family called `name`.
-
-    Calling it raises ConfigError for another number of stages.
-    """
+    """Deals stages out by `ranks`; a ConfigError for another number of stages."""
 
     name: str
     ranks: tuple[int, ...]
@@ -176,11 +173,7 @@ Chosen = Build | Callable[..., Family] | Schedule | str
 
 
 def check_size(schedule: Schedule, num_stages: int, num_microbatches: int) -> None:
-    """Refuse a schedule of another size than its function was asked for.
-
-    Raises:
-        ConfigError: it is of another size.
-    """
+    """Raise a ConfigError for a schedule of another size than its function was asked for."""
     if (schedule.num_stages, schedule.num_microbatches) != (num_stages, num_microbatches):
         raise ConfigError(
             f"the schedule function was asked for {num_stages} stages and {num_microbatches} "

@@ -77,9 +77,6 @@ def best_of(
 
     `ranks[stage]` is the rank that runs a stage.  Each of `most_live` is tried as a limit of the
     micro-batches in flight on a rank, counted on each of its stages.
-
-    Raises:
-        ConfigError: `costs` are those of another number of stages.
     """
     policies, answers = tuple(policies), []
     for limit in most_live:
@@ -226,7 +223,6 @@ class _Run:
                 heappush(self.calls, (look, other))
 
     def do(self, rank: int, kind: int, stage: int, microbatch: int, now: float) -> float:
-        """Run an operation from `now` on; return its end."""
         op = self.p.op(kind, stage, microbatch)
         end = now + self.time[kind][stage]
         self.answer[rank].append(op)

@@ -111,12 +111,10 @@ def lower_unproved(
     *,
     make: Make = Family.__call__,
 ) -> Schedule:
-    """Make a whole schedule and apply the passes that `mode` needs, without a proof.
+    """Make a whole schedule and apply the passes that `mode` needs, without a proof; a ConfigError
+    if it is of another size than asked for, or runs a stage on another rank.
 
     Planners use it to price many schedules.  With `make` they may look up a family's schedule.
-
-    Raises:
-        ConfigError: it is of another size than asked for, or runs a stage on another rank.
     """
     schedule = _made(how, num_microbatches, num_minibatches, make)
     per_update = how.family.microbatches_per_update(num_microbatches)

@@ -121,10 +121,7 @@ def uses_of_versions(schedule: Schedule) -> dict[int, Counter[int]]:
 
 
 def num_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Return the largest number of weight versions on each stage at one time.
-
-    It is 1 if nothing updates the weights, or nothing needs an old version.
-    """
+    """Return the largest number of weight versions on each stage at one time, at least 1."""
     most = [1] * schedule.num_stages
     for stage, waiting in uses_of_versions(schedule).items():
         # walk the stage's program: `waiting` counts the backwards left for each version

@@ -90,11 +90,7 @@ ASYNCHRONOUS_NAMES = tuple(by_default(family).name for family in ASYNCHRONOUS_FA
 
 
 def family_named(name: str, arguments: Mapping[str, Any]) -> Family:
-    """Return the family with this `Family.name` and these `Family.arguments`.
-
-    Raises:
-        ConfigError: there is no such family, or it takes other arguments.
-    """
+    """Return the family of this name and these arguments; a ConfigError if there is none."""
     if name not in NAMES_IN_FILES:
         raise ConfigError(
             f"there is no schedule {name!r}; choose one of {', '.join(NAMES_IN_FILES)}"

@@ -86,9 +86,7 @@ def add_offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def add_commits(schedule: Schedule, stages: Collection[int], after: int | None = None) -> Schedule:
-    """Commit the BatchNorm statistics of each of `stages` right after its last forward, or after
-    every `after` forwards.
-    """
+    """Commit BatchNorm statistics after the last forward, or after every `after` forwards."""
     if not stages:
         return schedule
     after = after or schedule.num_microbatches

@@ -66,7 +66,6 @@ class Problem:
         return self.num_stages * self.num_microbatches
 
     def op(self, kind: int, stage: int, microbatch: int) -> int:
-        """Return the number of an operation."""
         return (kind * self.num_stages + stage) * self.num_microbatches + microbatch
 
     def by_kind(self, rows: Sequence[Number]) -> list[Sequence[Number]]:
@@ -82,10 +81,8 @@ def problem_of(
     num_microbatches: int,
     recompute: Iterable[int],
 ) -> Problem:
-    """Return the problem of running stages on `ranks` under these costs and this limit.
-
-    Raises:
-        ConfigError: costs, sizes or limits are of another number of stages or ranks.
+    """Return the problem of running stages on `ranks` under these costs and this limit; a
+    ConfigError if these are of another number of stages or ranks.
     """
     num_stages, num_ranks, m = len(ranks), 1 + max(ranks), num_microbatches
     recompute, nothing = set(recompute), (0,) * num_stages
@@ -248,11 +245,7 @@ def least_bytes(problem: Problem, stages: Sequence[int]) -> int:
 
 
 def check_is_limit(memory: object) -> None:
-    """Refuse a `memory` argument that is neither a limit of bytes nor None.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Raise a ConfigError for a `memory` argument that is neither a limit of bytes nor None."""
     if not isinstance(memory, AtMostBytes | None):
         raise ConfigError(
             f"memory={memory!r} is no limit of bytes: write AtMostBytes(Sizes(kept_bytes=...), "
@@ -261,11 +254,7 @@ def check_is_limit(memory: object) -> None:
 
 
 def check_limits(problem: Problem) -> None:
-    """Refuse limits that no schedule keeps to.
-
-    Raises:
-        ConfigError: a rank cannot keep even one micro-batch.
-    """
+    """Raise a ConfigError for limits under which a rank cannot keep even one micro-batch."""
     for rank, limit in enumerate(problem.limits or ()):
         least = least_bytes(problem, problem.stages[rank])
         if least > limit:

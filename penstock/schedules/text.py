@@ -24,11 +24,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def parse_instruction(word: str) -> Instruction:
-    """Read one word.
-
-    Raises:
-        ScheduleError: the word is not an instruction.
-    """
+    """Read one word; a ScheduleError if it is not an instruction."""
     shape = _NUMBER.sub("0", word)
     if shape in WORDS:
         return WORDS[shape](*map(int, _NUMBER.findall(word)))

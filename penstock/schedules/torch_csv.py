@@ -197,7 +197,6 @@ class _Spot(NamedTuple):
     cell: int
 
     def fault(self, problem: str) -> ScheduleError:
-        """Make the error that states the cell's problem."""
         text = self.text
         if len(text) > _SHOWN_CHARACTERS:
             text = f"{text[:_SHOWN_CHARACTERS]}..."

@@ -18,23 +18,17 @@ _SENT = -1
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, Instruction]]:
-    """Yield every (rank, instruction), each receive after its send, each program in order.
+    """Yield every (rank, instruction), each receive after its send, each program in order; a
+    ScheduleError if ranks wait for each other for ever, or for a message nobody sends.
 
     Sends do not wait for their receivers.  The order is the same on every call.
-
-    Raises:
-        ScheduleError: ranks wait for each other for ever, or for a message nobody sends.
     """
     for rank, start, stop in walk_runs(schedule):
         yield from zip(repeat(rank), schedule.programs[rank][start:stop])
 
 
 def walk_runs(schedule: Schedule) -> Iterator[Run]:
-    """Yield the same as `walk` in runs: each ends before its rank would have to wait.
-
-    Raises:
-        ScheduleError: ranks wait for each other for ever, or for a message nobody sends.
-    """
+    """Yield the same as `walk` in runs: each ends before its rank would have to wait."""
     rest = [enumerate(program) for program in schedule.programs]
     position = [0] * schedule.num_ranks
     halfway: dict[Message, int] = {}

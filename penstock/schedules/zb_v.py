@@ -48,9 +48,8 @@ def _schedule(num_stages: int, num_microbatches: int, costs: Costs | None) -> Sc
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
-    """Return the paper's order of a rank, which needs 2 R - 1 micro-batches or more.
-
-    Micro-batches beyond m are struck out.
+    """Return the paper's order of a rank, for 2 R - 1 micro-batches or more; those beyond m are
+    struck out.
     """
     # "there" is the stage on the way from rank 0 to the turn, "back" the one on the way back
     more = max(0, num_microbatches - (2 * num_ranks - 1))
@@ -75,7 +74,6 @@ def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Step]:
 
 
 def on_a_v() -> Iterator[Policy]:
-    """Yield policies for a V."""
     for patience, backwards_first, pace in product((0, 1), (False, True), (2, 3, 6)):
 
         def priority(

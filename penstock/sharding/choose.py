@@ -79,7 +79,6 @@ class Problem:
         )
 
     def cost(self, states: Mapping[int, int]) -> float:
-        """Return the cost of these states."""
         total = sum(float(costs[states[k]]) for k, costs in enumerate(self.costs))
         total += sum(float(table[states[i], states[j]]) for (i, j), table in self.pairs.items())
         for before, users, seconds in self.shared:
@@ -265,7 +264,6 @@ def _parted(
 
 
 def _partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
-    """Yield all ways to part items into sets."""
     if not items:
         yield []
         return
@@ -290,7 +288,6 @@ class _Table:
         self._num_variables = self._num_rows = 0
 
     def variables(self, costs: Numbers, *, whole: bool = False) -> Numbers:
-        """Add variables with these costs; return their numbers."""
         self._costs.append(costs.ravel())
         self._is_whole.append(numpy.full(costs.size, whole))
         first = self._num_variables
@@ -298,19 +295,16 @@ class _Table:
         return numpy.arange(first, self._num_variables).reshape(costs.shape)
 
     def rows(self, low: Numbers, high: Numbers) -> Numbers:
-        """Add rows; return their numbers."""
         self._ends.append((low.ravel(), high.ravel()))
         first = self._num_rows
         self._num_rows += low.size
         return numpy.arange(first, self._num_rows).reshape(low.shape)
 
     def add(self, rows: Numbers, variables: Numbers, factor: float) -> None:
-        """Add variables times a factor to rows."""
         rows = numpy.broadcast_to(rows, variables.shape).ravel()
         self._entries.append((rows, variables.ravel(), numpy.full(variables.size, factor)))
 
     def one_of(self, costs: Numbers) -> Numbers:
-        """Add variables whose sum is 1."""
         variables = self.variables(costs, whole=True)
         self.add(self.rows(numpy.ones(1), numpy.ones(1)), variables, 1.0)
         return variables

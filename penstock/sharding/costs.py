@@ -89,7 +89,6 @@ class Costs:
         return sum(self._parts_s(call, planned))
 
     def _parts_s(self, call: Call, planned: PlannedCall) -> tuple[float, float]:
-        """Return the seconds of a call's forward, and of its backward."""
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
         key = call.operators, parts
         if key not in self._calls_s:

@@ -29,7 +29,6 @@ class Whole(Enum):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        """Return the state's name."""
         return self.value
 
 
@@ -52,7 +51,6 @@ class S:
     """
 
     def __repr__(self) -> str:
-        """Return the state as plans write it."""
         return f"S({self.dim})"
 
 

@@ -62,9 +62,8 @@ def _experts(spec: TensorSpec, axis: int) -> Sequence[State]:
 
 
 def _megatron(site: Site, axis: int, choice: Choice) -> bool:
-    """Cut weights of products by columns and by rows in turn (Shoeybi et al. 2019, section 3).
-
-    No other call is cut along samples or positions.
+    """Cut weights of products by columns and rows in turn (Shoeybi et al. 2019, section 3), and no
+    other call along samples or positions.
     """
     if not any(site.weights):
         return choice.cut == "" or not _cuts_samples(choice)
@@ -77,9 +76,8 @@ def _sequence(site: Site, axis: int, choice: Choice) -> bool:
 
 
 def _grid(site: Site, axis: int, choice: Choice) -> bool:
-    """Cut samples along the first axis, weights of products along others (Narayanan et al. 2021).
-
-    Calls between products are cut as fits.
+    """Cut samples along the first axis, weights of products along others (Narayanan et al. 2021),
+    and calls between products as fits.
     """
     return _cuts_a_weight(site, choice) == (axis > 0 and not _is_small(site))
 
@@ -92,7 +90,6 @@ def _is_small(site: Site) -> bool:
 
 
 def _data(site: Site, axis: int, choice: Choice) -> bool:
-    """Cut samples, and no weight."""
     return not _cuts_a_weight(site, choice)
 
 
@@ -133,12 +130,9 @@ READY: dict[str, Ready] = {
 
 
 def ready_plan(name: str) -> Ready:
-    """Return the ready plan of this name.
+    """Return the ready plan of this name; a ConfigError if there is none.
 
     "+zero1" after any name cuts weights between steps; "zero1" alone is "data+zero1".
-
-    Raises:
-        ConfigError: there is none.
     """
     base = name.removesuffix("+zero1") if name != "zero1" else "data"
     if base not in READY:

@@ -21,10 +21,7 @@ def elementwise(seen: Seen) -> Rule:
 
 
 def arithmetic(seen: Seen) -> Rule:
-    """Sums of tensors of one shape are linear, and so is scaling by a number.
-
-    A number divided by a tensor is not linear, nor is a quotient that is rounded.
-    """
+    """Sums of tensors of one shape are linear, and so is scaling; quotients by tensors are not."""
     call = seen.call
     if base_name(call.function) in ("add", "sub"):
         is_linear = len(seen.takes) == 2 and len(set(seen.takes)) == 1
@@ -66,10 +63,7 @@ def einsum(seen: Seen) -> Rule | None:
 
 
 def attention(seen: Seen) -> Rule | None:
-    """Cut sequences, heads, and the positions of queries, unless the mask is causal.
-
-    Grouped heads are cut along the groups.
-    """
+    """Cut sequences, heads (or their groups), and query positions unless the mask is causal."""
     query, key, value, *masks = seen.takes
     result = seen.gives[0]
     batch = result[:-2]

@@ -89,10 +89,7 @@ _BY_NAME = {
 
 
 def find(seen: Seen) -> Rule | None:
-    """Return the rule of a call; None where there is none, or one tensor is given twice.
-
-    Rules speak of tensors that differ.
-    """
+    """Return the rule of a call; None without one, or if a tensor is given twice."""
     if len(seen.call.uses) > len(seen.takes):
         return None
     opaque = OPAQUE.get(seen.call.function)

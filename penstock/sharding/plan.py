@@ -47,12 +47,10 @@ class PlannedCall:
 
     @cached_property
     def takes(self) -> tuple[Layout, ...]:
-        """The layout of each argument."""
         return tuple(zip(*(choice.takes for choice in self.choices), strict=True))
 
     @cached_property
     def gives(self) -> tuple[Layout, ...]:
-        """The layout of each result."""
         return tuple(zip(*(choice.gives for choice in self.choices), strict=True))
 
 

@@ -210,11 +210,7 @@ class LayerProgram:
             self._problem.convert(*conversions)
 
     def solve(self, byte_s: float = 0.0) -> Solved:
-        """Return the best choices, if a resident byte costs `byte_s` seconds of a micro-batch.
-
-        Raises:
-            PlanError: the solver finds none.
-        """
+        """Return the best choices if a resident byte costs `byte_s`; a PlanError for none."""
         states, more = self.begin(byte_s).result(), self._more(byte_s)
         if states is None:
             raise PlanError(f"no way to divide layer {self.layer} was found")

@@ -85,7 +85,6 @@ class ShardingRequest:
         return {"plan": self.plan, **self.weights, **limits}
 
     def __str__(self) -> str:
-        """Return the request in a line."""
         limit = self.memory_limit_bytes
         weights = (f"{name}: {layout}" for name, layout in self.weights.items())
         limits = [] if limit is None else [f"at most {limit:,} bytes"]

@@ -54,7 +54,6 @@ def choices(seen: Seen, count: int) -> tuple[Choice, ...]:
 
 
 def _cut(letters: Rule, name: str) -> Choice:
-    """Return the choice that cuts a call along one letter."""
     gives = tuple(S(result.index(name)) if name in result else P for result in letters.gives)
     takes: list[State] = [S(own.index(name)) if name in own else R for own in letters.takes]
     if letters.bias is not None and name not in letters.takes[letters.bias] and P in gives:

@@ -235,16 +235,12 @@ class Search:
     def _ways(
         self, before: Iterable[Layout], after: Iterable[Layout]
     ) -> Iterator[tuple[Layout, Layout]]:
-        """Yield pairs of layouts before and after a layer that the search tries.
-
-        One of them is whole, or both have the same state along the first axis.
-        """
+        """Yield pairs of layouts to try around a layer: one whole, or both alike on axis 0."""
         for both in product(before, after):
             if self._whole in both or both[0][0] == both[1][0]:
                 yield both
 
     def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> _Sum:
-        """Return the costs and bytes of one layer."""
         key = self._key(place, before, after)[0], byte_s
         if key not in self._sizes:
             plan, cost = self._one(place, before, after, byte_s)
@@ -279,7 +275,6 @@ class Search:
         return _Plans(cost.seconds, num_bytes, plans)
 
     def _borders(self, place: int) -> Iterator[Layout]:
-        """Yield the layouts that a layer's results may have."""
         if place == len(self._layers) - 1:
             yield self._ends[1]
             return

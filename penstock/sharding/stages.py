@@ -74,11 +74,7 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
 def _pinned(
     pins: Mapping[str, str], graph: Graph, free: Collection[int], mesh: Sequence[int]
 ) -> dict[int, Layout]:
-    """Return the pinned layouts of weights by number; weights in `free` may be cut.
-
-    Raises:
-        ConfigError: a name matches no weight, or a weight cannot be held so.
-    """
+    """Return the pinned layouts of weights by number; weights in `free` may be cut."""
     layouts: dict[int, Layout] = {}
     specs = enumerate(graph.tensors)
     names = {n: spec.name for n, spec in specs if spec.name and spec.wants_gradient}
@@ -104,11 +100,7 @@ def _pinned(
 
 
 def _check_pin(spec: TensorSpec, layout: Layout, mesh: Sequence[int], *, is_free: bool) -> None:
-    """Refuse a layout that a weight cannot have.
-
-    Raises:
-        ConfigError: says which layouts remain.
-    """
+    """Raise a ConfigError for a layout that a weight cannot have; it says which layouts remain."""
     if not is_free and set(layout) != {I}:
         raise ConfigError(
             f"sharding pins {spec.name!r} to {layout_text(layout)}, and it stays whole (I): "

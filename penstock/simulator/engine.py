@@ -135,7 +135,6 @@ class _Shared:
         self.version += 1
 
     def begin(self, rank: int, now_s: float, work_s: float) -> None:
-        """Let a rank begin so many seconds of work."""
         self._advance(now_s)
         heappush(self._busy, (self._done + work_s, rank))
 

@@ -86,7 +86,6 @@ class _Crossing(NamedTuple):
 
     @property
     def edge(self) -> tuple[int, int]:
-        """Both stages, the lower one first."""
         return min(self.way), max(self.way)
 
     @property
@@ -108,9 +107,6 @@ def _message_costs(
     A stage whose receives all waited counts like the others.  So does an edge that stays on its
     rank.  An edge whose receives were all late has the time of its fastest message, or the others'
     time if that is less.
-
-    Raises:
-        ConfigError: a rank that sends or receives is not in the timeline.
     """
     crossings = list(_crossings(timeline))
 
@@ -148,7 +144,6 @@ def _message_costs(
 
 
 def _crossings(timeline: Timeline) -> Iterator[_Crossing]:
-    """Yield the messages between two ranks."""
     sends = {
         s.instruction.message: s for s in timeline.spans if isinstance(s.instruction, ir.Send)
     }
@@ -167,7 +162,6 @@ def _crossings(timeline: Timeline) -> Iterator[_Crossing]:
 def _each(
     choose: Callable[[list[float]], float], times: Iterable[tuple[Key, float]]
 ) -> dict[Key, float]:
-    """Choose one of the times of each key."""
     collected: dict[Key, list[float]] = defaultdict(list)
     for key, seconds in times:
         collected[key].append(seconds)

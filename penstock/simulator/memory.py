@@ -72,7 +72,6 @@ def _of_activations(timeline: Timeline, kept: Sequence[Kept]) -> Iterator[Memory
 
 
 def _of_messages(timeline: Timeline, num_bytes: Mapping[Edge, int]) -> Iterator[MemorySample]:
-    """Yield the bytes of messages in flight to each stage."""
     ranks = timeline.schedule.ranks
     changes: dict[int, list[tuple[float, int]]] = {}
     for span in timeline.spans:

@@ -126,7 +126,6 @@ def _ways(costs: Costs, num_stages: int) -> Callable[[Edge], Way]:
 def _spans(
     schedule: ir.Schedule, ends_s: list[list[float]], num_bytes: Mapping[Edge, int]
 ) -> Iterable[Span]:
-    """Yield the spans of each rank, whose instructions follow one another without a gap."""
     for rank, (program, of_rank) in enumerate(zip(schedule.programs, ends_s, strict=True)):
         sizes: Iterable[int] = repeat(0)
         if num_bytes:
@@ -139,11 +138,7 @@ def _spans(
 def _seconds(  # noqa: C901 - one flat match
     costs: Costs, num_stages: int
 ) -> Callable[[ir.Instruction], tuple[float, ...]]:
-    """Return the function from an instruction to the seconds of its kind on each stage.
-
-    Raises:
-        ConfigError: `costs` lacks a stage.
-    """
+    """Return the function from an instruction to the seconds of its kind on each stage."""
     # Read all costs once; the inner function only looks up.
     nothing = (0,) * num_stages
     forward_s = per_stage(costs.forward_s, num_stages, "forward_s")

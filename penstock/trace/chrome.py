@@ -45,7 +45,6 @@ def to_chrome(timeline: Timeline) -> str:
 
 
 def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
-    """Yield a slice for each instruction on its rank's thread."""
     for span in timeline.spans:
         category = look_of(span.instruction).name
         moved = {"bytes": span.num_bytes} if category == "send" else {}

@@ -73,10 +73,7 @@ def _cells(timeline: Timeline, columns: int) -> tuple[list[list[str]], list[list
 
 
 def _fitting_columns(timeline: Timeline, most: int) -> int:
-    """Return the largest number of columns up to `most` that puts exact times on their borders.
-
-    It is `most` if there is none, or times are floats.
-    """
+    """Return the most columns, up to `most`, on whose borders exact times lie, else `most`."""
     origin_s = timeline.start_s
     borders: set[object] = {span.start_s - origin_s for span in timeline.spans}
     borders |= {span.end_s - origin_s for span in timeline.spans}

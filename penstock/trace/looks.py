@@ -73,5 +73,4 @@ DRAWN = {kind: look for kind, look in LOOKS.items() if look.letter}
 
 
 def look_of(instruction: ir.Instruction) -> Look:
-    """Return the look of an instruction."""
     return LOOKS[type(instruction)]

@@ -42,7 +42,6 @@ def memory_moved(traced: Timeline, timed: Timeline) -> Timeline | None:
 
 
 def _marks(timeline: Timeline) -> dict[int, list[float]]:
-    """Return the start and end of each rank's instructions, in order."""
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in timeline.spans:
         spans[span.rank].append(span)

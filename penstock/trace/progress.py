@@ -35,7 +35,6 @@ class Count:
         self._began_s = self._said_s = time.monotonic()
 
     def add(self) -> None:
-        """Count one more."""
         self._done += 1
         now_s = time.monotonic()
         if now_s - self._said_s >= EVERY_S:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.costs.cluster import Device
-from penstock.costs.records import CLASSES, Operator, Part
+from penstock.costs.records import MOVES, PRODUCTS, Operator, Part
 from penstock.costs.roofline import USUAL, operator_seconds, operators_seconds
 from penstock.errors import ConfigError
 
@@ -103,4 +103,4 @@ def test_parts_are_added_up_each_alone() -> None:
 
 
 def test_each_class_has_a_usual_efficiency() -> None:
-    assert USUAL.keys() == set(CLASSES)
+    assert USUAL.keys() == {*PRODUCTS, *MOVES}

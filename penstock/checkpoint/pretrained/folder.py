@@ -75,11 +75,7 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> "Folder":
-        """Read the names of the tensors in a folder; files that an index names stay closed.
-
-        Raises:
-            CheckpointError: there is no folder, no safetensors file in it, or one is damaged.
-        """
+        """Read the names of the tensors in a folder; files that an index names stay closed."""
         if not path.is_dir():
             fault = "is a file" if path.exists() else "does not exist"
             hub = "" if path.exists() or len(path.parts) != 2 or path.is_absolute() else _OF_HUB
@@ -102,9 +98,6 @@ class Folder:
     def reading(self, names: Iterable[str]) -> Iterator[tuple[Read, Callable[..., Any]]]:
         """Open the files that hold `names`; give functions to see a tensor's kind, as a tensor on
         the meta device, and to read it, or its `piece`, or a value.
-
-        Raises:
-            CheckpointError: a file is not there or damaged, or lacks what the index says.
         """
         # 1. Open the files, and check that they hold the names.
         wanted = [name for name in names if name in self.files]
@@ -151,7 +144,6 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """Read the extra state of modules that is no tensor."""
     file = path / EXTRA
     try:
         values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

@@ -23,7 +23,6 @@ def patterns_of(original: nn.Module, *attributes: str) -> list[str]:
 
 
 def fits(name: str, patterns: Iterable[str]) -> bool:
-    """Tell whether a name fits any of the patterns."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 

@@ -175,13 +175,8 @@ class Cluster:
 
 
 def load_device(name_or_path: str | Path) -> Device:
-    """Return the device of a preset's name, or of a TOML file.
-
-    The file has a device's fields, or a cluster with one kind of device.
-
-    Raises:
-        UnreadableError, ConfigError: there is neither, or the file does not hold a device; names
-            it, and the place in it.
+    """Return the device of a preset's name, or of a TOML file: a device's fields, or a cluster
+    with one kind of device.  An error names the file, and the place in it.
     """
     # 1. A preset's name comes first.
     names = preset_names("devices")

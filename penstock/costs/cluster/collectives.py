@@ -77,10 +77,7 @@ def _passed_on_s(cluster: Cluster, rings: Sequence[Sequence[int]], num_bytes: fl
 
 
 def _at_once_s(cluster: Cluster, pairs: Sequence[tuple[int, int]], num_bytes: float) -> float:
-    """Return the seconds of several transfers that begin together.
-
-    They are the longest latency plus the bytes over the smallest share of a lane.
-    """
+    """Return the seconds of transfers at once: the longest latency, and the fullest lane."""
     routes = [cluster.route(a, b) for a, b in pairs]
     users = Counter(lane for route in routes for lane in route.lanes)
     latency_s = max(route.latency_s + 2 * route.overhead_s for route in routes)

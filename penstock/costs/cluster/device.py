@@ -20,8 +20,8 @@ class Device:
     efficiency: Mapping[str, float] = field(default_factory=dict)
     """Share of the peak (products) or of the copy (all else) that a class of operators reaches.
 
-    Keys are `penstock.costs.records.CLASSES`.  "conv3x3.weight" for one part of a backward and
-    "gemm.bfloat16" for one dtype count before "gemm".  Other classes have the roofline's `USUAL`.
+    Keys are `PRODUCTS` and `MOVES` of costs/records.py.  "conv3x3.weight" for one part of a
+    backward and "gemm.bfloat16" for one dtype count before "gemm".  Others have `USUAL`.
     """
     floor_s: float = 0.0
     """Least seconds of a kernel."""
@@ -41,7 +41,6 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse impossible figures."""
         # 1. Rates, sizes and shares must be above 0, since costs divide by them.
         to_host = self.host_bytes_per_s
         positive: list[tuple[str, float]] = [

@@ -34,11 +34,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 def cluster_text(path_or_preset: str | Path) -> str:
-    """Return the TOML of a file or a preset; the preset of a device gives a host of one.
-
-    Raises:
-        UnreadableError: there is neither, or the file cannot be read.
-    """
+    """Return the TOML of a file or a preset; the preset of a device gives a host of one."""
     presets, devices = preset_names("clusters"), preset_names("devices")
     if path_or_preset in presets:
         return preset_text("clusters", str(path_or_preset))
@@ -56,11 +52,7 @@ def cluster_text(path_or_preset: str | Path) -> str:
 
 
 def file_text(path: str | Path, nor: str) -> str:
-    """Return the text of a file; the error for a missing one ends with `nor`.
-
-    Raises:
-        UnreadableError: there is no such file, or it cannot be read.
-    """
+    """Return the text of a file; the UnreadableError for a missing one ends with `nor`."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -72,11 +64,7 @@ def file_text(path: str | Path, nor: str) -> str:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Return the table of a TOML text.
-
-    Raises:
-        UnreadableError: it is no TOML.
-    """
+    """Return the table of a TOML text; an UnreadableError if it is none."""
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -84,11 +72,8 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def read_text(text: str) -> dict[str, Any]:
-    """Return the plain data of a TOML text, with its short forms written out.
-
-    Raises:
-        UnreadableError: it is no TOML, or names a preset that is not there.
-        ConfigError: a device has impossible figures.
+    """Return the plain data of a TOML text, with its short forms written out; an error if it is no
+    TOML, names an unknown preset, or a device has impossible figures.
     """
     data = parsed(text)
     if isinstance(data.get("devices"), dict):

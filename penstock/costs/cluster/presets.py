@@ -25,11 +25,7 @@ def preset_text(folder: str, name: str) -> str:
 
 
 def device_preset(name: str) -> Device:
-    """Return a preset's device; its file names the source of each figure.
-
-    Raises:
-        ConfigError: no preset has this name; lists all names.
-    """
+    """Return a preset's device; its file names the source of each figure."""
     known = preset_names("devices")
     if name not in known:
         raise ConfigError(

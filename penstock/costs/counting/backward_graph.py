@@ -208,7 +208,6 @@ def _edge_of(tensor: Tensor) -> tuple[Node, int]:
 
 
 def _sum(gradient: Tensor) -> Operator:
-    """Return the description of a sum of two gradients."""
     return Operator(
         name="elementwise",
         part=Part.INPUT,

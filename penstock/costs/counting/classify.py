@@ -103,10 +103,7 @@ _TWO_PASSES = ("batch_norm", "group_norm")
 
 
 def _more_passes(func: Any, name: str, args: Any, kwargs: Any) -> int:
-    """Return the bytes that norms over many rows read again, after their statistics.
-
-    A forward has 3 passes in all, a backward 5.
-    """
+    """Return the bytes that norms over many rows read again: 3 passes forward, 5 backward."""
     if not any(kind in name for kind in _TWO_PASSES):
         return 0
     trains = [argument_of(func, args, kwargs, key) for key in ("training", "train")]

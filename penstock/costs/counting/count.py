@@ -90,10 +90,7 @@ def record_graph(
     targets: Any = None,
     torch_type: str = "cuda",
 ) -> Graph:
-    """Return the graph of the layers' calls, with the costs of each; see `count_layers`.
-
-    The loss is a layer after the last one.
-    """
+    """Return the graph of the layers' calls with their costs, the loss a layer after the last."""
     count = _Count(layers, None, inputs_on_meta(targets))
     counted = count.counted(example_inputs, torch_type, loss)
     with unnoticed(layers.modules, hooks=True), counted as lent:  # as they run in shards
@@ -144,7 +141,6 @@ class _Count:
             self._graph.free()
 
     def _run(self, inputs: Any, loss: Loss | None) -> None:
-        """Run the model forward."""
         recorder, layers = self._recorder, self._layers
         recorder.begin(0, is_between=True)
         with recorder.forward():
@@ -293,10 +289,7 @@ def _alone(tensor: Tensor) -> Tensor:
 def values_of(
     crossings: Sequence[Crossing], same: Mapping[int, int] = MappingProxyType({})
 ) -> tuple[tuple[Value, ...], list[int]]:
-    """Return the tensors between layers as values, and the storage of each.
-
-    `same` has the original of each storage that is a copy.
-    """
+    """Return the tensors between layers as values, and storages; `same` are copies' originals."""
     numbers: dict[int, int] = {}
     values, storages = [], []
     for crossing in crossings:
@@ -320,15 +313,8 @@ def values_of(
 def divided_bytes(
     at_boundary: Sequence[bool], storages: Sequence[int], saved: Mapping[int, int]
 ) -> tuple[int, tuple[int, ...]]:
-    """Divide the bytes that a layer has saved.
-
-    Args:
-        at_boundary: True for each value that the layer takes or makes.
-        storages: the storage of each value.
-        saved: bytes by storage.
-
-    Returns:
-        Bytes outside such values, and the places of the values that it saves.
+    """Divide the bytes that a layer has `saved`, by storage: return those outside values at its
+    boundary, and the places of the values there that it saves.
     """
     touched = [place for place, touches in enumerate(at_boundary) if touches]
     inner = saved.keys() - {storages[place] for place in touched}

@@ -16,9 +16,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 def layer_weights(layers: Layers, optimizer: MakeOptimizer) -> tuple[LayerWeights, ...]:
     """Count parameters, gradients and optimizer state; the first layer counts a shared parameter.
-
-    Raises:
-        ConfigError: the optimizer takes no step with parameters without values.
+    An optimizer that takes no step with parameters without values is a ConfigError.
     """
     seen: set[int] = set()
     known: dict[Any, int] = {}

@@ -64,10 +64,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.
 
 
 def _specs(func: Any, storages: Mapping[int, int], result: Any) -> Any:
-    """Return specs from which `_made` makes equal results; None if some are not new.
-
-    `storages` are those of the arguments.
-    """
+    """Return specs from which `_made` makes equal results; None if one shares `storages`."""
     if any(argument.is_write for argument in arguments_of(func)):
         return None
     parts = result if isinstance(result, tuple | list) else [result]

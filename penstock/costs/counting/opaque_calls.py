@@ -22,10 +22,7 @@ def opaque_of(module: nn.Module) -> OpaqueModule | None:
 
 
 def reader_of(error: BaseException) -> str:
-    """Return the class name of the innermost running module that is not torch's.
-
-    It may have read the values that an error asks for.
-    """
+    """Return the innermost running class that is not torch's: it may have read the values."""
     name, trace = "its module", error.__traceback__
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")

@@ -78,7 +78,6 @@ def _run_experts(  # noqa: PLR0913 - all that experts take
     *,
     starts: Mapping[str, int],
 ) -> "Tensor":
-    """Add up the results of this device's experts."""
     import torch  # the letters are known without it
 
     result = torch.zeros_like(x)

@@ -95,7 +95,6 @@ class Recorder:
 
     @property
     def layer(self) -> int:
-        """The number of the layer that runs."""
         return self._drafts[self._now].layer
 
     @contextmanager
@@ -150,12 +149,8 @@ class Recorder:
         lasting: Collection[int],
         custom: Collection[int] = (),
     ) -> Graph:
-        """Return the recorded graph, with the operators of each call's backward.
-
-        Args:
-            backward: the operators of the backward, by call.
-            lasting: storages of parameters and buffers, which no call saves.
-            custom: calls with a custom autograd function.
+        """Return the recorded graph, with the operators of each call's `backward`.  No call saves
+        `lasting` storages, of parameters and buffers; `custom` calls have an autograd function.
         """
         # 1. Complete all drafts; leave out calls that run no operator.
         drafted = [
@@ -233,7 +228,6 @@ class Recorder:
         )
 
     def _told(self, value: Any) -> Any:
-        """Return an argument as plain data, with a `Ref` for each tensor."""
         if isinstance(value, Tensor):
             return Ref(self._number_of(value))
         if isinstance(value, tuple | list):
@@ -247,7 +241,6 @@ class Recorder:
         return str(value) if isinstance(value, _SAID) else type(value).__name__
 
     def _storages_of(self, value: Any) -> dict[int, int]:
-        """Return the numbers of tensors by storage."""
         tensors = (t for t in tensors_in(value) if t.layout is torch.strided)
         return {storage_id(tensor): self._number_of(tensor) for tensor in tensors}
 

@@ -53,10 +53,7 @@ def call_alone(step: Step, run: Callable[[], Any]) -> Any:
 def run_alone(
     layers: Layers, inputs: Any, perform: Perform, loss: nn.Module | None = None
 ) -> None:
-    """Let `perform` run each layer on copies of its arguments, and copy its results.
-
-    A `loss` of the model's output runs as a layer after the last one.
-    """
+    """Let `perform` run each layer, then the `loss`, on copies of its arguments."""
 
     def performed(step: Step, function: Any) -> Any:
         if step.index >= len(layers):  # a random operation between the layers of a model
@@ -74,7 +71,6 @@ def run_alone(
 def _on_copies(
     step: Step, function: Any, originals: tuple[Any, Any], device: torch.device | None
 ) -> LayerRun:
-    """Return a layer with copies of its arguments."""
     first_node = next_node_number()
     entries: list[Entry] = []
 

@@ -139,12 +139,8 @@ def _repeat(timer: StepTimer, inputs: Any, repeats: Repeats) -> None:
 def with_seconds(
     counted: AtSize, layers: Layers, inputs: Any, how: How, loss: nn.Module | None = None
 ) -> AtSize:
-    """Return counted costs with measured seconds of `inputs` (one micro-batch), by kind of layer.
-
-    The seconds of a kind are medians over all of its layers.
-
-    Raises:
-        ConfigError: the layers cannot be copied to keep other cores busy.
+    """Return counted costs with measured seconds of `inputs` (one micro-batch): medians over all
+    layers of a kind.
     """
     # 1. Find the layers of each kind: their medians count together.
     members: list[list[int]] = [[] for _ in counted.kinds]

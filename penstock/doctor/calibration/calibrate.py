@@ -89,10 +89,8 @@ class Calibration:
 
 
 def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibration:
-    """Measure this machine for about `budget_s` seconds: its GPUs, or its cores if it has none.
-
-    Raises:
-        MeshError: processes of this host do not start, or do not reach each other.
+    """Measure this machine for about `budget_s` seconds: its GPUs, or its cores if it has none.  A
+    MeshError says that processes of this host do not start, or do not reach each other.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -173,9 +171,7 @@ class DeviceFacts(NamedTuple):
 def measure_device(
     device: torch.device, facts: DeviceFacts, sizes: Sizes, budget_s: float
 ) -> tuple[Device, list[Figure]]:
-    """Measure a device alone: bandwidth of a copy, peak of each dtype, time to
-    issue an operator.
-    """
+    """Measure a device alone: bandwidth of a copy, peak of each dtype, issue of an operator."""
     is_cpu = device.type == "cpu"
 
     def wait() -> None:

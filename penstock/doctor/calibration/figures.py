@@ -116,7 +116,6 @@ def comment_of(calibration: "Calibration") -> str:
 
 
 def as_line(calibration: "Calibration") -> str:
-    """Return the calibration as one line of JSON."""
     names = ("name", "unit", "middle", "low", "high")
     lines = ((f.name, f.unit, *f.spread) for f in calibration.figures)
     figures = [dict(zip(names, line, strict=True)) for line in lines]

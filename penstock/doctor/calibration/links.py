@@ -212,11 +212,7 @@ def _overhead_s(budget_s: float) -> Spread:
 
 
 def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
-    """Measure two processes of this host that send each other tensors of `num_bytes`.
-
-    Raises:
-        MeshError: they failed, or took too long.
-    """
+    """Measure two processes that send each other `num_bytes`; a MeshError if they fail."""
     # The processes are a job of their own, also within torchrun; they write a file of medians.
     environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}
     timeout_s = _TIMEOUT_S + budget_s
@@ -259,7 +255,6 @@ class _Ends:
         self._in, self._turn_in = (Incoming(mesh, theirs, theirs + n) for n in (0, 2))
 
     def there_and_back(self, payload: Payload) -> float:
-        """Return half of a round trip."""
         start_s = time.perf_counter()
         if self._leads:
             self._out.send(payload, 0)
@@ -270,7 +265,6 @@ class _Ends:
         return (time.perf_counter() - start_s) / 2
 
     def crossing(self, payload: Payload) -> float:
-        """Return the seconds of a message with another one the other way."""
         self._pass_turn(to_first=False)
         self._pass_turn(to_first=True)
         start_s = time.perf_counter()
@@ -280,9 +274,7 @@ class _Ends:
         return time.perf_counter() - start_s
 
     def busy(self, payload: Payload) -> float:
-        """Send while nobody receives, then receive a waiting message; return this
-        rank's seconds.
-        """
+        """Send while nobody receives, then receive a waiting message; return the seconds."""
         if not self._leads:
             self._pass_turn(to_first=False)
         start_s = time.perf_counter()

@@ -75,9 +75,7 @@ def mixed_work(sizes: Sizes) -> Run:
 
 
 def shares_alone(make: Callable[[], Run], most_threads: int, budget_s: float) -> dict[int, Spread]:
-    """Return the speed of each of 1, 2, 4, ..., `most_threads` threads, as a share
-    of one alone.
-    """
+    """Return the speed of each of 1, 2, 4, ..., `most_threads` threads, a share of one's."""
     counts = [2**n for n in range((most_threads - 1).bit_length())] + [most_threads]
     window_s = budget_s / (ROUNDS * len(counts))
     rounds: dict[int, list[float]] = {n: [] for n in counts}

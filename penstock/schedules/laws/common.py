@@ -225,9 +225,7 @@ def messages(lanes: Lanes) -> None:
 
 
 def complete(lanes: Lanes) -> None:
-    """Check that every stage has one Forward and one Backward for every micro-batch, or in its
-    place a BackwardInput and a BackwardWeight.
-    """
+    """Check that each stage has a Forward and a Backward, or both parts, of each micro-batch."""
     numbers = list(range(lanes.num_microbatches))
     for stage in range(lanes.num_stages):
         # 1. A stage is complete if its forwards and backwards, whole or in parts, add up.

@@ -28,12 +28,10 @@ class Lane(NamedTuple):
 
 
 class Lanes:
-    """The positions of each stage's instructions, by kind, in order.
+    """The positions of each stage's instructions, by kind, in order; on one rank each, or a
+    ScheduleError.
 
     `producers` and `consumers` are the neighbours of the stages that have any.
-
-    Raises:
-        ScheduleError: a stage runs on two ranks.
     """
 
     def __init__(self, schedule: Schedule, transfers: Transfers) -> None:
@@ -84,7 +82,6 @@ class Lanes:
         return dict(zip(self.microbatches(stage, *kinds), positions, strict=True))
 
     def by_peer(self, kind: type[Communication], stage: int) -> dict[int, Lane]:
-        """Return the messages of a kind on `stage`, by peer."""
         if (kind, stage) not in self._by_peer:
             self._by_peer[kind, stage] = self._find_by_peer(kind, stage)
         return self._by_peer[kind, stage]

@@ -50,9 +50,7 @@ def updates(lanes: Lanes) -> None:
 
 
 def commits_by_minibatch(lanes: Lanes) -> None:
-    """Check that statistics are committed, if at all, after the last Forward of each mini-batch
-    and before the first of the next.
-    """
+    """Check that statistics are committed, if at all, between the Forwards of two mini-batches."""
     per_update = microbatches_per_update(lanes)
     for stage in range(lanes.num_stages):
         positions = lanes.positions(stage, ir.CommitStatistics)
@@ -70,11 +68,7 @@ def commits_by_minibatch(lanes: Lanes) -> None:
 
 
 def microbatches_per_update(lanes: Lanes) -> int:
-    """Return the number of micro-batches whose gradients make one update.
-
-    Raises:
-        ScheduleError: not as many on every stage, or not in every update.
-    """
+    """Return how many micro-batches make one update; a ScheduleError if updates differ."""
     counts = {s: len(lanes.positions(s, ir.UpdateWeights)) for s in range(lanes.num_stages)}
     number = counts[0]
     if len(set(counts.values())) > 1 or not number or lanes.num_microbatches % number:

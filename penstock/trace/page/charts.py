@@ -53,7 +53,6 @@ def layout_of(
 
 
 def axis_of(title: str, standoff: int = 12, **more: Any) -> Layout:
-    """Return an axis with its title."""
     return {"title": {"text": title, "standoff": standoff}, **more}
 
 
@@ -320,7 +319,6 @@ def curves_of_runs(runs: Mapping[str, Metrics]) -> Iterator[Figure]:
 
 
 def _numbers_of(metrics: Metrics) -> list[str]:
-    """Return the names of the metrics that are numbers."""
     names = dict.fromkeys(
         name
         for line in metrics

@@ -153,7 +153,6 @@ def lane_chart(
 
 
 def _traces(lanes: Lanes, unit: Unit, axis: str) -> Iterator[Trace]:
-    """Yield the boxes of each kind."""
     # 1. Group the boxes by kind.
     lane_of = {rank: n for n, rank in enumerate(lanes.ranks)}
     kinds: dict[Look, list[Box]] = defaultdict(list)
@@ -245,7 +244,6 @@ def _message(send: Span, receive: Span, unit: Unit) -> str:
 
 
 def _microbatch(instruction: ir.Instruction) -> int | None:
-    """Return the micro-batch of an instruction, if it has one."""
     match instruction:
         case ir.CommitStatistics() | ir.ReduceGradients() | ir.UpdateWeights():
             return None

@@ -113,11 +113,7 @@ class Page:
 
 
 def check_page(output: Path) -> None:
-    """Check that a page can be written into the file `output`: it is new, or a page of ours.
-
-    Raises:
-        ConfigError: plotly is not installed, or something else is there.
-    """
+    """Raise a ConfigError unless plotly is there, and `output` is new, or a page of ours."""
     _plotly_js()
     if not output.exists():
         return
@@ -130,7 +126,6 @@ def check_page(output: Path) -> None:
 
 
 def _plotly_js() -> str:
-    """Return plotly.js, the library that draws the charts."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -143,12 +138,7 @@ def _plotly_js() -> str:
 
 
 def write_page(page: Page, output: Path) -> None:
-    """Write a page into the file `output`; replace a page of ours.
-
-    Raises:
-        ConfigError: plotly is not installed, another file is in the way, or the page cannot be
-            written.
-    """
+    """Write a page into `output`, over a page of ours; a ConfigError if it cannot be written."""
     check_page(output)
     unfinished = output.with_name(f".{output.name}.unfinished")  # a reader sees a whole page
     try:
@@ -159,11 +149,7 @@ def write_page(page: Page, output: Path) -> None:
 
 
 def render_page(page: Page) -> str:
-    """Write `page` as HTML, with all its text escaped.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
+    """Write `page` as HTML, all its text escaped; a ConfigError if plotly is not installed."""
     from jinja2 import Environment, FileSystemLoader
 
     here = Environment(
