@@ -1,4 +1,4 @@
-"""Faults of what messages cost, found in a traced step and priced."""
+"""Faults of what messages cost, found in a traced step and priced, and of their groups."""
 
 from .fault import Fault
 
@@ -42,5 +42,38 @@ FAULTS = (
         "c.took_s",
         "tests/simulator/test_measured.py",
         "gives_back_the_costs",
+    ),
+    Fault(
+        "messages are never joined, so captured ranks that both send first hang",
+        "penstock/schedules/message_groups.py",
+        "        queues.join(min(receives, key=queues.distance))",
+        "        alone = message_positions(schedule)\n"
+        "        return tuple(tuple((n,) for n in queue) for queue in alone)",
+        "tests/schedules/test_message_groups.py",
+        "joins_the_send",
+    ),
+    Fault(
+        "receives of a group do not follow their sends, so NCCL takes one for another",
+        "penstock/schedules/message_groups.py",
+        "return place not in self.sends, self.partners[place]",
+        "return place not in self.sends, place",
+        "tests/schedules/test_message_groups.py",
+        "later_value or several_stages",
+    ),
+    Fault(
+        "the law of one queue lets a send run before its value is computed",
+        "penstock/schedules/laws/one_queue.py",
+        "max(self.sends[self.num_ended], default=-1) < self._computed()",
+        "self._computed() >= 0",
+        "tests/schedules/test_message_groups.py",
+        "every_order_of_events",
+    ),
+    Fault(
+        "the law of one queue lets a group end though a message is not received",
+        "penstock/schedules/laws/one_queue.py",
+        "all(began[m] == 2 for m in self.messages[self.num_ended])",
+        "True",
+        "tests/schedules/test_message_groups.py",
+        "every_order_of_events or hang",
     ),
 )
