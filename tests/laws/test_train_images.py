@@ -146,6 +146,7 @@ def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_pa
 
 def test_one_sample_is_enough_where_batch_norm_sees_many_values_of_it(recipe: Path) -> None:
     given = ["train.batch_size=8", "model.auxiliary_weight=0", "data.size=32"]
+    given.append("pipeline.partition=auto")  # without a head there are fewer layers
     Trainer(read_recipe(recipe, given)).close()
 
 

@@ -179,7 +179,7 @@ FEW = [
     for rotation, name in enumerate(ZOO_MEMBERS)
     for run in list(few_runs(rotation))[rotation % 2 :: 2]
 ]
-"""Every other of a few runs; quick are those of three or four stages, of every other two members."""
+"""Every other of a few runs; quick are those of three or four stages, of half of the members."""
 
 
 def check(name: str, run: Run) -> None:

@@ -223,13 +223,13 @@ def test_the_statistics_of_batch_norm_are_options() -> None:
     assert {m.affine for m in norms} == {True}
 
 
-@BOTH
+@pytest.mark.parametrize("build", [pytest.param(amoebanet_b, marks=pytest.mark.slow), amoebanet_d])
 def test_stem_cells_and_heads_are_the_layers_of_a_pipeline(build: Builder) -> None:
     with torch.device("meta"):
-        model, image = build(6, 16, image_size=64), torch.empty(2, 3, 64, 64)
+        model, image = build(18, 64, image_size=224), torch.empty(2, 3, 224, 224)
     names = [layer.name for layer in penstock.capture(model, image)]
-    cells = [f"cells.{number}" for number in range(2 + 6 + 2)]
-    with_auxiliary = 2 + 2 + 1 + 2
+    cells = [f"cells.{number}" for number in range(2 + 18 + 2)]
+    with_auxiliary = 2 + 6 + 1 + 6
     assert names == [
         "stem",
         *cells[:with_auxiliary],
