@@ -87,12 +87,12 @@ def covering_runs(rotation: int) -> list[Run]:
 
 
 def few_runs(rotations: int) -> Iterator[tuple[int, Run]]:
-    """Give a fourth of the covering runs of each rotation, and of the others those without which
+    """Give an eighth of the covering runs of each rotation, and of the others those without which
     two values would not meet in any rotation.
     """
     every = [list(enumerate(covering_runs(n))) for n in range(rotations)]
     chosen = {
-        (n, i): run for n, runs in enumerate(every) for i, run in runs if i % 4 == (n + 2) % 4
+        (n, i): run for n, runs in enumerate(every) for i, run in runs if i % 8 == (n + 2) % 8
     }
     met = set().union(*map(pairs_of, chosen.values()))
     for n, runs in enumerate(every):

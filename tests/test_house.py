@@ -98,6 +98,12 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """List all nodes of a file once."""
+    return list(ast.walk(parsed(source)))
+
+
 def part_of(name: str) -> str:
     """Give the folder or module right under penstock/ that holds the module called `name`."""
     return [*name.split("."), "__init__"][1]
@@ -116,11 +122,9 @@ def is_for_types(node: ast.AST) -> TypeGuard[ast.If]:
 def imported_parts(source: str, importer: str) -> set[str]:
     """Give the parts of penstock that `source`, as the module `importer`, imports when it runs."""
     names: set[str] = set()
-    tree = parsed(source)
-    for_types = {
-        id(node) for block in ast.walk(tree) if is_for_types(block) for node in block.body
-    }
-    for node in ast.walk(tree):
+    nodes = nodes_of(source)
+    for_types = {id(node) for block in nodes if is_for_types(block) for node in block.body}
+    for node in nodes:
         if id(node) in for_types:
             continue
         if isinstance(node, ast.Import):
@@ -144,7 +148,7 @@ def may_import(importer: str, imported: str) -> bool:
 
 def bound_names(source: str) -> Iterator[str]:
     """Yield every name that `source` gives to something; names it merely uses are not its own."""
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(source):
         match node:
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 yield name
@@ -165,10 +169,9 @@ def private_names(source: str, *, elsewhere: Set[str] = frozenset()) -> set[str]
 
     That are modules, attributes of what is not `self`, and strings that are one of `elsewhere`.
     """
-    tree = parsed(source)
     own = {*bound_names(source), *PYTHONS_PRIVATE} - elsewhere
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(source):
         match node:
             case ast.ImportFrom(str(module), names, 0) if not module.startswith("penstock"):
                 found.update(part for part in module.split(".") if part.startswith("_"))
@@ -377,9 +380,9 @@ def test_planning_and_records_of_costs_work_where_torch_is_not_installed() -> No
     )
 
 
-@pytest.mark.parametrize("module", ("penstock", "penstock_recipes.recipe.recipe"))
-def test_what_needs_no_torch_does_not_import_it(module: str) -> None:
-    run_python(f"import sys, {module}; assert 'torch' not in sys.modules")
+def test_what_needs_no_torch_does_not_import_it() -> None:
+    modules = "penstock, penstock_recipes.recipe.recipe"
+    run_python(f"import sys, {modules}; assert 'torch' not in sys.modules")
 
 
 def test_public_names_are_sorted_and_found() -> None:
@@ -409,9 +412,10 @@ def test_public_names_are_those_of_the_last_release_and_new_ones() -> None:
 
 def test_the_banned_word_names_nothing() -> None:
     for path in SOURCES:
-        if BANNED not in path.read_text().lower():
+        text = path.read_text()
+        if BANNED not in text.replace(f".{BANNED}(", "").lower():  # but for calls of torch's own
             continue
-        names = set(bound_names(path.read_text()))
+        names = set(bound_names(text))
         assert sorted(name for name in names if BANNED in name.lower()) == [], path
 
 

@@ -17,6 +17,7 @@ from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
 from tests.mesh_tasks import mesh_task
+from tests.ways import one_each
 
 CLUSTERS = {
     "fast within hosts": cluster(2, 2),
@@ -54,8 +55,13 @@ def what(own: OnMeshes) -> tuple[object, ...]:
     return own.answer.stages, own.family, own.prices.plan, own.prices.policy
 
 
-@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2, 16])
-@pytest.mark.parametrize("where", CLUSTERS)
+@pytest.mark.parametrize(
+    ("where", "num_microbatches"),
+    one_each(
+        [pytest.param(where, id=where) for where in CLUSTERS],
+        [pytest.param(number, id=str(number)) for number in (2, 16, 1)],
+    ),
+)
 def test_what_is_not_simulated_would_not_be_faster(
     where: str, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -280,7 +280,9 @@ CASES: dict[str, Callable[[int], list[Case]]] = {
     ],
     "replicas_of_shards": lambda _: in_shards(1, 2) + in_shards(2, 2),
     "replicas_of_unlike": lambda _: on_unlike_meshes(in_shards(1, 2) + in_shards(2, 2)),
-    REPLICAS[0]: lambda k: [replace(c, num_replicas=2) for c in in_turns(REPLICATED, k)],
+    REPLICAS[0]: lambda k: [
+        replace(c, num_replicas=2) for c in in_turns(REPLICATED, k, range(1 if k == 1 else 3))
+    ],
     REPLICAS[1]: lambda k: [replace(c, num_replicas=2) for c in several(REPLICATED, k, 2)],
 }
 """What is trained, by name, for so many processes in each replica."""

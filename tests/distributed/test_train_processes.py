@@ -245,20 +245,6 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(uninterrupted, tmp
 
 
 @pytest.mark.slow
-def test_a_fine_tuned_run_whose_only_checkpoint_is_damaged_begins_again_with_its_weights(
-    uninterrupted: Path, tmp_path: Path
-) -> None:
-    start = (f"start.checkpoint={uninterrupted}", 'start.new_layers=["head"]')
-    changes = (*start, "data.labels=parity", "train.checkpoint_every=4", "train.batch_size=250")
-    run([*TRAIN, *words(*changes), "--run-folder", "whole"], tmp_path)
-    shutil.copy(DIGITS, tmp_path / "mine.toml")
-    job = [*faulty("damage", "0", 6), *words(*changes, recipe="mine.toml")]
-    said = run(elastic(job, processes=2), tmp_path)
-    assert "step-000004 is set aside: " in said and "begins again at step 0" in said
-    assert_same_run(tmp_path / "runs" / "mine-1", tmp_path / "whole")
-
-
-@pytest.mark.slow
 def test_a_lost_host_leaves_fewer_processes_which_go_on(two_replicas, port, tmp_path) -> None:
     """Two hosts of two processes; one is lost: K shrinks to 1, D stays, and so do all bits.
 

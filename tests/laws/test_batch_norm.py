@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, StatisticsWarning
 from tests.models import Model, images
 from tests.reference import plain_step
 from tests.side_by_side import assert_trains_like_unsplit, differences
-from tests.ways import WAYS, in_turns
+from tests.ways import WAYS, in_turns, one_each
 
 
 def norm_first(**options: Any) -> list[nn.Module]:
@@ -248,8 +248,7 @@ def assert_trains_like_plain_torch(norm: Callable[[], nn.Module], **way: Any) ->
     assert not differences([ours], [plain])
 
 
-@pytest.mark.parametrize("norm", OWN_FORWARDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("norm, way", one_each(OWN_FORWARDS, WAYS))
 def test_a_forward_of_its_own_runs_as_in_plain_torch_and_that_is_said(norm: Any, way: Any) -> None:
     with pytest.warns(StatisticsWarning, match=r"1 BatchNorm layers.*with every micro-batch"):
         assert_trains_like_plain_torch(norm, **way)

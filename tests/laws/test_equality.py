@@ -76,7 +76,7 @@ def partitions(num_layers: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.sets(st.integers(1, num_layers - 1), max_size=3).map(sizes)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.data())
 def test_training_equals_the_unsplit_model_for_any_partition(data: st.DataObject) -> None:
     model = data.draw(st.sampled_from(ALL_MODELS))
@@ -114,7 +114,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         done[stage, backward] += 1
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     schedule=schedules(),
     name=st.sampled_from(
@@ -135,17 +135,18 @@ def test_training_equals_the_unsplit_model_for_any_valid_schedule(
     assert_trains_like_unsplit(BY_NAME[name], 2 * schedule.num_microbatches + 1, **options)
 
 
-@pytest.mark.parametrize("recompute", penstock.Recompute)
-@pytest.mark.parametrize("partition", [*((cut, 9 - cut) for cut in range(1, 9)), (1,) * 9])
-def test_a_layer_that_works_in_place_may_stand_at_any_cut(partition, recompute) -> None:
-    assert_trains_like_unsplit(
-        BY_NAME["in_place"], 7, partition=partition, num_microbatches=3, recompute=recompute
-    )
+@pytest.mark.parametrize("cut", range(1, 10))
+def test_a_layer_that_works_in_place_may_stand_at_any_cut(cut: int) -> None:
+    """Recompute policies take turns; the last one has a stage of each layer."""
+    recompute = list(penstock.Recompute)[cut % len(penstock.Recompute)]
+    options: dict[str, Any] = {"num_microbatches": 3, "recompute": recompute}
+    partition = (cut, 9 - cut) if cut < 9 else (1,) * 9
+    assert_trains_like_unsplit(BY_NAME["in_place"], 7, partition=partition, **options)
 
 
 @pytest.mark.parametrize("num_samples", (1, 2, 3))
 def test_fewer_samples_than_micro_batches_run_as_many_as_there_are(num_samples: int) -> None:
-    for model in ALL_MODELS[num_samples - 1 :: 3]:
+    for model in ALL_MODELS[num_samples - 1 :: 6]:
         if model.min_samples == 1:
             assert_trains_like_unsplit(
                 model, num_samples, steps=2, num_stages=2, num_microbatches=4
@@ -169,25 +170,17 @@ def gradients(modules: list[nn.Module]) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-def test_every_model_trains_and_gives_finite_gradients(model: Model) -> None:
-    built = model.build()
-    unsplit = Unsplit(built.modules, built.forward, num_microbatches=2)
-    for inputs, targets in model.batches(5, count=2):
-        assert torch.isfinite(unsplit.train_step(inputs, targets, model.loss))
-    found = [g for g in gradients(built.modules) if g is not None]
-    assert found and all(bool(torch.isfinite(g).all()) for g in found)
-    assert any(bool(g.abs().sum() > 0) for g in found)
-
-
-@pytest.mark.parametrize("model", ALL_MODELS, ids=repr)
-def test_the_reference_is_deterministic(model: Model) -> None:
+def test_the_reference_gives_finite_gradients_and_the_same_again(model: Model) -> None:
     seen = []
     for _ in range(2):
         built = model.build()
         unsplit = Unsplit(built.modules, built.forward, num_microbatches=2)
-        losses = [unsplit.train_step(x, y, model.loss) for x, y in model.batches(4, count=2)]
-        seen.append([*losses, *(g for g in gradients(built.modules) if g is not None)])
+        losses = [unsplit.train_step(x, y, model.loss) for x, y in model.batches(5, count=2)]
+        found = [g for g in gradients(built.modules) if g is not None]
+        seen.append([*losses, *found])
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    assert found and all(bool(torch.isfinite(t).all()) for t in seen[0])
+    assert any(bool(g.abs().sum() > 0) for g in found)
 
 
 def test_one_micro_batch_is_plain_autograd() -> None:

@@ -39,6 +39,10 @@ OPTIONS = [
 NAMED = [pytest.param(model, id=model.name) for model in ALL_MODELS]
 
 
+def named(*names: str) -> list[Any]:
+    return [pytest.param(name, id=name) for name in names]
+
+
 def pair_of(
     model: Model, **options: Any
 ) -> tuple[penstock.Pipeline, Unsplit, Callable[[], list[str]]]:
@@ -69,8 +73,10 @@ def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: A
             assert not differ(), f"step {step}"
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ("mlp", "convolutions", "fan_out", "unet", "views", "lstm"))
+@pytest.mark.parametrize(
+    "name, options",
+    one_each(named("mlp", "convolutions", "fan_out", "unet", "views", "lstm"), OPTIONS),
+)
 def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[str, Any]) -> None:
     model = BY_NAME[name]
     pipe, unsplit, differ = pair_of(model, **options)
@@ -178,8 +184,10 @@ def test_evaluation_equals_the_unsplit_model(model: Model, num_samples: int, opt
     assert [module.training for module in pipe.modules()] == modes and not differ()
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", ("convolutions", "transformer", "changing_buffers", "fan_out"))
+@pytest.mark.parametrize(
+    "name, options",
+    one_each(named("convolutions", "transformer", "changing_buffers", "fan_out"), OPTIONS),
+)
 def test_evaluation_may_come_between_training_steps_in_any_order(name: str, options: Any) -> None:
     model = BY_NAME[name]
     pipe, unsplit, differ = pair_of(model, **options)

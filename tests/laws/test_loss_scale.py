@@ -13,6 +13,7 @@ from tests.models import BY_NAME, Model
 from tests.reference import Unsplit, Weigh, mean
 from tests.side_by_side import differences, pipeline, same_bits
 from tests.ways import WAYS, one_each
+from tests.ways import pairwise as paired
 
 SCALED = [BY_NAME[name] for name in ("transformer", "fan_out", "batch_norms", "frozen_middle")]
 
@@ -25,9 +26,14 @@ def options(number: int = 3, **others: Any) -> dict[str, Any]:
     return {"num_stages": number, "num_microbatches": 3, **others}
 
 
-@pytest.mark.parametrize("model", SCALED, ids=repr)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("exponent", (-8, 16))
+@pytest.mark.parametrize(
+    "model, way, exponent",
+    paired(
+        [pytest.param(model, id=model.name) for model in SCALED],
+        WAYS,
+        [pytest.param(exponent, id=str(exponent)) for exponent in (-8, 16)],
+    ),
+)
 def test_gradients_come_back_from_a_power_of_two_to_the_unscaled_bits(
     model: Model, way: dict[str, Any], exponent: int
 ) -> None:

@@ -99,7 +99,7 @@ def test_the_peak_of_every_stage_is_predicted(num_stages: int) -> None:
     ids=lambda policy: policy.name,
 )
 def test_the_peak_of_a_captured_model_with_skips_is_predicted(recompute: Any) -> None:
-    for family in (FAMILIES[0], FAMILIES[3]):
+    for family in (FAMILIES[3],) if recompute is Recompute.STAGE else (FAMILIES[0], FAMILIES[3]):
         check("amoebanet", 2, family, recompute)
 
 

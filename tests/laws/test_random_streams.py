@@ -72,11 +72,17 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize(
-    ("draw", "way"), one_each([pytest.param(DRAWS[name], id=name) for name in DRAWS], WAYS)
+    ("names", "way"),
+    one_each(
+        [pytest.param([*DRAWS][n::7], id=" and ".join([*DRAWS][n::7])) for n in range(7)], WAYS
+    ),
 )
-def test_every_way_to_draw_equals_the_unsplit_model(draw: Any, way: Any) -> None:
+def test_every_way_to_draw_equals_the_unsplit_model(names: list[str], way: Any) -> None:
+    """Five ways to draw in one model, each in two layers."""
+
     def layers() -> list[Any]:
-        return [nn.Linear(6, 8), draw(), nn.Linear(8, 8), draw(), nn.Linear(8, 3)]
+        draws = [layer for name in 2 * names for layer in (DRAWS[name](), nn.Linear(8, 8))]
+        return [nn.Linear(6, 8), *draws, nn.Linear(8, 3)]
 
     model = Model("draw", layers, vectors, F.mse_loss)
     assert_trains_like_unsplit(model, 5, num_stages=3, num_microbatches=2, **way)

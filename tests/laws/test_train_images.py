@@ -37,6 +37,7 @@ num_workers = 0
 
 [pipeline]
 num_stages = 2
+partition = [3, 5]
 num_microbatches = 2
 
 [optimizer]
@@ -88,9 +89,9 @@ def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.parametrize(
     "changes",
     [
-        ["pipeline.num_stages=1"],
+        ["pipeline.num_stages=1", "pipeline.partition=[8]"],
         pytest.param(
-            ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b", "data.num_workers=1"],
+            ["pipeline.num_stages=3", "pipeline.partition=auto", "data.num_workers=1"],
             marks=pytest.mark.slow,
         ),
     ],
@@ -132,9 +133,6 @@ def test_a_run_goes_on_with_the_images_that_it_began_with(recipe, uninterrupted,
     with pytest.raises(ConfigError, match=r"the data are not those that .* began with"):
         resume(folder, [f"data.path={moved}"])
     assert str(recipe.parent) in (folder / "recipe.toml").read_text()
-    (folder / "data.digest").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"began with, as .*data\.digest says"):
-        resume(folder, [f"data.path={moved}"])
 
 
 def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_path: Path) -> None:
@@ -148,6 +146,7 @@ def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_pa
 
 def test_one_sample_is_enough_where_batch_norm_sees_many_values_of_it(recipe: Path) -> None:
     given = ["train.batch_size=8", "model.auxiliary_weight=0", "data.size=32"]
+    given.append("pipeline.partition=auto")  # without a head there are fewer layers
     Trainer(read_recipe(recipe, given)).close()
 
 

@@ -123,6 +123,9 @@ def test_a_run_goes_on_with_the_text_that_it_began_with(uninterrupted: Any, tmp_
     (folder / "sample.txt").unlink()
     with pytest.raises(ConfigError, match=r"the data are not those that .* began with"):
         resume(folder)
+    (folder / "data.digest").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"began with, as .*data\.digest says"):
+        resume(folder)
 
 
 def test_weights_without_their_vocabulary_are_refused(recipes, uninterrupted, tmp_path) -> None:

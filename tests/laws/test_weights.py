@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from tests.reference import Loss, Unsplit, Weigh, chain, mean, shares_of, total, whole_batch_step
-from tests.ways import named_schedules, one_each
+from tests.ways import named_schedules, one_each, pairwise
 
 PADDING = 0
 
@@ -113,9 +113,17 @@ def test_weighted_losses_equal_the_unsplit_ones_in_every_bit(
     assert_equal_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-@pytest.mark.parametrize("num_samples, num_microbatches", SIZES)
-@pytest.mark.parametrize("loss, reduction, weigh", REDUCTIONS)
+@pytest.mark.parametrize(
+    "loss, reduction, weigh, num_samples, num_microbatches, dtype, tolerance",
+    pairwise(
+        REDUCTIONS,
+        [pytest.param(*size, id=f"{size[0]}-{size[1]}") for size in SIZES],
+        [
+            pytest.param(torch.float32, 1e-6, id="float32"),
+            pytest.param(torch.float64, 1e-14, id="float64"),
+        ],
+    ),
+)
 def test_weighted_losses_sum_to_the_whole_batch(  # noqa: PLR0913 - one law, all its factors
     loss: Loss, reduction: Any, weigh: Weigh, num_samples: int, num_microbatches: int,
     dtype: torch.dtype, tolerance: float,

@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 
+from benchmarks.all_pairs import all_pairs
 from penstock.errors import ScheduleError
 from penstock.schedules import Schedule, eager_1f1b, gpipe, ir, one_f_one_b, parse
 from penstock.schedules.laws import SYNCHRONOUS, AtMostBytes, Law
@@ -120,11 +121,9 @@ def test_forwards_first_gives_two_halves() -> None:
     """)
 
 
-@pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("recompute", (True, False))
 @pytest.mark.parametrize("function", EVERY_SCHEDULE, ids=str)
-def test_every_lowered_schedule_reads_back_from_its_text(function, recompute, mode) -> None:
-    for p, m in SIZES:
+def test_every_lowered_schedule_reads_back_from_its_text(function) -> None:
+    for (p, m), recompute, mode in all_pairs([SIZES, (True, False), tuple(Mode)]):
         how = Lowering(
             family=function,
             ranks=function.ranks(p),

@@ -65,7 +65,13 @@ def test_a_call_saves_tensors_by_number_and_the_rest_as_bytes() -> None:
     assert gelu.saved == gelu.takes and not gelu.inner_bytes
 
 
-@pytest.mark.parametrize("name", ZOO_MEMBERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if number % 3 else [])
+        for number, name in enumerate(ZOO_MEMBERS)
+    ],
+)
 def test_what_layers_cost_is_the_sum_over_their_calls(name: str) -> None:
     model, inputs = ZOO_MEMBERS[name]()
     layers = layers_of(model, inputs)

@@ -46,10 +46,8 @@ def test_amoebanet_b_has_the_papers_557_million_parameters() -> None:
     ("sizes", "count", "with_auxiliary"),
     [
         ((18, 208), 81_137_437, 81_785_166),
-        ((18, 256), 121_911_016, 122_579_097),
         ((18, 416), 317_541_696, 318_277_617),
-        ((18, 544), 540_196_240, 540_986_433),
-        ((36, 544), 1_053_293_776, 1_054_083_969),
+        pytest.param((36, 544), 1_053_293_776, 1_054_083_969, marks=pytest.mark.slow),
         pytest.param((72, 512), 1_842_610_248, 1_843_386_873, marks=pytest.mark.slow),
     ],
 )
@@ -105,7 +103,7 @@ def test_layers_that_are_no_multiple_of_3_go_to_the_later_stacks(
 
 
 @BOTH
-@pytest.mark.parametrize("size", [(32, 32), (33, 33), (35, 50), (47, 32), (64, 61)])
+@pytest.mark.parametrize("size", [(32, 32), (35, 50), (64, 61)])
 def test_images_of_any_size_from_32_up(build: Builder, size: tuple[int, int]) -> None:
     model = tiny(build, image_size=max(size))
     image = torch.randn(2, 1, *size)
@@ -114,7 +112,7 @@ def test_images_of_any_size_from_32_up(build: Builder, size: tuple[int, int]) ->
 
 
 @BOTH
-@pytest.mark.parametrize("size", [4, 5, 8, 16, 23])
+@pytest.mark.parametrize("size", [4, 5, 23])
 def test_small_images_keep_their_size_in_the_stem(build: Builder, size: int) -> None:
     model = tiny(build, image_size=size, small=True)
     stem, *_, last = shapes(model, torch.randn(2, 1, size, size))
