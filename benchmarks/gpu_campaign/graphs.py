@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_campaign.contestants import Work, piped
-from benchmarks.gpu_campaign.measure import Memory, Row, kernels_ms, medians, rows_of
+from benchmarks.gpu_campaign.measure import Memory, Row, Step, kernels_ms, medians, rows_of
 from penstock import Pipeline, Recompute
 from penstock.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 
 NUM_EQUAL = 5
 """Steps whose losses and gradients are compared, each followed by an update."""
-_CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "K = 4, 1F1B": (4, one_f_one_b, {}),
     "K = 1, GPipe": (1, gpipe, {}),
     "K = 4, 1F1B, dropout, recompute": (
@@ -34,7 +34,7 @@ def rows(work: Work, until: float) -> Iterator[Row]:
     """Yield a row for each schedule and K, the most important first."""
     cases = {
         name: partial(_row, work, num_stages, schedule, **options)
-        for name, (num_stages, schedule, options) in _CASES.items()
+        for name, (num_stages, schedule, options) in CASES.items()
     }
     return rows_of(cases, until)
 
@@ -65,29 +65,33 @@ def _row(
     return row | ({"remark": "; ".join(remarks)} if remarks else {})
 
 
-def _measured(work: Work, pipe: Pipeline, memory: Memory) -> Row:
+def _step(work: Work, pipe: Pipeline) -> Step:
+    """Return a step; inputs and targets have memory of their own, or no graph would be captured."""
     words = work.words()
-    how: Any = pipe, lambda: pipe.train_step(words, words), work.device
-    return medians(*how, work.num_steps) | memory.peak()
+    targets = words.clone()
+    return lambda: pipe.train_step(words, targets)
+
+
+def _measured(work: Work, pipe: Pipeline, memory: Memory) -> Row:
+    step = _step(work, pipe)
+    return medians(pipe, step, work.device, work.num_steps) | memory.peak()
 
 
 def _kernels(work: Work, pipe: Pipeline) -> Row:
     """Return the time of the kernels of an eager step; a profiled step is never a replay."""
-    words = work.words()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # under a profiler, all stages run in this thread
-        return {"kernels_ms": kernels_ms(pipe, lambda: pipe.train_step(words, words), work.device)}
+        return {"kernels_ms": kernels_ms(pipe, _step(work, pipe), work.device)}
 
 
 def _are_equal(work: Work, eager: Pipeline, graphed: Pipeline) -> bool:
     """Train both, which have made equally many steps of equal weights; compare all bits."""
-    words, same = work.words(), True
+    steps, same = [(pipe, _step(work, pipe)) for pipe in (eager, graphed)], True
     for _ in range(NUM_EQUAL):
         found = []
-        for pipe in (eager, graphed):
+        for pipe, step in steps:
             pipe.zero_grad()
-            loss = pipe.train_step(words, words).clone()
-            found.append([loss, *(p.grad for p in pipe.parameters())])
+            found.append([step().clone(), *(p.grad for p in pipe.parameters())])
         same &= all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
         with torch.no_grad():
             for p in (*eager.parameters(), *graphed.parameters()):
