@@ -24,7 +24,7 @@ ON_CPU = ["graphs", "nccl", "throughput", "buckets", "precision", "compile"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of all parts that can run here, in one run."""
     folder: Path = tmp_path_factory.mktemp("campaign")
-    main([*_arguments(folder), "--minutes", "6", "--commit", "abc", "--only", *ON_CPU])
+    main([*_arguments(folder), "--minutes", "15", "--commit", "abc", "--only", *ON_CPU])
     return folder
 
 
