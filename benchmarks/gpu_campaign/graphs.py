@@ -66,7 +66,7 @@ def _row(
 
 
 def _step(work: Work, pipe: Pipeline) -> Step:
-    """Return a step; inputs and targets have memory of their own, or no graph would be captured."""
+    """Return a step; no graph is captured of inputs and targets that share memory."""
     words = work.words()
     targets = words.clone()
     return lambda: pipe.train_step(words, targets)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import DeviceType
 from torch.profiler import profile
 
 Row = dict[str, Any]
@@ -88,7 +87,7 @@ def kernels_ms(model: nn.Module, step: Step, device: torch.device) -> float | No
     of_device = [
         event.self_device_time_total / 1000  # from microseconds
         for event in profiled.key_averages()
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
     ]
     return sum(of_device) if of_device else None
 

@@ -17,7 +17,7 @@ from benchmarks.gpu_campaign.parts import PARTS
 from tests.pretend_devices.install import pretended_devices
 
 ON_CPU = ["graphs", "nccl", "throughput", "buckets", "precision", "compile"]
-"""Parts that do on the CPU what they do on a card; `tests` and `foresight` start other programs."""
+"""Parts that measure here what they do on a card; the others start programs with tests."""
 
 
 @pytest.fixture(scope="module")
