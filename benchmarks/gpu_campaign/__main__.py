@@ -69,8 +69,9 @@ def table(found: Found) -> str:
 
 
 def _columns(rows: Sequence[Row]) -> list[Column]:
-    """Return a column for each key of any row."""
-    keys = dict.fromkeys(key for row in rows for key, value in row.items() if value is not None)
+    """Return a column for each key of any row; lists of single steps are in the JSON only."""
+    cells = [(key, value) for row in rows for key, value in row.items()]
+    keys = dict.fromkeys(key for key, v in cells if not isinstance(v, list | None))
     return [
         Column(key.replace("_", " "), key, FORMS.get(key.rpartition("_")[2], "")) for key in keys
     ]
