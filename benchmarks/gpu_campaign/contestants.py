@@ -14,16 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.gpu_campaign.measure import MIB, NUM_WARM_UPS, Step, timed, wait
 from penstock import Pipeline, Recompute, schedules
 from penstock_recipes.zoo import transformer_lm
-
-MIB = 1 << 20
-NUM_WARM_UPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What all do: a GPT in one type, `batch` sequences in `num_microbatches`."""
+    """The task: a GPT in one type, `batch` sequences in `num_microbatches`.
+
+    With a `backend` of torch.compile, each block is compiled.
+    """
 
     device: torch.device
     num_layers: int = 24
@@ -33,11 +34,15 @@ class Work:
     batch: int = 32
     num_microbatches: int = 8
     dtype: torch.dtype = torch.bfloat16
+    dropout: float = 0.0
+    backend: str | None = None
+    num_steps: int = 10
 
     @classmethod
     def smallest(cls, device: torch.device) -> "Work":
         """Return one that takes no time on a CPU."""
-        sizes = {"num_layers": 4, "width": 16, "num_words": 32, "length": 8, "batch": 8}
+        sizes = {"num_layers": 2, "width": 16, "num_words": 32, "length": 8}
+        sizes |= {"batch": 4, "num_microbatches": 2, "num_steps": 1}
         return cls(device=device, dtype=torch.float32, **sizes)
 
     def model(self) -> nn.Sequential:
@@ -51,9 +56,17 @@ class Work:
                 num_heads=max(1, self.width // 64),
                 num_words=self.num_words,
                 max_length=self.length,
-                dropout=0.0,
+                dropout=self.dropout,
             )
+        if self.backend is not None:
+            for block in list(made)[1:-2]:  # without embedding, norm and head
+                block.compile(backend=self.backend)
         return made.to(self.dtype)
+
+    def cut(self, num_stages: int) -> list[int]:
+        """Return the number of layers of each stage; embedding, norm and head are layers too."""
+        share, rest = divmod(self.num_layers + 3, num_stages)
+        return [share + (stage < rest) for stage in range(num_stages)]
 
     def words(self) -> Tensor:
         """Draw the batch; equal at every call."""
@@ -67,9 +80,20 @@ def loss(logits: Tensor, words: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1).float(), words.flatten())
 
 
-Step = Callable[[], Any]
 Make = Callable[[Work], tuple[nn.Module, Step, Callable[[], None]]]
 """Returns the model, what trains it for a step, and what ends that."""
+
+
+def piped(work: Work, num_stages: int, model: nn.Module | None = None, **options: Any) -> Pipeline:
+    """Make a pipeline of the model, or of a `model` that differs; all stages on one device."""
+    how: dict[str, Any] = {"devices": str(work.device), "recompute": Recompute.NEVER}
+    return Pipeline(
+        work.model() if model is None else model,
+        partition=work.cut(num_stages),
+        num_microbatches=work.num_microbatches,
+        loss=loss,
+        **how | options,
+    )
 
 
 def plain(work: Work) -> tuple[nn.Module, Step, Callable[[], None]]:
@@ -88,15 +112,7 @@ def penstock(num_stages: int, schedule: Any, recompute: Recompute) -> Make:
 
     def make(work: Work) -> tuple[nn.Module, Step, Callable[[], None]]:
         model, words = work.model(), work.words()
-        pipe = Pipeline(
-            model,
-            num_stages,
-            num_microbatches=work.num_microbatches,
-            loss=loss,
-            schedule=schedule,
-            recompute=recompute,
-            devices=str(work.device),
-        )
+        pipe = piped(work, num_stages, model, schedule=schedule, recompute=recompute)
         return model, lambda: pipe.train_step(words, words), pipe.close
 
     return make
@@ -109,11 +125,9 @@ def torchgpipe(num_stages: int) -> Make:
         from torchgpipe import GPipe  # a peer, not a dependency
 
         model, words = work.model(), work.words()
-        share, rest = divmod(len(model), num_stages)
-        balance = [share + (n < rest) for n in range(num_stages)]
         pipe = GPipe(
             model,
-            balance,
+            work.cut(num_stages),
             devices=[work.device] * num_stages,
             chunks=work.num_microbatches,
             checkpoint="never",
@@ -193,12 +207,7 @@ class Contest:
                 return
 
     def _timed(self, model: nn.Module, step: Step) -> float:
-        model.zero_grad()
-        self._wait()
-        began = time.perf_counter()
-        step()
-        self._wait()
-        return time.perf_counter() - began
+        return timed(model, step, self._work.device)[1] / 1000
 
     def measure_memory(self) -> None:
         """Note how much more than before a step holds at its peak, gradients included."""
@@ -206,16 +215,12 @@ class Contest:
             return
         for name, (model, step) in self._steps.items():
             model.zero_grad()
-            torch.cuda.synchronize()
+            wait(self._work.device)
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             self._timed(model, step)
             self.peak_mib[name] = (torch.cuda.max_memory_allocated() - before) / MIB
             model.zero_grad()
-
-    def _wait(self) -> None:
-        if self._work.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each: its median, and the median of its ratios to plain torch."""
