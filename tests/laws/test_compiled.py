@@ -242,9 +242,10 @@ class Deep(nn.Module):  # more equal blocks than torch keeps versions of one fun
 def test_equal_blocks_are_compiled_once_for_all_steps_and_recomputes(recompute: str) -> None:
     model, counting = Deep(), Counting()
     names, x = [*model.state_dict()], torch.ones(6, 6)
-    options: Any = {"num_microbatches": 3, "recompute": recompute, "compile": {"backend": counting}}
+    options: Any = {"recompute": recompute, "compile": {"backend": counting}}
+    options |= {"partition": (6, 7), "num_microbatches": 3, "loss": F.mse_loss}
     layers = penstock.capture(model, x[:2])
-    with penstock.Pipeline(layers, partition=(6, 7), loss=F.mse_loss, **options) as pipe:
+    with penstock.Pipeline(layers, **options) as pipe:
         pipe.train_step(x, x)
         graphs = counting.graphs
         assert graphs == 3, "blocks with an input that needs a gradient, and without; the head"
