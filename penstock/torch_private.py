@@ -322,7 +322,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module and its hooks as they are written.  Needed."""
-    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]  # as torch has it
+    return module._call_impl(*args, **kwargs)
 
 
 def uncompiled(module: nn.Module) -> Callable[..., Any] | None:

@@ -41,7 +41,7 @@ class Work:
     @classmethod
     def smallest(cls, device: torch.device) -> "Work":
         """Return one that takes no time on a CPU."""
-        sizes = {"num_layers": 2, "width": 16, "num_words": 32, "length": 8}
+        sizes: dict[str, Any] = {"num_layers": 2, "width": 16, "num_words": 32, "length": 8}
         sizes |= {"batch": 4, "num_microbatches": 2, "num_steps": 1}
         return cls(device=device, dtype=torch.float32, **sizes)
 

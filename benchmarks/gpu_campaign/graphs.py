@@ -95,5 +95,6 @@ def _are_equal(work: Work, eager: Pipeline, graphed: Pipeline) -> bool:
         same &= all(a is not None and torch.equal(a, b) for a, b in zip(*found, strict=True))
         with torch.no_grad():
             for p in (*eager.parameters(), *graphed.parameters()):
+                assert p.grad is not None
                 p.sub_(p.grad, alpha=0.1)
     return same

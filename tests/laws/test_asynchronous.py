@@ -118,7 +118,7 @@ def test_windows_equal_training_with_delays_of_main_weights(family: Family) -> N
 @pytest.mark.parametrize("family", FAMILIES, ids=repr)
 def test_windows_equal_training_with_delays_in_every_way(family: Family, turn: int) -> None:
     """Two models take turns."""
-    (way,) = WAYS[turn].values
+    way: Any = WAYS[turn].values[0]
     options = {name: value for name, value in way.items() if name != "schedule"}
     models = (("transformer", (1, 1, 1, 2)), ("convolutions", (3, 6)))
     name, partition = models[(turn + turn // 2 + FAMILIES.index(family)) % 2]
