@@ -292,7 +292,7 @@ class Pipeline(PipelineModule):
             call = replace(self._wanted, trains=True, loss_scale=scale, trace=self._trace)
             run = self._begin_step(inputs, targets, call)
             engine = self._engine
-            run.loss, run.loss_scale = engine.loss, scale
+            run.loss, run.loss_gradients = engine.loss, [w * scale for w in run.batch.weights]
             engine.drive(run, Mode.TRAIN)
             self._record, self._timeline = engine.record(run, Mode.TRAIN), None
             loss = engine.splitter.loss(run.losses)

@@ -329,7 +329,8 @@ def uncompiled(module: nn.Module) -> Callable[..., Any] | None:
     """Return what a compiled module was; None where it is not compiled, or torch hides it."""
     if getattr(module, COMPILED_CALL, None) is not None:
         return partial(call_uncompiled, module)
-    return children_of(module).get("_orig_mod")
+    children = children_of(module)  # of a scripted module no dictionary
+    return children["_orig_mod"] if "_orig_mod" in children else None
 
 
 def reset_of(module: nn.Module) -> Callable[[], None] | None:

@@ -146,7 +146,7 @@ def run_window(engine: Engine, cut: Sequence[Batch], step: int, updating: Weight
     # Autocast caches casts of weights; after an update they would be casts of older weights.
     autocasts = tuple(replace(mode, cache=False) for mode in run.caller.autocasts)
     run.caller = replace(run.caller, autocasts=autocasts)
-    run.loss = engine.loss
+    run.loss, run.loss_gradients = engine.loss, run.batch.weights
     uses = uses_of_versions(engine.program_of(run, Mode.TRAIN))
     run.window = Window(per_update, optimizers, uses)
     engine.drive(run, Mode.TRAIN)

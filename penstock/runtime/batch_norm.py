@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError, StatisticsWarning
 from penstock.model.capture.watch import original_class
@@ -270,8 +270,10 @@ def pooled(rows: list[Moments]) -> Moments:
     counts, means, variances = zip(*rows, strict=True)
     count = sum(counts)
     stacked = torch.stack(means).double()
-    weights = torch.tensor(counts, dtype=torch.float64)[:, None]
-    weights = weights.to(stacked.device, non_blocking=True)
+    weights: Tensor | float = counts[0]
+    if len(set(counts)) > 1:  # else no copy to a GPU, which no CUDA graph could capture
+        weights = torch.tensor(counts, dtype=torch.float64)[:, None]
+        weights = weights.to(stacked.device, non_blocking=True)
     mean = (weights * stacked).sum(0) / count
     squares = (weights - 1) * torch.stack(variances).double() + weights * (stacked - mean) ** 2
     return count, mean, squares.sum(0) / max(count - 1, 1)

@@ -69,7 +69,7 @@ class Key(NamedTuple):
 
     schedule: Any
     inputs: Any
-    weights_of_losses: Any
+    losses_without_weight: Any
     modes: Any
     attributes_of_modules: Any
     parameters_and_buffers: Any
@@ -195,7 +195,7 @@ def _key_of(work: Work, leaves: Leaves) -> Key:
     return Key(
         id(work.schedule),
         leaves.key,
-        (tuple(run.batch.weights), run.loss_scale),
+        tuple(weight == 0 for weight in run.batch.weights),
         modes,
         plain_facts(modules_of(work)),
         tuple((*_place(t), t.requires_grad) for t in (*parameters, *buffers)),

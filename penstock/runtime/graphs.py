@@ -1,7 +1,7 @@
 """Capture a run of the executor as one CUDA graph, and replay it.
 
     capture    the run, of static inputs, with a generator for each layer call that draws
-    replay     copy the batch into the static inputs ── seed the generators ── launch
+    replay     copy the batch and the weights of its losses ── seed the generators ── launch
 
 `graph_driver` decides which steps are captured.
 """
@@ -95,7 +95,8 @@ class Leaves:
 
     @property
     def key(self) -> Any:
-        of_tensors = [(t.shape, t.stride(), t.dtype, t.device) for t in self.tensors]
+        places = self._places
+        of_tensors = [(*place[1:], places.index(place)) for place in places]
         return tuple(of_tensors), repr(self.structure)
 
     @property
@@ -110,15 +111,21 @@ class Leaves:
         if any(not isinstance(c, (*_PLAIN, type(None))) for c in constants(self.structure)):
             return "the batch holds values that are neither tensors nor numbers nor texts"
         places = {(t.data_ptr(), t.device) for t in self.tensors}
-        return "" if len(places) == len(self.tensors) else "the inputs share memory"
+        return "" if len(places) == len(set(self._places)) else "the inputs share memory"
+
+    @property
+    def _places(self) -> list[Any]:
+        """Say where each tensor is: the same tensor may be there twice, as a text's next words."""
+        return [(t.data_ptr(), t.device, t.dtype, t.size(), t.stride()) for t in self.tensors]
 
     def static(self, device: torch.device) -> "Leaves":
-        """Return tensors on the GPU for the graph to read, with no values yet."""
-        new = [
-            torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device)
-            for t in self.tensors
-        ]
-        return Leaves(new, self.structure)
+        """Return copies on the GPU for the graph to read; one tensor twice stays one."""
+        new: dict[Any, Tensor] = {}
+        for place, t in zip(self._places, self.tensors, strict=True):
+            if place not in new:
+                empty = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device)
+                new[place] = empty.copy_(t)
+        return Leaves([new[place] for place in self._places], self.structure)
 
 
 class StepGraph:
@@ -137,16 +144,24 @@ class StepGraph:
             NotCaptured: the run does what no graph can do; all is as it was before.
         """
         devices = [stage.device for stage in work.stages.values()]
-        self._inputs = leaves.static(devices[0].device)
+        weights, where = work.run.batch.weights, devices[0].device
+        self._inputs = leaves.static(where)
+        self._loss_gradients = torch.ones(len(weights), dtype=torch.float64, device=where)
         self._random = GraphGenerators(calls)
-        self._stream = torch.cuda.Stream(devices[0].device)
+        self._stream = torch.cuda.Stream(where)
         self._graph = torch.cuda.CUDAGraph()
         for generator in self._random.generators:
             self._graph.register_generator_state(generator)
         inputs, targets = unflatten(self._inputs.structure, self._inputs.tensors)
         run = replace(
             work.run,
-            batch=replace(work.run.batch, inputs=inputs, targets=targets),
+            batch=replace(
+                work.run.batch,
+                inputs=inputs,
+                targets=targets,
+                weights=[float(weight != 0) for weight in weights],
+            ),
+            loss_gradients=self._loss_gradients.unbind(),
             stages={index: StageRun() for index in work.stages},
             claimed={},
             losses={},
@@ -175,11 +190,12 @@ class StepGraph:
         """Run the step of `run` on the caller's current stream; leave losses and gradients."""
         for static, given in zip(self._inputs.tensors, leaves.tensors, strict=True):
             static.copy_(given, non_blocking=True)
+        self._loss_gradients.copy_(torch.tensor(run.loss_gradients, dtype=torch.float64))
         self._random.seed(run.streams)
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        run.losses = {i: loss.clone() for i, loss in self._losses.items()}
+        run.losses = {i: loss * run.batch.weights[i] for i, loss in self._losses.items()}
 
 
 def _without_traces(

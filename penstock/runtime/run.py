@@ -1,6 +1,6 @@
 """The state of one run of a schedule: its batch, the values on each stage, its results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -101,7 +101,7 @@ class Run:
 
     With `loss`, the last stage computes it, and `losses[i]` is the weighted, detached loss of
     micro-batch i.  Without, `outputs[i]` is the model's output, and `output_gradients[i]` its
-    gradient, once that is known.  `loss_scale` multiplies all gradients, but not `losses`.
+    gradient, once that is known.  `loss_gradients[i]` is the gradient of loss i.
 
     `caller` has the modes of the forwards.  Once there are `output_gradients` the run has left
     these modes, and recomputes enter them again.
@@ -122,7 +122,7 @@ class Run:
     streams: Streams
     caller: CallerContext
     loss: Callable[..., Any] | None = None
-    loss_scale: float = 1.0
+    loss_gradients: Sequence[float | Tensor] = ()
     sums_tied: bool = False
     gradient_dtype: str | None = None
     trusts_evaluation: bool = False

@@ -220,6 +220,22 @@ FAULTS = (
         "eagers_bits",
     ),
     Fault(
+        "graphs: losses weigh what they weighed in the capture",
+        "penstock/runtime/graphs.py",
+        "torch.tensor(run.loss_gradients, dtype=torch.float64)",
+        "self._loss_gradients",
+        _GRAPHS,
+        "change_without_a_new_graph",
+    ),
+    Fault(
+        "graphs: a text that is input and target is refused",
+        "penstock/runtime/graphs.py",
+        "len(places) == len(set(self._places))",
+        "len(places) == len(self._places)",
+        _GRAPHS,
+        "change_without_a_new_graph",
+    ),
+    Fault(
         "graphs: each replay draws the same numbers",
         "penstock/runtime/graphs.py",
         "generator.manual_seed(streams.key(layer, microbatch))",

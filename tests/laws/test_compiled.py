@@ -174,6 +174,7 @@ class Outer(nn.Module):  # draws, and runs a pipeline of its own, which compiles
         return self.inner[0](F.dropout(x, 0.5))
 
 
+@pytest.mark.timeout(60, method="thread")  # else its workers keep the process alive
 def test_a_pipeline_inside_a_layer_compiles_in_its_own_threads() -> None:
     counting = Counting()
     inner = [compiled_in_place(counting), compiled_in_place(counting)]
@@ -240,10 +241,12 @@ class Deep(nn.Module):  # more equal blocks than torch keeps versions of one fun
 
 @pytest.mark.parametrize("recompute", ["never", "stage", "layers"])
 def test_equal_blocks_are_compiled_once_for_all_steps_and_recomputes(recompute: str) -> None:
+    """In one thread: where two look for a graph at once, torch may compile it twice."""
     model, counting = Deep(), Counting()
     names, x = [*model.state_dict()], torch.ones(6, 6)
     options: Any = {"recompute": recompute, "compile": {"backend": counting}}
     options |= {"partition": (6, 7), "num_microbatches": 3, "loss": F.mse_loss}
+    options["transport"] = penstock.Transport.LOOPBACK
     layers = penstock.capture(model, x[:2])
     with penstock.Pipeline(layers, **options) as pipe:
         pipe.train_step(x, x)

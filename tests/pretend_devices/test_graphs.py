@@ -29,6 +29,12 @@ def with_dropout() -> list[nn.Module]:
     return [first, nn.Tanh(), nn.Dropout(0.3), nn.Linear(WIDTH, 3)]
 
 
+def with_norms() -> list[nn.Module]:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    middle = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Tanh(), second)
+    return [first, middle, nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)]
+
+
 def layers() -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
 
@@ -94,6 +100,8 @@ def replays(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[None]:
         (zb_h1(), 4, with_dropout, "never"),
         (interleaved_1f1b(2), 4, with_dropout, "layers"),
         (gpipe, 1, with_dropout, "layers"),
+        (gpipe, 2, with_norms, "stage"),
+        (one_f_one_b, 1, with_norms, "never"),
     ],
 )
 def test_steps_have_eagers_bits(
@@ -111,6 +119,52 @@ def test_steps_have_eagers_bits(
         warnings.simplefilter("error")
         assert train(pipe) == wanted
     assert len(replays) >= 2
+    assert memory.races == []
+
+
+class Words(nn.Module):
+    """A model of texts: the first and the last layer have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Any:
+        return self.head(self.middle(self.embed(words)).tanh())
+
+
+def loss_of_next_words(logits: Tensor, words: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("num_stages", (1, 2))
+def test_weights_of_losses_and_their_scale_change_without_a_new_graph(
+    memory: Memory, replays: list[None], num_stages: int
+) -> None:
+    """The texts are inputs and targets; a tied weight is in the first and the last stage."""
+
+    def train_on_words(**how: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = penstock.capture(Words(), torch.zeros(2, 4, dtype=torch.int64))
+        how |= {"loss": loss_of_next_words, "reduction": lambda words: float(words.sum())}
+        how |= {"num_microbatches": 2, "devices": "cuda:0"}
+        found: list[Any] = []
+        with penstock.Pipeline(model, num_stages, **how) as pipe:
+            for step in range(NUM_STEPS):
+                words = torch.randint(11, (4, 4), generator=torch.Generator().manual_seed(step))
+                words = words.to("cuda:0")
+                found.append((pipe.train_step(words, words, loss_scale=2.0**step) * 1).tolist())
+                found += [p.grad.tolist() for p in pipe.parameters() if p.grad is not None]
+                pipe.zero_grad()
+        return found
+
+    wanted = train_on_words()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train_on_words(cuda_graphs=True) == wanted
+    assert len(replays) == NUM_STEPS - 3
     assert memory.races == []
 
 

@@ -268,8 +268,7 @@ class Handover:
         if tape.output and run.output_gradients is not None:
             pairs += zip(tape.output, self._bring(run.output_gradients[i]), strict=True)
         if tape.loss is not None:
-            of_loss = run.batch.weights[i] * run.loss_scale
-            pairs.append((tape.loss, torch.full_like(tape.loss, of_loss)))
+            pairs.append((tape.loss, torch.empty_like(tape.loss).fill_(run.loss_gradients[i])))
         live = [(root, g) for root, g in pairs if g is not None and root.requires_grad]
         return [root for root, _ in live], [g for _, g in live]
 
