@@ -329,8 +329,7 @@ def uncompiled(module: nn.Module) -> Callable[..., Any] | None:
     """Return what a compiled module was; None where it is not compiled, or torch hides it."""
     if getattr(module, COMPILED_CALL, None) is not None:
         return partial(call_uncompiled, module)
-    children = children_of(module)  # of a scripted module no dictionary
-    return children["_orig_mod"] if "_orig_mod" in children else None
+    return dict(children_of(module).items()).get("_orig_mod")  # torch.jit's is no dictionary
 
 
 def reset_of(module: nn.Module) -> Callable[[], None] | None:
