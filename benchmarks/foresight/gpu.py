@@ -193,6 +193,10 @@ def measure(subject: Subject, device: torch.device, ways: dict[str, Cluster | No
     }
     with penstock.Pipeline(layers, plan=plan, loss=subject.loss, example_inputs=inputs) as pipe:
         found_s, most_bytes = _run(pipe, inputs, targets, device)
+        pipe.trace = penstock.Trace.MEMORY
+        pipe.zero_grad()
+        pipe.train_step(inputs, targets)
+        traced = pipe.last_timeline
     measured_s, seconds = median(found_s), {way: own.timeline.step_s for way, own in told.items()}
     (peak_bytes,) = told["layers"].timeline.peak_bytes_of_ranks()
     peak = {"predicted_mib": peak_bytes / MIB}
@@ -207,6 +211,14 @@ def measure(subject: Subject, device: torch.device, ways: dict[str, Cluster | No
         **{f"{way}_ms": own * 1e3 for way, own in seconds.items()},
         **{f"{way}_off": own / measured_s - 1 for way, own in seconds.items()},
         **peak,
+        "mib_by_kind": {
+            title: {
+                kind.value: round(most / MIB, 1)
+                for kind, (most,) in timeline.peak_bytes_by_kind().items()
+            }
+            for title, timeline in (("predicted", told["layers"].timeline), ("measured", traced))
+            if timeline is not None
+        },
         "seconds": found_s,
         "layers": [kind.seconds and kind.seconds.forward_s for kind in profile.sizes[0].kinds],
     }

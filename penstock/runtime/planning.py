@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.costs.cluster.presets import device_preset
 from penstock.costs.counting.count import count_layers
+from penstock.costs.counting.layer_weights import layer_weights
 from penstock.costs.layer_costs import by_roofline
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measuring.measure import How, measure
@@ -138,8 +139,6 @@ MEMORY_SHARE = 0.8
 """Of the free memory of an accelerator, the share for weights and activations by default."""
 _USUAL_DEVICE = "a100-80gb"
 """The device whose roofline weighs counted layers against each other."""
-_TRAINED_TIMES = 4
-"""Bytes of a trained weight, in units of its own: itself, its gradient and Adam's two moments."""
 
 
 def balance(plan: Plan, layers: Layers, part: Any, free: Sequence[int] | None = None) -> Plan:
@@ -197,9 +196,11 @@ def _room(plan: Plan, layers: Layers, free: Sequence[int]) -> list[int]:
     """Return the bytes that each rank's device has for activations, beside weights and Adam."""
     room = [round(MEMORY_SHARE * num_bytes) for num_bytes in free]
     trained = _trainable_bytes(layers)
+    kept = layer_weights(layers, torch.optim.AdamW, plan.gradient_dtype)
     ends = [0, *accumulate(plan.partition)]
     for place, (start, end) in zip(plan.placement.places, pairwise(ends), strict=True):
-        room[place] -= _TRAINED_TIMES * sum(trained[start:end])
+        of_adam = (own.gradient_bytes + own.optimizer_bytes for own in kept[start:end])
+        room[place] -= sum(trained[start:end]) + sum(of_adam)
     return [max(1, num_bytes) for num_bytes in room]
 
 

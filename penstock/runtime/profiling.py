@@ -28,6 +28,7 @@ from penstock.trace.progress import saying
 from penstock.trace.units import count_text
 
 from .batch_norm import batch_norms
+from .gradient_dtype import check_gradient_dtype, name_of_dtype
 from .planning import StageCalls, facts_of
 from .stage.split_backward import SplitBackward, divide, split
 from .unsplit import left_bytes
@@ -46,6 +47,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     measure: bool = True,
     busy: bool = False,
     optimizer: MakeOptimizer = torch.optim.AdamW,
+    gradient_dtype: torch.dtype | str | None = None,
     threads: int | None = None,
     torch_type: str | None = None,
     name: str | None = None,
@@ -63,7 +65,9 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         measure: True runs the layers on their devices and takes times; False only counts their
             operators, on tensors without values.
         busy: measure a second time, while all other cores of the host do the same.
-        optimizer: makes the optimizer of a list of parameters, whose state is counted.
+        optimizer: makes the optimizer of a list of parameters, whose state is counted; for main
+            weights `lambda params: penstock.MainWeights(torch.optim.AdamW, params)`.
+        gradient_dtype: as `Pipeline` takes it; gradients of this dtype are counted.
         threads: intra-op threads of a stage on the CPU; default: torch's.
         torch_type: the type of device whose kernels are counted; default: that of the layers,
             "cuda" if they are only counted.
@@ -76,6 +80,8 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     """
     # 1. Resolve the layers, their device, and the settings of the measurement.
     _check_given(example_inputs, optimizer, microbatch_sizes or (), threads)
+    gradients = name_of_dtype(gradient_dtype)
+    check_gradient_dtype(gradients)
     has_values = not any(t.is_meta for t in _tensors(layers))
     resolved = resolve_layers(layers, example_inputs)
     if measure and not has_values:
@@ -95,6 +101,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     )
 
     # 2. Count and measure micro-batches of each size.
+    weights = layer_weights(resolved, optimizer, gradients)
     norms = batch_norms([step.module for step in resolved])
     costs: list[AtSize] = []
     for size in sorted(set(microbatch_sizes or [samples_in(example_inputs)])):
@@ -127,8 +134,8 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         layers=facts_of(resolved),
         spans=resolved.spans,
         weights=tuple(
-            replace(weights, num_norms=len(batch_norms([step.module])))
-            for step, weights in zip(resolved, layer_weights(resolved, optimizer), strict=True)
+            replace(own, num_norms=len(batch_norms([step.module])))
+            for step, own in zip(resolved, weights, strict=True)
         ),
         sizes=tuple(costs),
         measured_on=device_name if measure else None,

@@ -8,7 +8,7 @@ from torch import Generator, Tensor, device
 
 from penstock.planner.unsplit import Unsplit
 from penstock.torch_private import AnyBatchNorm
-from penstock.trace.timeline import MemorySample
+from penstock.trace.timeline import MemoryKind, MemorySample
 from penstock.transport.channels import Activation, Gradient
 
 from .caller import CallerContext
@@ -68,9 +68,9 @@ class StageRun:
     """The values on one stage during a run: tapes by micro-batch, messages by (micro-batch, peer).
 
     `tied_sums[peer]` are sums of gradients of another stage's weights, not sent yet, by place.
-    `kept_bytes` are bytes of storages by micro-batch and address, if memory is traced.  `divided`
-    has the weight gradients that split backwards did not defer, and why, if the run `looks`.
-    `store` holds offloaded values.
+    `kept_bytes` are bytes of storages by micro-batch and address, and `last_bytes` those of each
+    kind when last recorded, if memory is traced.  `divided` has the weight gradients that split
+    backwards did not defer, and why, if the run `looks`.  `store` holds offloaded values.
     """
 
     tapes: dict[int, Tape] = field(default_factory=dict)
@@ -79,6 +79,7 @@ class StageRun:
     leaving: dict[tuple[int, int], Activation] = field(default_factory=dict)
     leaving_gradients: dict[tuple[int, int], Gradient] = field(default_factory=dict)
     kept_bytes: dict[int, dict[int, int]] = field(default_factory=dict)
+    last_bytes: dict[MemoryKind, int] = field(default_factory=dict)
     tied_sums: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     moments: MomentsByModule = field(default_factory=dict)
     divided: list[list[Unsplit]] = field(default_factory=list)

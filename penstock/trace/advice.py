@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .breakdown import share
 from .rank_times import RankTimes, mean_times, rank_times
-from .timeline import Timeline
+from .timeline import MemoryKind, Timeline
 from .units import bytes_text, count_text, percent_text
 
 _SLOW = 1.15
@@ -102,7 +102,7 @@ def _recomputed(
     if recompute < _LARGE:
         return
     start = f"Recomputes take {percent_text(recompute)} of the step"
-    peaks = timeline.peak_bytes_of_ranks()
+    peaks = timeline.peak_bytes_by_kind().get(MemoryKind.ACTIVATIONS, ())
     if not limits_bytes or not any(peaks):
         yield Advice(recompute, f'{start}: if memory allows, set recompute = "never".')
         return

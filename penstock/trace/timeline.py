@@ -120,11 +120,30 @@ class Timeline:
         return peak
 
     def peak_bytes_of_ranks(self) -> tuple[int, ...]:
-        """Return the peak memory of each rank, over all kinds."""
+        """Return the peak memory of each rank, over all kinds that the timeline has."""
+        return tuple(most_bytes(self.memory, stages) for stages in self._stages_of_ranks())
+
+    def peak_bytes_by_kind(self) -> dict[MemoryKind, tuple[int, ...]]:
+        """Return the peak memory of each rank, for each kind by itself; to compare two timelines.
+
+        A step that was traced with Trace.MEMORY has activations, and the weights, buffers and
+        gradients that its stages hold; a predicted one has all kinds.
+        """
+        stages = self._stages_of_ranks()
+        of_kind: dict[MemoryKind, list[MemorySample]] = {}
+        for sample in self.memory:
+            of_kind.setdefault(sample.kind, []).append(sample)
+        return {
+            kind: tuple(most_bytes(of_kind[kind], of_rank) for of_rank in stages)
+            for kind in MemoryKind
+            if kind in of_kind
+        }
+
+    def _stages_of_ranks(self) -> list[set[int]]:
         stages: list[set[int]] = [set() for _ in range(self.num_ranks)]
         for span in self.spans:
             stages[span.rank].add(span.instruction.stage)
-        return tuple(most_bytes(self.memory, of_rank) for of_rank in stages)
+        return stages
 
     def moved_bytes(self) -> dict[tuple[int, int], int]:
         """Return the bytes sent from one stage to another, over the step.

@@ -39,6 +39,7 @@ def _rows(folder: Path) -> dict[str, dict[str, Any]]:
     return {part: {row["name"]: row for row in found[part]["rows"]} for part in ON_CPU}
 
 
+@pytest.mark.slow
 def test_every_part_leaves_figures_and_no_error(folder: Path) -> None:
     rows = _rows(folder)
     every = [(part, row) for part in ON_CPU for row in rows[part].values()]
@@ -66,6 +67,7 @@ _TIMES = {
 """Figures of the rows of a part, if not the time of a step alone."""
 
 
+@pytest.mark.slow
 def test_a_part_that_is_done_is_left_out_and_the_table_has_all(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,7 @@
 """Gradients of bfloat16 weights add up in float32, and are then closer to the exact sum."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import schedules
+from penstock.trace import MemoryKind
 from tests.every_schedule import IN_TWO_PARTS
 from tests.models import LOW_PRECISION
 from tests.side_by_side import pipeline
@@ -95,3 +98,30 @@ def test_gradients_of_earlier_steps_in_the_dtype_of_the_weights_are_added_to() -
     assert {gradient.dtype for gradient in sums} == {torch.float32}
     assert all(bool(((gradient - 2.0**20).abs() < 2.0**10).all()) for gradient in sums)
     assert any(bool((gradient != 2.0**20).any()) for gradient in sums)
+
+
+def test_the_bytes_of_wide_gradients_and_main_weights_are_predicted() -> None:
+    def main_weights(params: object) -> torch.optim.Optimizer:
+        return penstock.MainWeights(torch.optim.AdamW, params)
+
+    model = Words()
+    how: dict[str, Any] = {"loss": loss, "targets": words(), "measure": False}
+    how |= {"gradient_dtype": torch.float32}
+    told = penstock.profile(model, words(), optimizer=main_weights, **how).weights
+    optimizer = main_weights(model.parameters())
+    with penstock.Pipeline(
+        penstock.capture(model, words()[:1]),
+        1,
+        loss=loss,
+        num_microbatches=4,
+        trace="memory",
+        gradient_dtype=torch.float32,
+    ) as pipe:
+        pipe.train_step(words(), words())
+        optimizer.step()
+        assert pipe.last_timeline is not None
+        held = pipe.last_timeline.peak_bytes_by_kind()
+    state = [t for kept in optimizer.state.values() for t in kept.values()]
+    assert held[MemoryKind.WEIGHTS] == (sum(w.parameter_bytes for w in told),)
+    assert held[MemoryKind.GRADIENTS] == (sum(w.gradient_bytes for w in told),)
+    assert sum(t.nbytes for t in state) == sum(w.optimizer_bytes for w in told)

@@ -12,6 +12,7 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.schedules import gpipe, pipedream, v_half, zb_h1, zb_h2, zb_v
 from penstock.schedules.family import Family
+from penstock.trace import MemoryKind
 from penstock.types import Recompute, Trace, Transport
 from tests.side_by_side import same_bits
 
@@ -38,8 +39,7 @@ def trained(**options: Any) -> tuple[penstock.Pipeline, list[Tensor | None]]:
 def peaks(pipe: penstock.Pipeline) -> list[int]:
     """Return the most that each stage has kept in the last step."""
     assert pipe.last_timeline is not None
-    samples = pipe.last_timeline.memory
-    return [max(s.kept_bytes for s in samples if s.stage == stage) for stage in range(2)]
+    return list(pipe.last_timeline.peak_bytes().values())
 
 
 def test_less_is_kept_under_a_lower_limit_as_predicted_and_with_the_same_bits() -> None:
@@ -147,7 +147,8 @@ def of_ranks(schedule: Family, **options: Any) -> tuple[list[int], tuple[int, ..
     pipe.train_step(x, x[:, :1])
     assert pipe.last_timeline is not None
     most, now = [0, 0], [0] * pipe.plan.num_stages
-    for sample in pipe.last_timeline.memory:
+    kept = (m for m in pipe.last_timeline.memory if m.kind is MemoryKind.ACTIVATIONS)
+    for sample in kept:
         rank = pipe.plan.placement.places[sample.stage]
         now[sample.stage] = sample.kept_bytes
         own = [now[s] for s, place in enumerate(pipe.plan.placement.places) if place == rank]

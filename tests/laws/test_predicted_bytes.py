@@ -15,6 +15,7 @@ from benchmarks.blocks import conv_net, transformer
 from penstock import Pipeline, Profile, Recompute, Trace, Transport, capture
 from penstock.planner.predict import Prediction
 from penstock.schedules import Backward, BackwardInput, Family, Schedule, gpipe, one_f_one_b
+from penstock.trace import MemoryKind
 from penstock_recipes.zoo import amoebanet_d
 from penstock_recipes.zoo.resnet import residual_network
 from tests.every_schedule import EVERY_SCHEDULE, families
@@ -73,6 +74,9 @@ def check(name: str, num_stages: int, family: Family, recompute: Any) -> None:
         told = Prediction(pipe.plan, profiled(name), cluster(num_stages), len(x))
         assert pipe.last_timeline is not None
         found, measured = told.timeline.peak_bytes(), pipe.last_timeline.peak_bytes()
+        of_kind, held = (t.peak_bytes_by_kind() for t in (told.timeline, pipe.last_timeline))
+        for kind in (MemoryKind.WEIGHTS, MemoryKind.GRADIENTS):
+            assert of_kind[kind] == held[kind]
         for stage in range(num_stages):
             kinds = {type(x) for x in told.schedule.instructions if x.stage == stage}
             if stage in pipe.plan.by_layers and kinds >= {Backward, BackwardInput}:

@@ -14,10 +14,15 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """Makes an optimizer of a list of parameters, such as torch.optim.AdamW."""
 
 
-def layer_weights(layers: Layers, optimizer: MakeOptimizer) -> tuple[LayerWeights, ...]:
+def layer_weights(
+    layers: Layers, optimizer: MakeOptimizer, gradient_dtype: str | None = None
+) -> tuple[LayerWeights, ...]:
     """Count parameters, gradients and optimizer state; the first layer counts a shared parameter.
-    An optimizer that takes no step with parameters without values is a ConfigError.
+
+    Gradients have `gradient_dtype` where that is wider.  An optimizer that takes no step with
+    parameters without values is a ConfigError.
     """
+    least = 0 if gradient_dtype is None else getattr(torch, gradient_dtype).itemsize
     seen: set[int] = set()
     known: dict[Any, int] = {}
     weights = []
@@ -27,7 +32,7 @@ def layer_weights(layers: Layers, optimizer: MakeOptimizer) -> tuple[LayerWeight
         weights.append(
             LayerWeights(
                 parameter_bytes=_bytes(parameters),
-                gradient_bytes=_bytes(trained),
+                gradient_bytes=sum(p.numel() * max(least, p.element_size()) for p in trained),
                 optimizer_bytes=sum(_state_bytes(p, optimizer, known) for p in trained),
                 buffer_bytes=_bytes(_new(step.module.buffers(), seen)),
             )

@@ -1,14 +1,18 @@
-"""Count a stage's activation memory in bytes: exact, by storage, not by process size.
+"""Count a stage's memory in bytes: exact, by storage, not by process size.
 
-counted       received values, autograd's saved tensors (each storage once), tensors between
+activations   received values, autograd's saved tensors (each storage once), tensors between
               the two parts of a split backward, older versions of weights
-not counted   parameters, buffers, other gradients, the caller's batch beyond the views kept
+weights       the parameters and buffers that the stage owns
+gradients     their `.grad`
+not counted   other gradients, the caller's batch beyond the views kept, temporary memory of
+              operators, the optimizer's state
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -17,7 +21,7 @@ from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.tape import Tape
 from penstock.runtime.stage.weights import Weights
 from penstock.torch_private import NEVER_COMPUTES
-from penstock.trace.timeline import MemorySample
+from penstock.trace.timeline import MemoryKind, MemorySample
 
 from .offload import OutlivingTensors
 
@@ -97,13 +101,28 @@ class KeptBytes(LayersGuard):
         self._sample(run)
 
     def _sample(self, run: Run) -> None:
-        """Record the stage's activation memory at this moment, in bytes."""
+        """Record the stage's memory at this moment, in bytes; each kind when it changes."""
         bytes_of: dict[int, int] = {}
         for storages in run.stages[self._stage].kept_bytes.values():
             bytes_of.update(storages)
-        num_bytes = sum(bytes_of.values()) + self._weights.bytes_of_older
-        sample = MemorySample(self._stage, time.perf_counter(), num_bytes)
-        run.recorded.memory.append(sample)
+        owned = self._weights.owned
+        now = {
+            MemoryKind.ACTIVATIONS: sum(bytes_of.values()) + self._weights.bytes_of_older,
+            MemoryKind.WEIGHTS: _size([*owned.parameters, *owned.buffers]),
+            MemoryKind.GRADIENTS: _size([p.grad for p in owned.parameters]),
+        }
+        time_s, last = time.perf_counter(), run.stages[self._stage].last_bytes
+        for kind, num_bytes in now.items():
+            if num_bytes != last.get(kind, 0) or kind is MemoryKind.ACTIVATIONS:
+                sample = MemorySample(self._stage, time_s, num_bytes, kind)
+                run.recorded.memory.append(sample)
+        last.update(now)
+
+
+def _size(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes of tensors, each storage once; sparse ones are not counted."""
+    dense = [t for t in tensors if t is not None and t.layout is torch.strided]
+    return sum({_storage(t): t.untyped_storage().nbytes() for t in dense}.values())
 
 
 def _storage(tensor: Tensor) -> int:

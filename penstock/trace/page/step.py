@@ -123,8 +123,11 @@ def _memory(step: Step, axis_s: float) -> Iterator[Figure]:
     for title, timeline in {"predicted": step.predicted, "measured": measured}.items():
         if timeline is None or not timeline.memory:
             continue
-        kept_only = {sample.kind for sample in timeline.memory} == {MemoryKind.ACTIVATIONS}
+        kept_only = title == "measured" and bool(step.kept_limits_bytes)
         limits = step.kept_limits_bytes if kept_only else step.memory_limits_bytes
+        if kept_only:
+            kept = (m for m in timeline.memory if m.kind is MemoryKind.ACTIVATIONS)
+            timeline = replace(timeline, memory=tuple(kept))
         content = "kept for backward passes" if kept_only else "all memory"
         is_shared = title == "predicted" or remark != _OTHER_STEP
         axis = axis_s if is_shared and axis_s else None
