@@ -245,11 +245,9 @@ class Engine:
             replicas.hooks = summed_hooks(parameters, self.shards, self.layers, self.plan)
             replicas.set_aside(parameters)
 
-        # 3. Choose the driver: a mode that no worker can enter keeps the run in this thread.
+        # 3. Choose the driver, once the caller's kernels are waited for.
         self._order(run, after=False)
-        driver = self.shared.driver
-        stays = in_caller or (isinstance(driver, ThreadDriver) and self._stays(run, mode, caller))
-        driver = self.shared.in_caller if stays else driver
+        driver = self._choose_driver(run, mode, caller, in_caller=in_caller)
 
         # 4. Run; sum gradients over replicas and shards, then add the earlier ones.
         try:
@@ -272,16 +270,24 @@ class Engine:
         finally:
             self._leave(run)
 
-    def _stays(self, run: Run, mode: Mode, caller: CallerContext) -> bool:
-        """Tell whether all stages have to run in the calling thread.
+    def _choose_driver(
+        self, run: Run, mode: Mode, caller: CallerContext, *, in_caller: bool
+    ) -> AbstractDriver:
+        """Return the driver of a run, and note in the run whether one thread runs all stages.
 
-        In the first run of a program layers learn how they draw, and seed Python's generator.
-        Torch puts that back when it has compiled, in whichever thread: so only one may run.
+        A mode that no worker can enter keeps the run in this thread, and so does a first run with
+        compiled layers: layers learn how they draw, and seed Python's generator, which torch puts
+        back when it has compiled, in whichever thread.
         """
-        key = self._key(run, mode)
+        key, driver = self._key(run, mode), self.shared.driver
         is_first = key not in self._have_run
         self._have_run.add(key)
-        return caller.stays() or (is_first and self._has_compiled)
+        if isinstance(driver, ThreadDriver):
+            in_caller |= caller.stays() or (is_first and self._has_compiled)
+        driver = self.shared.in_caller if in_caller else driver
+        num_ranks = len(self.program(*key).programs)
+        run.is_alone = num_ranks == 1 or not isinstance(driver, ThreadDriver)
+        return driver
 
     def _begin_stages(self, run: Run) -> None:
         """Prepare the stages for a run, and the dtype of their gradients."""

@@ -112,7 +112,7 @@ class Run:
     `gradient_dtype`: gradients of weights of lower precision have this dtype.  `window`: the run
     has several mini-batches, and updates the weights in between.  `looks`: stages note why
     backwards in two parts are whole.  `aside` watches state that stages share.
-    `generators` makes the generators of layer calls.
+    `generators` makes the generators of layer calls.  `is_alone`: one thread runs all stages.
 
     The stages share the rest.  `has_seeded`: a layer ran with torch's default generators seeded.
     A checkpoint in it will set them again, so backward passes need them alone.  `claimed` maps the
@@ -132,6 +132,7 @@ class Run:
     looks: bool = False
     aside: LooksAside | None = None
     generators: MakesGenerators | None = None
+    is_alone: bool = False
 
     stages: dict[int, StageRun] = field(default_factory=dict)
     has_seeded: bool = False

@@ -582,8 +582,8 @@ FAULTS = (
     Fault(
         "modes of the calling thread are lost in the workers",
         "penstock/runtime/engine.py",
-        "isinstance(driver, ThreadDriver) and self._stays(run, mode, caller)",
-        "False",
+        "caller.stays() or (is_first",
+        "False or (is_first",
         "tests/laws/test_caller_modes.py",
     ),
     Fault(

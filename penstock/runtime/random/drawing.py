@@ -111,6 +111,11 @@ class LayerCall:
     def key(self) -> int:
         return self.run.streams.key(self.layer, self.tape.microbatch)
 
+    @property
+    def may_seed(self) -> bool:
+        """True if nobody else needs torch's default generators meanwhile."""
+        return self.run.is_alone and self.run.generators is None
+
     def note_seeded(self) -> None:
         """Note that the call runs with torch's default generators seeded."""
         if self.run.generators is not None:
@@ -164,8 +169,10 @@ class Drawing(RerunGuard):
         if known is Draws.NEVER or (known is None and not training and call.run.trusts_evaluation):
             return function()
         # A layer whose draws are not known to be torch's operators runs alone, from seeded
-        # default generators; all others run beside other threads.
-        in_operators = known is Draws.IN_OPERATORS or layer in self._own_generators
+        # default generators; all others run beside other threads.  Without other threads, seeding
+        # is the cheaper way: a dispatch mode runs Python at every operator.
+        has_own = layer in self._own_generators
+        in_operators = has_own or (known is Draws.IN_OPERATORS and not call.may_seed)
         if not in_operators and known is not Draws.IN_DROPOUTS:
             call.note_seeded()
             return self._run_seeded(key, call, function)
@@ -199,8 +206,8 @@ class Drawing(RerunGuard):
                 run = partial(compiled.look, function)
 
         # 2. Run with seeded generators, and see whether they moved.
-        call.run.has_seeded |= known is not Draws.ALONE
-        outside = self._elsewhere_too or key in self._outside or known not in _LASTING
+        call.run.has_seeded |= known not in (Draws.ALONE, Draws.IN_OPERATORS)
+        outside = self._elsewhere_too or key in self._outside or known in _LEARNING
         result, drew, drew_outside = runs_and_draws(call.key, run, self._device, outside=outside)
         if drew_outside:
             self._outside.add(key)
@@ -248,6 +255,7 @@ class Drawing(RerunGuard):
         return Draws.IN_DROPOUTS
 
 
+_LEARNING = (None, Draws.SOMEHOW, Draws.IN_COMPILED)
 _LASTING = (Draws.SEEDED, Draws.ALONE)
 _MAY_DRAW_AGAIN = (Draws.SOMEHOW, Draws.IN_COMPILED, Draws.SEEDED)
 
