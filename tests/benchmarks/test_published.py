@@ -8,8 +8,8 @@ from benchmarks.published.main import Pair, ordered, summary
 
 TODAY = {
     # one device of a stage: no collective
-    ("Llama-7B", "H800", "full", Layout(1, 4, 8, 1)): (0.89, 1.01),
-    ("Llama-7B", "A800", "ours", Layout(1, 4, 8, 1)): (1.18, 1.25),
+    ("Llama-7B", "H800", "full", Layout(1, 4, 8, 1)): (0.85, 0.97),
+    ("Llama-7B", "A800", "ours", Layout(1, 4, 8, 1)): (0.95, 1.01),
     # stages of a whole host, and of two and a half
     ("Llama-175B", "H800", "ours", Layout(4, 8, 12, 2)): (1.28, 1.43),
     ("Llama-175B", "H800", "ours", Layout(4, 6, 8, 5)): (1.0, 1.11),
@@ -49,7 +49,7 @@ def test_gpt_of_alpa_recomputes_and_is_predicted_within_todays_bounds() -> None:
     (row,) = (row for row in alpa_rows.rows() if (row.devices, row.system) == (1, "Alpa"))
     predicted = row.predicted_tflops()
     assert predicted is not None
-    assert 1.3 < predicted / row.measured_tflops < 1.5
+    assert 1.5 < predicted / row.measured_tflops < 1.65
 
 
 def test_pairs_that_are_predicted_alike_are_not_in_order() -> None:
