@@ -228,6 +228,7 @@ def _attention(func: Any, name: str, args: Any, kwargs: Any) -> _Product:
     """Describe attention; a causal kernel leaves out the products of later keys."""
     backward = "backward" in name
     query, key, value = (list(t.shape) for t in args[backward : backward + 3])
+    key[1] = value[1] = query[1]  # grouped heads compute as many products
     if backward:
         flops = flop_counter.sdpa_backward_flop_count(list(args[0].shape), query, key, value)
     else:

@@ -181,6 +181,19 @@ def test_causal_attention_sees_keys_from_the_first_on(rows: int, columns: int, s
     assert of_class(counted, "attention", Part.FORWARD)[0].flops == 2 * 2 * (2 * 4 * seen * 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_queries_have_the_kernel_of_16_bits_only(dtype: torch.dtype) -> None:
+    class Grouped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q, keys = x.to(dtype), x[:, :2].to(dtype)
+            return F.scaled_dot_product_attention(q, keys, keys, enable_gqa=True).to(x.dtype)
+
+    counted, products = count_one(Grouped(), 2, 8, 32, 8), 2 * (2 * 8 * 32 * 32 * 8)
+    for part, number in ((Part.FORWARD, 2), (Part.INPUT, 5)):
+        found = [own.flops for own in of_class(counted, "attention", part)]
+        assert found == ([number * products] if dtype is torch.bfloat16 else [])
+
+
 class Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
