@@ -31,8 +31,9 @@ USUAL = {
 
 Assumed once, from what float32 kernels of cuBLAS and cuDNN usually reach on Pascal and Volta, and
 fitted to no run of a pipeline; a device's own figures count before them.  Attention: fused kernels
-reach 50 to 73 % of an A100's peak (FlashAttention-2, Dao 2023, arXiv 2307.08691, abstract).  A
-class with 1.0 streams its memory once, as a copy does.
+reach 50 to 73 % of an A100's peak (FlashAttention-2, Dao 2023, arXiv 2307.08691, abstract), where
+causal attention counts half of the products.  A class with 1.0 streams its memory once, as a copy
+does.
 """
 USUAL_OF_PART = {Part.INPUT: 0.95, Part.WEIGHT: 0.80}
 """Efficiency of a convolution's backward over its forward's (assumed likewise)."""

@@ -4,6 +4,22 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "causal attention is counted as all products",
+        "penstock/costs/counting/classify.py",
+        'if argument_of(func, args, kwargs, "is_causal"):',
+        "if False:",
+        "tests/costs/counting/test_count.py",
+        "causal",
+    ),
+    Fault(
+        "a rank of a given layout begins where the hosts of the one before end",
+        "benchmarks/published/layouts.py",
+        "range(rank * self.on_rank, (rank + 1) * self.on_rank)",
+        "range(rank * self.on_rank + rank, (rank + 1) * self.on_rank + rank)",
+        "tests/benchmarks/test_published.py",
+        "equal_shares",
+    ),
+    Fault(
         "a message does not wait for the one before it on its link",
         "penstock/simulator/engine.py",
         "            free_s[lane] = since_s",

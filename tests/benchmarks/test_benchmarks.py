@@ -92,7 +92,8 @@ def test_there_is_a_benchmark_for_each_claim() -> None:
     claims |= {"asynchronous", "foresight", "resharding", "sharding", "split_backward"}
     claims |= {"zero_bubble"}
     questions = {"batch_size", "depth_width", "stability"}
-    others = {"alpa_paper", "gpipe_paper", "iopddl", "simulate", "two_commits", "two_hosts"}
+    others = {"alpa_paper", "gpipe_paper", "iopddl", "published", "simulate"}
+    others |= {"two_commits", "two_hosts"}
     assert {folder.name for folder in FOLDERS} == claims | questions | others
 
 

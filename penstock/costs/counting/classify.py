@@ -156,7 +156,7 @@ def _product(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> _Prod
     if name in _PRODUCTS:
         return _PRODUCTS[name](args, kwargs, result)
     if "scaled_dot_product" in name:
-        return _attention(name, args)
+        return _attention(func, name, args, kwargs)
     formula: Any = flop_counter.flop_registry.get(func.overloadpacket)
     if formula is None:
         return None
@@ -224,13 +224,19 @@ def _convolution_backward(args: Any, result: Any) -> Iterator[Operator]:
         yield _operator("reduce", 0, _total([gradient]) + _total([result[2]]), (), 1, dtype)
 
 
-def _attention(name: str, args: Any) -> _Product:
+def _attention(func: Any, name: str, args: Any, kwargs: Any) -> _Product:
+    """Describe attention; a causal kernel leaves out the products of later keys."""
     backward = "backward" in name
     query, key, value = (list(t.shape) for t in args[backward : backward + 3])
+    key[1] = value[1] = query[1]  # grouped heads compute as many products
     if backward:
         flops = flop_counter.sdpa_backward_flop_count(list(args[0].shape), query, key, value)
     else:
         flops = flop_counter.sdpa_flop_count(query, key, value)
+    if argument_of(func, args, kwargs, "is_causal"):
+        rows, columns = query[2], key[2]
+        seen = min(rows, columns)
+        flops = flops * (seen * (seen + 1) // 2 + (rows - seen) * columns) // (rows * columns)
     return "attention", flops, (query[2], key[2], query[3]), query[0] * query[1]
 
 

@@ -65,9 +65,11 @@ def _attention(  # noqa: PLR0913 - as torch's own
         t.dim() == 4 and t.dtype is query.dtype and t.shape[-1] == query.shape[-1]
         for t in (query, key, value)
     )
-    if enable_gqa or not usual:
+    if not usual:
         return None
     kernel = _kernel_on(torch_type, query, attn_mask, dropout_p)
+    if enable_gqa and kernel != _FLASH:  # the others want as many heads of keys as of queries
+        return None
     operator = getattr(torch.ops.aten, kernel, None) if kernel else None
     if operator is None:
         return None

@@ -161,10 +161,37 @@ def test_a_gpu_has_kernels_of_its_own_for_attention_and_dropout() -> None:
     fused, unfused = (
         count_one(Attention(), 2, 4, 32, 8, torch_type=kind) for kind in ("cuda", "xla")
     )
-    assert of_class(fused, "attention", Part.FORWARD)[0].flops == 2 * 2 * (2 * 4 * 32 * 32 * 8)
+    seen = 32 * 33 // 2  # keys of all positions, each up to its own
+    products = 2 * (2 * 4 * seen * 8)
+    assert of_class(fused, "attention", Part.FORWARD)[0].flops == 2 * products
+    assert of_class(fused, "attention", Part.INPUT)[0].flops == 5 * products
     assert not of_class(unfused, "attention", Part.FORWARD)
     assert fused.inner_bytes < unfused.inner_bytes
     assert not fused.draws
+
+
+@pytest.mark.parametrize(("rows", "columns", "seen"), [(3, 5, 1 + 2 + 3), (5, 3, 1 + 2 + 3 * 3)])
+def test_causal_attention_sees_keys_from_the_first_on(rows: int, columns: int, seen: int) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            keys = torch.empty(2, 4, columns, 8, device=x.device)
+            return F.scaled_dot_product_attention(x, keys, keys, is_causal=True)
+
+    counted = count_one(Attention(), 2, 4, rows, 8)
+    assert of_class(counted, "attention", Part.FORWARD)[0].flops == 2 * 2 * (2 * 4 * seen * 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_queries_have_the_kernel_of_16_bits_only(dtype: torch.dtype) -> None:
+    class Grouped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q, keys = x.to(dtype), x[:, :2].to(dtype)
+            return F.scaled_dot_product_attention(q, keys, keys, enable_gqa=True).to(x.dtype)
+
+    counted, products = count_one(Grouped(), 2, 8, 32, 8), 2 * (2 * 8 * 32 * 32 * 8)
+    for part, number in ((Part.FORWARD, 2), (Part.INPUT, 5)):
+        found = [own.flops for own in of_class(counted, "attention", part)]
+        assert found == ([number * products] if dtype is torch.bfloat16 else [])
 
 
 class Checkpointed(nn.Module):

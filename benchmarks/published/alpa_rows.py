@@ -1,0 +1,68 @@
+"""The rows of alpa_gpt.tsv: TFLOPS per device that four systems reached, and predicted ones.
+
+Each system is the planner restricted to what the system can plan (`benchmarks.alpa_paper`).  All
+its plans recompute layer by layer, as those of the rows do.
+"""
+
+import csv
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from benchmarks.alpa_paper.baselines import BASELINES, step_s
+from benchmarks.alpa_paper.subjects import ALPAS, GPT, Subject, subjects
+from penstock.errors import PlanError
+from penstock.planner.make_plan import choose_on_meshes
+from penstock.planner.mesh_costs import MEMORY_POLICIES
+from penstock.planner.mesh_task import MeshTask
+
+FILE = Path(__file__).with_name("alpa_gpt.tsv")
+_BASELINE = {"Megatron-LM": "megatron", "intra-op only": "intra", "inter-op only": "inter"}
+"""The baseline of a system; Alpa itself is the planner without restrictions."""
+_RECOMPUTING = [own for own in MEMORY_POLICIES if own.segments]
+"""Recompute each layer: a last stage that recomputes whole would recompute nothing in 1F1B."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a system reached on a number of devices."""
+
+    devices: int
+    system: str
+    measured_tflops: float
+
+    @property
+    def subject(self) -> Subject:
+        """The GPT that was trained on so many devices."""
+        return next(own for own in subjects((GPT,)) if own.num_devices == self.devices)
+
+    def predicted_tflops(self) -> float | None:
+        """Return TFLOPS per device of the fastest plan; None if no plan fits."""
+        task, steps = _task(self.subject), []
+        for restricted in self._restricted(task):
+            with suppress(PlanError):
+                choice = choose_on_meshes(replace(restricted, policies=_RECOMPUTING))
+                steps.append(step_s(choice.plan))
+        number = self.subject.num_microbatches
+        flops = self.subject.flops(task.graph_of(number), number)
+        return flops / min(steps) / self.devices / 1e12 if steps else None
+
+    def _restricted(self, task: MeshTask) -> Iterator[MeshTask]:
+        name = _BASELINE.get(self.system)
+        yield from [task] if name is None else BASELINES[name](task)
+
+
+def rows() -> Iterator[Row]:
+    """Yield the rows of the table, which stands below a line with its source."""
+    with FILE.open(newline="") as file:
+        lines = (line for line in file if not line.startswith("#"))
+        for row in csv.DictReader(lines, delimiter="\t"):
+            yield Row(int(row["devices"]), row["system"], float(row["TFLOPS per device"]))
+
+
+@cache
+def _task(subject: Subject) -> MeshTask:
+    task = subject.task(ALPAS)
+    return replace(task, num_microbatches=subject.num_microbatches)

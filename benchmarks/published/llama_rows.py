@@ -1,0 +1,114 @@
+"""The rows of llama_h800.tsv: what was measured, and what is predicted for the same layout."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.counting.count import record_graph
+from penstock.costs.counting.graph import Graph
+from penstock.model.capture.capture import resolve_layers
+
+from .layouts import GivenLayout, Layout
+from .llama import llama
+
+FILE = Path(__file__).with_name("llama_h800.tsv")
+_PRESETS = {"H800": "dgx-h100", "A800": "dgx-a100"}
+"""The presets with the same chip; its NVLink and its cards are replaced."""
+_REACHED = 0.9
+"""Share of a link's rate in the presets: the middle of 80 and 100 %."""
+_NVLINK, _CARD = 200e9, 12.5e9
+"""Bytes a second each way, by the source: NVLink of both, and a card of 100 Gbit/s."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measured step of a layout."""
+
+    fields: dict[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.fields[name]
+
+    def number(self, name: str) -> int:
+        """Return a column that holds a whole number."""
+        return int(self[name])
+
+    @property
+    def measured_s(self) -> float:
+        """Seconds of the step."""
+        return float(self["step_s"])
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Layers, width, width of the MLP, heads."""
+        num_layers, width, ff_width, heads = (int(x[1:]) for x in self["shape"].split())
+        return num_layers, width, ff_width, heads
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of devices and layers."""
+        return Layout(*map(self.number, ("tp", "pp", "vp", "dp")))
+
+    @property
+    def cluster(self) -> Cluster:
+        """The hosts that it ran on."""
+        return cluster_of(self["hardware"], self.number("gpus"))
+
+    @property
+    def passes_hosts(self) -> bool:
+        """Tell if some stage is on several hosts."""
+        return self.layout.passes_hosts(self.cluster)
+
+    @property
+    def why_not(self) -> str | None:
+        """The reason why the layout cannot be expressed; None if it can."""
+        if self.number("cp") > 1:
+            return "context parallel: attention over slices of positions has no rule"
+        return None
+
+    def given(self) -> GivenLayout:
+        """Return the layout to price."""
+        graph, names = recorded(self.sizes, self.layout.data, self.number("seq"))
+        return GivenLayout(
+            graph=graph,
+            names=names,
+            cluster=self.cluster,
+            layout=self.layout,
+            num_microbatches=self.number("M"),
+            recomputes=self["ckpt"] == "full",
+        )
+
+
+def rows() -> Iterator[Row]:
+    """Yield the rows of the table, which stands below lines with its source."""
+    with FILE.open(newline="") as file:
+        lines = (line for line in file if not line.startswith("#"))
+        yield from map(Row, csv.DictReader(lines, delimiter="\t"))
+
+
+@cache
+def recorded(
+    sizes: tuple[int, int, int, int], num_samples: int, length: int
+) -> tuple[Graph, list[str]]:
+    """Return the graph of a micro-batch of a Llama, and the names of its layers."""
+    words = torch.zeros(num_samples, length, dtype=torch.long, device="meta")
+    layers = resolve_layers(llama(*sizes), words)
+    return record_graph(layers, words), [step.path for step in layers]
+
+
+@cache
+def cluster_of(hardware: str, num_devices: int) -> Cluster:
+    """Return hosts of eight H800 or A800, or a part of one host."""
+    one = Cluster.load(_PRESETS[hardware])
+    (host,) = one.hosts
+    rates = {"nvlink": _NVLINK * _REACHED, "network": _CARD * _REACHED}
+    links = {name: replace(link, bytes_per_s=rates[name]) for name, link in one.links.items()}
+    count, rest = divmod(num_devices, len(host.devices))
+    part = replace(host, devices=host.devices[:rest], cards=rest) if rest else host
+    hosts = (replace(part, count=max(1, count)),)
+    return replace(one, name=f"{num_devices} {hardware}", hosts=hosts, links=links)

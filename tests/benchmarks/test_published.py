@@ -1,0 +1,58 @@
+"""Published steps are predicted as well as today: the bounds are no goal, and may only tighten."""
+
+import pytest
+
+from benchmarks.published import alpa_rows, llama_rows
+from benchmarks.published.layouts import Layout
+from benchmarks.published.main import Pair, ordered, summary
+
+TODAY = {
+    # one device of a stage: no collective
+    ("Llama-7B", "H800", "full", Layout(1, 4, 8, 1)): (0.85, 0.97),
+    ("Llama-7B", "A800", "ours", Layout(1, 4, 8, 1)): (0.95, 1.01),
+    # stages of a whole host, and of two and a half
+    ("Llama-175B", "H800", "ours", Layout(4, 8, 12, 2)): (1.28, 1.43),
+    ("Llama-175B", "H800", "ours", Layout(4, 6, 8, 5)): (1.0, 1.11),
+}
+"""Bounds of predicted over measured seconds, true today."""
+
+
+@pytest.mark.parametrize(("key", "bounds"), TODAY.items(), ids=lambda x: str(x[-1]))
+def test_published_layouts_are_predicted_within_todays_bounds(
+    key: tuple[str, str, str, Layout], bounds: tuple[float, float]
+) -> None:
+    found = [
+        row
+        for row in llama_rows.rows()
+        if (row["model"], row["hardware"], row["ckpt"], row.layout) == key
+    ]
+    assert found
+    for row in found:
+        assert bounds[0] < row.given().step_s() / row.measured_s < bounds[1]
+
+
+def test_rows_tell_which_stages_pass_hosts_and_which_cannot_be_expressed() -> None:
+    rows = [row for row in llama_rows.rows() if row["table"] == "fig9"]
+    assert [row.number("gpus") for row in rows if row.why_not] == [256, 192]
+    possible = [row for row in rows if not row.why_not]
+    passing = {row.number("gpus") for row in possible if row.layout.on_rank > 8}
+    assert {row.number("gpus") for row in possible if row.passes_hosts} == passing
+    assert passing == {240, 160, 144, 120}
+
+
+def test_equal_shares_of_blocks_end_where_megatron_has_them() -> None:
+    assert Layout(1, 2, 2, 1).ends(8) == [0, 3, 5, 7, 10]
+    assert Layout(2, 2, 1, 3).devices(1) == (6, 7, 8, 9, 10, 11)
+
+
+def test_gpt_of_alpa_recomputes_and_is_predicted_within_todays_bounds() -> None:
+    (row,) = (row for row in alpa_rows.rows() if (row.devices, row.system) == (1, "Alpa"))
+    predicted = row.predicted_tflops()
+    assert predicted is not None
+    assert 1.38 < predicted / row.measured_tflops < 1.54
+
+
+def test_pairs_that_are_predicted_alike_are_not_in_order() -> None:
+    pairs = [Pair(1.0, 2.0), Pair(2.0, 2.0), Pair(2.0, 5.0), Pair(4.0, 3.0)]
+    assert ordered(pairs) == (3, 5)
+    assert summary("some", pairs[:2])["error"] == 0.5
