@@ -181,6 +181,20 @@ FAULTS = (
         *_BORDERS,
     ),
     Fault(
+        "a value between layers is cut along the last axis alone",
+        "penstock/sharding/search.py",
+        "cut = (*layout[:axis], state, *layout[axis + 1 :])",
+        "cut = (*self._whole[:axis], state, *layout[axis + 1 :])",
+        *_BORDERS,
+    ),
+    Fault(
+        "what a block sends is counted as if no other axis cut it",
+        "penstock/sharding/plan.py",
+        "own_bytes = num_bytes // prod(mesh[n] for n in others)",
+        "own_bytes = num_bytes",
+        *_BORDERS,
+    ),
+    Fault(
         "a layout that is whole along an axis is taken for that of another mesh",
         "penstock/sharding/layouts.py",
         "n in (0, own) for n, own in",

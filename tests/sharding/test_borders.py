@@ -5,8 +5,10 @@ nothing else.
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,14 +21,28 @@ from penstock.mesh.collectives import Collectives
 from penstock.model.entries import layout_on, marked
 from penstock.planner.placement import Placement
 from penstock.runtime.pipeline_module import parts_of
-from penstock.sharding.layouts import I, Layout, S, as_on
+from penstock.runtime.shards.convert import _moved as MOVED
+from penstock.sharding.layouts import I, Layout, Move, S, as_on, even
 from penstock.sharding.named import READY
+from penstock.sharding.plan import sent_bytes
 from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
 
-WORDS = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
 M = 2
 GRIDS = ("grid", "grid+sequence")
+
+
+def all_reduces(num_bytes: int, axes: Sequence[int]) -> float:
+    """Return the bytes that a device sends for a layer: 4 all-reduces (Narayanan et al. 2021)."""
+    return 4 * sum(2 * num_bytes * (n - 1) / n for n in axes)
+
+
+def gathers_and_scatters(num_bytes: int, axes: Sequence[int]) -> float:
+    """Return the same for 4 all-gathers and 4 reduce-scatters (Korthikanti et al. 2022)."""
+    return 4 * 2 * num_bytes * (prod(axes) - 1) / prod(axes)
+
+
+OF_GRIDS = (*zip(GRIDS, (all_reduces, gathers_and_scatters), strict=True),)
 
 
 def made(width: int = 16, *, num_layers: int = 2, tied: bool = False) -> nn.Module:
@@ -40,7 +56,7 @@ def loss(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def piped(**options: Any) -> Pipeline:
-    how: dict[str, Any] = {"num_microbatches": M, "loss": loss, "example_inputs": WORDS, "seed": 3}
+    how: dict[str, Any] = {"num_microbatches": M, "loss": loss, "seed": 3}
     return Pipeline(made(), recompute=Recompute.NEVER, **how, **options)
 
 
@@ -60,6 +76,10 @@ def between(model: Any, num_samples: int, mesh: Sequence[int], sharding: str) ->
         ("grid+sequence", 2, {(S(0), S(1))}),
         ("grid+sequence", 8, {(S(0), S(1))}),
         ("grid+sequence", 1, {(I, S(1))}),
+        ("grid", 3, {(S(0), I), (S(0), S(1))}),
+        ("grid+sequence", 3, {(S(0), S(1))}),
+        ("grid+sequence", 2, {(S(0), S(1), S(1))}),
+        ("grid+sequence", 1, {(I, S(1), S(1))}),
         ("data", 2, {(S(0), I)}),
         ("data", 8, {(S(0), S(0))}),
         ("sequence", 2, {(S(1), S(1))}),
@@ -67,27 +87,38 @@ def between(model: Any, num_samples: int, mesh: Sequence[int], sharding: str) ->
     ],
 )
 def test_each_axis_has_a_state_of_its_own_between_layers(sharding, num_samples, wanted) -> None:
-    found = between(made(), num_samples, (2, 2), sharding)
+    found = between(made(), num_samples, (2,) * (max(map(len, wanted)) or 2), sharding)
     assert found and found <= wanted
 
 
-def test_data_x_tensor_costs_no_more_for_a_sample_on_each_than_megatron_within() -> None:
-    """Along data nothing is sent between layers: a block sends what it does with tensors alone."""
-    model = made(64)
+@pytest.mark.parametrize(
+    ("sharding", "mesh", "num_samples", "bytes_of"),
+    [
+        ("megatron", (2,), 1, all_reduces),
+        ("sequence", (2,), 1, gathers_and_scatters),
+        *((name, (2, 2), n, found) for n in (2, 8) for name, found in OF_GRIDS),
+        *((name, (4, 2), 4, found) for name, found in OF_GRIDS),
+    ],
+)
+def test_a_block_sends_along_tensors_what_the_papers_count_and_nothing_along_data(
+    sharding: str, mesh: tuple[int, ...], num_samples: int, bytes_of: Any
+) -> None:
+    """Half of it in the forward; a block's sums of gradients are once a step and not counted."""
+    with torch.device("meta"):
+        model = made(256)
+    words, tensors = torch.zeros(64 * num_samples, 8, dtype=torch.long), mesh[1:] or mesh
+    found = penstock.shard(model, words, mesh, sharding=sharding, num_microbatches=64)
+    own_bytes = num_samples // (prod(mesh) // prod(tensors)) * 8 * 256 * 8
+    block = found.layers[1]
+    assert [block.forward_bytes, block.backward_bytes] == [bytes_of(own_bytes, tensors) / 2] * 2
 
-    def sent(mesh: Any, sharding: str, num_samples: int) -> int:
-        words = torch.zeros(num_samples, 8, dtype=torch.long)
-        found = penstock.shard(model, words, mesh, sharding=sharding)
-        return found.layers[1].forward_bytes + found.layers[1].backward_bytes
 
-    assert 0 < sent((4, 2), "grid", 4) <= sent((2,), "megatron", 1)
-
-
-def stepped(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
+def stepped(mesh: Mesh | None, sharding: Any = None, num_samples: int = 4) -> dict[str, Any]:
     """Train for a step; return its loss and gradients, and the bytes of values, in float64, that
-    moved along each axis; which gradients there are is told in float32.
+    moved along each axis; which gradients there are is told in float32.  Of conversions, return
+    the bytes that were sent, and those that the plan counts.
     """
-    moved = Counter[str]()
+    moved, sent = Counter[str](), list[float]()
 
     def counted(name: str) -> None:
         own = getattr(Collectives, name)
@@ -101,31 +132,56 @@ def stepped(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
 
         setattr(Collectives, name, begin)
 
+    def converted(tensor: Tensor, move: Move, step: Any) -> Tensor:
+        result, count = MOVED(tensor, move, step), step[0].size
+        held = max(tensor.nbytes, result.nbytes) * (count if move is Move.ALL_TO_ALL else 1)
+        sent.append(sent_bytes(move, held, count))
+        return result
+
     for name in ("begin_all_reduce", "all_gather", "all_to_all"):
         counted(name)
-    pipe = piped(partition=[5]) if mesh is None else piped(mesh=mesh, sharding=sharding)
+    words = torch.arange(num_samples * 8).view(num_samples, 8) % 32
+    how: dict[str, Any] = {"partition": [5]} if mesh is None else {"mesh": mesh}
+    pipe = piped(example_inputs=words, sharding=sharding, **how)
     moved.clear()
-    found: dict[str, Any] = {"loss": pipe.train_step(WORDS, WORDS), "moved": dict(moved)}
+    with patch("penstock.runtime.shards.convert._moved", converted):
+        found: dict[str, Any] = {"loss": pipe.train_step(words, words), "moved": dict(moved)}
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     found["held"] = sum(gradient.nbytes for gradient in gradients.values())
-    whole = parts_of(pipe).shards.whole(gradients)
-    return found | {"gradients": whole, "table": str(pipe.sharding)}
+    layers = pipe.sharding.layers if pipe.sharding is not None else ()
+    found["planned"] = M * sum(layer.forward_bytes + layer.backward_bytes for layer in layers)
+    return found | {"gradients": parts_of(pipe).shards.whole(gradients), "sent": sum(sent)}
 
 
-@pytest.mark.parametrize(("num_stages", "sharding"), [*product([1, 2], GRIDS)])
+@pytest.mark.parametrize(
+    ("num_stages", "mesh", "num_samples", "sharding"),
+    [
+        *product([1, 2], [(2, 2)], [4], GRIDS),
+        *product([1], [(2, 2)], [6], GRIDS),
+        (1, (2, 2, 2), 4, "grid+sequence"),
+    ],
+)
 @pytest.mark.slow
 def test_along_data_gradients_move_and_the_output_and_no_other_byte(
-    num_stages: int, sharding: str, tmp_path: Path
+    num_stages: int, mesh: tuple[int, ...], num_samples: int, sharding: str, tmp_path: Path
 ) -> None:
-    """The loss has the whole output: it is the only one of all activations that is gathered."""
-    wanted = stepped(None)
-    placement = Placement.of(range(num_stages), num_shards=(2, 2))
-    for rank, found in enumerate(call(stepped, placement, tmp_path, sharding=sharding)):
+    """The loss has the whole output: it is the only one of all activations that is gathered.
+
+    All else that is sent is what the plan counts; of 3 samples devices have 2 and 1.
+    """
+    wanted = stepped(None, num_samples=num_samples)
+    placement = Placement.of(range(num_stages), num_shards=mesh)
+    how: dict[str, Any] = {"sharding": sharding, "num_samples": num_samples}
+    for rank, found in enumerate(call(stepped, placement, tmp_path, **how)):
         along_data = {name[3:]: n for name, n in found["moved"].items() if name[0] == "0"}
-        output = 0 if rank < 4 * (num_stages - 1) else M * 8 * 32 // 2 * 8  # of a sample, by words
-        gathered = {"all_gather": output} if output else {}
+        stage, shard = divmod(rank, prod(mesh))
+        own = even(num_samples // M, mesh[0])[shard // prod(mesh[1:])]
+        output = M * own * 8 * 32 // prod(mesh[1:]) * 8  # of its samples, by words
+        gathered = {"all_gather": output} if stage == num_stages - 1 else {}
         assert along_data == {"begin_all_reduce": found["held"], **gathered}
         assert any(name[0] == "1" for name in found["moved"])
+        if num_stages == 1 and num_samples % (M * mesh[0]) == 0:  # the plan counts even slices
+            assert found["sent"] == found["planned"]
         assert torch.allclose(found["loss"], wanted["loss"], rtol=0, atol=1e-12)
         assert found["gradients"]
         for name, gradient in found["gradients"].items():
