@@ -106,6 +106,18 @@ def run(
     return ended
 
 
+def begin_program(code: str, *arguments: str) -> Forked:
+    """Begin `python -c CODE ARGUMENTS` in a process that has imported torch already."""
+    return origin(0).start(["-c", code, *arguments], dict(os.environ))
+
+
+def run_program(code: str, *arguments: str) -> Ended:
+    """Run `python -c CODE ARGUMENTS`; its output has what it wrote as errors, too."""
+    process = begin_program(code, *arguments)
+    output, _ = process.communicate(60.0)
+    return Ended(0, process.returncode, output)
+
+
 def left_behind(mark: str) -> dict[int, str]:
     """End what has `mark` in the environment that it was started with, and lives on."""
     return end_left(lambda folder: mark.encode() in (folder / "environ").read_bytes())
