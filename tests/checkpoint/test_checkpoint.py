@@ -20,7 +20,7 @@ from penstock.checkpoint.files import digest_of
 from penstock.errors import CheckpointError
 from penstock_recipes.train.weights import mean_weights, tensor_names
 from penstock_recipes.zoo.resnet import residual_network
-from tests.distributed.launch import begin_program, run_program
+from tests.distributed.launch import begin_python, run_python
 from tests.model_parts import Masters, Noted, Noting, noted_pipeline
 
 Damage = Callable[[Path], Any]
@@ -184,7 +184,7 @@ def test_a_process_killed_while_it_saves_leaves_no_broken_checkpoint(tmp_path: P
         "for n in itertools.count():\n"
         "    penstock.save_checkpoint(f'{sys.argv[1]}/c{n}', model)\n"
     )
-    saving, deadline = begin_program(program, str(tmp_path)), time.monotonic() + 60
+    saving, deadline = begin_python("-c", program, str(tmp_path)), time.monotonic() + 60
     while not (tmp_path / "c3").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     saving.kill()
@@ -213,7 +213,7 @@ def test_a_full_disk_leaves_nothing_behind_and_says_so(tmp_path: Path) -> None:
         "except penstock.PenstockError as error:\n"
         "    print(error)\n"
     )
-    said = run_program(program, str(tmp_path / "c")).output
+    said = run_python("-c", program, str(tmp_path / "c")).output
     assert re.match(r"cannot write the checkpoint .*; nothing is left of it", said)
     assert list(tmp_path.iterdir()) == []
 

@@ -106,14 +106,14 @@ def run(
     return ended
 
 
-def begin_program(code: str, *arguments: str) -> Forked:
-    """Begin `python -c CODE ARGUMENTS` in a process that has imported torch already."""
-    return origin(0).start(["-c", code, *arguments], dict(os.environ))
+def begin_python(*arguments: str) -> Forked:
+    """Begin `python ARGUMENTS`, which start with -m or -c, in a process that has imported torch."""
+    return origin(0).start(arguments, dict(os.environ))
 
 
-def run_program(code: str, *arguments: str) -> Ended:
-    """Run `python -c CODE ARGUMENTS`; its output has what it wrote as errors, too."""
-    process = begin_program(code, *arguments)
+def run_python(*arguments: str) -> Ended:
+    """Run `python ARGUMENTS` in such a process; its output has what it wrote as errors, too."""
+    process = begin_python(*arguments)
     output, _ = process.communicate(60.0)
     return Ended(0, process.returncode, output)
 

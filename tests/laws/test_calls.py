@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from tests.distributed.launch import run_program
+from tests.distributed.launch import run_python
 from tests.models import drawn
 from tests.side_by_side import same_bits
 from tests.ways import IN_ONE_PROCESS, WHOLE_STAGES
@@ -136,7 +136,7 @@ pipe.train_step(x, y)  # as ever
 
 
 def test_a_call_in_a_child_that_was_forked_after_another_one_is_refused() -> None:
-    ended = run_program(FORK)
+    ended = run_python("-c", FORK)
     assert ended.code == 0 and ended.output.count("refused") == 5, ended.output
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from tests.distributed.launch import run_program
+from tests.distributed.launch import run_python
 
 NUM_STAGES = 3
 
@@ -125,7 +125,7 @@ def test_a_process_with_a_stuck_stage_ends_with_the_error_that_said_so() -> None
         "    partition=[1, 1, 1], loss=nn.MSELoss(), timeout_s=0.1)\n"
         "pipe.train_step(torch.ones(4, 2), torch.ones(4, 2))\n"
     )
-    ended = run_program(program)
+    ended = run_python("-c", program)
     assert "WaitTimeout: stage" in ended.output and "terminate" not in ended.output
     assert ended.code == 1
 
@@ -143,6 +143,6 @@ def test_the_interpreter_ends_without_close(ending: str) -> None:
         "    num_microbatches=2, loss=nn.functional.mse_loss)\n"
         "x = torch.ones(4, 4)\nprint(pipe.train_step(x, x).shape)\n" + ending
     )
-    ended = run_program(program)
+    ended = run_python("-c", program)
     assert ended.output.startswith("torch.Size([])\n") and ended.code == ENDINGS[ending]
     assert ended.code == 1 or ended.output == "torch.Size([])\n"

@@ -15,7 +15,7 @@ import penstock
 from penstock.errors import ConfigError, OffloadError
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, Trace, Transport
-from tests.distributed.launch import run_program
+from tests.distributed.launch import run_python
 from tests.every_schedule import divided
 from tests.kept import most_kept_bytes, open_file_links, open_files
 from tests.reference import plain_step
@@ -173,7 +173,7 @@ try:
 except penstock.errors.OffloadError as error:
     print(error)
 """
-    done = run_program(program, str(tmp_path))
+    done = run_python("-c", program, str(tmp_path))
     said = "cannot move away what it keeps of micro-batch 0: File too large. Give offload_folder="
     assert said in done.output
     assert list(tmp_path.iterdir()) == []

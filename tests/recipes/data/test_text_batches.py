@@ -24,7 +24,7 @@ from penstock_recipes.data.text import (
     parts_by_length,
 )
 from penstock_recipes.data.text.sampling import epoch_samples, language_places
-from tests.distributed.launch import run_program
+from tests.distributed.launch import run_python
 
 LONGEST = 20
 SAMPLE = st.tuples(st.integers(1, LONGEST), st.integers(1, LONGEST), st.integers(0, 3))
@@ -133,7 +133,7 @@ print([[part.tolist() for part in step] for step in steps])
 
 
 def test_another_process_makes_the_same_plan() -> None:
-    done = run_program(PLAN)
+    done = run_python("-c", PLAN)
     here = io.StringIO()
     with redirect_stdout(here):
         exec(PLAN, {})

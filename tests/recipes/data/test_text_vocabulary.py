@@ -21,7 +21,7 @@ from penstock_recipes.data.text import (
     train_text_vocabulary,
     train_vocabulary,
 )
-from tests.distributed.launch import run_program
+from tests.distributed.launch import run_python
 
 LANGUAGES = ("de", "hi", "ja")
 SIZE = 800
@@ -131,7 +131,7 @@ def test_a_high_temperature_hears_languages_with_little_text() -> None:
 
 
 def test_another_process_makes_the_same_vocabulary(vocabulary: Vocabulary) -> None:
-    assert run_program(TRAIN).output.strip() == vocabulary.digest
+    assert run_python("-c", TRAIN).output.strip() == vocabulary.digest
 
 
 def test_a_saved_vocabulary_is_the_same_again(vocabulary: Vocabulary, tmp_path: Path) -> None:
