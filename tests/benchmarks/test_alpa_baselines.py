@@ -91,7 +91,7 @@ def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(task, plans)
 @pytest.mark.parametrize(
     ("where", "num_layers", "num_microbatches", "wanted"),
     [
-        (cluster(2, 2, far=3e8, memory_bytes=10_000_000), 4, 8, ("stages", "one_f_one_b")),
+        (cluster(2, 2, far=3e8, memory_bytes=10_000_000), 6, 8, ("stages", "one_f_one_b")),
         (cluster(2, 2, far=3e7), 4, 32, ("stages", "gpipe")),
         (cluster(4, near=1e9), 2, 1, ("zero2", "one_f_one_b")),
     ],

@@ -68,7 +68,7 @@ def start(
 ) -> Job:
     """Start `python ARGUMENTS` once for each rank, as torchrun would, or for some ranks `only`.
 
-    Modules (-m) run in processes that have imported torch already.
+    Modules (-m) and code (-c) run in processes that have imported torch already.
     """
     port = held_port()
     common = {
@@ -82,7 +82,7 @@ def start(
     }
     ranks = range(world_size) if only is None else only
     own = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks}
-    if arguments[0] == "-m":
+    if arguments[0] in ("-m", "-c"):
         return Job([origin(rank).start(arguments, own[rank]) for rank in ranks], port)
     return Job([_started(arguments, own[rank]) for rank in ranks], port)
 

@@ -164,6 +164,7 @@ def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> l
 
 def main() -> None:
     import pytest  # noqa: F401 - all are imported for those that are forked
+    import torch._dynamo  # noqa: F401 - as above; to make an optimizer imports it, for 2 s
 
     import penstock_recipes.train.command  # noqa: F401 - as above
 
@@ -171,7 +172,7 @@ def main() -> None:
     warnings.filterwarnings("error", category=UserWarning, module=r"penstock\Z")
     sys.argv = arguments[1:]
     if arguments[0] == "-c":
-        exec(compile(arguments[1], "-c", "exec"), {"__name__": "__main__"})
+        exec(compile(arguments[1], "-c", "exec"), vars(sys.modules["__main__"]))
     else:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
 
