@@ -107,14 +107,17 @@ def run(
 
 
 def begin_python(*arguments: str) -> Forked:
-    """Begin `python ARGUMENTS`, which start with -m or -c, in a process that has imported torch."""
+    """Begin `python -m ARGUMENTS`, or -c, in a process that has imported torch already."""
     return origin(0).start(arguments, dict(os.environ))
 
 
 def run_python(*arguments: str) -> Ended:
-    """Run `python ARGUMENTS` in such a process; its output has what it wrote as errors, too."""
+    """Run that to its end; its output has what it wrote as errors, too."""
     process = begin_python(*arguments)
-    output, _ = process.communicate(60.0)
+    try:
+        output, _ = process.communicate(100.0)
+    finally:
+        process.kill()
     return Ended(0, process.returncode, output)
 
 
