@@ -92,8 +92,7 @@ def plan_call() -> Callable[[], object]:
     """Return a call of `penstock.plan` for a host of eight H100."""
     with torch.device("meta"):
         blocks = [
-            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
-            for _ in range(8)
+            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0) for _ in range(8)
         ]
         inputs = torch.empty(2, 16, 64)
     profile = penstock.profile(blocks, inputs, measure=False, microbatch_sizes=[1, 2])
