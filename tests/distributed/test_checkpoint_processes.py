@@ -149,7 +149,8 @@ def test_two_processes_and_one_go_on_bit_by_bit_with_what_the_other_saved(
     here = Run(penstock.init_mesh(3), seed=5)
     penstock.load_checkpoint(tmp_path / "two", here.pipe, here.optimizer)
     assert finish(here) == saved
-    here.pipe.close(), one.pipe.close()
+    here.pipe.close()
+    one.pipe.close()
     penstock.export_model(tmp_path / "two", tmp_path / "model.safetensors")
     unsplit = nn.Sequential(*layers())
     unsplit.load_state_dict(load_file(tmp_path / "model.safetensors"))
