@@ -2,7 +2,7 @@
 
     python -m scripts.step_reach              a training step of Penstock: K = 2, M = 2, threads,
                                               recompute
-    python -m scripts.step_reach plan         penstock.plan of a saved profile of 24 layers
+    python -m scripts.step_reach plan         penstock.plan of a saved profile of 8 layers
     python -m scripts.step_reach torchgpipe   the step of torchgpipe, where it is installed
 
 The step is not the pipeline's first, which also measures, cuts and lowers.  Lines are those of
@@ -92,8 +92,7 @@ def plan_call() -> Callable[[], object]:
     """Return a call of `penstock.plan` for a host of eight H100."""
     with torch.device("meta"):
         blocks = [
-            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0)
-            for _ in range(24)
+            nn.TransformerEncoderLayer(64, 4, 128, batch_first=True, dropout=0.0) for _ in range(8)
         ]
         inputs = torch.empty(2, 16, 64)
     profile = penstock.profile(blocks, inputs, measure=False, microbatch_sizes=[1, 2])

@@ -18,13 +18,17 @@ from tests.pretend_devices.install import pretended_devices
 
 ON_CPU = ["graphs", "nccl", "throughput", "buckets", "precision", "compile"]
 """Parts that measure here what they do on a card; the others start programs with tests."""
+QUICK = ["graphs", "throughput"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of all parts that can run here, in one run."""
-    folder: Path = tmp_path_factory.mktemp("campaign")
-    main([*_arguments(folder), "--minutes", "15", "--commit", "abc", "--only", *ON_CPU])
+    """Results of the quick parts, in one run."""
+    return _run(tmp_path_factory.mktemp("campaign"), QUICK)
+
+
+def _run(folder: Path, parts: list[str]) -> Path:
+    main([*_arguments(folder), "--minutes", "15", "--commit", "abc", "--only", *parts])
     return folder
 
 
@@ -36,15 +40,14 @@ def _rows(folder: Path) -> dict[str, dict[str, Any]]:
     (written,) = folder.glob("*.json")
     found = json.loads(written.read_text())
     assert found["commit"] == "abc"
-    return {part: {row["name"]: row for row in found[part]["rows"]} for part in ON_CPU}
+    parts = [part for part in ON_CPU if part in found]
+    return {part: {row["name"]: row for row in found[part]["rows"]} for part in parts}
 
 
-@pytest.mark.slow
-def test_every_part_leaves_figures_and_no_error(folder: Path) -> None:
-    rows = _rows(folder)
-    every = [(part, row) for part in ON_CPU for row in rows[part].values()]
+def check_figures(rows: dict[str, dict[str, Any]]) -> None:
+    """See that every row has its figures and no error."""
+    every = [(part, row) for part, of_part in rows.items() for row in of_part.values()]
     assert [(part, row) for part, row in every if "error" in row] == []
-    assert rows["throughput"].keys() == CONTESTANTS.keys()
     peers = ("torchgpipe", "torch.dist")
     unmeasured = [
         row
@@ -53,7 +56,22 @@ def test_every_part_leaves_figures_and_no_error(folder: Path) -> None:
         and not all(row[key] > 0 for key in _TIMES.get(part, ("step_ms",)))
     ]
     assert unmeasured == []
+
+
+def test_parts_leave_figures_and_no_error(folder: Path) -> None:
+    rows = _rows(folder)
+    assert [*rows] == QUICK
+    check_figures(rows)
+    assert rows["throughput"].keys() == CONTESTANTS.keys()
     assert all(row["remark"] == "no graphs on cpu" for row in rows["graphs"].values())
+
+
+@pytest.mark.slow
+def test_every_other_part_leaves_figures_and_no_error(tmp_path: Path) -> None:
+    others = [part for part in ON_CPU if part not in QUICK]
+    rows = _rows(_run(tmp_path, others))
+    assert [*rows] == others
+    check_figures(rows)
     assert rows["nccl"]["Penstock, 2 processes, 1F1B"]["equal_bits"]
     assert all(abs(r["first_loss"] - r["last_loss"]) > 0 for r in rows["precision"].values())
     assert [row["num_graphs"] > 0 for row in rows["compile"].values()] == [True, False] * 3
@@ -67,7 +85,6 @@ _TIMES = {
 """Figures of the rows of a part, if not the time of a step alone."""
 
 
-@pytest.mark.slow
 def test_a_part_that_is_done_is_left_out_and_the_table_has_all(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,13 +64,22 @@ def planned(ranks: Any, sharding: str | None) -> Plan:
 
 
 def predicted(plan: Plan) -> Prediction:
-    profile = profile_shards(model(), WORDS, plan, cluster(), loss=loss, targets=TARGETS)
+    """Predict a step from a profile, which leaves the model as it was."""
+    own = model()
+    profile = profile_shards(own, WORDS, plan, cluster(), loss=loss, targets=TARGETS)
+    pairs = zip(own.parameters(), model().parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
     return Prediction(plan, profile, cluster())
 
 
-def test_a_shards_collectives_are_counted_and_priced_by_the_link() -> None:
+@pytest.fixture(scope="module")
+def megatron() -> Prediction:
+    return predicted(planned(TWO, "megatron"))
+
+
+def test_a_shards_collectives_are_counted_and_priced_by_the_link(megatron: Prediction) -> None:
     """A block of Megatron's has two sums of two devices, forward and backward."""
-    sharded = predicted(planned(TWO, "megatron")).profile
+    sharded = megatron.profile
     block = sharded.sizes[0].seconds(1)
     one_sum_s = 2 * ALPHA_S
     assert round(block.forward_s / one_sum_s, 2) == round(block.backward_s / one_sum_s, 2) == 2
@@ -79,19 +88,11 @@ def test_a_shards_collectives_are_counted_and_priced_by_the_link() -> None:
     assert words.forward_s + words.backward_s < ALPHA_S  # what others send is not the first one's
 
 
-def test_parts_of_gradients_are_summed_over_shards_once_a_step() -> None:
-    cut, parts = (predicted(planned(TWO, name)) for name in ("megatron", "data"))
-    assert cut.costs.reduce_s == (0,)
+def test_parts_of_gradients_are_summed_over_shards_once_a_step(megatron: Prediction) -> None:
+    parts = predicted(planned(TWO, "data"))
+    assert megatron.costs.reduce_s == (0,)
     assert parts.costs.reduce_s == (pytest.approx(2 * ALPHA_S, rel=1e-3),)
     assert parts.profile.sizes[0].seconds(1).forward_s < ALPHA_S
-
-
-def test_the_model_is_as_it_was() -> None:
-    own, plan = model(), planned(TWO, "megatron")
-    profile_shards(own, WORDS, plan, cluster())
-    assert all(
-        torch.equal(a, b) for a, b in zip(own.parameters(), model().parameters(), strict=True)
-    )
 
 
 def test_what_is_not_priced_is_refused() -> None:

@@ -149,9 +149,8 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 @needs_hosts
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_hosts_are_removed_after_ctrl_c(number: signal.Signals) -> None:
     command = [sys.executable, "-c", HEARS_CTRL_C, "-m", "benchmarks.two_hosts.main", "--smallest"]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})

@@ -3,8 +3,7 @@
 import hashlib
 import json
 import re
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -21,6 +20,7 @@ from penstock.checkpoint.files import digest_of
 from penstock.errors import CheckpointError
 from penstock_recipes.train.weights import mean_weights, tensor_names
 from penstock_recipes.zoo.resnet import residual_network
+from tests.distributed.launch import begin_python, run_python
 from tests.model_parts import Masters, Noted, Noting, noted_pipeline
 
 Damage = Callable[[Path], Any]
@@ -183,18 +183,14 @@ def test_a_process_killed_while_it_saves_leaves_no_broken_checkpoint(tmp_path: P
         "model = nn.Linear(300, 300)\n"
         "for n in itertools.count():\n"
         "    penstock.save_checkpoint(f'{sys.argv[1]}/c{n}', model)\n"
-        "    print(n, flush=True)\n"
     )
-    saving = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert saving.stdout is not None
-    with saving.stdout:
-        first = [next(saving.stdout) for _ in range(3)]
-        saving.kill()
-        saving.wait()
+    saving, deadline = begin_python("-c", program, str(tmp_path)), time.monotonic() + 60
+    while not (tmp_path / "c3").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    saving.kill()
+    said, _ = saving.communicate()
     whole = [path for path in tmp_path.iterdir() if not path.name.endswith(".unfinished")]
-    assert len(whole) >= len(first)
+    assert len(whole) > 3, said
     for path in whole:
         penstock.load_checkpoint(path, nn.Linear(300, 300))
 
@@ -217,10 +213,8 @@ def test_a_full_disk_leaves_nothing_behind_and_says_so(tmp_path: Path) -> None:
         "except penstock.PenstockError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "c")], capture_output=True, text=True
-    )
-    assert re.match(r"cannot write the checkpoint .*; nothing is left of it", done.stdout)
+    said = run_python("-c", program, str(tmp_path / "c")).output
+    assert re.match(r"cannot write the checkpoint .*; nothing is left of it", said)
     assert list(tmp_path.iterdir()) == []
 
 

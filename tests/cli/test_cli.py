@@ -345,11 +345,12 @@ def test_check_takes_any_model_and_an_example(tmp_path: Path, capsys: Captured) 
 
 
 def test_check_takes_a_recipe_and_options_over_it(capsys: Captured) -> None:
+    small = sets("model.width=4", "train.batch_size=32")
     options = ["--num-stages", "3", "--schedule", "one_f_one_b", "--recompute", "never"]
-    assert run(["check", DIGITS, *options]) == 0
+    assert run(["check", DIGITS, *small, *options]) == 0
     assert "K=3, M=8" in capsys.readouterr().out
     options = ["--num-stages", "4", "--schedule", "interleaved_1f1b", "--stages-per-rank", "2"]
-    assert run(["check", DIGITS, *options]) == 0
+    assert run(["check", DIGITS, *small, *options]) == 0
     assert "K=4, M=8" in capsys.readouterr().out
 
 

@@ -34,7 +34,10 @@ def test_layers_are_counted_and_measured(capsys: Captured) -> None:
     assert [size.microbatch_size for size in measured.sizes] == [16]
 
 
-@pytest.mark.parametrize("recipe", (AMOEBANET, NAMES, NAMES + 'precision = "bfloat16"\n'))
+@pytest.mark.parametrize(
+    "recipe",
+    (pytest.param(AMOEBANET, marks=pytest.mark.slow), NAMES, NAMES + 'precision = "bfloat16"\n'),
+)
 def test_any_model_is_counted_for_any_device(recipe: str, tmp_path: Path) -> None:
     if "\n" in recipe:
         (tmp_path / "names.toml").write_text(recipe)

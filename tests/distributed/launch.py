@@ -68,7 +68,7 @@ def start(
 ) -> Job:
     """Start `python ARGUMENTS` once for each rank, as torchrun would, or for some ranks `only`.
 
-    Modules (-m) run in processes that have imported torch already.
+    Modules (-m) and code (-c) run in processes that have imported torch already.
     """
     port = held_port()
     common = {
@@ -82,7 +82,7 @@ def start(
     }
     ranks = range(world_size) if only is None else only
     own = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks}
-    if arguments[0] == "-m":
+    if arguments[0] in ("-m", "-c"):
         return Job([origin(rank).start(arguments, own[rank]) for rank in ranks], port)
     return Job([_started(arguments, own[rank]) for rank in ranks], port)
 
@@ -104,6 +104,21 @@ def run(
     bad = [f"--- rank {e.rank}: {e.code}\n{e.output}" for e in ended if e.code != 0]
     assert not bad, "\n".join(bad)
     return ended
+
+
+def begin_python(*arguments: str) -> Forked:
+    """Begin `python -m ARGUMENTS`, or -c, in a process that has imported torch already."""
+    return origin(0).start(arguments, dict(os.environ))
+
+
+def run_python(*arguments: str) -> Ended:
+    """Run that to its end; its output has what it wrote as errors, too."""
+    process = begin_python(*arguments)
+    try:
+        output, _ = process.communicate(100.0)
+    finally:
+        process.kill()
+    return Ended(0, process.returncode, output)
 
 
 def left_behind(mark: str) -> dict[int, str]:

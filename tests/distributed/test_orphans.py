@@ -77,10 +77,18 @@ def _place(rank: int, mark: str, port: str) -> dict[str, str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="processes are found in /proc")
-@pytest.mark.parametrize("before", ["", WITHOUT_SIGNAL], ids=["signal", "look"])
-@pytest.mark.parametrize("late", ["", BEGIN_LATE], ids=["meeting", "before-it"])
+@pytest.mark.parametrize(
+    ("late", "before"),
+    [
+        ("", WITHOUT_SIGNAL),
+        (BEGIN_LATE, ""),
+        pytest.param("", "", marks=pytest.mark.slow),
+        pytest.param(BEGIN_LATE, WITHOUT_SIGNAL, marks=pytest.mark.slow),
+    ],
+    ids=["meeting-look", "before-it-signal", "meeting-signal", "before-it-look"],
+)
 def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_others(
-    before: str, late: str, port: str
+    late: str, before: str, port: str
 ) -> None:
     mark = uuid.uuid4().hex
     launcher = launched(late + before + MEET, mark, port, BY_TORCHRUN)

@@ -4,6 +4,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,8 +64,17 @@ def of_stages(mesh: Mesh) -> dict[tuple[str, str], Any]:
     return found
 
 
-def test_a_loss_that_needs_all_samples_gives_the_bits_of_one_process(tmp_path: Path) -> None:
-    ranks = call(of_stages, (2, 1), tmp_path)
+def in_two_processes(mesh: Mesh) -> tuple[dict[tuple[str, str], Any], dict[str, str]]:
+    return of_stages(mesh), of_mistakes(mesh)
+
+
+@pytest.fixture(scope="module")
+def found_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return call(in_two_processes, (2, 1), tmp_path_factory.mktemp("outputs"))
+
+
+def test_a_loss_that_needs_all_samples_gives_the_bits_of_one_process(found_by_ranks: Any) -> None:
+    ranks = [found for found, _ in found_by_ranks]
     for schedule, where in product(SCHEDULES, ("all", "last")):
         with Pipeline(layers(), num_stages=1, num_microbatches=3, schedule=schedule) as pipe:
             expected_losses = [two_views(pipe, has_outputs=True) for _ in range(2)]
@@ -135,8 +145,8 @@ def of_mistakes(mesh: Mesh) -> dict[str, str]:
     return said | {"fine": said_by(lambda: pipe(batch(1)).square().mean().backward())}
 
 
-def test_what_every_rank_must_call_is_checked_and_the_mesh_lives_on(tmp_path: Path) -> None:
-    first, second = call(of_mistakes, (2, 1), tmp_path)
+def test_what_every_rank_must_call_is_checked_and_the_mesh_lives_on(found_by_ranks: Any) -> None:
+    first, second = (said for _, said in found_by_ranks)
     assert first == second
     assert first["another_loss"].startswith("ranks 0 and 1 computed different losses: their grad")
     assert "rank 0 runs the backward of call 3, rank 1 that of call 4" in first["another_order"]

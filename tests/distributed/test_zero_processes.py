@@ -144,7 +144,8 @@ def resumed(mesh: penstock.Mesh, where: str) -> list[list[float]]:
 
 
 def work(mesh: penstock.Mesh, where: str) -> dict[str, Any]:
-    cases = [("mixed", name, scaled) for name in OPTIMIZERS for scaled in (False, True)]
+    cases = [("mixed", name, False) for name in OPTIMIZERS]
+    cases += [("mixed", name, True) for name in ("fused", "SGD", "main weights")]
     if mesh.num_stages <= 2:
         cases.append(("bare", "AdamW", True))
     found = [trained(mesh, model, name, scaled=scaled) for model, name, scaled in cases]

@@ -2,8 +2,8 @@
 
     python -m tests.distributed.warm SOCKET
 
-Each rank has an origin of its own, so that ranks hash strings with different seeds, as processes
-that are started one by one do: an order that differs between them must not go unseen.
+Ranks next to each other have different origins, so that they hash strings with different seeds, as
+processes that are started one by one do: an order that differs between them must not go unseen.
 """
 
 import json
@@ -92,7 +92,7 @@ class Origin:  # a process that has imported torch, and forks
         theirs.close()
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
-        """Start `python -m MODULE ARGUMENTS` with this environment."""
+        """Start `python -m MODULE ARGUMENTS`, or `-c CODE ARGUMENTS`, with this environment."""
         control, theirs = socket.socketpair()
         output, written = os.pipe()
         order = json.dumps({"arguments": list(arguments), "environment": dict(environment)})
@@ -106,10 +106,12 @@ _ORIGINS: dict[int, Origin] = {}
 
 
 def origin(rank: int) -> Origin:
-    """Give the origin of a rank's processes; it ends when this process does."""
-    if rank not in _ORIGINS:
-        _ORIGINS[rank] = Origin()
-    return _ORIGINS[rank]
+    """Give the origin of a rank's processes: one of two, as each takes seconds to start.  It ends
+    when this process does.
+    """
+    if rank % 2 not in _ORIGINS:
+        _ORIGINS[rank % 2] = Origin()
+    return _ORIGINS[rank % 2]
 
 
 def _serve(orders: socket.socket) -> list[str]:
@@ -162,14 +164,17 @@ def _become(order: Mapping[str, dict[str, str]], control: int, output: int) -> l
 
 def main() -> None:
     import pytest  # noqa: F401 - all are imported for those that are forked
+    import torch._dynamo  # noqa: F401 - as above; to make an optimizer imports it, for 2 s
 
     import penstock_recipes.train.command  # noqa: F401 - as above
 
     arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
     warnings.filterwarnings("error", category=UserWarning, module=r"penstock\Z")
-    assert arguments[0] == "-m"
     sys.argv = arguments[1:]
-    runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    if arguments[0] == "-c":
+        exec(compile(arguments[1], "-c", "exec"), vars(sys.modules["__main__"]))
+    else:
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """The code on the pages for newcomers runs as it is written, and their outputs are today's."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.launch import run_python
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -32,8 +31,11 @@ def test_every_block_of_a_page_compiles(page: str) -> None:
 
 
 RUN_PAGES = """
-import json, os, sys
-for number, (page, code) in enumerate(json.load(sys.stdin).items()):
+import json, os, sys, warnings
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.chdir(sys.argv[1])
+warnings.simplefilter("ignore")
+for number, (page, code) in enumerate(json.load(open("pages.json")).items()):
     os.mkdir(str(number))
     os.chdir(str(number))
     print(f"page {page}", flush=True)
@@ -47,18 +49,11 @@ def test_the_blocks_of_a_page_run_in_order_in_one_namespace(pages, tmp_path: Pat
     """Pages in one process, which imports once, each with a namespace and a folder."""
     codes = {page: "\n".join(c for info, c in blocks(page) if not info) for page in pages}
     codes = {page: code for page, code in codes.items() if code}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN_PAGES],
-        input=json.dumps(codes),
-        cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "pages.json").write_text(json.dumps(codes))
+    done = run_python("-c", RUN_PAGES, str(tmp_path))
+    assert done.code == 0, done.output
     for page in codes:
-        said = done.stdout.partition(f"page {page}\n")[2].partition("\npage ")[0] + "\n"
+        said = done.output.partition(f"page {page}\n")[2].partition("\npage ")[0] + "\n"
         for word, _, shown in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
             if word == "text" and " ms" not in shown:  # times differ from run to run
                 assert shown in said, page

@@ -1,8 +1,6 @@
 """Casts of autocast and weights in `parametrize.cached()` are computed once, for one stage."""
 
 import copy
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import penstock
 from penstock.errors import ConfigError
 from penstock.schedules import gpipe
+from tests.distributed.launch import run_python
 from tests.every_schedule import IN_TWO_PARTS
 from tests.model.capture.any_models.chain import WIDTH, Chain, inputs
 from tests.model_parts import Does
@@ -250,7 +249,5 @@ assert layers[0].linear.weight is not layers[0].linear.weight
 
 
 def test_the_first_pipeline_of_a_process_may_be_made_inside_cached() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_INSIDE], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", FIRST_INSIDE)
+    assert done.code == 0, done.output

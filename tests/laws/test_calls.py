@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from tests.distributed.launch import run_python
 from tests.models import drawn
 from tests.side_by_side import same_bits
 from tests.ways import IN_ONE_PROCESS, WHOLE_STAGES
@@ -137,10 +136,8 @@ pipe.train_step(x, y)  # as ever
 
 
 def test_a_call_in_a_child_that_was_forked_after_another_one_is_refused() -> None:
-    command = [sys.executable, "-c", FORK]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("refused") == 5
+    ended = run_python("-c", FORK)
+    assert ended.code == 0 and ended.output.count("refused") == 5, ended.output
 
 
 @pytest.mark.parametrize("recompute", WHOLE_STAGES)

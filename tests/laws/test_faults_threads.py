@@ -1,8 +1,6 @@
 """Worker threads end: when closed, when collected, after faults and with the interpreter."""
 
 import gc
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from tests.distributed.launch import run_python
 
 NUM_STAGES = 3
 
@@ -91,11 +90,6 @@ def test_many_faults_leave_no_threads_behind() -> None:
     assert not workers_since(before)
 
 
-def ran(program: str) -> "subprocess.CompletedProcess[str]":
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "check": False}
-    return subprocess.run([sys.executable, "-c", program], **options)
-
-
 class Waiting(nn.Module):  # wait until it is let go
     def __init__(self) -> None:
         super().__init__()
@@ -131,9 +125,9 @@ def test_a_process_with_a_stuck_stage_ends_with_the_error_that_said_so() -> None
         "    partition=[1, 1, 1], loss=nn.MSELoss(), timeout_s=0.1)\n"
         "pipe.train_step(torch.ones(4, 2), torch.ones(4, 2))\n"
     )
-    ended = ran(program)
-    assert "WaitTimeout: stage" in ended.stderr and "terminate" not in ended.stderr
-    assert ended.returncode == 1
+    ended = run_python("-c", program)
+    assert "WaitTimeout: stage" in ended.output and "terminate" not in ended.output
+    assert ended.code == 1
 
 
 ENDINGS = {"pass": 0, "raise SystemExit(3)": 3, "raise ValueError('late')": 1, "out = pipe(x)": 0}
@@ -149,6 +143,6 @@ def test_the_interpreter_ends_without_close(ending: str) -> None:
         "    num_microbatches=2, loss=nn.functional.mse_loss)\n"
         "x = torch.ones(4, 4)\nprint(pipe.train_step(x, x).shape)\n" + ending
     )
-    ended = ran(program)
-    assert "torch.Size([])" in ended.stdout and ended.returncode == ENDINGS[ending]
-    assert ended.returncode == 1 or not ended.stderr
+    ended = run_python("-c", program)
+    assert ended.output.startswith("torch.Size([])\n") and ended.code == ENDINGS[ending]
+    assert ended.code == 1 or ended.output == "torch.Size([])\n"

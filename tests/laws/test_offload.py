@@ -1,8 +1,6 @@
 """What a forward keeps may be moved away and back: the same bits, with less in memory."""
 
 import resource
-import subprocess
-import sys
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +15,7 @@ import penstock
 from penstock.errors import ConfigError, OffloadError
 from penstock.schedules.names import family_of
 from penstock.types import Recompute, Trace, Transport
+from tests.distributed.launch import run_python
 from tests.every_schedule import divided
 from tests.kept import most_kept_bytes, open_file_links, open_files
 from tests.reference import plain_step
@@ -174,10 +173,9 @@ try:
 except penstock.errors.OffloadError as error:
     print(error)
 """
-    command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python("-c", program, str(tmp_path))
     said = "cannot move away what it keeps of micro-batch 0: File too large. Give offload_folder="
-    assert said in done.stdout, done.stderr
+    assert said in done.output
     assert list(tmp_path.iterdir()) == []
 
 

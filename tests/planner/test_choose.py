@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_recomputed() -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", (range(40), pytest.param(range(40, 140), marks=pytest.mark.slow)), ids=len
+    "seeds", (range(20), pytest.param(range(20, 140), marks=pytest.mark.slow)), ids=len
 )
 def test_no_plan_of_the_list_is_above_its_limit_of_memory_by_its_own_simulation(
     seeds: range,

@@ -1,8 +1,6 @@
 """What a reader has to read of a step and of a plan does not grow unseen."""
 
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from tests.distributed.launch import run_python
 
-ROOT = Path(__file__).parents[2]
 MOST = {"step": (16, 4_000), "plan": (65, 10_490)}
 """Files and lines at most."""
 MOST_FRAMES = 9
@@ -21,12 +19,11 @@ MOST_FRAMES = 9
 @pytest.mark.parametrize("call", MOST)
 def test_what_a_call_enters_does_not_grow(call: str) -> None:
     """In a process of its own: what is remembered from other calls is not entered again."""
-    command = [sys.executable, "-W", "error", "-m", "scripts.step_reach", call]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    files, _, lines, *_ = done.stdout.splitlines()[-1].replace(",", "").split()
+    said = run_python("-m", "scripts.step_reach", call).output
+    files, _, lines, *_ = said.splitlines()[-1].replace(",", "").split()
     most_files, most_lines = MOST[call]
-    assert int(files) <= most_files, done.stdout
-    assert int(lines) <= most_lines, done.stdout
+    assert int(files) <= most_files, said
+    assert int(lines) <= most_lines, said
 
 
 class _NotesItsStack(nn.Linear):

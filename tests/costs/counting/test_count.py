@@ -16,7 +16,10 @@ from tests.costs.counting.counted import count_one, flops, layers_of, of_class
 from tests.recipes.zoo_members import ZOO_MEMBERS
 
 
-@pytest.mark.parametrize("name", ZOO_MEMBERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "amoebanet_b")) for n in ZOO_MEMBERS],
+)
 def test_the_products_are_those_of_the_unsplit_model(name: str) -> None:
     model, inputs = ZOO_MEMBERS[name]()
     counted = count_layers(layers_of(model, inputs), inputs, torch_type="cpu")

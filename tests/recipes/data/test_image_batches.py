@@ -168,7 +168,7 @@ def test_a_damaged_image_is_blank_and_of_no_class_in_evaluation() -> None:
     assert loader.skipped == [f"image {n}" for n in (0, 4, 5, 6, 7)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_damaged_image_is_refused_where_that_is_asked(num_workers: int) -> None:
     images = viewed(Made(damaged=frozenset({3})), VIEW, strict=True)
     with pytest.raises(ConfigError, match=r"^image 3 cannot be decoded; remove or replace it"):

@@ -1,8 +1,6 @@
 """Sampling by temperature and batches in tokens: laws of the plan, over many corpora."""
 
 import io
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -26,6 +24,7 @@ from penstock_recipes.data.text import (
     parts_by_length,
 )
 from penstock_recipes.data.text.sampling import epoch_samples, language_places
+from tests.distributed.launch import run_python
 
 LONGEST = 20
 SAMPLE = st.tuples(st.integers(1, LONGEST), st.integers(1, LONGEST), st.integers(0, 3))
@@ -134,11 +133,11 @@ print([[part.tolist() for part in step] for step in steps])
 
 
 def test_another_process_makes_the_same_plan() -> None:
-    done = subprocess.run([sys.executable, "-c", PLAN], capture_output=True, text=True, check=True)
+    done = run_python("-c", PLAN)
     here = io.StringIO()
     with redirect_stdout(here):
         exec(PLAN, {})
-    assert done.stdout == here.getvalue() != "[]\n"
+    assert done.output == here.getvalue() != "[]\n"
 
 
 def test_epochs_and_seeds_differ() -> None:

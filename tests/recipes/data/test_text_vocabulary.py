@@ -1,7 +1,6 @@
 """One vocabulary of subwords: writes every text, speaks all languages, and is told from others."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from penstock_recipes.data.text import (
     train_text_vocabulary,
     train_vocabulary,
 )
+from tests.distributed.launch import run_python
 
 LANGUAGES = ("de", "hi", "ja")
 SIZE = 800
@@ -131,10 +131,7 @@ def test_a_high_temperature_hears_languages_with_little_text() -> None:
 
 
 def test_another_process_makes_the_same_vocabulary(vocabulary: Vocabulary) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TRAIN], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == vocabulary.digest
+    assert run_python("-c", TRAIN).output.strip() == vocabulary.digest
 
 
 def test_a_saved_vocabulary_is_the_same_again(vocabulary: Vocabulary, tmp_path: Path) -> None:

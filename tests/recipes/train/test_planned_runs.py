@@ -106,7 +106,11 @@ def test_a_run_that_plans_itself_may_measure_its_layers_first(tmp_path: Path) ->
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 400)
     (tmp_path / "gpt.toml").write_text(text.replace("num_stages = 2", 'plan = "auto"'))
     cluster(1, torch_type="cpu").save(tmp_path / "one.toml")
-    changes = [f"pipeline.cluster={tmp_path / 'one.toml'}", "train.log_every=1"]
+    changes = [
+        f"pipeline.cluster={tmp_path / 'one.toml'}",
+        "train.log_every=1",
+        "model.num_layers=1",
+    ]
     for folder in ("estimated", "measured"):
         changes.append(f"pipeline.measure={str(folder == 'measured').lower()}")
         wanted = Request(tmp_path / "gpt.toml", changes, tmp_path / folder)

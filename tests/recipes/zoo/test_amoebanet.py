@@ -38,7 +38,6 @@ def tiny(build: Builder, **options: Any) -> AmoebaNet:
 
 def test_amoebanet_b_has_the_papers_557_million_parameters() -> None:
     assert num_parameters(amoebanet_b, 18, 512, auxiliary=False) == 557_277_864
-    assert num_parameters(amoebanet_b, 18, 512, auxiliary=False, num_classes=1001) == 557_286_057
     assert num_parameters(amoebanet_b, num_classes=1001) == 559_072_194
 
 
@@ -46,7 +45,7 @@ def test_amoebanet_b_has_the_papers_557_million_parameters() -> None:
     ("sizes", "count", "with_auxiliary"),
     [
         ((18, 208), 81_137_437, 81_785_166),
-        ((18, 416), 317_541_696, 318_277_617),
+        pytest.param((18, 416), 317_541_696, 318_277_617, marks=pytest.mark.slow),
         pytest.param((36, 544), 1_053_293_776, 1_054_083_969, marks=pytest.mark.slow),
         pytest.param((72, 512), 1_842_610_248, 1_843_386_873, marks=pytest.mark.slow),
     ],
@@ -69,16 +68,16 @@ def shapes(model: AmoebaNet, image: Tensor) -> list[tuple[int, ...]]:
 
 def test_resolutions_and_channels_at_224_pixels() -> None:
     with torch.device("meta"):
-        found = shapes(amoebanet_d(18, 208), torch.empty(2, 3, 224, 224))
+        found = shapes(amoebanet_d(6, 208), torch.empty(2, 3, 224, 224))
     assert found == [
         (32, 111, 111),
         (3 * 52, 56, 56),
         (3 * 104, 28, 28),
-        *[(4 * 208, 28, 28)] * 6,
+        *[(4 * 208, 28, 28)] * 2,
         (3 * 416, 14, 14),
-        *[(4 * 416, 14, 14)] * 6,
+        *[(4 * 416, 14, 14)] * 2,
         (3 * 832, 7, 7),
-        *[(4 * 832, 7, 7)] * 6,
+        *[(4 * 832, 7, 7)] * 2,
     ]
 
 
@@ -223,13 +222,13 @@ def test_the_statistics_of_batch_norm_are_options() -> None:
     assert {m.affine for m in norms} == {True}
 
 
-@pytest.mark.parametrize("build", [pytest.param(amoebanet_b, marks=pytest.mark.slow), amoebanet_d])
+@BOTH
 def test_stem_cells_and_heads_are_the_layers_of_a_pipeline(build: Builder) -> None:
     with torch.device("meta"):
-        model, image = build(18, 64, image_size=224), torch.empty(2, 3, 224, 224)
+        model, image = build(3, 64, image_size=224), torch.empty(2, 3, 224, 224)
     names = [layer.name for layer in penstock.capture(model, image)]
-    cells = [f"cells.{number}" for number in range(2 + 18 + 2)]
-    with_auxiliary = 2 + 6 + 1 + 6
+    cells = [f"cells.{number}" for number in range(2 + 3 + 2)]
+    with_auxiliary = 2 + 1 + 1 + 1
     assert names == [
         "stem",
         *cells[:with_auxiliary],
