@@ -30,7 +30,7 @@ def most_kept_bytes(
         pipe.train_step(torch.ones(num_samples, 32), torch.ones(num_samples, width))
         pipe.zero_grad()
     assert pipe.last_timeline is not None
-    return max(s.kept_bytes for s in pipe.last_timeline.memory if s.stage == 1)
+    return pipe.last_timeline.peak_bytes()[1]
 
 
 def open_files() -> set[str]:

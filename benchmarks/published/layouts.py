@@ -1,4 +1,4 @@
-"""The step of a given layout: tensor x pipeline x interleaved chunks x data, priced as planned.
+"""The step of a given layout: tensor x pipeline x interleaved x data, priced as planned.
 
     rank r of the pipeline    devices r d t to (r + 1) d t - 1, as d rows of t neighbours
     stage s                   an equal share of the blocks, on rank s mod p
@@ -29,11 +29,11 @@ from penstock.simulator.simulate import step_s
 
 
 class Layout(NamedTuple):
-    """Numbers of devices along tensor, pipeline and data, and chunks on a rank of the pipeline."""
+    """Numbers of devices along tensor, pipeline and data, and stages on a rank of the pipeline."""
 
     tensor: int
     pipeline: int
-    chunks: int
+    interleaved: int
     data: int
 
     @property
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
     def ends(self, num_blocks: int) -> list[int]:
         """Return the ends of stages in the list of an embedding, blocks and a head."""
-        stages = self.pipeline * self.chunks
+        stages = self.pipeline * self.interleaved
         inner = [1 + n * num_blocks // stages for n in range(1, stages)]
         return [0, *inner, num_blocks + 2]
 
@@ -101,7 +101,7 @@ class GivenLayout:
         """Return the seconds of a step with the optimizer."""
         p, stages = self.layout.pipeline, self._stages
         how = Lowering(
-            family=interleaved_1f1b(self.layout.chunks),
+            family=interleaved_1f1b(self.layout.interleaved),
             ranks=tuple(n % p for n in range(len(stages))),
             transfers=tuple(Transfer(producer=a, consumer=b) for a, b in self._crossing),
             recompute=frozenset(range(len(stages))) if self.recomputes else frozenset(),

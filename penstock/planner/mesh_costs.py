@@ -241,8 +241,10 @@ class MeshPrices:
 
     def _way_out(self, submesh: Submesh, kind: int) -> tuple[float, float]:
         """Return latency and bytes a second from a mesh to the next one, on hosts of a kind if
-        there are others of it: over the network where there are several hosts, each host's own at
-        once.
+        there are others of it: over the network where there are several hosts.
+
+        Each byte crosses once, and all devices send (`transport.crossing`): by all their network
+        cards at once, or by their links inside a host.
         """
         own, places, (count, size, _) = (
             self.devices(submesh),
@@ -254,7 +256,8 @@ class MeshPrices:
         away = [n for n in (*there, *every) if places[n].host not in hosts]
         beside = next(n for n in every if n != first)
         route = self.cluster.route(first, away[0] if away else beside)
-        at_once = submesh.num_hosts if away else submesh.num_devices
+        cards = {(places[n].host, self.cluster.host_of(n).card_of(places[n].number)) for n in own}
+        at_once = len(cards) if away else submesh.num_devices
         return route.latency_s, route.bytes_per_s * at_once
 
     @cached_property
