@@ -49,8 +49,7 @@ def measured(schedule: schedules.Family, **policy: Any) -> tuple[int, float]:
             times_s.append(time.perf_counter() - start_s)
         timeline = pipe.last_timeline
     assert timeline is not None
-    kept = max(sample.kept_bytes for sample in timeline.memory if sample.stage == 1)
-    return kept, statistics.median(times_s[1:STEPS])
+    return timeline.peak_bytes()[1], statistics.median(times_s[1:STEPS])
 
 
 def main() -> None:
