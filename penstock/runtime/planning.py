@@ -11,7 +11,6 @@ from torch import Tensor
 
 from penstock.costs.cluster.presets import device_preset
 from penstock.costs.counting.count import count_layers
-from penstock.costs.counting.layer_weights import layer_weights
 from penstock.costs.layer_costs import by_roofline
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measuring.measure import How, measure
@@ -196,11 +195,12 @@ def _room(plan: Plan, layers: Layers, free: Sequence[int]) -> list[int]:
     """Return the bytes that each rank's device has for activations, beside weights and Adam."""
     room = [round(MEMORY_SHARE * num_bytes) for num_bytes in free]
     trained = _trainable_bytes(layers)
-    kept = layer_weights(layers, torch.optim.AdamW, plan.gradient_dtype)
+    least = 0 if plan.gradient_dtype is None else getattr(torch, plan.gradient_dtype).itemsize
+    gradients = _trainable_bytes(layers, least)
     ends = [0, *accumulate(plan.partition)]
     for place, (start, end) in zip(plan.placement.places, pairwise(ends), strict=True):
-        of_adam = (own.gradient_bytes + own.optimizer_bytes for own in kept[start:end])
-        room[place] -= sum(trained[start:end]) + sum(of_adam)
+        # Each weight itself and Adam's two moments, and its gradient.
+        room[place] -= 3 * sum(trained[start:end]) + sum(gradients[start:end])
     return [max(1, num_bytes) for num_bytes in room]
 
 
@@ -225,14 +225,16 @@ def free_of_ranks(plan: Plan, mesh: Mesh) -> list[int] | None:
     return [known[device_of[place]] for place in range(placement.num_places)]
 
 
-def _trainable_bytes(layers: Layers) -> list[int]:
-    """Return the bytes of each layer's trainable weights; a shared one counts in its first."""
+def _trainable_bytes(layers: Layers, least: int = 0) -> list[int]:
+    """Return the bytes of each layer's trainable weights, of at least so many for each number; a
+    shared one counts in its first layer.
+    """
     counted: set[Tensor] = set()
     num_bytes = []
     for step in layers:
         new = {p for p in step.module.parameters() if p.requires_grad} - counted
         counted |= new
-        num_bytes.append(sum(p.numel() * p.element_size() for p in new))
+        num_bytes.append(sum(p.numel() * max(least, p.element_size()) for p in new))
     return num_bytes
 
 
