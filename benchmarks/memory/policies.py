@@ -1,4 +1,4 @@
-"""What each way to keep less costs: the bytes that a middle stage keeps, and the step's seconds.
+"""Measure each way to keep less: the bytes that a middle stage keeps, and a step's seconds.
 
 python -m benchmarks.memory.policies
 """

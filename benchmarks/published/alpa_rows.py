@@ -27,7 +27,7 @@ _RECOMPUTING = [own for own in MEMORY_POLICIES if own.segments]
 
 @dataclass(frozen=True)
 class Row:
-    """What a system reached on a number of devices."""
+    """The rate that a system reached on a number of devices."""
 
     devices: int
     system: str

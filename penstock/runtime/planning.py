@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.costs.cluster.presets import device_preset
 from penstock.costs.counting.count import count_layers
+from penstock.costs.counting.layer_weights import gradient_bytes
 from penstock.costs.layer_costs import by_roofline
 from penstock.costs.layer_facts import LayerFacts
 from penstock.costs.measuring.measure import How, measure
@@ -195,8 +196,7 @@ def _room(plan: Plan, layers: Layers, free: Sequence[int]) -> list[int]:
     """Return the bytes that each rank's device has for activations, beside weights and Adam."""
     room = [round(MEMORY_SHARE * num_bytes) for num_bytes in free]
     trained = _trainable_bytes(layers)
-    least = 0 if plan.gradient_dtype is None else getattr(torch, plan.gradient_dtype).itemsize
-    gradients = _trainable_bytes(layers, least)
+    gradients = _trainable_bytes(layers, plan.gradient_dtype)
     ends = [0, *accumulate(plan.partition)]
     for place, (start, end) in zip(plan.placement.places, pairwise(ends), strict=True):
         # Each weight itself and Adam's two moments, and its gradient.
@@ -225,8 +225,8 @@ def free_of_ranks(plan: Plan, mesh: Mesh) -> list[int] | None:
     return [known[device_of[place]] for place in range(placement.num_places)]
 
 
-def _trainable_bytes(layers: Layers, least: int = 0) -> list[int]:
-    """Return the bytes of each layer's trainable weights, of at least so many for each number; a
+def _trainable_bytes(layers: Layers, dtype: str | None = None) -> list[int]:
+    """Return the bytes of each layer's trainable weights, or of gradients in a wider dtype; a
     shared one counts in its first layer.
     """
     counted: set[Tensor] = set()
@@ -234,7 +234,7 @@ def _trainable_bytes(layers: Layers, least: int = 0) -> list[int]:
     for step in layers:
         new = {p for p in step.module.parameters() if p.requires_grad} - counted
         counted |= new
-        num_bytes.append(sum(p.numel() * max(least, p.element_size()) for p in new))
+        num_bytes.append(gradient_bytes(new, dtype))
     return num_bytes
 
 

@@ -1,6 +1,6 @@
 """Count the bytes of weights, gradients and optimizer state of each layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ def layer_weights(
     Gradients have `gradient_dtype` where that is wider.  An optimizer that takes no step with
     parameters without values is a ConfigError.
     """
-    least = 0 if gradient_dtype is None else getattr(torch, gradient_dtype).itemsize
     seen: set[int] = set()
     known: dict[Any, int] = {}
     weights = []
@@ -32,12 +31,18 @@ def layer_weights(
         weights.append(
             LayerWeights(
                 parameter_bytes=_bytes(parameters),
-                gradient_bytes=sum(p.numel() * max(least, p.element_size()) for p in trained),
+                gradient_bytes=gradient_bytes(trained, gradient_dtype),
                 optimizer_bytes=sum(_state_bytes(p, optimizer, known) for p in trained),
                 buffer_bytes=_bytes(_new(step.module.buffers(), seen)),
             )
         )
     return tuple(weights)
+
+
+def gradient_bytes(parameters: Iterable[Tensor], dtype: str | None) -> int:
+    """Return the bytes of gradients in `dtype`, where that is wider than their parameters."""
+    least = 0 if dtype is None else getattr(torch, dtype).itemsize
+    return sum(p.numel() * max(least, p.element_size()) for p in parameters)
 
 
 def _new(tensors: Any, seen: set[int]) -> list[Tensor]:

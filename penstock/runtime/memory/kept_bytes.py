@@ -108,10 +108,11 @@ class KeptBytes(LayersGuard):
         owned = self._weights.owned
         now = {
             MemoryKind.ACTIVATIONS: sum(bytes_of.values()) + self._weights.bytes_of_older,
-            MemoryKind.WEIGHTS: _size([*owned.parameters, *owned.buffers]),
             MemoryKind.GRADIENTS: _size([p.grad for p in owned.parameters]),
         }
         time_s, last = time.perf_counter(), run.stages[self._stage].last_bytes
+        if not last:  # the first sample of the run
+            now[MemoryKind.WEIGHTS] = _size([*owned.parameters, *owned.buffers])
         for kind, num_bytes in now.items():
             if num_bytes != last.get(kind, 0) or kind is MemoryKind.ACTIVATIONS:
                 sample = MemorySample(self._stage, time_s, num_bytes, kind)
