@@ -36,11 +36,13 @@ def words(*changes: str, recipe: str = str(DIGITS)) -> list[str]:
     return ["train", recipe, *sets(*SMALL, *changes)]
 
 
-def outcome(process: "subprocess.Popen[str]", timeout_s: float = 100.0) -> tuple[int, str]:
-    try:
-        said, _ = process.communicate(timeout=timeout_s)
-    finally:
-        process.kill()
+def outcome(process: "subprocess.Popen[str]", timeout_s: float = 250.0) -> tuple[int, str]:
+    """Wait for a process to end, and leave nothing of it behind if it does not end in time."""
+    with process:
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
     return process.returncode, said
 
 
@@ -261,8 +263,10 @@ def test_a_lost_host_leaves_fewer_processes_which_go_on(two_replicas, port, tmp_
     first = begin(command, tmp_path)
     time.sleep(1.0)  # the first one keeps the store, so it must be the one that stays
     second = begin(command, tmp_path)
-    code, said = outcome(first)
-    outcome(second)
+    try:
+        code, said = outcome(first)
+    finally:
+        outcome(second)
     assert code == 0, said
     assert_resumed(said, ", as 1 stage x 2 replicas (before: 2 x 2)")
     assert_same_run(tmp_path / "runs" / "digits-1", two_replicas)
