@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .automatic.hosts import plan_mesh as plan_mesh
     from .automatic.parallelize import parallelize as parallelize
     from .automatic.plan_model import plan as plan
+    from .automatic.simulate_model import simulate as simulate
     from .automatic.target import Target as Target
     from .checkpoint import CheckpointReader as CheckpointReader
     from .checkpoint import async_save_checkpoint as async_save_checkpoint
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from .optim.scaler import GradScaler as GradScaler
     from .pipeline import Pipeline as Pipeline
     from .planner.candidates import Constraints as Constraints
+    from .planner.parallelism import Parallelism as Parallelism
     from .planner.placement import Placement as Placement
     from .planner.plan import Plan as Plan
-    from .planner.predict import simulate as simulate
     from .runtime.microbatches import microbatch_sizes as microbatch_sizes
     from .runtime.planning import layer_facts as layer_facts
     from .runtime.profiling import profile as profile
@@ -68,6 +69,7 @@ _HOME = {
     "MainWeights": "penstock.optim.main_weights",
     "Mesh": "penstock.mesh",
     "Outputs": "penstock.types",
+    "Parallelism": "penstock.planner.parallelism",
     "PenstockError": "penstock.errors",
     "PerSample": "penstock.model.batch_entries",
     "Pipeline": "penstock.pipeline",
@@ -101,7 +103,7 @@ _HOME = {
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
     "shard": "penstock.runtime.shard",
-    "simulate": "penstock.planner.predict",
+    "simulate": "penstock.automatic.simulate_model",
 }
 
 _WITHOUT_TORCH = (
@@ -109,8 +111,9 @@ _WITHOUT_TORCH = (
     "penstock.costs.cluster",
     "penstock.errors",
     "penstock.planner.candidates",
-    "penstock.planner.predict",
     "penstock.automatic.plan_model",
+    "penstock.automatic.simulate_model",
+    "penstock.planner.parallelism",
     "penstock.planner.placement",
     "penstock.planner.plan",
     "penstock.sharding.request",
@@ -129,6 +132,7 @@ __all__ = [
     "MainWeights",
     "Mesh",
     "Outputs",
+    "Parallelism",
     "PenstockError",
     "PerSample",
     "Pipeline",

@@ -43,11 +43,13 @@ class HandedOver(RestrictedPrices):
     handover: str = SIGNAL
     next_devices: Mapping[int, int] = field(default_factory=dict)
 
-    def handover_s(self, end: int, submesh: Submesh, kind: int) -> float:
+    def handover_s(
+        self, end: int, submesh: Submesh, kind: int, onto: tuple[int, ...] = ()
+    ) -> float:
         """Return the seconds of what goes on to the next stage and comes back."""
         if end not in self.next_devices:  # the last, or inside a stage
-            return super().handover_s(end, submesh, kind)
-        latency_s, bytes_per_s = self._way_out(submesh, kind)
+            return super().handover_s(end, submesh, kind, onto)
+        latency_s, bytes_per_s = self._way_out(submesh, kind, onto)
         num_bytes = 2.0
         if self.handover == WHOLE:  # a copy for each receiver: of the next stage, of this one
             copies = self.next_devices[end] + submesh.size

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import torch
 
+import penstock
 from penstock.costs.cluster import Cluster
-from penstock.costs.counting.count import record_graph
-from penstock.costs.counting.graph import Graph
-from penstock.model.capture.capture import resolve_layers
 
-from .layouts import GivenLayout, Layout
+from .layouts import Layout
 from .llama import llama
 
 FILE = Path(__file__).with_name("llama_h800.tsv")
@@ -71,17 +69,14 @@ class Row:
             return "context parallel: attention over slices of positions has no rule"
         return None
 
-    def given(self) -> GivenLayout:
-        """Return the layout to price."""
-        graph, names = recorded(self.sizes, self.layout.data, self.number("seq"))
-        return GivenLayout(
-            graph=graph,
-            names=names,
-            cluster=self.cluster,
-            layout=self.layout,
-            num_microbatches=self.number("M"),
-            recomputes=self["ckpt"] == "full",
-        )
+    def predicted_s(self) -> float:
+        """Return the seconds of the step of the same layout."""
+        profile = profile_of(self.sizes, self.layout.data, self.number("seq"))
+        is_again = self["ckpt"] == "full"
+        layout = self.layout.parallelism(self.number("M"), recomputes=is_again)
+        plan = penstock.plan(profile, self.cluster, parallelism=layout)
+        assert plan.predicted_step_s is not None, "it was planned"
+        return plan.predicted_step_s
 
 
 def rows() -> Iterator[Row]:
@@ -92,13 +87,12 @@ def rows() -> Iterator[Row]:
 
 
 @cache
-def recorded(
+def profile_of(
     sizes: tuple[int, int, int, int], num_samples: int, length: int
-) -> tuple[Graph, list[str]]:
-    """Return the graph of a micro-batch of a Llama, and the names of its layers."""
+) -> penstock.Profile:
+    """Return the counted layers of a Llama."""
     words = torch.zeros(num_samples, length, dtype=torch.long, device="meta")
-    layers = resolve_layers(llama(*sizes), words)
-    return record_graph(layers, words), [step.path for step in layers]
+    return penstock.profile(llama(*sizes), words, measure=False)
 
 
 @cache

@@ -79,7 +79,7 @@ def llama_table(rows: Sequence[llama_rows.Row]) -> Iterator[dict[str, Any]]:
         if row.why_not is not None:
             continue
         progress(f"{row['model']} on {row['gpus']} {row['hardware']}")
-        predicted_s = row.given().step_s()
+        predicted_s = row.predicted_s()
         yield {
             **row.fields,
             "passes_hosts": "yes" if row.passes_hosts else "no",

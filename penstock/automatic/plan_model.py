@@ -8,7 +8,10 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError, shown
 from penstock.planner.candidates import Constraints
+from penstock.planner.given_layout import on_layout
 from penstock.planner.make_plan import Choice, plan_profile
+from penstock.planner.mesh_candidates import OnMeshes
+from penstock.planner.parallelism import Parallelism
 from penstock.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ def plan(  # noqa: PLR0913 - the front door: each a keyword with a default
     sharding: str | None = "auto",
     num_layers: int | None = None,
     measure: bool | None = None,
+    parallelism: Parallelism | None = None,
 ) -> Plan:
     """Choose the plan of a model on a cluster that fits and has the shortest predicted step.
 
@@ -58,31 +62,27 @@ def plan(  # noqa: PLR0913 - the front door: each a keyword with a default
             ends (Alpa's L); default: all stay, or 128 where there are more.
         measure: True: the layers are timed here first; False: their operators are counted.
             Default: True for a cluster of cores, which a roofline predicts badly.
+        parallelism: a layout to take as it is: nothing is chosen, and other choices do not count.
 
     Raises:
         PlanError, ConfigError: the profiles are of different models, or do not fit the cluster;
             an argument is missing; nothing fits the memory: says by how much, and what would help.
     """
-    # 1. Wrap a model as a target; layers that are measured are checked first.
+    # 1. Take a layout as it is.
+    given = example_inputs, targets, loss
+    if parallelism is not None:
+        return layout_of(model, cluster, parallelism, batch_size, given).plan
+    # 2. Wrap a model as a target; layers that are measured are checked first.
     if not is_profile(model):
-        from .target import Target
+        target = as_target(model, *given)
+        if target is not model and (measure or (measure is None and on_cores(cluster))):
+            from .parallelize import check_measurable
 
-        if not isinstance(model, Target):
-            if example_inputs is None:
-                raise ConfigError(
-                    f"model={shown(model)} without example_inputs=; give a batch that the model "
-                    "is called with, or a profile in the place of the model: what "
-                    "penstock.profile(layers, example_inputs) returns, or Profile.load(path)"
-                )
-            target = Target.of(model, example_inputs, targets, loss)
-            if measure or (measure is None and on_cores(cluster)):
-                from .parallelize import check_measurable
-
-                layers = target.resolved()
-                check_measurable(layers, example_inputs, cluster)  # a user's model is not moved
-                target = replace(target, make_model=lambda: layers)
-            model = target
-    # 2. Choose.
+            layers = target.resolved()
+            check_measurable(layers, example_inputs, cluster)  # a user's model is not moved
+            target = replace(target, make_model=lambda: layers)
+        model = target
+    # 3. Choose.
     options: dict[str, Any] = {"constraints": constraints, "num_layers": num_layers}
     return choose(model, cluster, batch_size, measure=measure, sharding=sharding, **options).plan
 
@@ -124,6 +124,36 @@ def choose(  # noqa: PLR0913 - as `plan`
         raise ConfigError("a profile does not say how large batches are; give batch_size")
     options |= {"constraints": constraints, "sharding": sharding}
     return plan_profile(profiles, cluster, batch_size, **options)
+
+
+def layout_of(
+    model: "Profile | Any",
+    cluster: Cluster,
+    how: Parallelism,
+    batch_size: int | None = None,
+    given: tuple[Any, Any, Any] = (None, None, None),
+) -> OnMeshes:
+    """Return a model's layout with its predicted step; `given` are inputs, targets and loss."""
+    profile = model
+    if not is_profile(model):
+        size = how.rows(cluster) * how.microbatch_size
+        (profile,) = as_target(model, *given).profiles_for(cluster, (size,), measure=False)
+    return on_layout(how, profile, cluster, batch_size)
+
+
+def as_target(model: Any, example_inputs: Any, targets: Any, loss: Any) -> "Target":
+    """Return a model that a user gave as a target; a ConfigError if it lacks a batch."""
+    from .target import Target
+
+    if isinstance(model, Target):
+        return model
+    if example_inputs is None:
+        raise ConfigError(
+            f"model={shown(model)} without example_inputs=; give a batch that the model "
+            "is called with, or a profile in the place of the model: what "
+            "penstock.profile(layers, example_inputs) returns, or Profile.load(path)"
+        )
+    return Target.of(model, example_inputs, targets, loss)
 
 
 def on_cores(cluster: Cluster) -> bool:

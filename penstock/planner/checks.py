@@ -28,6 +28,11 @@ def check_costs(profile: object, cluster: object) -> None:
     """Raise a ConfigError unless these are a profile and a cluster."""
     remedy = "what penstock.profile(layers, example_inputs) returns, or Profile.load(path)"
     check_kind("profile", profile, Profile, remedy)
+    check_cluster(cluster)
+
+
+def check_cluster(cluster: object) -> None:
+    """Raise a ConfigError unless this is a cluster."""
     name = repr(cluster) if isinstance(cluster, str) else "path_or_preset"
     check_kind("cluster", cluster, Cluster, f"a cluster, such as penstock.Cluster.load({name})")
 

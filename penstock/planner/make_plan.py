@@ -8,17 +8,13 @@ cluster ──┴─► stages on meshes of devices, whose  mesh_plans.py    ─
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf
 from pathlib import Path
 from typing import cast
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.counting.graph import Graph
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError, PlanError
-from penstock.sharding.costs import Costs
-from penstock.sharding.program import layers_s
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import columns
 
@@ -29,7 +25,6 @@ from .clustering import cluster_layers
 from .mesh_plans import find_on_meshes
 from .mesh_task import FAMILIES, SHARDINGS, MeshTask
 from .plan import Plan
-from .pricing import Pricing
 from .rank import SAME, Candidates, find_plans
 from .reasons import HEADS, candidate_rows, unsplit_text, why_best
 
@@ -165,34 +160,12 @@ def _task(
     }
     within = replace(cluster, devices=room)
 
-    @cache
-    def graph_of(num_microbatches: int) -> Graph:
-        graph: Graph = operators.graph_of(-(-asked.batch_size // num_microbatches))
-        return graph
-
-    @cache
-    def factors_of(num_microbatches: int) -> tuple[float, ...]:
-        """Return the seconds of each layer in the profile, by those of the roofline."""
-        graph, kind = graph_of(num_microbatches), cluster.places[0].kind
-        size = -(-asked.batch_size // num_microbatches)
-        known = Pricing(profile, cluster).seconds(kind, size, num_microbatches)
-        roofline_s = layers_s(graph, len(operators.names), Costs((1,), cluster))
-        return tuple(
-            (own.forward_s + own.backward_s) / s or 1.0 if s else 1.0
-            for own, s in zip(known, roofline_s, strict=True)
-        )
-
     named = (sharding,) if isinstance(sharding, str) else sharding
-    task = MeshTask(
-        model=Model(profile.layers, profile.spans),
-        names=operators.names,
-        graph_of=graph_of,
+    task = replace(
+        MeshTask.of(profile, cluster, asked.batch_size, asked.num_microbatches),
         cluster=within,
-        batch_size=asked.batch_size,
-        num_microbatches=asked.num_microbatches,
         families=families,
         shardings=SHARDINGS if sharding == "auto" else named,
-        factors_of=factors_of,
     )
     spans = cluster_layers(task.graph_of(task.numbers[0]), profile.spans, cluster, num_layers)
     return replace(task, model=Model(profile.layers, tuple(spans)))

@@ -66,8 +66,9 @@ class OnMeshes:
         pairs = zip(self.answer.stages, self.stages, strict=True)
         found = [self.prices.segments(stage, own.shape) for stage, own in pairs]
         for own, (before, (*_, onto)) in zip(found, pairwise(self.answer.stages), strict=False):
-            if onto.kind != before.submesh.kind:
-                handover_s = self.prices.handover_s(before.end, before.submesh, onto.kind)
+            if onto.kind != before.submesh.kind or onto.devices:
+                where = before.submesh, onto.kind, onto.devices
+                handover_s = self.prices.handover_s(before.end, *where)
                 own[-1] = own[-1]._replace(price=own[-1].price._replace(handover_s=handover_s))
         return found
 
@@ -79,12 +80,11 @@ class OnMeshes:
     @property
     def update_s(self) -> float:
         """The seconds of the optimizer on the device that takes longest, by its bandwidth."""
+        num_bytes = Counter[int]()
+        for own, places in zip(self.stages, self.answer.devices, strict=True):
+            num_bytes.update(dict.fromkeys(places, round(own.update_bytes)))
         device_of = self.prices.cluster.device_of
-        return max(
-            own.update_bytes / device_of(place).bytes_per_s
-            for own, places in zip(self.stages, self.answer.devices, strict=True)
-            for place in places
-        )
+        return max(size / device_of(place).bytes_per_s for place, size in num_bytes.items())
 
     def least_s(self) -> float:
         """Return what a step takes at least, with the optimizer."""
@@ -102,14 +102,14 @@ class OnMeshes:
         return least_step_s(loads, self.prices.num_microbatches) + self.update_s
 
     def fits(self) -> bool:
-        """Tell whether each stage keeps what the schedule has in flight within its memory."""
+        """Tell whether each mesh keeps what the schedule has in flight within its memory."""
         rooms = [host.memory_bytes for host in hosts_of(self.prices.cluster)]
-        return all(
-            own.price.stay_bytes + number * own.price.microbatch_bytes <= rooms[stage.submesh.kind]
-            for stage, own, number in zip(
-                self.answer.stages, self.stages, self.in_flight, strict=True
-            )
-        )
+        kept = dict[tuple[int, tuple[int, ...]], float]()
+        on = zip(self.answer.stages, self.answer.devices, strict=True)
+        for (stage, places), own, number in zip(on, self.stages, self.in_flight, strict=True):
+            where, size = (stage.submesh.kind, places), own.price.microbatch_bytes
+            kept[where] = kept.get(where, 0.0) + own.price.stay_bytes + number * size
+        return all(size <= rooms[kind] for (kind, _), size in kept.items())
 
     def simulated(self) -> "OnMeshes":
         """Return the same with the step of the simulator."""
@@ -186,9 +186,11 @@ class OnMeshes:
     @property
     def peak_bytes(self) -> int:
         """The most that a device keeps."""
-        parts = iter(self._predicted())
-        stages = [[next(parts) for _ in segments] for segments in self.segments]
-        return max(sum(own.state_bytes + own.kept_bytes for own in each) for each in stages)
+        parts, kept = iter(self._predicted()), Counter[tuple[int, ...]]()
+        for places, segments in zip(self.answer.devices, self.segments, strict=True):
+            each = [next(parts) for _ in segments]
+            kept[places] += sum(own.state_bytes + own.kept_bytes for own in each)
+        return max(kept.values())
 
     @property
     def stages_text(self) -> str:
@@ -223,7 +225,8 @@ class OnMeshes:
             least = min(host.memory_bytes for host in hosts_of(task.cluster))
             wanted = ShardingRequest(prices.plan, memory_limit_bytes=int(least))
         is_alone = len(task.cluster.places) == 1
-        places = None if devices == tuple(sorted(devices)) else spread(range(len(devices)))
+        order = [*dict.fromkeys(devices)]
+        places = None if order == sorted(order) else spread([*map(order.index, devices)])
         idle = {*range(len(task.cluster.places))} - {*chain(*devices)}
         return Plan(
             layers=tuple(task.model.layers),

@@ -142,7 +142,7 @@ class MeshPrices:
         return np.triu(is_cut[:-1, None] & is_cut, 1)
 
     def _shapes(self, submesh: Submesh) -> Sequence[tuple[int, ...]]:
-        return [*shapes_of(submesh)]
+        return [submesh.shape] if submesh.shape else [*shapes_of(submesh)]
 
     def _best_shapes_on(self, submesh: Submesh) -> tuple[Sequence[tuple[int, ...]], Numbers]:
         """Return the shapes of a mesh, and for stages which is the fastest, of those that fit if
@@ -175,7 +175,7 @@ class MeshPrices:
 
     def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> Numbers:
         """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
-        key = submesh.kind, submesh.num_hosts > 1, shape
+        key = self._where(submesh), shape
         if key not in self._tables:
             with saying(f"dividing layers among {' x '.join(map(str, shape))} devices"):
                 ranges = self._search(submesh, shape).of_ranges(self.policy.byte_s)
@@ -211,7 +211,7 @@ class MeshPrices:
         return {}
 
     def _search(self, submesh: Submesh, shape: tuple[int, ...]) -> Search:
-        key = submesh.kind, submesh.num_hosts > 1, shape
+        key = self._where(submesh), shape
         if key not in self.shared:
             ready = ready_plan(self.plan)
             devices = self.devices(submesh)
@@ -221,27 +221,44 @@ class MeshPrices:
             self.shared[key] = Search(self.graph, names, Part(every), ready, costs)
         return self.shared[key]
 
+    def _where(self, submesh: Submesh) -> object:
+        """Return what meshes of one shape have in common that cost the same."""
+        if not submesh.devices:
+            return submesh.kind, submesh.num_hosts > 1
+        places = [self.cluster.places[n] for n in submesh.devices]
+        return submesh.kind, tuple((own.host - places[0].host, own.number) for own in places)
+
     def devices(self, submesh: Submesh) -> tuple[int, ...]:
-        """Return the first devices of the cluster that make such a mesh."""
+        """Return the given devices of a mesh, or the first of the cluster that make such a one."""
+        if submesh.devices:
+            return submesh.devices
         before = sum(host.count * len(host.devices) for host in self.cluster.hosts[: submesh.kind])
         return tuple(range(before, before + submesh.size))
 
-    def handover_s(self, end: int, submesh: Submesh, kind: int) -> float:
-        """Return the seconds of what goes to the next stage, on hosts of a kind, and back."""
-        if end == len(self.names) or len(self.cluster.places) == 1:
+    def handover_s(
+        self, end: int, submesh: Submesh, kind: int, onto: tuple[int, ...] = ()
+    ) -> float:
+        """Return the seconds of what goes to the next stage and back: on hosts of a kind, or
+        `onto` given devices.
+        """
+        is_here = onto != () and onto == submesh.devices
+        if end == len(self.names) or len(self.cluster.places) == 1 or is_here:
             return 0.0
-        if (submesh, kind) not in self._ways_out:
-            self._ways_out[submesh, kind] = self._way_out(submesh, kind)
-        latency_s, bytes_per_s = self._ways_out[submesh, kind]
+        if (submesh, kind, onto) not in self._ways_out:
+            self._ways_out[submesh, kind, onto] = self._way_out(submesh, kind, onto)
+        latency_s, bytes_per_s = self._ways_out[submesh, kind, onto]
         return 2 * (latency_s + self.entering_bytes(end) / bytes_per_s)
 
     def entering_bytes(self, start: int) -> float:
         """Return the bytes of a micro-batch that layers from `start` on are given by others."""
         return float(self._entering[start])
 
-    def _way_out(self, submesh: Submesh, kind: int) -> tuple[float, float]:
-        """Return latency and bytes a second from a mesh to the next one, on hosts of a kind if
-        there are others of it: over the network where there are several hosts.
+    def _way_out(
+        self, submesh: Submesh, kind: int, onto: tuple[int, ...] = ()
+    ) -> tuple[float, float]:
+        """Return latency and bytes a second from a mesh to the next one, `onto` given devices or
+        on hosts of a kind if there are others of it: over the network where there are several
+        hosts.
 
         Each byte crosses once, and all devices send (`transport.crossing`): by all their network
         cards at once, or by their links inside a host.
@@ -251,17 +268,17 @@ class MeshPrices:
             self.cluster.places,
             self._hosts[kind],
         )
-        hosts, there = {places[n].host for n in own}, self.devices(Submesh(kind, count, size))
-        every, first = range(len(places)), own[0]
-        away = [n for n in (*there, *every) if places[n].host not in hosts]
-        beside = next(n for n in every if n != first)
+        hosts, every, first = {places[n].host for n in own}, range(len(places)), own[0]
+        there = onto or (*self.devices(Submesh(kind, count, size)), *every)
+        away = [n for n in there if places[n].host not in hosts]
+        beside = next(n for n in (*onto, *every) if n != first)
         route = self.cluster.route(first, away[0] if away else beside)
         cards = {(places[n].host, self.cluster.host_of(n).card_of(places[n].number)) for n in own}
-        at_once = len(cards) if away else submesh.num_devices
+        at_once = len(cards) if away else submesh.size
         return route.latency_s, route.bytes_per_s * at_once
 
     @cached_property
-    def _ways_out(self) -> dict[tuple[Submesh, int], tuple[float, float]]:
+    def _ways_out(self) -> dict[object, tuple[float, float]]:
         return {}
 
     @cached_property

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from math import inf
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
+from penstock.costs.profile import Profile
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.family import Family
+from penstock.sharding.costs import Costs
+from penstock.sharding.program import layers_s
 from penstock.sharding.search import Search
 
 from .arguments import Model
 from .mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
+from .pricing import Pricing
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
@@ -43,6 +48,43 @@ class MeshTask:
     limit_s: float = inf
     """Seconds that a step must be below; inf: any."""
     searches: dict[object, dict[object, Search]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        cluster: Cluster,
+        batch_size: int,
+        num_microbatches: int | None = None,
+    ) -> "MeshTask":
+        """Return the task of a profile that knows the operators; layers count as measured."""
+        operators = profile.operators
+
+        @cache
+        def graph_of(number: int) -> Graph:
+            graph: Graph = operators.graph_of(-(-batch_size // number))
+            return graph
+
+        @cache
+        def factors_of(number: int) -> tuple[float, ...]:
+            """Return the seconds of each layer in the profile, by those of the roofline."""
+            kind, size = cluster.places[0].kind, -(-batch_size // number)
+            known = Pricing(profile, cluster).seconds(kind, size, number)
+            roofline_s = layers_s(graph_of(number), len(operators.names), Costs((1,), cluster))
+            return tuple(
+                (own.forward_s + own.backward_s) / s or 1.0 if s else 1.0
+                for own, s in zip(known, roofline_s, strict=True)
+            )
+
+        return cls(
+            model=Model(profile.layers, profile.spans),
+            names=operators.names,
+            graph_of=graph_of,
+            cluster=cluster,
+            batch_size=batch_size,
+            num_microbatches=num_microbatches,
+            factors_of=factors_of,
+        )
 
     @property
     def numbers(self) -> list[int]:

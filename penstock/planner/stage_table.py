@@ -25,15 +25,20 @@ class Hosts(NamedTuple):
 
 
 class Submesh(NamedTuple):
-    """The devices of a stage: some of one host of a kind, or all of several hosts."""
+    """The devices of a stage: some of one host of a kind, or all of several hosts.
+
+    Given `devices` may be any of the hosts', arranged in a `shape`; () leaves both to the planner.
+    """
 
     kind: int
     num_hosts: int
     num_devices: int
+    devices: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
-        return self.num_hosts * self.num_devices
+        return len(self.devices) or self.num_hosts * self.num_devices
 
 
 class Stage(NamedTuple):
@@ -125,7 +130,7 @@ class StageTable:
         left = np.indices(may_be_next.shape[1:])
         sizes = [host.num_devices for host in self.hosts]
         is_whole = [here % whole == 0 for here, whole in zip(left, sizes, strict=True)]
-        for may, (kind, num_hosts, number) in zip(may_be_next, self.meshes, strict=True):
+        for may, (kind, num_hosts, number, *_) in zip(may_be_next, self.meshes, strict=True):
             room = (left[kind] - 1) % sizes[kind] + 1
             may &= (left[kind] >= num_hosts * number) & (room >= number)
             for other in is_whole[:kind] + is_whole[kind + 1 :]:

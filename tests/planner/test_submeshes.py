@@ -96,7 +96,7 @@ def step_s(task: Task, stages: Sequence[Stage], ahead: int) -> float:
 def are_host_by_host(task: Task, stages: Sequence[Stage]) -> bool:
     """Tell whether stages can be placed so that each host is full before the next one."""
     used = [0] * len(task.hosts)
-    for *_, (kind, num_hosts, count) in stages:
+    for *_, (kind, num_hosts, count, *_) in stages:
         begun = [kind for kind, own in enumerate(task.hosts) if used[kind] % own.num_devices]
         room = task.hosts[kind].num_devices - used[kind] % task.hosts[kind].num_devices
         if begun not in ([], [kind]) or count > room:
@@ -152,7 +152,7 @@ def check_placed(
     every = [device for of_stage in devices for device in of_stage]
     assert len(set(every)) == len(every)
     for stage, of_stage in zip(stages, devices, strict=True):
-        kind, num_hosts, number = stage.submesh
+        kind, num_hosts, number, *_ = stage.submesh
         assert {places[device][0] for device in of_stage} == {kind}
         on = Counter(places[device][1] for device in of_stage)
         assert sorted(on.values()) == [number] * num_hosts
@@ -173,7 +173,7 @@ def test_close_bounds_lose_no_more_than_they_may() -> None:
 
 
 def test_a_stage_has_a_part_of_a_host_or_whole_hosts() -> None:
-    assert [mesh[1:] for mesh in submeshes([Hosts(2, 3)])] == [(1, 1), (1, 2), (1, 3), (2, 3)]
+    assert [mesh[1:3] for mesh in submeshes([Hosts(2, 3)])] == [(1, 1), (1, 2), (1, 3), (2, 3)]
 
 
 def gpus(num_layers: int, hosts: Hosts, num_microbatches: int) -> Task:
