@@ -231,7 +231,7 @@ def _forms(cluster: Cluster, groups: Sequence[_Group], kind: Collective) -> Iter
     # 1. Rings, and all pairs at once.
     part = passes * (n - 1) / n
     is_ring = kind is not Collective.ALL_TO_ALL
-    moved = _Moved.of(cluster, [x.ring(part) if is_ring else x.pairs() for x in groups])
+    moved = _Moved.of(cluster, n, [x.ring(part) if is_ring else x.pairs() for x in groups])
     for protocol in moved.protocols(_RING):
         inside_s, across_s = moved.hops_s(protocol)
         hops_s = passes * ((n - k) * inside_s + (k - 1) * across_s)
@@ -242,7 +242,7 @@ def _forms(cluster: Cluster, groups: Sequence[_Group], kind: Collective) -> Iter
         return
     # 2. Trees of hosts.
     if k > 1 and moved.protocols(_TREE) is _TREE:
-        moved = _Moved.of(cluster, [group.tree() for group in groups])
+        moved = _Moved.of(cluster, n, [group.tree() for group in groups])
         length = max(group.most_on_host for group in groups) - 1
         for protocol in _TREE:
             inside_s, across_s = moved.hops_s(protocol)
@@ -269,7 +269,7 @@ def _switch_rate(cluster: Cluster, groups: Sequence[_Group]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """What all groups at once send."""
+    """What all groups of `size` devices send at once."""
 
     hops: frozenset[_Hop]
     s_per_byte: float
@@ -278,15 +278,15 @@ class _Moved:
     """Seconds of a collective beside its messages."""
 
     @classmethod
-    def of(cls, cluster: Cluster, messages: Iterable[Iterable[_Message]]) -> "_Moved":
+    def of(cls, cluster: Cluster, size: int, messages: Iterable[Iterable[_Message]]) -> "_Moved":
         places, loads, rates = cluster.places, defaultdict[Lane, float](float), dict[Lane, float]()
         hops, begun_s = set[_Hop](), 0.0
         for of_group in messages:
             for a, b, part in of_group:
                 route = cluster.route(a, b)
-                for lane, rate in zip(route.lanes, route.lane_bytes_per_s, strict=True):
+                for lane, link in zip(route.lanes, route.lane_links, strict=True):
                     loads[lane] += part
-                    rates[lane] = rate
+                    rates[lane] = link.ring_bytes_per_s(size)
                 latency_s = route.latency_s + 2 * route.overhead_s
                 hops.add(_Hop(places[a].host != places[b].host, route.nccl, latency_s))
                 begun_s = max(begun_s, route.collective_s)

@@ -19,7 +19,7 @@ class Link:
     bytes_per_s: float
     """Bandwidth in each direction between two devices."""
     collective_bytes_per_s: float | None = None
-    """Bandwidth in each direction of a collective's rings; None for `bytes_per_s`."""
+    """Bandwidth in each direction of the rings of many devices; None for `bytes_per_s`."""
     sum_bytes_per_s: float | None = None
     """Rate at which a switch sums what devices send (NVLink SHARP); None if it does not."""
     nccl: NcclLink | None = None
@@ -36,6 +36,11 @@ class Link:
     collective_s: float = 0.0
     """Seconds of a collective beside its messages: to begin everywhere, and to wake all ranks."""
     source: str = ""
+
+    def ring_bytes_per_s(self, size: int) -> float:
+        """Return the bandwidth of rings over `size` devices, on the links that these have."""
+        rate = self.collective_bytes_per_s
+        return self.bytes_per_s if rate is None else min(rate, (size - 1) * self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

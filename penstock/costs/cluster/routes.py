@@ -40,8 +40,8 @@ class Route(NamedTuple):
     """Bandwidth of the slowest link."""
     overhead_s: float = 0.0
     blocks: bool = False
-    lane_bytes_per_s: tuple[float, ...] = ()
-    """Bandwidth of each lane for collectives."""
+    lane_links: tuple[Link, ...] = ()
+    """The link of each lane."""
     copy_bytes_per_s: float = math.inf
     collective_s: float = 0.0
     nccl: NcclLink | None = None
@@ -75,7 +75,7 @@ def route_between(
         return AT_ONCE
     pairs = list(_segments(source, target, links))
     passed = [(a, "out") for a, _ in pairs] + [(b, "in") for _, b in reversed(pairs)]
-    lanes = {end.lane(direction): _collective_rate(end.link) for end, direction in passed}
+    lanes = {end.lane(direction): end.link for end, direction in passed}
     slowest = min((end.link for pair in pairs for end in pair), key=lambda x: x.bytes_per_s)
     copying = slowest.copy_bytes_per_s
     return Route(
@@ -84,16 +84,11 @@ def route_between(
         bytes_per_s=slowest.bytes_per_s,
         overhead_s=slowest.overhead_s,
         blocks=slowest.blocks,
-        lane_bytes_per_s=tuple(lanes.values()),
+        lane_links=tuple(lanes.values()),
         copy_bytes_per_s=math.inf if copying is None else copying,
         collective_s=slowest.collective_s,
         nccl=pairs[-1][0].link.nccl,
     )
-
-
-def _collective_rate(link: Link) -> float:
-    rate = link.collective_bytes_per_s
-    return link.bytes_per_s if rate is None else rate
 
 
 def _segments(

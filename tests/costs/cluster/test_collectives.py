@@ -96,11 +96,12 @@ def test_an_all_to_all_sends_what_its_pairs_across_hosts_need() -> None:
     assert all_to_all_s(cluster, range(8), 1e9) == pytest.approx(4 * 4 / 8, rel=1e-3)
 
 
-def test_rings_have_a_rate_of_their_own() -> None:
-    link = Link(bytes_per_s=8e9, collective_bytes_per_s=32e9)
-    cluster = cluster_of(host(4), links={"bus": link})
+@pytest.mark.parametrize(("n", "rate"), [(2, 8e9), (3, 16e9), (8, 20e9)])
+def test_rings_have_a_rate_of_their_own_on_the_links_of_their_devices(n: int, rate: float) -> None:
+    link = Link(bytes_per_s=8e9, collective_bytes_per_s=20e9)
+    cluster = cluster_of(host(8), links={"bus": link})
     assert cluster.route(0, 1).bytes_per_s == 8e9
-    assert all_gather_s(cluster, range(4), 32e9) == pytest.approx(3 / 4)
+    assert all_gather_s(cluster, range(n), 1e9) == pytest.approx((n - 1) / n * 1e9 / rate)
 
 
 NVLINK = Link(bytes_per_s=1e11, nccl=NcclLink.NVLINK, latency_s=9.0)
@@ -127,6 +128,8 @@ def test_a_tree_over_two_hosts_sends_each_byte_once_and_of_more_hosts_is_short()
     assert all_gather_s(two, range(8), 1e9) == pytest.approx(7 / 8 * 1e9 / 1e10, rel=1e-2)
     hops_s = 2 * (3 * 0.6e-6 + 6 * 5.0e-6)
     assert all_reduce_s(many, range(256), 0) == pytest.approx(6.8e-6 + hops_s)
+    ring_s = 192 * 0.6e-6 + 63 * 2.7e-6
+    assert all_gather_s(many, range(256), 0) == pytest.approx(6.6e-6 + ring_s)
 
 
 def test_switches_sum_for_all_reduces_of_five_devices_of_a_host() -> None:
