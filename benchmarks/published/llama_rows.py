@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import penstock
-from penstock.costs.cluster import Cluster
+from penstock.costs.cluster import Cluster, Link
 
 from .layouts import Layout
 from .llama import llama
@@ -95,13 +95,25 @@ def profile_of(
     return penstock.profile(llama(*sizes), words, measure=False)
 
 
+def _at_rate(link: Link, bytes_per_s: float) -> Link:
+    """Return a link with another rate; those of collectives keep their shares of it."""
+    times = bytes_per_s / link.bytes_per_s
+    ring, in_switch = link.collective_bytes_per_s, link.sum_bytes_per_s
+    return replace(
+        link,
+        bytes_per_s=bytes_per_s,
+        collective_bytes_per_s=None if ring is None else ring * times,
+        sum_bytes_per_s=None if in_switch is None else in_switch * times,
+    )
+
+
 @cache
 def cluster_of(hardware: str, num_devices: int) -> Cluster:
     """Return hosts of eight H800 or A800, or a part of one host."""
     one = Cluster.load(_PRESETS[hardware])
     (host,) = one.hosts
     rates = {"nvlink": _NVLINK * _REACHED, "network": _CARD * _REACHED}
-    links = {name: replace(link, bytes_per_s=rates[name]) for name, link in one.links.items()}
+    links = {name: _at_rate(link, rates[name]) for name, link in one.links.items()}
     count, rest = divmod(num_devices, len(host.devices))
     part = replace(host, devices=host.devices[:rest], cards=rest) if rest else host
     hosts = (replace(part, count=max(1, count)),)

@@ -7,7 +7,7 @@ a weight       its gradient's sum and its gather once a step, shared by M micro-
 activations    bytes saved by all micro-batches in flight
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -15,7 +15,8 @@ from typing import Any, Self
 
 import numpy
 
-from penstock.costs.cluster import Cluster, collectives
+from penstock.costs.cluster import Cluster
+from penstock.costs.cluster.collectives import Collective, Form, fastest_s, forms_of
 from penstock.costs.counting.graph import Call, Graph, TensorSpec
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
@@ -24,12 +25,8 @@ from .layouts import I, Layout, Move, R, S, State, moves_of, shrunk
 from .plan import LayerSharding, PlannedCall
 from .rules import ALIKE
 
-_COLLECTIVES: dict[Move, Callable[[Cluster, Sequence[int], float], float]] = {
-    Move.ALL_REDUCE: collectives.all_reduce_s,
-    Move.ALL_GATHER: collectives.all_gather_s,
-    Move.REDUCE_SCATTER: collectives.reduce_scatter_s,
-    Move.ALL_TO_ALL: collectives.all_to_all_s,
-}
+_LOCAL = (Move.SLICE, Move.PAD, Move.MASK)
+"""Moves that send nothing."""
 _EACH_CONVERSION_S = 1e-7
 """Seconds added to each conversion, so that the program prefers fewer of them."""
 USUAL_CLUSTER = "dgx-a100"
@@ -71,6 +68,8 @@ class Costs:
     """True where a weight is cut between steps, and gathered for each."""
     _moves_s: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of moves, by axis, kind and bytes."""
+    _forms: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Forms of collectives, by axis and kind."""
     _calls_s: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of calls' forwards and backwards, by operators and number of parts."""
     _tables_s: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -256,16 +255,28 @@ class Costs:
             return 0.0
         key = axis, move.value, num_bytes
         if key not in self._moves_s:
-            inner = prod(self.mesh[axis + 1 :])
-            group = [self._place(n) for n in range(0, inner * self.mesh[axis], inner)]
-            collective = _COLLECTIVES.get(move)
-            if collective is None:
+            if move in _LOCAL:
                 rate = self.cluster.device_of(self._place(0)).bytes_per_s
                 self._moves_s[key] = 2 * num_bytes / rate  # read once, written once
             else:
-                sent = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes
-                self._moves_s[key] = collective(self.cluster, group, sent)
+                sent = num_bytes / self.mesh[axis] if move is Move.ALL_TO_ALL else num_bytes
+                self._moves_s[key] = fastest_s(self._forms_of(axis, move), sent)
         return self._moves_s[key]
+
+    def _forms_of(self, axis: int, move: Move) -> tuple[Form, ...]:
+        """Return the forms of a collective that all groups of an axis run at once."""
+        key = axis, move.value
+        if key not in self._forms:
+            inner, length = prod(self.mesh[axis + 1 :]), self.mesh[axis]
+            block = inner * length
+            groups = [
+                [self._place(first + n * inner) for n in range(length)]
+                for start in range(0, prod(self.mesh), block)
+                for first in range(start, start + inner)
+            ]
+            self._forms[key] = forms_of(self.cluster, groups, Collective(move.value))
+        forms: tuple[Form, ...] = self._forms[key]
+        return forms
 
     def _place(self, number: int) -> int:
         return self.devices[number] if self.devices else number

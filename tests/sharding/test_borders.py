@@ -106,6 +106,7 @@ def test_a_block_sends_along_tensors_what_the_papers_count_and_nothing_along_dat
     """Half of it in the forward; a block's sums of gradients are once a step and not counted."""
     with torch.device("meta"):
         model = made(256)
+    num_samples *= 512  # so many that bytes count, and not how long collectives take to begin
     words, tensors = torch.zeros(64 * num_samples, 8, dtype=torch.long), mesh[1:] or mesh
     found = penstock.shard(model, words, mesh, sharding=sharding, num_microbatches=64)
     own_bytes = num_samples // (prod(mesh) // prod(tensors)) * 8 * 256 * 8

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.costs.cluster.collectives import all_gather_s, all_reduce_s
+from penstock.costs.cluster import Cluster
+from penstock.costs.cluster.collectives import (
+    Collective,
+    all_gather_s,
+    all_reduce_s,
+    collective_s,
+)
 from penstock.costs.counting.count import record_graph
 from penstock.costs.counting.graph import Graph, TensorSpec
 from penstock.errors import PlanError
@@ -330,6 +336,19 @@ def test_what_is_done_once_a_step_is_shared_by_its_microbatches() -> None:
     )
     wanted = {"data": sum_s, "zero1": sum_s + gather_s, "zero2": gather_s, "zero3": 0.0}
     assert shared == pytest.approx({n: 3 / 4 * own_s for n, own_s in wanted.items()}, abs=1e-12)
+
+
+def test_all_groups_of_an_axis_share_the_card_of_their_host() -> None:
+    cluster = Cluster.load("2 x p3.16xlarge")
+    costs = Costs((2, 8), cluster)
+    (weight,) = graph_weights(graph_of(nn.Linear(4096, 4096, bias=False), shape=(8, 4096)))
+    groups = {0: [[n, n + 8] for n in range(8)], 1: [[*range(8)], [*range(8, 16)]]}
+    for axis, at_rest in enumerate(((R, I), (I, R))):
+        sum_s = costs.once_s(weight, at_rest)
+        alone_s = all_reduce_s(cluster, groups[axis][0], weight.num_bytes)
+        kind, num_bytes = Collective.ALL_REDUCE, weight.num_bytes
+        assert sum_s == collective_s(cluster, groups[axis], kind, num_bytes)
+        assert sum_s / alone_s == pytest.approx((8, 1)[axis], rel=1e-2)
 
 
 def test_a_weight_that_is_cut_along_two_axes_is_gathered_along_the_last_one_first() -> None:

@@ -19,7 +19,7 @@ def wrong_in_cluster(
             yield f"{what} is empty; describe at least one"
     for name, link in links.items():
         where = f"links.{name}"
-        rates = ("bytes_per_s", "copy_bytes_per_s")
+        rates = ("bytes_per_s", "collective_bytes_per_s", "sum_bytes_per_s", "copy_bytes_per_s")
         yield from _wrong_numbers(where, link, rates, above_zero=True)
         yield from _wrong_numbers(where, link, ("latency_s", "overhead_s", "collective_s"))
     num_hosts = sum(host.count for host in hosts)

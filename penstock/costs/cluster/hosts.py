@@ -1,6 +1,15 @@
 """Hosts and links of a cluster, as kinds."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class NcclLink(StrEnum):
+    """A kind of link in NCCL's table of latencies."""
+
+    NVLINK = "nvlink"
+    PCIE = "pcie"
+    NETWORK = "network"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -8,7 +17,13 @@ class Link:
     """A kind of link."""
 
     bytes_per_s: float
-    """Bandwidth in each direction."""
+    """Bandwidth in each direction between two devices."""
+    collective_bytes_per_s: float | None = None
+    """Bandwidth in each direction of the rings of many devices; None for `bytes_per_s`."""
+    sum_bytes_per_s: float | None = None
+    """Rate at which a switch sums what devices send (NVLink SHARP); None if it does not."""
+    nccl: NcclLink | None = None
+    """The row of NCCL's latencies that collectives have; None for `latency_s` at each hop."""
     latency_s: float = 0.0
     """Seconds until the first byte arrives."""
     duplex: bool = True
@@ -21,6 +36,11 @@ class Link:
     collective_s: float = 0.0
     """Seconds of a collective beside its messages: to begin everywhere, and to wake all ranks."""
     source: str = ""
+
+    def ring_bytes_per_s(self, size: int) -> float:
+        """Return the bandwidth of rings over `size` devices, on the links that these have."""
+        rate = self.collective_bytes_per_s
+        return self.bytes_per_s if rate is None else min(rate, (size - 1) * self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from .hosts import Host, Link
+from .hosts import Host, Link, NcclLink
 
 
 class Place(NamedTuple):
@@ -40,10 +40,12 @@ class Route(NamedTuple):
     """Bandwidth of the slowest link."""
     overhead_s: float = 0.0
     blocks: bool = False
-    lane_bytes_per_s: tuple[float, ...] = ()
-    """Bandwidth of each lane."""
+    lane_links: tuple[Link, ...] = ()
+    """The link of each lane."""
     copy_bytes_per_s: float = math.inf
     collective_s: float = 0.0
+    nccl: NcclLink | None = None
+    """The kind of the outermost link."""
 
     def busy_s(self, num_bytes: float) -> float:
         """Return the seconds of a message in which its sender, or receiver, computes nothing."""
@@ -73,7 +75,7 @@ def route_between(
         return AT_ONCE
     pairs = list(_segments(source, target, links))
     passed = [(a, "out") for a, _ in pairs] + [(b, "in") for _, b in reversed(pairs)]
-    lanes = {end.lane(direction): end.link.bytes_per_s for end, direction in passed}
+    lanes = {end.lane(direction): end.link for end, direction in passed}
     slowest = min((end.link for pair in pairs for end in pair), key=lambda x: x.bytes_per_s)
     copying = slowest.copy_bytes_per_s
     return Route(
@@ -82,9 +84,10 @@ def route_between(
         bytes_per_s=slowest.bytes_per_s,
         overhead_s=slowest.overhead_s,
         blocks=slowest.blocks,
-        lane_bytes_per_s=tuple(lanes.values()),
+        lane_links=tuple(lanes.values()),
         copy_bytes_per_s=math.inf if copying is None else copying,
         collective_s=slowest.collective_s,
+        nccl=pairs[-1][0].link.nccl,
     )
 
 

@@ -63,7 +63,7 @@ def test_only_devices_of_different_groups_use_the_uplinks_and_all_of_a_group_sha
     assert [lane.what for lane in route.lanes] == ["port", "uplink", "uplink", "port"]
     assert route.bytes_per_s == 4e9
     assert route.latency_s == pytest.approx(3e-6)
-    assert route.lane_bytes_per_s == (8e9, 4e9, 4e9, 8e9)
+    assert [link.bytes_per_s for link in route.lane_links] == [8e9, 4e9, 4e9, 8e9]
 
 
 def test_between_hosts_a_value_passes_the_network_card_of_each_device() -> None:

@@ -122,6 +122,13 @@ def test_kinds_in_turn_are_written_one_by_one() -> None:
         ("latency_s = 1e-5", "latency_s = -1e-5", "links.net.latency_s is -1e-05; .* from 0"),
         ("latency_s = 1e-5", "overhead_s = -1", "links.net.overhead_s is -1.0"),
         ("latency_s = 1e-5", "copy_bytes_per_s = 0", "links.net.copy_bytes_per_s is 0.0"),
+        ("latency_s = 1e-5", "collective_bytes_per_s = 0", "collective_bytes_per_s is 0.0"),
+        ("latency_s = 1e-5", "sum_bytes_per_s = -1", "links.net.sum_bytes_per_s is -1.0"),
+        (
+            "latency_s = 1e-5",
+            'nccl = "tcp"',
+            'links.net.nccl must be "nvlink" or',
+        ),
         ("duplex = false", "duplex = 0", "links.bus.duplex must be true or false, and is 0"),
         ("memory_bytes = 1073741824", "", "it lacks devices.a.memory_bytes"),
         ("memory_bytes = 1073741824", "memory_bytes = 0", "devices.a: memory_bytes of device 'a'"),
