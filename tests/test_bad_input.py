@@ -579,14 +579,14 @@ REFUSED = [
         r"cluster='dgx-h100'; give .*Cluster\.load\('dgx-h100'\)",
     ),
     told(
-        lambda m: penstock.simulate(PLAN, odd(None), HERE),
+        lambda m: penstock.simulate(odd(None), HERE, PLAN),
         r"profile=None; give .*penstock\.profile",
     ),
     told(
-        lambda m: penstock.simulate(PLAN, MEASURED, odd("x")), r"cluster='x'; give .*Cluster\.load"
+        lambda m: penstock.simulate(MEASURED, odd("x"), PLAN), r"cluster='x'; give .*Cluster\.load"
     ),
     told(
-        lambda m: penstock.simulate(odd("plan.json"), MEASURED, HERE),
+        lambda m: penstock.simulate(MEASURED, HERE, odd("plan.json")),
         r"plan='plan.json'; give .*Plan",
     ),
     told(

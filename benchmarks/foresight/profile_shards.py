@@ -62,7 +62,7 @@ def profile_shards(  # noqa: PLR0913 - the front door: each a keyword with a def
     """Return what each layer costs the first device of its stage's mesh, measured on this CPU.
 
         profile = profile_shards(model, inputs, plan, cluster, loss=loss, targets=targets)
-        timeline = penstock.simulate(plan, profile, cluster)
+        timeline = penstock.simulate(profile, cluster, plan)
 
     Seconds are those of its part alone, with what the collectives take over the cluster's links;
     bytes are those of its slices.  The profile holds for this plan, and for micro-batches of its

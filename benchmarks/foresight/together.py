@@ -93,7 +93,7 @@ def measure(
     found_s = interleaved([step for _, step in made], rounds)
     for pipe, _ in made:
         pipe.close()
-    told_s = {name: penstock.simulate(x, profile, cluster).step_s for name, x in plans.items()}
+    told_s = {name: penstock.simulate(profile, cluster, x).step_s for name, x in plans.items()}
     return [
         {
             "num_microbatches": num_microbatches,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.costs.cluster import Cluster
-from penstock.doctor.calibration.calibrate import calibrate
+from penstock.doctor.calibration.remembered import remembered
 from penstock.doctor.facts import machine_id
 from penstock.errors import ConfigError
 from penstock.mesh import Mesh
@@ -24,13 +24,16 @@ from penstock.trace.units import bytes_text
 from penstock.types import Transport
 
 
-def measure_cluster(num_devices: int = 1) -> Cluster:
+def measure_cluster(num_devices: int = 1, *, renew: bool = False) -> Cluster:
     """Measure this machine; return it as a cluster of `num_devices`, one for each process.
+
+    The figures are kept in a file, and later calls read them: docs/clusters.md.
 
     Args:
         num_devices: if there are more than the machine has, they share its devices.
+        renew: measure again, whatever was kept.
     """
-    machine = calibrate().cluster
+    machine = remembered(num_devices, renew=renew)
     (host,) = machine.hosts
     devices = tuple(host.devices[n % len(host.devices)] for n in range(num_devices))
     return replace(machine, hosts=(replace(host, devices=devices),)).between_processes()

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from penstock.costs.cluster import Cluster
-from penstock.errors import ConfigError, check_count
+from penstock.costs.profile import Profile
+from penstock.errors import ConfigError, check_count, shown
 from penstock.launcher import end_with_launcher
 from penstock.mesh.mesh import DEFAULT_TIMEOUT_S
 from penstock.mesh.start import num_processes
@@ -22,11 +24,15 @@ from penstock.planner.candidates import Constraints
 from penstock.planner.checks import check_timeout
 from penstock.planner.make_plan import plan_profile
 from penstock.planner.plan import Plan
-from penstock.runtime.profiling import profile
+from penstock.runtime.profiling import device_name, profile
+from penstock.trace.progress import say
 from penstock.types import Transport
 
 from .hosts import measure_cluster, plan_mesh
 from .target import sizes_up_to
+
+MEASURING_S = 4.0
+"""Seconds in which layers are measured, about."""
 
 
 def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -39,7 +45,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     num_microbatches: int | None = None,
     num_layers: int | None = None,
     sharding: str = "auto",
-    measure: bool = False,
+    measure: bool | Literal["auto"] = "auto",
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: torch.device | str | None = None,
@@ -60,13 +66,16 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         example_inputs: a batch; only shapes and dtypes count.
         batch_size: the samples of a step; default: those of `example_inputs`.
         loss: as `Pipeline` takes it.
-        cluster: the devices, in the order of ranks; default: this machine, measured.
+        cluster: the devices, in the order of ranks; default: this machine, which is measured for
+            about 10 s the first time (`measure_cluster`).
         num_microbatches: M, if it is decided already.
         num_layers: into how many the model's layers are clustered before stages are cut at their
             ends (Alpa's L); default: all stay, or 128 where there are more.
         sharding: the ready plan by which operators are divided.
-        measure: True: rank 0 first times each layer where it is; the estimates of its operators
-            are scaled by that.
+        measure: True: rank 0 first times each layer where it is, for a few seconds in all; the
+            estimates of its operators are scaled by that.  False: operators are counted, and a
+            roofline estimates.  "auto": True if the layers have values, on the kind of device
+            that the cluster has.
         seed: of the layers' random streams.
         timeout_s: deadline of every wait between processes, in seconds.
         device: what this process computes on, as for `init_mesh`.
@@ -93,7 +102,9 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         check_count("num_layers", num_layers)
     if cluster is not None:
         cluster.check_devices(num_processes())
-    if measure:
+    if measure not in (True, False, "auto"):
+        raise ConfigError(f'measure={shown(measure)}; give True, False or "auto"')
+    if measure is True:
         check_measurable(layers, example_inputs, cluster)
     numbers = {"num_microbatches": num_microbatches, "num_layers": num_layers}
     decided: dict[str, Any] = {**numbers, "sharding": sharding, "measure": measure}
@@ -125,7 +136,7 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     num_microbatches: int | None = None,
     num_layers: int | None = None,
     sharding: str = "auto",
-    measure: bool = False,
+    measure: bool | Literal["auto"] = False,
 ) -> Plan:
     """Plan a model for a job with one process for each device of a cluster.
 
@@ -135,15 +146,7 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     # 1. Profile the layers for a few sizes of micro-batches.
     layers = resolve_layers(layers, example_inputs)
     count, batch_size = len(cluster.places), samples_of(example_inputs, "example_inputs")
-    kind = cluster.device_of(0).torch_type
-    costs = profile(
-        layers,
-        example_inputs,
-        microbatch_sizes=sizes_up_to(batch_size),
-        measure=measure,
-        threads=1,
-        torch_type=None if measure else kind,
-    )
+    costs = _profiled(layers, example_inputs, cluster, sizes_up_to(batch_size), measure)
     # 2. Choose the plan; number its ranks by the devices of the cluster, idle ones included.
     constraints = Constraints(
         batch_size=batch_size,
@@ -162,12 +165,30 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     return replace(plan, placement=plan.placement.among(count)) if count > 1 else plan
 
 
+def _profiled(
+    layers: Layers,
+    inputs: Any,
+    cluster: Cluster,
+    sizes: Sequence[int],
+    measure: bool | Literal["auto"],
+) -> Profile:
+    """Measure the layers, or count their operators; "auto": count them if memory is short."""
+    counted = partial(profile, layers, inputs, microbatch_sizes=sizes, measure=False, threads=1)
+    counted = partial(counted, torch_type=cluster.device_of(0).torch_type)
+    if not measure or (measure == "auto" and not is_measurable(layers, inputs, cluster)):
+        return counted()
+    try:
+        return profile(layers, inputs, microbatch_sizes=sizes, budget_s=MEASURING_S, threads=1)
+    except torch.OutOfMemoryError:
+        if measure is True:
+            raise
+    say("the layers are not measured: their device lacks the memory for the whole batch")
+    return counted()
+
+
 def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> None:
     """Check that layers and inputs have values, on the kind of device that is planned for."""
-    modules = (step.module for step in layers)
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-    tensors += [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
-    kinds = sorted({tensor.device.type for tensor in tensors})
+    kinds = sorted({device.type for device in _devices_of(layers, inputs)})
     kind = kinds[0] if cluster is None else cluster.device_of(0).torch_type
     if kinds != [kind] or kind == "meta":
         raise ConfigError(
@@ -175,3 +196,17 @@ def check_measurable(layers: Layers, inputs: Any, cluster: Cluster | None) -> No
             f"{' and '.join(kinds)}; give both on {'one device' if cluster is None else kind}, "
             "or measure=False, by which seconds are estimated"
         )
+
+
+def is_measurable(layers: Layers, inputs: Any, cluster: Cluster) -> bool:
+    """Tell whether layers and inputs have values on the only kind of device in a cluster."""
+    here = {(device.type, device_name(device)) for device in _devices_of(layers, inputs)}
+    planned = {(device.torch_type, device.name) for device in cluster.devices.values()}
+    return len(here) == 1 and here == planned
+
+
+def _devices_of(layers: Layers, inputs: Any) -> set[torch.device]:
+    modules = (step.module for step in layers)
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    tensors += [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, Tensor)]
+    return {tensor.device for tensor in tensors}

@@ -49,7 +49,7 @@ def simulate(  # noqa: PLR0913 - the front door: each a keyword with a default
         ConfigError: the cluster has too few devices, or the batch does not fit the plan; a layout
             does not divide the heads, layers, batch or devices.
     """
-    if isinstance(model, Plan) or not isinstance(how, Plan | Parallelism):
+    if isinstance(model, Plan):
         model, cluster, how = cast(Any, cluster), cast(Any, how), cast(Any, model)
     if not isinstance(how, Parallelism):
         return simulate_plan(how, model, cluster, batch_size=batch_size)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 @click.option(
     "--calibrate",
     is_flag=True,
-    help="Measure this machine's devices and links instead, as a cluster that plans are made for.",
+    help="Measure this machine's devices and links instead, as a cluster that plans are made for, "
+    "and keep the figures for jobs of --num-processes.",
 )
 @click.option(
     "--save",
@@ -63,16 +64,17 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
       penstock doctor --num-processes 2
       torchrun --nproc-per-node 4 -m penstock doctor --timeout 20
       penstock doctor --calibrate --save cluster.toml
+      penstock doctor --calibrate --num-processes 2
     """
     # 1. Calibrate instead, alone.
     as_json, timeout_s = options["as_json"], options["timeout_s"]
     if calibrate:
-        if num_processes is not None or "WORLD_SIZE" in os.environ:
+        if "WORLD_SIZE" in os.environ:
             raise click.UsageError(
-                "--calibrate measures a machine from one process: start it without torchrun and "
-                "without --num-processes"
+                "--calibrate measures a machine from one process: start it without torchrun; "
+                "--num-processes N says for which jobs the figures are kept"
             )
-        return _calibrate(options["budget_s"], options["save"], as_json)
+        return _calibrate(num_processes, options["budget_s"], options["save"], as_json)
     # 2. Refuse options of --calibrate without it.
     if options["save"] is not None:
         raise click.UsageError("--save is for --calibrate: give both, or neither")
@@ -87,17 +89,22 @@ def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
     return examine(os.environ, timeout_s, _write_json if as_json else _write)
 
 
-def _calibrate(budget_s: float, save: Path | None, as_json: bool) -> int:
-    """Measure this machine, print its figures and save its cluster."""
+def _calibrate(
+    num_processes: int | None, budget_s: float, save: Path | None, as_json: bool
+) -> int:
+    """Measure this machine, print its figures, keep them for later jobs and save its cluster."""
+    if num_processes is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the figures are of such a job
     require_torch()
     from penstock.doctor.calibration import calibrate
     from penstock.doctor.calibration.figures import as_line, calibration_lines, comment_of
+    from penstock.doctor.calibration.remembered import keep
 
     # 1. Measure.
     if save is not None:
         _refuse_unwritable(save)  # before anything is measured
     calibration = calibrate(budget_s)
-    cluster = calibration.cluster
+    cluster = keep(calibration, num_processes or 1)
     if save is not None:
         cluster.save(save, comment_of(calibration))
     # 2. Print: one line of JSON, or tables and a warning.

@@ -16,6 +16,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 """Limits of this container, on Linux."""
 
 
+def package_version() -> str:
+    """Return the version of Penstock."""
+    version: str = sys.modules[__name__.partition(".")[0]].__version__
+    return version
+
+
 def quota_cores() -> float | None:
     """Return the container's limit of CPU time, in cores; None without one."""
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
@@ -75,7 +81,6 @@ def gather_facts(rank: int) -> RankFacts:
         build = f"CUDA {torch.version.cuda}"
     elif torch.version.hip is not None:
         build = f"ROCm {torch.version.hip}"
-    package = sys.modules[__name__.partition(".")[0]]
     return RankFacts(
         rank=rank,
         host=socket.gethostname(),
@@ -84,7 +89,7 @@ def gather_facts(rank: int) -> RankFacts:
         python=platform.python_version(),
         torch=torch.__version__,
         torch_build=build,
-        penstock=package.__version__,
+        penstock=package_version(),
         safetensors=version("safetensors"),
         cores=core_numbers(),
         num_threads=torch.get_num_threads(),

@@ -1,6 +1,8 @@
 """Profile a model: count the operators of its layers, and measure their time and memory."""
 
+import math
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
@@ -13,7 +15,13 @@ from torch import Tensor, nn
 from penstock.costs.counting.count import count_layers, record_graph, samples_in
 from penstock.costs.counting.graph import Operators
 from penstock.costs.counting.layer_weights import MakeOptimizer, layer_weights
-from penstock.costs.measuring.measure import THOROUGH, How, Objective, with_seconds
+from penstock.costs.measuring.measure import (
+    THOROUGH,
+    How,
+    Objective,
+    repeats_within,
+    with_seconds,
+)
 from penstock.costs.profile import Profile
 from penstock.costs.records import AtSize
 from penstock.errors import BatchError, ConfigError, check_count, shown
@@ -35,6 +43,8 @@ from .unsplit import left_bytes
 
 CPU_CORE = "core"
 """The name of a CPU core as a device in profiles and calibrations."""
+_RUN_PER_STEP = 3
+"""Seconds of a run that measures layers, over their forwards and backwards."""
 
 
 def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -45,6 +55,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     targets: Any = None,
     microbatch_sizes: Sequence[int] | None = None,
     measure: bool = True,
+    budget_s: float | None = None,
     busy: bool = False,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     gradient_dtype: torch.dtype | str | None = None,
@@ -64,6 +75,8 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         microbatch_sizes: numbers of samples; default: those of the batch, as one.
         measure: True runs the layers on their devices and takes times; False only counts their
             operators, on tensors without values.
+        budget_s: seconds of measuring, about, with fewer repeats; larger micro-batches than it
+            allows are left out.  Default: up to a minute for each size.
         busy: measure a second time, while all other cores of the host do the same.
         optimizer: makes the optimizer of a list of parameters, whose state is counted; for main
             weights `lambda params: penstock.MainWeights(torch.optim.AdamW, params)`.
@@ -92,19 +105,23 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     device = next((t.device for t in _tensors(resolved)), torch.device("cpu"))
     kernels = torch_type or (device.type if measure else "cuda")
     own_threads = threads or torch.get_num_threads()
+    sizes = sorted(set(microbatch_sizes or [samples_in(example_inputs)]))
     how = How(
         threads=own_threads,
         call=StageCalls,
         divide=divided_backward,
         busy=max(0, num_cores() // own_threads - 1) if busy else 0,
-        repeats=THOROUGH,
+        repeats=THOROUGH if budget_s is None else repeats_within(budget_s / len(sizes)),
     )
+    end_s = time.perf_counter() + (math.inf if budget_s is None else budget_s)
 
     # 2. Count and measure micro-batches of each size.
     weights = layer_weights(resolved, optimizer, gradients)
     norms = batch_norms([step.module for step in resolved])
     costs: list[AtSize] = []
-    for size in sorted(set(microbatch_sizes or [samples_in(example_inputs)])):
+    for size in sizes:
+        if measure and costs and time.perf_counter() + _run_s(costs[-1], size) > end_s:
+            break
         inputs, target = of_samples(example_inputs, size), of_samples(targets, size)
         counted = count_layers(
             resolved,
@@ -128,7 +145,6 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
 
     # 3. Name the model and its device, and describe the environment.
     model = layers.model if isinstance(layers, Layers) else layers
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_CORE
     return Profile(
         name=name or (type(model).__name__ if isinstance(model, nn.Module) else "model"),
         layers=facts_of(resolved),
@@ -138,7 +154,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             for step, own in zip(resolved, weights, strict=True)
         ),
         sizes=tuple(costs),
-        measured_on=device_name if measure else None,
+        measured_on=device_name(device) if measure else None,
         threads=own_threads,
         environment=(
             ("date", str(date.today())),
@@ -154,6 +170,11 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     )
 
 
+def device_name(device: torch.device) -> str:
+    """Return the name of a device in profiles and calibrations."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU_CORE
+
+
 def _check_given(inputs: Any, optimizer: Any, sizes: Sequence[int], threads: int | None) -> None:
     if inputs is None:
         raise BatchError("example_inputs=None; give a batch, as the model is given in training")
@@ -166,6 +187,13 @@ def _check_given(inputs: Any, optimizer: Any, sizes: Sequence[int], threads: int
         check_count("microbatch_sizes", size)
     if threads is not None:
         check_count("threads", threads)
+
+
+def _run_s(known: AtSize, size: int) -> float:
+    """Return the seconds of a run that measures `size` samples, by those of a smaller size."""
+    layers = [known.seconds(n) for n in range(len(known.kind_of))]
+    both_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+    return _RUN_PER_STEP * both_s * size / known.microbatch_size
 
 
 def divided_backward(roots: Sequence[Tensor], entries: Sequence[Entry]) -> SplitBackward | None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,43 @@ def test_layers_are_measured_where_they_are() -> None:
     )
     _, one, same, sleeper = on_meshes.layer_factors
     assert 0 < one == same < sleeper
+
+
+def renamed(name: str) -> penstock.Cluster:
+    found = cluster(2, torch_type="cpu")
+    return replace(found, devices={"core": replace(found.devices["core"], name=name)})
+
+
+@pytest.mark.parametrize(
+    ("place", "where", "measured"),
+    [
+        ("cpu", cluster(2, torch_type="cpu"), True),
+        ("cpu", cluster(2, torch_type="cuda"), False),
+        ("cpu", renamed("another core"), False),
+        ("meta", cluster(2, torch_type="cpu"), False),
+    ],
+)
+def test_layers_with_values_on_the_clusters_kind_of_device_are_measured_by_default(
+    place: str, where: penstock.Cluster, measured: bool
+) -> None:
+    layers = [nn.Linear(8, 8, device=place), Sleeper(8, 8, device=place)]
+    inputs = INPUTS.to(place)
+    made = plan_for(layers, inputs, where, num_microbatches=2, measure="auto")
+    counted = plan_for(layers, inputs, where, num_microbatches=2, measure=False)
+    assert (made.predicted_s != counted.predicted_s) == measured
+
+
+def test_layers_are_counted_by_default_where_memory_is_short(monkeypatch) -> None:
+    def short(*args: Any, measure: bool = True, **options: Any) -> penstock.Profile:
+        if measure:
+            raise torch.OutOfMemoryError("all of it is taken")
+        return penstock.profile(*args, measure=False, **options)
+
+    monkeypatch.setattr("penstock.automatic.parallelize.profile", short)
+    layers, where = [nn.Linear(8, 8), Sleeper(8, 8)], cluster(2, torch_type="cpu")
+    assert plan_for(layers, INPUTS, where, measure="auto") == plan_for(layers, INPUTS, where)
+    with pytest.raises(torch.OutOfMemoryError):
+        plan_for(layers, INPUTS, where, measure=True)
 
 
 def test_a_users_model_is_measured_where_it_is_or_not_at_all() -> None:

@@ -79,6 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     given = json.loads(options)
     model = MODELS[given.pop("model", "gpt")](0)
+    given.setdefault("measure", False)  # plans are then the same on every machine
     policies = [MemoryPolicy(*own) for own in given.pop("policies", MEMORY_POLICIES)]
     task = partial(MeshTask, policies=policies)
     with (

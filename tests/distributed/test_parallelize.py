@@ -110,6 +110,8 @@ def test_what_cannot_work_is_refused_before_any_process_is_met() -> None:
         penstock.parallelize(made(0), WORDS, loss=loss, cluster=fast, measure=True)
     with pytest.raises(ConfigError, match="are on meta; give both on one device, or measure=Fal"):
         penstock.parallelize(made(0).to("meta"), WORDS.to("meta"), loss=loss, measure=True)
+    with pytest.raises(ConfigError, match="measure='no'; give True, False or \"auto\""):
+        penstock.parallelize(made(0), WORDS, loss=loss, measure="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="batch_size=6, and example_inputs hold 5 samples"):
         penstock.parallelize(made(0), WORDS, loss=loss, cluster=cluster_of(1), batch_size=6)
 

@@ -18,6 +18,7 @@ from penstock.doctor.calibration.calibrate import (
 )
 from penstock.doctor.calibration.figures import Figure, Spread, comment_of, seconds_of
 from penstock.doctor.calibration.links import MeasuredLink, measure_threads
+from penstock.doctor.calibration.remembered import facts_of, path_of
 from penstock.doctor.calibration.work import TINY, rates, share_at, shares_alone
 from penstock.planner.shared_cores import num_cores
 
@@ -26,7 +27,8 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -157,11 +159,25 @@ def test_the_command_measures_prints_and_saves(tmp_path: Path, capsys: Captured)
     assert {"name", "unit", "middle", "low", "high"} == {*told["figures"][0]}
 
 
+def test_the_command_keeps_the_figures_for_jobs_of_so_many_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    device = Device(name="core", flops_per_s={"float32": 1.0}, bytes_per_s=1, memory_bytes=1)
+    hosts = (Host(name="mine", devices=("core",)),)
+    found = Cluster(name="mine", devices={"core": device}, hosts=hosts, links={})
+    figure = Figure("copy", "B/s", sure(1.0))
+    measured = Calibration(cluster=found, figures=(figure,))
+    monkeypatch.setattr("penstock.doctor.calibration.calibrate", lambda budget_s: measured)
+    for words, count in (([], 1), (["--num-processes", "3"], 3)):
+        assert run(["doctor", "--calibrate", *words]) == 0
+        assert Cluster.load(path_of(facts_of(count))) == found
+    assert not path_of(facts_of(2)).exists()
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--save", "c.toml"], "--save is for --calibrate"),
-        (["--calibrate", "--num-processes", "2"], "without --num-processes"),
         (["--calibrate", "--save", "absent/c.toml"], "absent/c.toml: it cannot be written: No"),
         (["--calibrate", "--save", "."], "is a directory"),
         (["--calibrate", "--save", "/proc/c.toml"], "it cannot be written"),

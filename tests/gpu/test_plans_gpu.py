@@ -94,7 +94,7 @@ def test_a_profile_that_was_measured_predicts_a_step(device: str) -> None:
     found = [profile.sizes[0].seconds(n) for n in range(len(profile.layers))]
     assert all(own.is_measured and own.forward_s > 0 and own.backward_s > 0 for own in found)
     plan = penstock.plan(profile, host, batch_size=len(subject.inputs))
-    predicted = penstock.simulate(plan, profile, host)
+    predicted = penstock.simulate(profile, host, plan)
     assert isfinite(predicted.step_s) and predicted.step_s > 0
 
 

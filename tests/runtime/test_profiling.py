@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
+from penstock.costs.measuring.measure import repeats_within
+from penstock.costs.measuring.step_timer import StepTimer
 from penstock.errors import ConfigError
+from penstock.model.capture.capture import resolve_layers
+from penstock.runtime.profiling import divided_backward
 from penstock_recipes.optim.optimizers import Adafactor
 
 
@@ -173,3 +177,43 @@ def test_any_module_can_be_profiled() -> None:
 def test_arguments_that_cannot_work_are_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         penstock.profile(model(), torch.randn(2, 4), **wrong)
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "measure", "sizes"),
+    [(None, True, [1, 2, 8]), (1e9, True, [1, 2, 8]), (0.0, True, [1]), (0.0, False, [1, 2, 8])],
+)
+def test_a_budget_leaves_out_larger_sizes_that_are_to_be_measured(
+    budget_s: float | None, measure: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.runtime.profiling.THOROUGH", repeats_within(0.0))
+    found = penstock.profile(
+        [nn.Linear(4, 4), nn.Tanh()],
+        torch.randn(8, 4),
+        microbatch_sizes=[8, 2, 1],
+        measure=measure,
+        budget_s=budget_s,
+    )
+    assert [size.microbatch_size for size in found.sizes] == sizes
+    assert all((kind.seconds is not None) == measure for kind in found.sizes[-1].kinds)
+
+
+@pytest.mark.parametrize("divide", [None, divided_backward])
+def test_one_of_equal_layers_runs_backward_in_each_run(divide: Any) -> None:
+    backwards: list[int] = []
+
+    class Counting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            y.register_hook(lambda grad: backwards.append(id(self)))
+            return y
+
+    layers = [Counting(4, 4) for _ in range(3)]
+    timer = StepTimer(resolve_layers(layers, torch.ones(2, 4)), divide=divide)
+    turns = []
+    for _ in layers:
+        backwards.clear()
+        timer.run(torch.ones(2, 4))
+        turns.append({*backwards})
+    first, second, third = map(id, layers)  # the input of the first one wants no gradient
+    assert turns == [{first, second}, {first, third}, {first, second}]

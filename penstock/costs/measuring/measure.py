@@ -50,6 +50,11 @@ THOROUGH = Repeats(warming=2, counting=50, enough_s=5.0, long_s=60.0)
 """Many runs, for each micro-batch size of a profile."""
 
 
+def repeats_within(budget_s: float) -> Repeats:
+    """Return few runs of a model, which take about `budget_s`; a single one if it is long."""
+    return Repeats(warming=1, counting=5, enough_s=budget_s / 2, long_s=budget_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
     """Settings of the runs that measure layers."""

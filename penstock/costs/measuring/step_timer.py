@@ -142,9 +142,9 @@ class _Ran(NamedTuple):
 class StepTimer:
     """Runs the layers of a model and takes their times, as medians over equal layers.
 
-    With `divide`, each run times every layer, also in a recompute and in a backward of two parts.
-    Without it, each run times the backward of another one of several equal layers.  `call` runs
-    forwards.  The `loss` is a layer after the last one.  `look` sees the layers of the first run.
+    Each run times every forward, and the backward of another one of several equal layers.  With
+    `divide`, it also times recomputes, and backwards in two parts.  `call` runs forwards.
+    The `loss` is a layer after the last one.  `look` sees the layers of the first run.
     """
 
     def __init__(
@@ -225,10 +225,10 @@ class StepTimer:
                     self._look(step, tensors)
             if part is not None:
                 self.samples.add(step.index, kind, part, start, end)
-                # Of equal layers one runs backward in each run, in turn, unless all are divided.
+                # Of equal layers one runs backward in each run, in turn.
                 alike = self._alike[kind]
                 turn = alike[self._number % len(alike)]
-                if self._divide is not None or turn == step.index:
+                if turn == step.index:
                     roots = [tensor for tensor in tensors if tensor.requires_grad]
                     ran.append(_Ran(step, kind, device, layer.entries, roots))
             return result

@@ -102,15 +102,22 @@ def calibrate(budget_s: float = BUDGET_S, sizes: Sizes | None = None) -> Calibra
         torch.set_num_threads(threads)
 
 
-def _cores(budget_s: float, sizes: Sizes) -> Calibration:
-    # Read the facts of the processor; a container may have fewer cores than the machine.
-    count = max(1, min(num_cores(), int(quota_cores() or num_cores())))
-    cpu = torch.device("cpu")
+def num_usable_cores() -> int:
+    """Return the number of cores; a container may have fewer than the machine."""
+    return max(1, min(num_cores(), int(quota_cores() or num_cores())))
+
+
+def processor_name() -> str:
+    """Return the model of the processor, or else its architecture."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    source = _source(next(names, platform.machine()))
-    facts = DeviceFacts("core", memory_bytes() // count, source)
+    return next(names, platform.machine())
+
+
+def _cores(budget_s: float, sizes: Sizes) -> Calibration:
+    count, cpu = num_usable_cores(), torch.device("cpu")
+    facts = DeviceFacts("core", memory_bytes() // count, _source(processor_name()))
     # One core alone, then all at once, then messages between threads and between processes.
     began_s, used_s = time.perf_counter(), time.thread_time()
     core, figures = measure_device(cpu, facts, sizes, budget_s * _OF_DEVICES)

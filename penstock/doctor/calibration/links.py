@@ -1,6 +1,6 @@
 """Measure messages between threads, processes and GPUs of this host, sent as in training.
 
-torchrun starts two processes, each with one thread:
+A process starts, and divides into two of one thread each:
 
     rank 0 and rank 1 in turn    a round trip, small and large
     both at once                 each sends a large message, then receives
@@ -10,6 +10,7 @@ torchrun starts two processes, each with one thread:
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,11 +46,11 @@ _PRODUCT = 256
 """Rows of a product."""
 _PRODUCTS = 8
 """Products between two all-reduces."""
-_PIECES = 16
+_PIECES = 8
 """All-reduces over which the mean is taken."""
 _TO_ADD = "for the other process to add"
 """Completes "rank 1 waited ..."."""
-_WARM = 5
+_WARM = 3
 """Repeats before the measurement."""
 _MOST_TIMES = 2000
 """Repeats of a measurement, at most."""
@@ -59,8 +60,10 @@ _INSTRUCTION = Forward(0, 0)
 """Any instruction: a receive names it in errors."""
 _AT_ONCE = 100
 """Small messages that are timed together."""
-_FOR_A_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of the environment that torchrun sets anew."""
+_HERE = "127.0.0.1"
+"""The address at which both processes meet."""
+_OF_A_JOB = "TORCHELASTIC"
+"""Prefix of torchrun's variables: with them torch would look for the store of another job."""
 
 
 class MeasuredLink(NamedTuple):
@@ -214,15 +217,14 @@ def _overhead_s(budget_s: float) -> Spread:
 def measure_processes(num_bytes: int, budget_s: float) -> MeasuredLink:
     """Measure two processes that send each other `num_bytes`; a MeshError if they fail."""
     # The processes are a job of their own, also within torchrun; they write a file of medians.
-    environment = {k: v for k, v in os.environ.items() if k not in _FOR_A_PROCESS}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_JOB)}
     timeout_s = _TIMEOUT_S + budget_s
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        started = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        words = ["-m", __name__, str(num_bytes), str(budget_s), str(result)]
+        words = [__name__, str(num_bytes), str(budget_s), str(result)]
         try:
             subprocess.run(
-                [sys.executable, "-m", *started, *words],
+                [sys.executable, "-m", *words],
                 env={**environment, "OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
@@ -335,6 +337,13 @@ def main() -> None:
     """Measure as one of the two processes; rank 0 writes the result."""
     num_bytes, budget_s, result = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
+    # Both processes are one until now, so that torch is imported once.
+    with socket.create_server((_HERE, 0)) as found:
+        port = found.getsockname()[1]
+    other = os.fork()
+    rank = str(int(other == 0))
+    where = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": _HERE, "MASTER_PORT": str(port)}
+    os.environ.update(where, WORLD_SIZE="2")
     with init_mesh(2, timeout_s=_TIMEOUT_S, device="cpu") as mesh:
         ends = _Ends(mesh)
         steps = [
