@@ -99,7 +99,9 @@ class OnMeshes:
             loads.append(
                 Load(n, forward_s, back_s, awaited_s, busy_s, handover_s, self.in_flight[n])
             )
-        return least_step_s(loads, self.prices.num_microbatches) + self.update_s
+        # the first stage's first segment is summed after the last backward of all
+        once_s = self.segments[0][0].price.once_s
+        return least_step_s(loads, self.prices.num_microbatches) + once_s + self.update_s
 
     def fits(self) -> bool:
         """Tell whether each mesh keeps what the schedule has in flight within its memory."""
@@ -144,6 +146,7 @@ class OnMeshes:
             ranks=ranks,
             transfers=tuple(Transfer(producer=a, consumer=b) for a, b in crossing),
             recompute=frozenset(range(count)) if self.prices.policy.recomputes else frozenset(),
+            reduces=any(segment.price.once_s for segment in segments),
         )
         one_way_s = {
             edge: segments[a].price.handover_s / 2
@@ -156,6 +159,7 @@ class OnMeshes:
             backward_s=tuple(segment.backward_s for segment in segments),
             recompute_s=forward_s,
             transfer_s=one_way_s or 0,
+            reduce_s=tuple(segment.price.once_s for segment in segments),
         )
         return how, costs
 

@@ -26,8 +26,8 @@ from .stage_table import Hosts, Price, Stage, Submesh
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
-_FORWARD = 3
-"""Where tables of stages have the seconds of a forward."""
+_FORWARD, _ONCE = 3, 4
+"""Where tables of stages have the seconds of a forward, and those of a step."""
 
 
 class MemoryPolicy(NamedTuple):
@@ -122,11 +122,12 @@ class MeshPrices:
         recomputes nothing.
         """
         shapes, best = self._best_shapes_on(submesh)
-        found = np.full((4, *best.shape), np.inf)
+        found = np.full((5, *best.shape), np.inf)
         if not shapes:
             return found
         every = np.stack([self._table(submesh, shape) for shape in shapes])
-        found[:3] = np.take_along_axis(every[:, :3], best[None, None], axis=0)[0]
+        own = every[:, [0, 1, 2, _ONCE]]
+        found[[0, 1, 2, 4]] = np.take_along_axis(own, best[None, None], axis=0)[0]
         if is_1f1b and self.policy.recomputes:
             starts = np.flatnonzero(best[:, -1] >= 0)
             lasts = sorted(self._cuts)[-2] if self.policy.segments else starts
@@ -152,9 +153,10 @@ class MeshPrices:
             may_be = self._may_be(submesh)
             shapes, best = self._shapes(submesh) if may_be.any() else [], np.where(may_be, 0, -1)
             if shapes:
-                every = np.stack([self._table(submesh, shape)[:3] for shape in shapes], axis=1)
+                every = np.stack([self._table(submesh, shape)[:5] for shape in shapes], axis=1)
                 lacks = every[1] + every[2] > self._hosts[submesh.kind].memory_bytes
-                seconds = np.where(lacks & ~lacks.all(axis=0), np.inf, every[0])
+                seconds = every[0] + every[_ONCE] / self.num_microbatches
+                seconds = np.where(lacks & ~lacks.all(axis=0), np.inf, seconds)
                 best[may_be] = seconds.argmin(axis=0)[may_be]
             self._best_shapes[submesh] = shapes, best
         return self._best_shapes[submesh]
@@ -168,10 +170,10 @@ class MeshPrices:
 
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
         every = self._table(submesh, shape)[:, start, end].tolist()
-        seconds, stay_bytes, keeps, forward_s, backward_s, *each_bytes = every
+        seconds, stay_bytes, keeps, forward_s, once_s, *rest = every
         handover_s = self.handover_s(end, submesh, submesh.kind)
-        price = Price(seconds, stay_bytes, keeps, handover_s)
-        return OnMesh(price, shape, end - start, forward_s, backward_s, *each_bytes)
+        price = Price(seconds, stay_bytes, keeps, handover_s, once_s)
+        return OnMesh(price, shape, end - start, forward_s, *rest)
 
     def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> Numbers:
         """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
@@ -180,12 +182,12 @@ class MeshPrices:
             with saying(f"dividing layers among {' x '.join(map(str, shape))} devices"):
                 ranges = self._search(submesh, shape).of_ranges(self.policy.byte_s)
             summed = self._summed(ranges)
-            total_s, once_s, stays, updates, keeps, enters, graph = summed
+            total_s, forward_s, once_s, stays, updates, keeps, enters, graph = summed
             price = total_s, stays, keeps
             if self.policy.recomputes:  # one segment's graph at a time, and all that enters them
-                price = total_s + once_s, stays + graph, enters
+                price = total_s + forward_s, stays + graph, enters
             with np.errstate(invalid="ignore"):  # infinite where there is no range
-                every = (*price, once_s, total_s - once_s, stays, updates, graph)
+                every = (*price, forward_s, once_s, total_s - forward_s, stays, updates, graph)
             self._tables[key] = np.stack(every)
         return self._tables[key]
 

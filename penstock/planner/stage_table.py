@@ -54,13 +54,15 @@ class Price(NamedTuple):
 
     `seconds` are of a micro-batch's forward and backward; `stay_bytes` of weights, gradients and
     the optimizer; `microbatch_bytes` what each micro-batch in flight keeps; `handover_s` seconds
-    to hand a micro-batch's values to the next stage and to get its gradients.
+    to hand a micro-batch's values to the next stage and to get its gradients; `once_s` seconds of
+    collectives that run once a step, after the stage's last backward.
     """
 
     seconds: float
     stay_bytes: float
     microbatch_bytes: float
     handover_s: float = 0.0
+    once_s: float = 0.0
 
 
 class Task(NamedTuple):
@@ -87,8 +89,8 @@ def _prices(task: Task, meshes: tuple[Submesh, ...]) -> Numbers:
 class StageTable:
     """Prices as arrays [mesh, end, start].
 
-    `total` are seconds with the handover, `pace` the seconds between micro-batches, infinite for a
-    stage that does not fit.
+    `total` are seconds with the handover, and of the first stage its sums of gradients; `pace` the
+    seconds between micro-batches, infinite for a stage that does not fit.
     """
 
     def __init__(self, task: Task, meshes: Sequence[Submesh], num_stages: int, ahead: int) -> None:
@@ -106,9 +108,10 @@ class StageTable:
         # 2. Seconds of each stage.
         prices = _prices(task._replace(hosts=tuple(hosts)), tuple(meshes)).copy()
         prices[3, :, num_layers] = 0.0  # no stage comes after the last layer
-        seconds, self.stay, self.kept, handover = prices
+        seconds, self.stay, self.kept, handover, once = prices
         self.total = seconds + handover
         self.pace = np.maximum(seconds, self.total / ahead)
+        self.total[:, :, 0] += once[:, :, 0]  # the first stage ends last, and so do its sums
         # 3. The most stages from this one on: each of them adds `ahead` micro-batches to keep.
         self.memory = np.array([hosts[mesh.kind].memory_bytes for mesh in meshes])
         self.most_in_flight = num_microbatches

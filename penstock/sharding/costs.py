@@ -111,13 +111,18 @@ class Costs:
         Conversions count by the share of the bytes they send forward.
         """
         # without what happens once a step: all-reduces of gradients, all-gathers of weights
-        once_s = sum(self.once_s(*pair) for pair in self._at_rest(graph, calls, plan.name, plan))
+        once_s = self.sums_s(graph, calls, plan.name, plan) / self.num_microbatches
         planned = plan.calls or (PlannedCall("", (ALIKE,) * len(self.mesh)),) * len(calls)
         parts_s = [self._parts_s(*pair) for pair in zip(calls, planned, strict=True)]
         forward_s, rest_s = map(sum, zip(*parts_s, strict=True)) if parts_s else (0.0, 0.0)
         sent = plan.forward_bytes + plan.backward_bytes
         share = plan.forward_bytes / sent if sent else 0.0
         return forward_s + max(0.0, seconds - once_s - forward_s - rest_s) * share
+
+    def sums_s(self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding) -> float:
+        """Return the seconds of a layer's collectives that run once a step, after backwards."""
+        shares_s = (self.once_s(*pair) for pair in self._at_rest(graph, calls, name, plan))
+        return sum(shares_s) * self.num_microbatches
 
     def conversions_s(
         self,

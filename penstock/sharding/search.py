@@ -49,6 +49,8 @@ class Ranges(NamedTuple):
     """Seconds of a micro-batch."""
     forward_s: Any
     """Seconds of its forward."""
+    once_s: Any
+    """Seconds of sums of gradients and gathers of weights, once a step."""
     stays: Any
     """Bytes of weights, gradients and optimizer state."""
     updates: Any
@@ -65,6 +67,7 @@ class _Sum(NamedTuple):
     total: float
     seconds: float
     forward_s: float
+    once_s: float
     stays: float
     updates: float
     keeps: float
@@ -191,7 +194,7 @@ class Search:
         if byte_s in self._ranges:
             return self._ranges[byte_s]
         count = len(self._layers)
-        sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(5)]
+        sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(6)]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
         best = {self._whole: never.copy()}
         for place in range(count):
@@ -200,8 +203,7 @@ class Search:
             best = self._further(best, place, byte_s)
             for table, own in zip(sums, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
-        seconds, forward_s, stays, updates, keeps = sums
-        ranges = Ranges(seconds, forward_s, stays, updates, keeps, self._entering())
+        ranges = Ranges(*sums, self._entering())
         return self._ranges.setdefault(byte_s, ranges)
 
     def _entering(self) -> Numbers:
@@ -251,8 +253,11 @@ class Search:
             stays = one.layer_bytes(self._graph, calls, name, plan) - keeps
             keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
             forward_s = one.forward_s(self._graph, calls, plan, cost.seconds)
+            once_s = one.sums_s(self._graph, calls, name, plan)
+            seconds = max(0.0, cost.seconds - once_s / one.num_microbatches)
             updates = one.update_bytes(self._graph, calls, name, plan)
-            self._sizes[key] = _Sum(*cost, forward_s, stays, updates, keeps)
+            sums = seconds, forward_s, once_s, stays, updates, keeps
+            self._sizes[key] = _Sum(cost.total, *sums)
         return self._sizes[key]
 
     def _fastest(self, byte_s: float) -> _Plans:

@@ -1,9 +1,10 @@
 """Predict the start and end of each instruction of a schedule, from costs."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
+from itertools import chain, groupby, repeat
+from operator import attrgetter
 from typing import assert_never
 
 from penstock.schedules import ir
@@ -45,8 +46,9 @@ def simulate(
     `receive_s`.  Messages within a rank take no time.  With `sharing` its ways hold instead:
     messages may wait for others on their links, and ranks may share cores.
 
-    Sums over replicas run one after the other beside all else, and wait for no link.  The last
-    instruction of a rank ends no sooner than its sums.
+    Sums of gradients run one after the other beside all else, each from the end of its stage's
+    last backward, and wait for no link.  What is left of them when a rank has ended is a span of
+    its own: they are exposed.
 
     A schedule without communication gets it for `transfers`, or for a chain in which every stage
     feeds the next.  The step begins at 0 seconds; exact costs (ints, Fractions) give exact times.
@@ -63,7 +65,10 @@ def simulate(
     program = compiled(schedule)
     ends_s = _ends_s(program, costs, sharing)
     num_bytes = sharing.num_bytes if sharing is not None else {}
-    return Timeline(tuple(_spans(program.schedule, ends_s, num_bytes)))
+    spans = _spans(program.schedule, ends_s, num_bytes)
+    if last_sums := _last_sums(program, costs, ends_s):
+        spans = _with_exposed(spans, last_sums, ends_s)
+    return Timeline(tuple(spans))
 
 
 def step_s(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> float:
@@ -73,12 +78,13 @@ def step_s(program: Compiled, costs: Costs, sharing: Sharing | None = None) -> f
         ConfigError: `costs` lacks a stage or an edge of the schedule.
         ScheduleError: ranks would wait for each other for ever.
     """
-    return max(of_rank[-1] for of_rank in _ends_s(program, costs, sharing))
+    ends_s = _ends_s(program, costs, sharing)
+    sums_s = (done_s for _, done_s in _last_sums(program, costs, ends_s))
+    return max(chain((of_rank[-1] for of_rank in ends_s), sums_s))
 
 
 def _ends_s(program: Compiled, costs: Costs, sharing: Sharing | None) -> list[list[float]]:
     """Return, for each rank, a 0 and the end of each instruction."""
-    # 1. price the instructions and the edges, and run
     ranks, num_stages = program.ranks, len(program.ranks)
     seconds = _seconds(costs, num_stages)
     way_of = _ways(costs, num_stages) if sharing is None else sharing.way_of
@@ -89,21 +95,45 @@ def _ends_s(program: Compiled, costs: Costs, sharing: Sharing | None) -> list[li
     if any(p < len(codes) for p, codes in zip(engine.position, program.codes, strict=True)):
         for _ in walk_runs(program.schedule):  # raises, and names the ranks that wait
             pass
+    return engine.ends_s
 
-    # 2. let each rank's last instruction end no sooner than sums over replicas after backwards
-    reduce_s = per_stage(costs.reduce_s, num_stages, "reduce_s")
+
+def _last_sums(
+    program: Compiled, costs: Costs, ends_s: Sequence[Sequence[float]]
+) -> list[tuple[int, float]]:
+    """Return, for each rank, the stage whose gradients are summed last and the end of that sum;
+    nothing if no sums are priced.
+    """
+    reduce_s = per_stage(costs.reduce_s, len(program.ranks), "reduce_s")
     if not any(reduce_s):
-        return engine.ends_s
-    for instructions, of_rank in zip(program.schedule.programs, engine.ends_s, strict=True):
+        return []
+    last_sums = []
+    for instructions, of_rank in zip(program.schedule.programs, ends_s, strict=True):
         done_s: float = 0
-        summing = set[int]()
+        last, summing = -1, set[int]()
         for instruction, end_s in zip(instructions, of_rank[1:], strict=True):
             if isinstance(instruction, ir.ReduceGradients):
                 summing.add(instruction.stage)
             elif isinstance(instruction, ir.ADDS_GRADIENTS) and instruction.stage in summing:
-                done_s = max(done_s, end_s) + reduce_s[instruction.stage]
-        of_rank[-1] = max(of_rank[-1], done_s)
-    return engine.ends_s
+                last, done_s = instruction.stage, max(done_s, end_s) + reduce_s[instruction.stage]
+        last_sums.append((last, done_s))
+    return last_sums
+
+
+def _with_exposed(
+    spans: Iterable[Span],
+    last_sums: Sequence[tuple[int, float]],
+    ends_s: Sequence[Sequence[float]],
+) -> Iterator[Span]:
+    """Move the last sum of each rank that ends before its sums to where it is left over."""
+    of_ranks = groupby(spans, key=attrgetter("rank"))
+    for (rank, own), (stage, done_s) in zip(of_ranks, last_sums, strict=True):
+        if done_s > (end_s := ends_s[rank][-1]):
+            last = ir.ReduceGradients(stage)
+            yield from (span for span in own if span.instruction != last)
+            yield Span(rank, last, end_s, done_s)
+        else:
+            yield from own
 
 
 def _ways(costs: Costs, num_stages: int) -> Callable[[Edge], Way]:

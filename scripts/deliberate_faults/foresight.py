@@ -20,6 +20,22 @@ FAULTS = (
         "any_number_of_devices",
     ),
     Fault(
+        "sums of gradients on meshes cost nothing once a step",
+        "penstock/planner/mesh_candidates.py",
+        "reduce_s=tuple(segment.price.once_s for segment in segments)",
+        "reduce_s=0",
+        "tests/planner/test_parallelism.py",
+        "sums_of_gradients",
+    ),
+    Fault(
+        "an exposed sum begins with the last backward",
+        "penstock/simulator/simulate.py",
+        "yield Span(rank, last, end_s, done_s)",
+        "yield Span(rank, last, ends_s[rank][-2], done_s)",
+        "tests/simulator/test_sharing.py",
+        "sums_over_replicas",
+    ),
+    Fault(
         "a stage of a given layout hands over as if the next one were on other hosts",
         "penstock/planner/mesh_costs.py",
         "there = onto or (*self.devices",

@@ -12,6 +12,7 @@ from penstock import Parallelism
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError
 from penstock.planner.given_layout import meshes_of
+from penstock.schedules import ReduceGradients
 from tests.few_devices import cluster
 
 BLOCKS = [LayerFacts.of(str(n), "Block", 100, {"w": (10, 10)}) for n in range(8)]
@@ -185,3 +186,20 @@ def test_what_crosses_costs_what_the_way_to_the_next_devices_costs() -> None:
         for rate in (1e3, 1e12)
     ]
     assert steps_s[0] > 2 * steps_s[1]
+
+
+def test_sums_of_gradients_are_exposed_where_no_work_is_left_to_hide_them() -> None:
+    """Rank 1 ends a backward of stage 0 before the step does: of its sum, that much is hidden."""
+    profile, layout = counted(8), Parallelism(pipeline=2, data=2, num_microbatches=4)
+    free, paid = (penstock.simulate(profile, cluster(4, near=x), layout) for x in (1e18, 1e10))
+    plan = penstock.plan(profile, cluster(4, near=1e10), parallelism=layout)
+    assert plan.predicted_stages is not None
+    sums = [span for span in paid.spans if span.instruction == ReduceGradients(span.rank)]
+    assert [span.duration_s > 0 for span in sums] == [True, True]
+    assert all(span.duration_s < 1e-9 for span in free.spans if "G" in str(span.instruction))
+    num_bytes = 4 * (64 * 64 + 64) * 4  # of half the layers, of which each device sends all once
+    exposed_s = sums[0].duration_s
+    assert exposed_s == pytest.approx(num_bytes / 1e10, rel=0.01)
+    later_s = plan.predicted_stages[0].backward_s + plan.predicted_stages[0].handover_s / 2
+    assert sums[1].duration_s == pytest.approx(exposed_s, rel=0.01)
+    assert sums[0].start_s - sums[1].start_s == pytest.approx(later_s, rel=0.01)

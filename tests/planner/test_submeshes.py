@@ -26,7 +26,8 @@ def drawn_task(seed: int, hosts: Sequence[Hosts], most_layers: int) -> Task:
     known = {}
     for mesh, (start, end) in product(submeshes(hosts), combinations(range(num_layers + 1), 2)):
         stay, each = random.integers(0, 1 + int(MEMORY * share), 2).tolist()
-        found = Price(float(random.integers(1, 30)), stay, each // 2, float(random.integers(0, 9)))
+        seconds, handover_s, once_s = map(float, random.integers((1, 0, 0), (30, 9, 40)))
+        found = Price(seconds, stay, each // 2, handover_s, once_s)
         known[start, end, mesh] = None if random.random() < 0.05 else found
     return task_of(num_layers, hosts, lambda *at: known[at], num_microbatches)
 
@@ -40,7 +41,7 @@ def task_of(
     """Return a task with the prices that are given for layers [start, end) on a mesh."""
 
     def prices(submesh: Submesh) -> Numbers:
-        found = np.full((4, num_layers, num_layers + 1), inf)
+        found = np.full((5, num_layers, num_layers + 1), inf)
         for start, end in combinations(range(num_layers + 1), 2):
             own = price(start, end, submesh)
             found[:, start, end] = inf if own is None else own
@@ -88,7 +89,7 @@ def step_s(task: Task, stages: Sequence[Stage], ahead: int) -> float:
     for stage in stages:
         price = price_of(task, stage)
         over = price.handover_s if stage is not stages[-1] else 0.0
-        total += price.seconds + over
+        total += price.seconds + over + (price.once_s if stage is stages[0] else 0.0)
         slowest = max(slowest, price.seconds, (price.seconds + over) / ahead)
     return total + (task.num_microbatches - 1) * slowest
 

@@ -318,24 +318,30 @@ def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
         plan_sharding("auto", graph, names, costs, None, limit // 10)
 
 
-def test_what_is_done_once_a_step_is_shared_by_its_microbatches() -> None:
-    """Gathers of ZeRO-1 and -2 are shared, and the sums of gradients of data and ZeRO-1; those of
-    ZeRO-2 and all of ZeRO-3 are done for each micro-batch.
+def test_what_is_done_once_a_step_is_in_no_microbatch() -> None:
+    """Sums of gradients of data and ZeRO-1, and gathers of ZeRO-1, run once; gathers of ZeRO-2 are
+    shared by the micro-batches; its sums and all of ZeRO-3 are done for each.
     """
     graph = graph_of(nn.Linear(64, 64, bias=False), shape=(4096, 64))
     one, (weight,) = Costs.usual((2,)), graph_weights(graph)
 
-    def seconds(plan: str, num_microbatches: int) -> float:
+    def seconds(plan: str, num_microbatches: int) -> tuple[float, float]:
         costs = replace(one, num_microbatches=num_microbatches)
         search = Search(graph, ["0", "1"], Part(range(2)), ready_plan(plan), costs)
-        return float(search.of_ranges().seconds[0, 2])
+        ranges = search.of_ranges()
+        return float(ranges.seconds[0, 2]), float(ranges.once_s[0, 2])
 
-    shared = {n: seconds(n, 1) - seconds(n, 4) for n in ("data", "zero1", "zero2", "zero3")}
+    each = {n: [seconds(n, m) for m in (1, 4)] for n in ("data", "zero1", "zero2", "zero3")}
     sum_s, gather_s = (
         f(one.cluster, [0, 1], weight.num_bytes) for f in (all_reduce_s, all_gather_s)
     )
-    wanted = {"data": sum_s, "zero1": sum_s + gather_s, "zero2": gather_s, "zero3": 0.0}
-    assert shared == pytest.approx({n: 3 / 4 * own_s for n, own_s in wanted.items()}, abs=1e-12)
+    shared = {n: first[0] - second[0] for n, (first, second) in each.items()}
+    wanted = {"data": 0.0, "zero1": 0.0, "zero2": 3 / 4 * gather_s, "zero3": 0.0}
+    assert shared == pytest.approx(wanted, abs=1e-12)
+    for number in (0, 1):
+        once = {n: of_numbers[number][1] for n, of_numbers in each.items()}
+        wanted = {"data": sum_s, "zero1": sum_s + gather_s, "zero2": 0.0, "zero3": 0.0}
+        assert once == pytest.approx(wanted, abs=1e-12)
 
 
 def test_all_groups_of_an_axis_share_the_card_of_their_host() -> None:

@@ -102,8 +102,11 @@ def test_a_rank_that_waits_slows_nobody_down() -> None:
 def test_sums_over_replicas_run_beside_the_rest_and_one_after_the_other() -> None:
     schedule = parse("rank 0 | 0F0 0G 0B0 1F0 1G 1B0")
     costs = Costs(forward_s=1, backward_s=2, reduce_s=(10, 5))
-    spans = simulate(schedule, costs, transfers=()).spans
-    assert [span.end_s for span in spans] == [1, 1, 3, 4, 4, 18]
+    timeline = simulate(schedule, costs, transfers=())
+    assert [span.end_s for span in timeline.spans] == [1, 1, 3, 4, 6, 18]
+    left = timeline.spans[-1]  # 10 from 3 on, then 5: the rank ends at 6
+    assert (str(left.instruction), left.start_s) == ("1G", 6)
+    assert [own.wait_s for own in timeline.breakdown().stages] == [0, 12]
 
 
 def test_spans_of_sends_know_the_bytes_of_their_tensors() -> None:
