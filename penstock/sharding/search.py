@@ -201,6 +201,7 @@ class Search:
             for table, own in zip(sums, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
         seconds, forward_s, stays, updates, keeps = sums
+        seconds, forward_s = self._costs.issued(map(self._calls, self._layers), seconds, forward_s)
         ranges = Ranges(seconds, forward_s, stays, updates, keeps, self._entering())
         return self._ranges.setdefault(byte_s, ranges)
 
