@@ -23,6 +23,8 @@ PRODUCTS = ("gemm", "attention", "conv1x1", "conv3x3", "conv")
 """Classes of operators that cost the slower of FLOPs and bytes."""
 MOVES = ("norm", "pool", "reduce", "elementwise", "embedding", "copy")
 """Classes of operators that cost their bytes."""
+VIEW = "view"
+"""The class of operators whose results are views: the host issues them, and no kernel runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class Operator:
     """Equal operators in one part of a layer's work."""
 
     name: str
-    """The class, one of `PRODUCTS` or `MOVES`."""
+    """The class, one of `PRODUCTS` or `MOVES`, or `VIEW`."""
     part: Part
     flops: int
     """FLOPs of each."""

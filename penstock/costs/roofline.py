@@ -2,8 +2,8 @@
 
     seconds = max(FLOPs / (peak * efficiency * fill), bytes / (copy * efficiency), floor) + gap
 
-Products may be bound by either; all other classes are bound by their bytes.  The efficiency of a
-class is the device's figure, or the one of `USUAL`.
+Products may be bound by either; all other classes are bound by their bytes, and views take nothing.
+The efficiency of a class is the device's figure, or the one of `USUAL`.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from math import ceil
 from penstock.errors import ConfigError
 
 from .cluster import Device
-from .records import PRODUCTS, Operator, Part
+from .records import PRODUCTS, VIEW, Operator, Part
 
 USUAL = {
     "gemm": 0.88,
@@ -32,21 +32,32 @@ USUAL = {
 Assumed once, from what float32 kernels of cuBLAS and cuDNN usually reach on Pascal and Volta, and
 fitted to no run of a pipeline; a device's own figures count before them.  Attention: fused kernels
 reach 50 to 73 % of an A100's peak (FlashAttention-2, Dao 2023, arXiv 2307.08691, abstract), where
-causal attention counts half of the products.  A class with 1.0 streams its memory once, as a copy
+causal attention counts half of the products; figures are those of long sequences.  A class with 1.0 streams its memory once, as a copy
 does.
 """
 USUAL_OF_PART = {Part.INPUT: 0.95, Part.WEIGHT: 0.80}
 """Efficiency of a convolution's backward over its forward's (assumed likewise)."""
 
+_KEYS_OF_ITS_OWN = {Part.FORWARD: 1.0, Part.INPUT: 2.0, Part.WEIGHT: 2.0}
+"""Tiles of keys in whose time a tile of queries of fused attention begins and ends.
+
+FlashAttention-2 on an H100 takes as long (arXiv 2407.08608, figures 5 and 6, heads of 64 to 256,
+512 to 16,384 positions): with one efficiency all these figures are met within 14 %.  Its backward
+also sums up gradients of queries and makes them narrow.
+"""
+
 
 def operator_seconds(operator: Operator, device: Device) -> float:
     """Return the seconds of all `count` runs of an operator; a ConfigError without a peak."""
+    if operator.name == VIEW:
+        return 0.0
     share, copy = _efficiency(operator, device), device.bytes_per_s
     num_bytes = float(operator.num_bytes)
     if operator.name == "elementwise":
         num_bytes *= device.elementwise_fusion
     if operator.name in PRODUCTS:
-        reached = _peak(operator, device) * share * _fill(operator, device)
+        fill = _keys_share(operator, device) * _fill(operator, device)
+        reached = _peak(operator, device) * share * fill
         work_s = max(operator.flops / reached, num_bytes / copy)
     else:
         work_s = num_bytes / (copy * share)
@@ -82,6 +93,22 @@ def _peak(operator: Operator, device: Device) -> float:
             f"products of that dtype; it has {', '.join(sorted(device.flops_per_s))}. Add that "
             "peak, or run the model in one of these"
         ) from None
+
+
+def _keys_share(operator: Operator, device: Device) -> float:
+    """Return the share of its time in which attention computes products that count; 1 for others.
+
+    Each tile of queries goes through the keys that it sees.  A causal one computes the tile of keys
+    on the diagonal whole, of which half counts.
+    """
+    if operator.name != "attention" or not operator.dims:
+        return 1.0
+    rows, columns, depth = operator.dims
+    products = 2 if operator.part is Part.FORWARD else 5
+    keys = min(columns, operator.flops / (2 * products * operator.batch * rows * depth))
+    tile = max(device.tile)
+    more = _KEYS_OF_ITS_OWN[operator.part] * tile + (tile / 2 if keys < columns else 0)
+    return keys / (keys + more)
 
 
 def _fill(operator: Operator, device: Device) -> float:

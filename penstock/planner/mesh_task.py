@@ -67,9 +67,12 @@ class MeshTask:
 
         @cache
         def factors_of(number: int) -> tuple[float, ...]:
-            """Return the seconds of each layer in the profile, by those of the roofline."""
+            """Return the seconds of each layer in the profile, by those of the roofline.
+
+            The issue of operators is no part of them: devices that divide a layer do not share it.
+            """
             kind, size = cluster.places[0].kind, -(-batch_size // number)
-            known = Pricing(profile, cluster).seconds(kind, size, number)
+            known = Pricing(profile, cluster, cuda_graphs=True).seconds(kind, size, number)
             roofline_s = layers_s(graph_of(number), len(operators.names), Costs((1,), cluster))
             return tuple(
                 (own.forward_s + own.backward_s) / s or 1.0 if s else 1.0

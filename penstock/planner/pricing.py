@@ -20,10 +20,15 @@ from .stage_bytes import StageBytes
 
 
 class Pricing:
-    """Prices of one profile on one cluster, which many plans share; all methods are cached."""
+    """Prices of one profile on one cluster, which many plans share; all methods are cached.
 
-    def __init__(self, profile: Profile, cluster: Cluster) -> None:
-        self.profile, self.cluster = profile, cluster
+    With `cuda_graphs` a step is one CUDA graph: the host issues no operators one by one.
+    """
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, *, cuda_graphs: bool = False
+    ) -> None:
+        self.profile, self.cluster, self.cuda_graphs = profile, cluster, cuda_graphs
         self.prices = cache(self._prices)
         self.seconds = cache(self._seconds)
         self.bytes = cache(self._bytes)
@@ -68,7 +73,8 @@ class Pricing:
         self, kind: str, microbatch_size: int, num_microbatches: int
     ) -> tuple[LayerSeconds, ...]:
         costs, device = self.prices(kind, microbatch_size), self.cluster.devices[kind]
-        return layer_seconds(costs, self.profile.weights, device, num_microbatches)
+        issue_s = 0.0 if self.cuda_graphs else device.host_issue_s
+        return layer_seconds(costs, self.profile.weights, device, num_microbatches, issue_s)
 
     def _bytes(
         self, kind: str, microbatch_size: int, *, copies_weights: bool = True
@@ -87,12 +93,14 @@ def layer_seconds(
     weights: Sequence[LayerWeights],
     device: Device,
     num_microbatches: int,
+    issue_s: float = 0.0,
 ) -> tuple[LayerSeconds, ...]:
-    """Return the seconds of each layer on a device, in a step of so many micro-batches."""
+    """Return the seconds of each layer on a device, in a step of so many micro-batches, whose
+    host issues an operator in `issue_s`.
+    """
     # 1. Kinds of layers, whose operators the host issues one by one.
     rate = device.bytes_per_s
     adding = (num_microbatches - 1) / num_microbatches
-    issue_s = 0.0 if device.torch_type == "cpu" else device.issue_s
     issued = [_issued(kind, issue_s) for kind in at.kinds]
     # 2. Layers, which add their gradients up; the loss counts with the last one.
     layers = []

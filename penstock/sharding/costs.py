@@ -7,7 +7,7 @@ a weight       its gradient's sum and its gather once a step, shared by M micro-
 activations    bytes saved by all micro-batches in flight
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -21,6 +21,7 @@ from penstock.costs.counting.graph import Call, Graph, TensorSpec
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 
+from .choose import Numbers
 from .layouts import I, Layout, Move, R, S, State, moves_of, shrunk
 from .plan import LayerSharding, PlannedCall
 from .rules import ALIKE
@@ -66,6 +67,8 @@ class Costs:
     """True where a weight is gathered once, for all of a step."""
     gathers: bool = False
     """True where a weight is cut between steps, and gathered for each."""
+    cuda_graphs: bool = False
+    """True where a step is one CUDA graph, so that the host issues no operators one by one."""
     _moves_s: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of moves, by axis, kind and bytes."""
     _forms: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -98,6 +101,31 @@ class Costs:
         forward_s, rest_s = self._calls_s[key]
         factor = self.factor(call.layer)
         return forward_s * factor, rest_s * factor
+
+    def issued(
+        self, layers: Iterable[Sequence[Call]], seconds: Numbers, forward_s: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        """Return seconds of ranges of layers and of their forwards [first, end], host included.
+
+        The host issues operators while devices run earlier ones, so the slower of the two counts,
+        in all of a forward and in all of a backward.  However many devices divide an operator,
+        the host of each issues it.  Collectives are not counted as operators.
+
+        Args:
+            layers: the calls of each layer.
+            seconds: the devices' seconds of a micro-batch, infinite for what cannot be.
+            forward_s: the same for its forward.
+        """
+        device = self.cluster.device_of(self._place(0))
+        if self.cuda_graphs or not device.host_issue_s:
+            return seconds, forward_s
+        counts = [_num_operators(calls) for calls in layers]
+        before_s = numpy.cumsum([(0, 0), *counts], axis=0) * device.host_issue_s
+        forwards_s, backwards_s = numpy.moveaxis(before_s - before_s[:-1, None], -1, 0)
+        slower_s = numpy.maximum(forward_s, forwards_s)
+        with numpy.errstate(invalid="ignore"):  # infinite where there is no range
+            both_s = slower_s + numpy.maximum(seconds - forward_s, backwards_s)
+        return numpy.where(numpy.isfinite(seconds), both_s, numpy.inf), slower_s
 
     def factor(self, layer: int) -> float:
         """Return measured over roofline seconds of a layer."""
@@ -285,6 +313,14 @@ class Costs:
 
     def _place(self, number: int) -> int:
         return self.devices[number] if self.devices else number
+
+
+def _num_operators(calls: Sequence[Call]) -> tuple[int, int]:
+    """Return the operators of calls' forwards and backwards."""
+    both = [0, 0]
+    for operator in (own for call in calls for own in call.operators):
+        both[operator.part is not Part.FORWARD] += operator.count
+    return both[0], both[1]
 
 
 def weights_of(graph: Graph, calls: Sequence[Call]) -> Iterator[TensorSpec]:

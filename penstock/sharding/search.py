@@ -203,7 +203,9 @@ class Search:
             best = self._further(best, place, byte_s)
             for table, own in zip(sums, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
-        ranges = Ranges(*sums, self._entering())
+        seconds, forward_s, *rest = sums
+        both = self._costs.issued(map(self._calls, self._layers), seconds, forward_s)
+        ranges = Ranges(*both, *rest, self._entering())
         return self._ranges.setdefault(byte_s, ranges)
 
     def _entering(self) -> Numbers:

@@ -69,3 +69,11 @@ class Device:
             raise ConfigError(
                 f"device {self.name!r} has no flops_per_s; give the peak of at least one dtype"
             )
+
+    @property
+    def host_issue_s(self) -> float:
+        """Seconds in which the host issues an operator while the device runs earlier ones.
+
+        0 for a core, which issues its own operators: `gap_s` has that.
+        """
+        return 0.0 if self.torch_type == "cpu" else self.issue_s

@@ -8,19 +8,21 @@ import torch
 from torch import Tensor
 from torch.utils import flop_counter
 
-from penstock.costs.records import Operator, Part
+from penstock.costs.records import VIEW, Operator, Part
 from penstock.torch_private import arguments_of, storage_id
 
 
 def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator, ...]:
-    """Return the descriptions of an operator that ran; () if it reads and writes nothing.
+    """Return the descriptions of an operator that ran; () for new memory.
 
     The backward of a convolution has up to three: for its input, its weight and its bias.
     """
-    # 1. Leave out operators without work; a convolution's backward has several products.
+    # 1. Only the host works for a view; a convolution's backward has several products.
     name = str(func.overloadpacket).removeprefix("aten.")
-    if name.startswith(("empty", "new_empty")) or _is_view(func, (args, kwargs), result):
+    if name.startswith(("empty", "new_empty")):
         return ()
+    if _is_view(func, (args, kwargs), result):
+        return (_operator(VIEW, 0, 0, (), 1, "float32"),)
     if name == "convolution_backward":
         return tuple(_convolution_backward(args, result))
     # 2. Count the bytes of all arguments and results.
