@@ -54,6 +54,7 @@ def on_layout(
         plan=parallelism.sharding(rows),
         policy=parallelism.policy,
         factors=task.factors_of(number),
+        state=task.state,
     )
     answer = Answer(stages, 0.0, tuple(own.submesh.devices for own in stages))
     of_stages = partial(prices.of_stages, is_1f1b=False)

@@ -14,9 +14,11 @@ from penstock.schedules import segmented
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering, lower_unproved
+from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
 from penstock.sharding.request import ShardingRequest
 from penstock.simulator.engine import Compiled, compiled
+from penstock.simulator.memory import StageWeights, memory_of
 from penstock.simulator.simulate import simulate, step_s
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
@@ -121,10 +123,30 @@ class OnMeshes:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The predicted step: each rank of it stands for the mesh of a stage."""
+        """The predicted step: each rank of it stands for the mesh of a stage, and its memory is
+        that of one of the mesh's devices, without messages.
+        """
         how, costs = self.lowered
         program = _compiled_schedule(how, self.prices.num_microbatches)
-        return simulate(program.schedule, costs)
+        timeline = simulate(program.schedule, costs)
+        segments, recomputes = [*chain(*self.segments)], self.prices.policy.recomputes
+        kept = [
+            Kept(
+                graph=round(own.graph_bytes),
+                inputs=round(own.price.microbatch_bytes) if recomputes else 0,
+                weights=0,
+            )
+            for own in segments
+        ]
+        weights = [
+            StageWeights(
+                weight_bytes=round(own.weight_bytes),
+                gradient_bytes=round(own.gradient_bytes),
+                optimizer_bytes=round(own.optimizer_bytes),
+            )
+            for own in segments
+        ]
+        return replace(timeline, memory=memory_of(timeline, kept, weights, {}))
 
     @property
     def schedule(self) -> Family:

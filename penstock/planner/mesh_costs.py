@@ -17,7 +17,7 @@ import numpy as np
 from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
 from penstock.sharding.choose import Numbers
-from penstock.sharding.costs import Costs
+from penstock.sharding.costs import USUAL_STATE, Costs, WeightBytes
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
@@ -54,8 +54,8 @@ MEMORY_POLICIES = (
 class OnMesh(NamedTuple):
     """A stage on a mesh: its price, the lengths of the axes of its shards, and how many layers it
     has; the seconds of its forward and its backward for a micro-batch; and a device's bytes of
-    weights, gradients and optimizer, those that the optimizer moves once a step, and those of the
-    largest graph of a segment.
+    weights, of gradients and of the optimizer, those that the optimizer moves once a step, and
+    those of the largest graph of a segment.
     """
 
     price: Price
@@ -63,9 +63,16 @@ class OnMesh(NamedTuple):
     num_layers: int
     forward_s: float
     backward_s: float
-    state_bytes: float
+    weight_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
     update_bytes: float
     graph_bytes: float
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of weights, gradients and the optimizer."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 def hosts_of(cluster: Cluster) -> list[Hosts]:
@@ -99,6 +106,8 @@ class MeshPrices:
     """The search of each shape, which several policies share."""
     factors: tuple[float, ...] = ()
     """Measured seconds of each layer by those of the roofline, where layers were measured."""
+    state: WeightBytes = USUAL_STATE
+    """Bytes of weights, gradients and optimizer state for each byte of a weight."""
 
     def begin(self, submeshes: Iterable[Submesh], executor: Executor) -> None:
         """Let an executor solve the programs of all shapes of meshes, from now on."""
@@ -182,12 +191,14 @@ class MeshPrices:
             with saying(f"dividing layers among {' x '.join(map(str, shape))} devices"):
                 ranges = self._search(submesh, shape).of_ranges(self.policy.byte_s)
             summed = self._summed(ranges)
-            total_s, forward_s, once_s, stays, updates, keeps, enters, graph = summed
+            total_s, forward_s, once_s, *lasting, updates, keeps, enters, graph = summed
+            stays = sum(lasting)
             price = total_s, stays, keeps
             if self.policy.recomputes:  # one segment's graph at a time, and all that enters them
                 price = total_s + forward_s, stays + graph, enters
             with np.errstate(invalid="ignore"):  # infinite where there is no range
-                every = (*price, forward_s, once_s, total_s - forward_s, stays, updates, graph)
+                backward_s = total_s - forward_s
+                every = (*price, forward_s, once_s, backward_s, *lasting, updates, graph)
             self._tables[key] = np.stack(every)
         return self._tables[key]
 
@@ -218,7 +229,13 @@ class MeshPrices:
             ready = ready_plan(self.plan)
             devices = self.devices(submesh)
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
-            costs = replace(costs, factors=self.factors)
+            _, gradient_bytes, state_bytes = self.state
+            costs = replace(
+                costs,
+                factors=self.factors,
+                gradient_bytes=gradient_bytes,
+                state_bytes=state_bytes,
+            )
             every, names = range(len(self.names)), [*self.names]
             self.shared[key] = Search(self.graph, names, Part(every), ready, costs)
         return self.shared[key]

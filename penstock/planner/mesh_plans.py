@@ -83,7 +83,7 @@ class _Search:
         if self._even_s(number, factors) >= self.best_s:
             return
         shared = task.searches.setdefault((number, sharding, factors), {})
-        how = (task.cluster, number, sharding, policy, shared, factors)
+        how = (task.cluster, number, sharding, policy, shared, factors, task.state)
         prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
         of_stages = cache(partial(prices.of_stages, is_1f1b=tuple(task.families) != (gpipe,)))
         sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)

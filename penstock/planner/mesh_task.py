@@ -11,13 +11,13 @@ from penstock.costs.counting.graph import Graph
 from penstock.costs.profile import Profile
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.family import Family
-from penstock.sharding.costs import Costs
+from penstock.sharding.costs import USUAL_STATE, Costs, WeightBytes
 from penstock.sharding.program import layers_s
 from penstock.sharding.search import Search
 
 from .arguments import Model
 from .mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
-from .pricing import Pricing
+from .pricing import Pricing, weights_together
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
@@ -45,6 +45,8 @@ class MeshTask:
     prices: Callable[..., MeshPrices] = MeshPrices
     policies: Sequence[MemoryPolicy] = MEMORY_POLICIES
     factors_of: Callable[[int], tuple[float, ...]] = lambda number: ()
+    state: WeightBytes = USUAL_STATE
+    """Bytes of weights, gradients and optimizer state for each byte of a weight."""
     limit_s: float = inf
     """Seconds that a step must be below; inf: any."""
     searches: dict[object, dict[object, Search]] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class MeshTask:
             batch_size=batch_size,
             num_microbatches=num_microbatches,
             factors_of=factors_of,
+            state=_state_of(profile),
         )
 
     @property
@@ -106,3 +109,12 @@ class MeshTask:
         """
         every = product(self.numbers, self.shardings, self.policies)
         return [own for own in every if own[1] == self.shardings[0] or not own[2].byte_s]
+
+
+def _state_of(profile: Profile) -> WeightBytes:
+    """Return the bytes of gradients and optimizer state for each byte of a model's weights."""
+    own = weights_together(profile.weights)
+    if not own.parameter_bytes:
+        return USUAL_STATE
+    kinds = own.parameter_bytes, own.gradient_bytes, own.optimizer_bytes
+    return WeightBytes(*(size / own.parameter_bytes for size in kinds))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy
 
@@ -37,6 +37,19 @@ USUAL_CLUSTER = "dgx-a100"
 _Cache = dict[Any, Any]
 
 
+class WeightBytes(NamedTuple):
+    """Bytes of weights, of their gradients and of optimizer state on a device."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+_NONE = WeightBytes(0.0, 0.0, 0.0)
+USUAL_STATE = WeightBytes(1.0, 1.0, 2.0)
+"""Bytes for each byte of a weight: a gradient of its dtype, and both moments of Adam."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs on a mesh of devices of a cluster, neighbours along the last axis.
@@ -59,6 +72,8 @@ class Costs:
     """Micro-batches whose activations are on the device at once."""
     state_bytes: float = 2.0
     """Bytes of optimizer state for each byte of a weight (Adam: 2)."""
+    gradient_bytes: float = 1.0
+    """Bytes of a gradient for each byte of its weight."""
     devices: tuple[int, ...] = ()
     """Numbers of the mesh's devices in the cluster; () for the first ones."""
     factors: tuple[float, ...] = ()
@@ -207,7 +222,7 @@ class Costs:
         parts = (n for n, state in zip(self.mesh, layout, strict=True) if isinstance(state, S))
         return spec.num_bytes / prod(parts)
 
-    def weight_bytes(self, spec: TensorSpec, at_rest: Layout) -> float:
+    def weight_bytes(self, spec: TensorSpec, at_rest: Layout) -> WeightBytes:
         """Return the bytes of a weight, its gradient and its optimizer state during a step.
 
         A weight that is gathered for all of a step lies beside its slices.
@@ -216,8 +231,8 @@ class Costs:
         in_step = (I,) * len(self.mesh) if self.keeps else at_rest
         held = {_slices(between), _slices(in_step)}
         weight = sum(self.bytes_of(spec, layout) for layout in held)
-        optimizer = self.state_bytes * self.bytes_of(spec, between)
-        return weight + self.bytes_of(spec, at_rest) + optimizer
+        gradient = self.gradient_bytes * self.bytes_of(spec, at_rest)
+        return WeightBytes(weight, gradient, self.state_bytes * self.bytes_of(spec, between))
 
     def update_bytes(
         self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
@@ -228,7 +243,7 @@ class Costs:
         """
         pairs = self._at_rest(graph, calls, name, plan)
         held = (self.bytes_of(spec, self._between_steps(spec, at_rest)) for spec, at_rest in pairs)
-        return (3 + 2 * self.state_bytes) * sum(held)
+        return (2 + self.gradient_bytes + 2 * self.state_bytes) * sum(held)
 
     def saved_bytes(
         self, graph: Graph, call: Call, planned: PlannedCall, users: Mapping[int, int]
@@ -249,8 +264,15 @@ class Costs:
         """Return the bytes of a layer on a device: weights, gradients, optimizer state, and the
         activations of all micro-batches in flight.
         """
-        weights = sum(self.weight_bytes(*pair) for pair in self._at_rest(graph, calls, name, plan))
+        weights = sum(self.resident_bytes(graph, calls, name, plan))
         return weights + self.activation_bytes(graph, calls, plan)
+
+    def resident_bytes(
+        self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding
+    ) -> WeightBytes:
+        """Return the bytes of a layer's weights, gradients and optimizer state on a device."""
+        each = (self.weight_bytes(*pair) for pair in self._at_rest(graph, calls, name, plan))
+        return WeightBytes(*map(sum, zip(_NONE, *each, strict=True)))
 
     def _at_rest(
         self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding

@@ -182,7 +182,7 @@ class _Choices:
             for site in self.sites
         ]
         held = [
-            [costs.weight_bytes(graph.tensors[n], rest) for rest in states]
+            [sum(costs.weight_bytes(graph.tensors[n], rest)) for rest in states]
             for n, states in zip(self.weights, self.states, strict=True)
         ]
         return [numpy.array(row) for row in (*saved, *held)]

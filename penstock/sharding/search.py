@@ -51,8 +51,12 @@ class Ranges(NamedTuple):
     """Seconds of its forward."""
     once_s: Any
     """Seconds of sums of gradients and gathers of weights, once a step."""
-    stays: Any
-    """Bytes of weights, gradients and optimizer state."""
+    weights: Any
+    """Bytes of weights."""
+    gradients: Any
+    """Bytes of their gradients."""
+    optimizer: Any
+    """Bytes of optimizer state."""
     updates: Any
     """Bytes that the optimizer reads and writes once a step."""
     keeps: Any
@@ -68,7 +72,9 @@ class _Sum(NamedTuple):
     seconds: float
     forward_s: float
     once_s: float
-    stays: float
+    weights: float
+    gradients: float
+    optimizer: float
     updates: float
     keeps: float
 
@@ -194,7 +200,7 @@ class Search:
         if byte_s in self._ranges:
             return self._ranges[byte_s]
         count = len(self._layers)
-        sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(6)]
+        sums = [numpy.full((count, count + 1), numpy.inf) for _ in Ranges._fields[:-1]]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
         best = {self._whole: never.copy()}
         for place in range(count):
@@ -252,13 +258,13 @@ class Search:
             calls, name = self._calls(layer), self._names[layer]
             one = replace(self._costs, num_in_flight=1)
             keeps = one.activation_bytes(self._graph, calls, plan)
-            stays = one.layer_bytes(self._graph, calls, name, plan) - keeps
+            stays = one.resident_bytes(self._graph, calls, name, plan)
             keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
             forward_s = one.forward_s(self._graph, calls, plan, cost.seconds)
             once_s = one.sums_s(self._graph, calls, name, plan)
             seconds = max(0.0, cost.seconds - once_s / one.num_microbatches)
             updates = one.update_bytes(self._graph, calls, name, plan)
-            sums = seconds, forward_s, once_s, stays, updates, keeps
+            sums = seconds, forward_s, once_s, *stays, updates, keeps
             self._sizes[key] = _Sum(cost.total, *sums)
         return self._sizes[key]
 

@@ -13,6 +13,7 @@ from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError
 from penstock.planner.given_layout import meshes_of
 from penstock.schedules import ReduceGradients
+from penstock.trace.timeline import MemoryKind
 from tests.few_devices import cluster
 
 BLOCKS = [LayerFacts.of(str(n), "Block", 100, {"w": (10, 10)}) for n in range(8)]
@@ -203,3 +204,26 @@ def test_sums_of_gradients_are_exposed_where_no_work_is_left_to_hide_them() -> N
     later_s = plan.predicted_stages[0].backward_s + plan.predicted_stages[0].handover_s / 2
     assert sums[1].duration_s == pytest.approx(exposed_s, rel=0.01)
     assert sums[0].start_s - sums[1].start_s == pytest.approx(later_s, rel=0.01)
+
+
+def test_memory_of_mixed_precision_is_megatrons_formula() -> None:
+    """A weight in bfloat16, its gradient in float32, and the optimizer's 12 bytes divided by d."""
+    with torch.device("meta"):
+        layers = [nn.Linear(512, 512, bias=False).bfloat16() for _ in range(4)]
+        inputs = torch.empty(8, 512, dtype=torch.bfloat16)
+    profile = penstock.profile(
+        layers,
+        inputs,
+        measure=False,
+        gradient_dtype="float32",
+        optimizer=lambda weights: penstock.MainWeights(torch.optim.AdamW, weights),
+    )
+    layout = Parallelism(data=4, pipeline=2, zero=1, microbatch_size=2, num_microbatches=2)
+    hosts = cluster(8, flops_per_s={"bfloat16": 1e11})
+    kinds = penstock.simulate(profile, hosts, layout).peak_bytes_by_kind()
+    sums = {kind: of_ranks[0] / (2 * 512 * 512) for kind, of_ranks in kinds.items()}
+    assert sums[MemoryKind.WEIGHTS] == 2 + 2 / 4  # the slice between steps lies beside the whole
+    assert sums[MemoryKind.GRADIENTS] == 4
+    assert sums[MemoryKind.OPTIMIZER] == pytest.approx(12 / 4, rel=1e-4)  # and counters
+    # stage 0 keeps two micro-batches of 2 samples: what enters each of its two layers
+    assert kinds[MemoryKind.ACTIVATIONS] == (2 * 2 * 2 * 512 * 2, 1 * 2 * 2 * 512 * 2)
