@@ -22,7 +22,9 @@ from penstock.model.pytree import flatten
 from penstock.pipeline import Pipeline
 from penstock.planner.candidates import Constraints
 from penstock.planner.checks import check_timeout
+from penstock.planner.given_layout import on_layout
 from penstock.planner.make_plan import plan_profile
+from penstock.planner.parallelism import Parallelism
 from penstock.planner.plan import Plan
 from penstock.runtime.profiling import device_name, profile
 from penstock.trace.progress import say
@@ -46,6 +48,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     num_layers: int | None = None,
     sharding: str = "auto",
     measure: bool | Literal["auto"] = "auto",
+    parallelism: Parallelism | None = None,
     seed: int = 0,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     device: torch.device | str | None = None,
@@ -76,6 +79,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
             estimates of its operators are scaled by that.  False: operators are counted, and a
             roofline estimates.  "auto": True if the layers have values, on the kind of device
             that the cluster has.
+        parallelism: a layout to take as it is; of the batch, the micro-batches are its own.
         seed: of the layers' random streams.
         timeout_s: deadline of every wait between processes, in seconds.
         device: what this process computes on, as for `init_mesh`.
@@ -108,6 +112,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         check_measurable(layers, example_inputs, cluster)
     numbers = {"num_microbatches": num_microbatches, "num_layers": num_layers}
     decided: dict[str, Any] = {**numbers, "sharding": sharding, "measure": measure}
+    decided["parallelism"] = parallelism
 
     # 2. Plan on rank 0, and join the mesh of the plan.
     def make_plan() -> Plan:
@@ -117,7 +122,7 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     mesh, plan = plan_mesh(
         make_plan,
         cluster=cluster,
-        same={"batch_size": batch_size, **decided},
+        same={"batch_size": batch_size, **decided, "parallelism": str(parallelism)},
         timeout_s=timeout_s,
         device=device,
     )
@@ -137,6 +142,7 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     num_layers: int | None = None,
     sharding: str = "auto",
     measure: bool | Literal["auto"] = False,
+    parallelism: Parallelism | None = None,
 ) -> Plan:
     """Plan a model for a job with one process for each device of a cluster.
 
@@ -146,22 +152,21 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     # 1. Profile the layers for a few sizes of micro-batches.
     layers = resolve_layers(layers, example_inputs)
     count, batch_size = len(cluster.places), samples_of(example_inputs, "example_inputs")
-    costs = _profiled(layers, example_inputs, cluster, sizes_up_to(batch_size), measure)
+    sizes = sizes_up_to(batch_size)
+    if parallelism is not None:
+        sizes = (parallelism.rows(cluster) * parallelism.microbatch_size,)
+    costs = _profiled(layers, example_inputs, cluster, sizes, measure)
     # 2. Choose the plan; number its ranks by the devices of the cluster, idle ones included.
     constraints = Constraints(
         batch_size=batch_size,
         num_microbatches=num_microbatches,
         transport=Transport.TORCH_DISTRIBUTED if count > 1 else None,
     )
-    choice = plan_profile(
-        costs,
-        cluster,
-        batch_size,
-        constraints=constraints,
-        sharding=sharding,
-        num_layers=num_layers,
-    )
-    plan = choice.plan
+    if parallelism is not None:
+        plan = on_layout(parallelism, costs, cluster, batch_size).plan
+    else:
+        options: dict[str, Any] = {"constraints": constraints, "sharding": sharding}
+        plan = plan_profile(costs, cluster, batch_size, num_layers=num_layers, **options).plan
     return replace(plan, placement=plan.placement.among(count)) if count > 1 else plan
 
 

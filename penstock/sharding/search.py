@@ -211,7 +211,7 @@ class Search:
                 table[: place + 1, place + 1] = own[: place + 1]
         seconds, forward_s, *rest = sums
         both = self._costs.issued(map(self._calls, self._layers), seconds, forward_s)
-        ranges = Ranges(*both, *rest, self._entering())
+        ranges = Ranges(*[*both, *rest, self._entering()])
         return self._ranges.setdefault(byte_s, ranges)
 
     def _entering(self) -> Numbers:

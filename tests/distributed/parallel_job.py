@@ -7,7 +7,7 @@
 
 import json
 import sys
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -81,13 +81,17 @@ def main() -> None:
     model = MODELS[given.pop("model", "gpt")](0)
     given.setdefault("measure", False)  # plans are then the same on every machine
     policies = [MemoryPolicy(*own) for own in given.pop("policies", MEMORY_POLICIES)]
-    task = partial(MeshTask, policies=policies)
+    task_of = MeshTask.of
+    inputs = WORDS
+    if "parallelism" in given:
+        given["parallelism"] = penstock.Parallelism(**given["parallelism"])
+        inputs = WORDS[:4]  # which divide; it trains with five samples
     with (
-        patch("penstock.planner.make_plan.MeshTask", task),
+        patch.object(MeshTask, "of", lambda *at: replace(task_of(*at), policies=policies)),
         patch("penstock.planner.make_plan.find_plans", only_meshes),
     ):
         pipe = penstock.parallelize(
-            model, WORDS, loss=loss, cluster=cluster_of(*hosts), seed=3, **given
+            model, inputs, loss=loss, cluster=cluster_of(*hosts), seed=3, **given
         )
     torch.save(train(pipe), folder / f"{pipe.mesh.rank}.pt")
 

@@ -49,6 +49,38 @@ def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
     check_trained(plan, results)
 
 
+@pytest.mark.parametrize(
+    ("words", "sharding", "meshes"),
+    [
+        ({"tensor": 2, "data": 1, "pipeline": 2, "virtual": 2}, "megatron", [(2,), (2,)]),
+        pytest.param(
+            {"tensor": 2, "data": 2, "sequence": True, "zero": 1, "microbatch_size": 2},
+            "grid+sequence+zero1",
+            [(2, 2)],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"data": 2, "pipeline": 2, "virtual": 2, "recompute": "layers"},
+            "data",
+            [(2,), (2,)],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=("tensor x pipeline x virtual", "tensor x data", "data x pipeline x virtual"),
+)
+def test_a_given_layout_is_the_unsplit_model(
+    words: dict[str, Any], sharding: str, meshes: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Interleaved stages and shards of one block each; the batch is one sample larger."""
+    given = {"partition": None, **words}
+    results = job("4", tmp_path, 4, parallelism=given)
+    plan = Plan.from_json(results[0]["plan"])
+    assert plan.sharding == sharding
+    shapes = [plan.placement.shard_axes_of(stage) for stage in range(len(meshes))]
+    assert shapes == meshes
+    check_trained(plan, results)
+
+
 @pytest.mark.slow
 def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
     policy = MemoryPolicy(recomputes=True, segments=True)
