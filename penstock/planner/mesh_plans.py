@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product, repeat
+from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.trace.units import count_text
 from .bounds import even_step_s
 from .mesh_candidates import OnMeshes
 from .mesh_costs import MemoryPolicy, hosts_of
-from .mesh_task import MeshTask
+from .mesh_task import MeshTask, Try
 from .shared_cores import num_cores
 from .stage_table import Task
 from .submeshes import Answer, find_stages, submeshes
@@ -38,6 +39,8 @@ _NEAR = 1.05
 """Answers are looked at up to this multiple of the best step, by the search's formula."""
 _MARGIN = 1.5
 """Candidates that are not simulated are listed up to this multiple of the best step."""
+_MOST_MISSES = 2
+"""Numbers of micro-batches in a row without a candidate, because others are faster."""
 CUT_SHORT = "the search was interrupted"
 """Beginning of the line of a plan that says so: it is the best of a part of all."""
 
@@ -47,16 +50,16 @@ def find_on_meshes(task: MeshTask) -> tuple[list[OnMeshes], str]:
     interrupted (Ctrl-C) after it had some.  A PlanError says what is missing if nothing fits.
     """
     search, ended = _Search(task), ""
-    every = task.tries
+    most = len(task.tries)
     try:
-        for done, (number, sharding, policy) in enumerate(every, 1):
+        for done, (number, sharding, policy) in enumerate(search.tries(), 1):
             words = f"{count_text(number, 'micro-batch')}, {sharding}, {policy}"
-            with saying(f"searching for stages: {words} ({done} of {len(every)})"):
+            with saying(f"searching for stages: {words} ({done} of {most})"):
                 search.look(number, sharding, policy)
     except KeyboardInterrupt:
         if not search.candidates:
             raise
-        ended = f"{CUT_SHORT} in part {done} of {len(every)}"
+        ended = f"{CUT_SHORT} in part {done} of {most}"
         say(ended)
     if not search.candidates:
         raise PlanError(search.missing)
@@ -75,6 +78,42 @@ class _Search:
     def best_s(self) -> float:
         """Seconds that a step must be below."""
         return min((own.step_s for own in self.candidates), default=self.task.limit_s)
+
+    def tries(self) -> Iterator[Try]:
+        """Yield what to try next, which depends on the best step so far in a quick search.
+
+        That climbs numbers of micro-batches with the first ready plan, up and then down from the
+        first number, while steps get faster.  With the best number it tries the rest, and all
+        only where nothing fits otherwise.
+        """
+        task, every = self.task, self.task.tries
+        if task.first_number is None:
+            yield from every
+            return
+        # 1. Climb.
+        begin, numbers = min(task.first_number, task.numbers[-1]), task.numbers
+        tried = set[Try]()
+        for along in (
+            [n for n in numbers if n >= begin],
+            [n for n in reversed(numbers) if n < begin],
+        ):
+            misses = 0
+            for number in along:
+                before_s = self.best_s
+                own = [x for x in every if x[:2] == (number, every[0][1]) and not x[2].byte_s]
+                tried.update(own)
+                yield from own
+                misses += before_s < inf and self.best_s >= before_s
+                if misses and (self.candidates or misses == _MOST_MISSES):
+                    break
+        # 2. Try the rest.
+        best = min(self.candidates, key=attrgetter("step_s"), default=None)
+        if best is not None or self.best_s == inf:
+            yield from (
+                own
+                for own in every
+                if own not in tried and (best is None or own[0] == best.prices.num_microbatches)
+            )
 
     def look(self, number: int, sharding: str, policy: MemoryPolicy) -> None:
         """Add the candidates of so many micro-batches, a ready plan and a memory policy."""
