@@ -47,7 +47,7 @@ def scale_figure(scaling: Scaling) -> Figure:
     line: Trace = {
         "type": "scatter",
         "mode": "lines",
-        "name": f"ideal: {counts[0]:,} devices, times their number",
+        "name": f"ideal: that of {count_text(counts[0], 'device')} times their number",
         "line": {"color": COLOURS[1], "width": 1.5, "dash": "dash"},
         "x": counts,
         "y": [*map(rounded, ideal)],

@@ -23,7 +23,7 @@ from penstock.trace.units import count_text, number_text, percent_text, time_tex
 if TYPE_CHECKING:
     from .target import Target
 
-_PROFILED_SIZES = (1, 4, 16)
+_PROFILED_SIZES = (1, 16)
 """Samples of the micro-batches that are profiled."""
 _FIRST_NUMBER = 16
 """Micro-batches with which the search for the first count begins."""

@@ -83,37 +83,41 @@ class _Search:
         """Yield what to try next, which depends on the best step so far in a quick search.
 
         That climbs numbers of micro-batches with the first ready plan, up and then down from the
-        first number, while steps get faster.  With the best number it tries the rest, and all
-        only where nothing fits otherwise.
+        first number, while steps get faster.  Then it tries the rest with the best number.  Where
+        nothing fits with the first number, it goes on only if the smallest micro-batches fit.
         """
-        task, every = self.task, self.task.tries
+        task, tried = self.task, set[Try]()
+        every, numbers = task.tries, task.numbers
         if task.first_number is None:
             yield from every
             return
-        # 1. Climb.
-        begin, numbers = min(task.first_number, task.numbers[-1]), task.numbers
-        tried = set[Try]()
-        for along in (
-            [n for n in numbers if n >= begin],
-            [n for n in reversed(numbers) if n < begin],
-        ):
+
+        def first_tries(number: int) -> Iterator[Try]:
+            for own in every:
+                if own[:2] == (number, task.shardings[0]) and not own[2].byte_s:
+                    tried.add(own)
+                    yield own
+
+        begin = min(task.first_number, numbers[-1])
+        # 1. See whether anything fits.
+        yield from first_tries(begin)
+        if self.best_s == inf:
+            yield from first_tries(numbers[-1])
+        # 2. Climb, up and then down.
+        up, down = ([n for n in numbers if n > begin], [n for n in numbers[::-1] if n < begin])
+        for along in (up, down) if self.best_s < inf else ():
             misses = 0
             for number in along:
                 before_s = self.best_s
-                own = [x for x in every if x[:2] == (number, every[0][1]) and not x[2].byte_s]
-                tried.update(own)
-                yield from own
-                misses += before_s < inf and self.best_s >= before_s
+                yield from first_tries(number)
+                misses += self.best_s >= before_s
                 if misses and (self.candidates or misses == _MOST_MISSES):
                     break
-        # 2. Try the rest.
+        # 3. Try the rest with the best number.
         best = min(self.candidates, key=attrgetter("step_s"), default=None)
+        number = numbers[-1] if best is None else best.prices.num_microbatches
         if best is not None or self.best_s == inf:
-            yield from (
-                own
-                for own in every
-                if own not in tried and (best is None or own[0] == best.prices.num_microbatches)
-            )
+            yield from (own for own in every if own[0] == number and own not in tried)
 
     def look(self, number: int, sharding: str, policy: MemoryPolicy) -> None:
         """Add the candidates of so many micro-batches, a ready plan and a memory policy."""
