@@ -129,7 +129,7 @@ class Scaling:
             if own.choice is None or found is None:
                 entries.append(entry | {"missing": own.missing})
                 continue
-            entry |= {name: own for name, own in found._asdict().items() if name != "step_device_s"}
+            entry |= found._asdict()
             if self.sample_tokens:
                 entry["tokens_per_s"] = found.samples_per_s * self.sample_tokens
             entry["device_hours"] = found.step_device_s * steps / _HOUR_S
@@ -183,7 +183,8 @@ def scale_profile(
     """Yield the choice for each cluster of equal hosts.
 
     All searches share graphs, and programs by micro-batches, sharding and shape.  They are quick:
-    each begins with the number of micro-batches that was best for the one before.
+    each begins with the number of micro-batches that was best for the one before, and plans of
+    one device for each stage and replica are candidates only where operators are not divided.
     """
     task = mesh_task(profile, [*clusters.values()][-1], asked, sharding)
     number = _FIRST_NUMBER

@@ -32,9 +32,8 @@ class Counts(click.ParamType):
             elif word.isdigit() and int(word):
                 counts.append(int(word))
             else:
-                self.fail(
-                    f"{value}: give numbers such as 8,16,32, or 8,...,1024 for doubling", param, ctx
-                )
+                usual = "give numbers such as 8,16,32, or 8,...,1024 for doubling"
+                self.fail(f"{value}: {usual}", param, ctx)
         return tuple(counts)
 
 
@@ -92,8 +91,8 @@ def scale(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Plan TARGET's model for several numbers of devices, and tell what each gains and costs.
 
-    The layers are counted, not run.  The search is a quick one, on meshes whose sizes are powers
-    of two or divide a host; `penstock plan` looks at more for one number.
+    The layers are counted, not run.  The search is a quick one: stages on meshes whose sizes are
+    powers of two or divide a host; `penstock plan` looks at more for one number.
 
     \b
     Examples:
@@ -110,7 +109,8 @@ def scale(  # noqa: PLR0913 - one for each option
 
         check_page(html)
     require_torch()
-    from penstock.automatic.scaling import part_of, scale as scaled
+    from penstock.automatic.scaling import part_of
+    from penstock.automatic.scaling import scale as scaled
 
     for count in counts:
         part_of(cluster, count)

@@ -94,7 +94,7 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
     """Choose the plan whose step is predicted to be fastest; see `penstock.plan`.
 
     `like` is the task of the same model and options on a cluster of more or fewer such hosts, to
-    share its graphs and programs.
+    share its graphs and programs; only stages on meshes are candidates then.
     """
     is_list = isinstance(profile, list | tuple) and profile
     profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
@@ -104,7 +104,7 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
     task = like and replace(like, cluster=_room(cluster, asked))
     task = task or mesh_task(profiles[0], cluster, asked, sharding, num_layers)
     on_devices: Candidates | None = None
-    if sharding is None or sharding == "auto" or not isinstance(sharding, str):
+    if like is None and (sharding is None or sharding == "auto" or not isinstance(sharding, str)):
         with suppress(*((ConfigError,) if task is not None else ())):
             on_devices = find_plans(profiles, cluster, asked, num_best=num_best)
     elif task is None:

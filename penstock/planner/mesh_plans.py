@@ -80,44 +80,48 @@ class _Search:
         return min((own.step_s for own in self.candidates), default=self.task.limit_s)
 
     def tries(self) -> Iterator[Try]:
-        """Yield what to try next, which depends on the best step so far in a quick search.
-
-        That climbs numbers of micro-batches with the first ready plan, up and then down from the
-        first number, while steps get faster.  Then it tries the rest with the best number.  Where
-        nothing fits with the first number, it goes on only if the smallest micro-batches fit.
+        """Yield what to try next, which depends on the best step so far in a quick search: that
+        climbs numbers of micro-batches, and tries the rest with the best number.
         """
-        task, tried = self.task, set[Try]()
-        every, numbers = task.tries, task.numbers
-        if task.first_number is None:
+        every, tried = self.task.tries, set[Try]()
+        if self.task.first_number is None:
             yield from every
             return
-
-        def first_tries(number: int) -> Iterator[Try]:
-            for own in every:
-                if own[:2] == (number, task.shardings[0]) and not own[2].byte_s:
-                    tried.add(own)
-                    yield own
-
-        begin = min(task.first_number, numbers[-1])
-        # 1. See whether anything fits.
-        yield from first_tries(begin)
-        if self.best_s == inf:
-            yield from first_tries(numbers[-1])
-        # 2. Climb, up and then down.
-        up, down = ([n for n in numbers if n > begin], [n for n in numbers[::-1] if n < begin])
-        for along in (up, down) if self.best_s < inf else ():
-            misses = 0
-            for number in along:
-                before_s = self.best_s
-                yield from first_tries(number)
-                misses += self.best_s >= before_s
-                if misses and (self.candidates or misses == _MOST_MISSES):
-                    break
-        # 3. Try the rest with the best number.
+        for own in self._climbing(self.task.first_number):
+            tried.add(own)
+            yield own
         best = min(self.candidates, key=attrgetter("step_s"), default=None)
-        number = numbers[-1] if best is None else best.prices.num_microbatches
+        number = self.task.numbers[-1] if best is None else best.prices.num_microbatches
         if best is not None or self.best_s == inf:
             yield from (own for own in every if own[0] == number and own not in tried)
+
+    def _climbing(self, begin: int) -> Iterator[Try]:
+        """Yield the first tries of numbers of micro-batches, up and then down from a first one.
+
+        Where nothing fits with that, it goes on only if the smallest micro-batches fit.
+        """
+        numbers = self.task.numbers
+        begin = min(begin, numbers[-1])
+        yield from self._first_tries(begin)
+        if self.best_s == inf:
+            yield from self._first_tries(numbers[-1])
+        yield from self._climbing_along([n for n in numbers if n > begin])
+        yield from self._climbing_along([n for n in numbers[::-1] if n < begin])
+
+    def _climbing_along(self, numbers: Sequence[int]) -> Iterator[Try]:
+        """Yield the first tries of numbers while steps get faster; none where nothing fits."""
+        misses = 0
+        for number in numbers if self.best_s < inf else ():
+            before_s = self.best_s
+            yield from self._first_tries(number)
+            misses += self.best_s >= before_s
+            if misses and (self.candidates or misses == _MOST_MISSES):
+                return
+
+    def _first_tries(self, number: int) -> list[Try]:
+        """Return the tries of a number with the first ready plan, without a price of bytes."""
+        first = number, self.task.shardings[0]
+        return [own for own in self.task.tries if own[:2] == first and not own[2].byte_s]
 
     def look(self, number: int, sharding: str, policy: MemoryPolicy) -> None:
         """Add the candidates of so many micro-batches, a ready plan and a memory policy."""

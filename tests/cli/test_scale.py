@@ -1,4 +1,4 @@
-"""`penstock scale`: a row for each number of devices, and each with the plan of `penstock plan`."""
+"""`penstock scale`: a row for each number of devices, with the plan of `penstock plan`."""
 
 import json
 from dataclasses import replace
@@ -12,7 +12,10 @@ from tests.few_devices import cluster as few_devices
 from tests.recipes.text_recipes import TEXT
 
 Captured = pytest.CaptureFixture[str]
-COMMAND = ("scale", "gpt.toml", "--cluster", "here.toml", "--num-microbatches", "2")
+COMMAND = (
+    *("scale", "gpt.toml", "--cluster", "here.toml"),
+    *("--num-microbatches", "2", "--sharding", "zero1"),
+)
 
 
 @pytest.fixture(autouse=True)
