@@ -1,4 +1,4 @@
-"""The page of `penstock scale`: throughput by number of devices beside the ideal, and the table."""
+"""The page of `penstock scale`: speed by number of devices beside the ideal, and the table."""
 
 from penstock.trace.page import Page, Section, Table
 from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, rounded
