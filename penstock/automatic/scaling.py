@@ -7,9 +7,9 @@ profile ──► task ──► plan for 8 ──► plan for 16 ──► ... 
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
@@ -32,7 +32,8 @@ _STEPS = 1000
 """Steps whose device-hours are given, unless samples are."""
 
 
-class Figures(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Figures:
     """What one count of devices reaches; `mfu` is None where FLOPs or their peak are not known."""
 
     step_s: float
@@ -129,7 +130,7 @@ class Scaling:
             if own.choice is None or found is None:
                 entries.append(entry | {"missing": own.missing})
                 continue
-            entry |= found._asdict()
+            entry |= asdict(found)
             if self.sample_tokens:
                 entry["tokens_per_s"] = found.samples_per_s * self.sample_tokens
             entry["device_hours"] = found.step_device_s * steps / _HOUR_S
