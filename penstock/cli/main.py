@@ -21,6 +21,7 @@ from .doctor import doctor
 from .options import INTERRUPTED, RECIPES_PACKAGE, USER_ERROR
 from .plan import plan
 from .profile import profile
+from .scale import scale
 from .simulate import simulate
 
 _GROUP = "penstock.commands"
@@ -65,7 +66,7 @@ def penstock() -> None:
     end_with_launcher()
 
 
-for command in (check, doctor, plan, profile, simulate):
+for command in (check, doctor, plan, profile, scale, simulate):
     penstock.add_command(command)
 
 

@@ -30,6 +30,8 @@ from .reasons import HEADS, candidate_rows, unsplit_text, why_best
 
 _MOST_ROWS = 12
 """Candidates of a table."""
+_MANY_DEVICES = 16
+"""Devices of a host above which a search of all its parts would take an hour."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +89,22 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
     sharding: str | Sequence[str] | None = "auto",
     num_layers: int | None = None,
     num_best: int = 5,
+    like: MeshTask | None = None,
 ) -> Choice:
-    """Choose the plan whose step is predicted to be fastest; see `penstock.plan`."""
+    """Choose the plan whose step is predicted to be fastest; see `penstock.plan`.
+
+    `like` is the task of the same model and options on a cluster of more or fewer such hosts, to
+    share its graphs and programs; only stages on meshes are candidates then.
+    """
     is_list = isinstance(profile, list | tuple) and profile
     profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
     for each in profiles:
         check_costs(each, cluster)
     asked = replace(constraints or Constraints(batch_size=batch_size), batch_size=batch_size)
-    task = _task(profiles[0], cluster, asked, sharding, num_layers)
+    task = like and replace(like, cluster=_room(cluster, asked))
+    task = task or mesh_task(profiles[0], cluster, asked, sharding, num_layers)
     on_devices: Candidates | None = None
-    if sharding is None or sharding == "auto" or not isinstance(sharding, str):
+    if like is None and (sharding is None or sharding == "auto" or not isinstance(sharding, str)):
         with suppress(*((ConfigError,) if task is not None else ())):
             on_devices = find_plans(profiles, cluster, asked, num_best=num_best)
     elif task is None:
@@ -141,12 +149,12 @@ def _choice(
     return Choice(plan, cluster, tuple(candidates), unsplit, task)
 
 
-def _task(
+def mesh_task(
     profile: Profile,
     cluster: Cluster,
     asked: Constraints,
     sharding: str | Sequence[str] | None,
-    num_layers: int | None,
+    num_layers: int | None = None,
 ) -> MeshTask | None:
     """Return the task of planning stages on meshes; None where it cannot be, or has no meaning."""
     operators, names = profile.operators, asked.schedules
@@ -154,21 +162,27 @@ def _task(
     one_device = asked.num_ranks is not None or (asked.num_replicas or 1) > 1
     if operators is None or sharding is None or one_device or not families:
         return None
-    room = {
-        name: replace(device, memory_bytes=int(asked.memory_share * device.memory_bytes))
-        for name, device in cluster.devices.items()
-    }
-    within = replace(cluster, devices=room)
-
     named = (sharding,) if isinstance(sharding, str) else sharding
     task = replace(
         MeshTask.of(profile, cluster, asked.batch_size, asked.num_microbatches),
-        cluster=within,
+        cluster=_room(cluster, asked),
         families=families,
         shardings=SHARDINGS if sharding == "auto" else named,
     )
     spans = cluster_layers(task.graph_of(task.numbers[0]), profile.spans, cluster, num_layers)
-    return replace(task, model=Model(profile.layers, tuple(spans)))
+    task = replace(task, model=Model(profile.layers, tuple(spans)))
+    if max(len(host.devices) for host in cluster.hosts) <= _MANY_DEVICES:
+        return task
+    return task.quick(sum(host.count for host in cluster.hosts))
+
+
+def _room(cluster: Cluster, asked: Constraints) -> Cluster:
+    """Return a cluster with the share of each device's memory that may be used."""
+    room = {
+        name: replace(device, memory_bytes=int(asked.memory_share * device.memory_bytes))
+        for name, device in cluster.devices.items()
+    }
+    return replace(cluster, devices=room)
 
 
 def save_prediction(path: Path, timeline: Timeline) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product, repeat
+from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from penstock.trace.units import count_text
 from .bounds import even_step_s
 from .mesh_candidates import OnMeshes
 from .mesh_costs import MemoryPolicy, hosts_of
-from .mesh_task import MeshTask
+from .mesh_task import MeshTask, Try
 from .shared_cores import num_cores
 from .stage_table import Task
 from .submeshes import Answer, find_stages, submeshes
@@ -38,6 +39,8 @@ _NEAR = 1.05
 """Answers are looked at up to this multiple of the best step, by the search's formula."""
 _MARGIN = 1.5
 """Candidates that are not simulated are listed up to this multiple of the best step."""
+_MOST_MISSES = 2
+"""Numbers of micro-batches in a row without a candidate, because others are faster."""
 CUT_SHORT = "the search was interrupted"
 """Beginning of the line of a plan that says so: it is the best of a part of all."""
 
@@ -47,16 +50,16 @@ def find_on_meshes(task: MeshTask) -> tuple[list[OnMeshes], str]:
     interrupted (Ctrl-C) after it had some.  A PlanError says what is missing if nothing fits.
     """
     search, ended = _Search(task), ""
-    every = task.tries
+    most = len(task.tries)
     try:
-        for done, (number, sharding, policy) in enumerate(every, 1):
+        for done, (number, sharding, policy) in enumerate(search.tries(), 1):
             words = f"{count_text(number, 'micro-batch')}, {sharding}, {policy}"
-            with saying(f"searching for stages: {words} ({done} of {len(every)})"):
+            with saying(f"searching for stages: {words} ({done} of {most})"):
                 search.look(number, sharding, policy)
     except KeyboardInterrupt:
         if not search.candidates:
             raise
-        ended = f"{CUT_SHORT} in part {done} of {len(every)}"
+        ended = f"{CUT_SHORT} in part {done} of {most}"
         say(ended)
     if not search.candidates:
         raise PlanError(search.missing)
@@ -75,6 +78,50 @@ class _Search:
     def best_s(self) -> float:
         """Seconds that a step must be below."""
         return min((own.step_s for own in self.candidates), default=self.task.limit_s)
+
+    def tries(self) -> Iterator[Try]:
+        """Yield what to try next, which depends on the best step so far in a quick search: that
+        climbs numbers of micro-batches, and tries the rest with the best number.
+        """
+        every, tried = self.task.tries, set[Try]()
+        if self.task.first_number is None:
+            yield from every
+            return
+        for own in self._climbing(self.task.first_number):
+            tried.add(own)
+            yield own
+        best = min(self.candidates, key=attrgetter("step_s"), default=None)
+        number = self.task.numbers[-1] if best is None else best.prices.num_microbatches
+        if best is not None or self.best_s == inf:
+            yield from (own for own in every if own[0] == number and own not in tried)
+
+    def _climbing(self, begin: int) -> Iterator[Try]:
+        """Yield the first tries of numbers of micro-batches, up and then down from a first one.
+
+        Where nothing fits with that, it goes on only if the smallest micro-batches fit.
+        """
+        numbers = self.task.numbers
+        begin = min(begin, numbers[-1])
+        yield from self._first_tries(begin)
+        if self.best_s == inf:
+            yield from self._first_tries(numbers[-1])
+        yield from self._climbing_along([n for n in numbers if n > begin])
+        yield from self._climbing_along([n for n in numbers[::-1] if n < begin])
+
+    def _climbing_along(self, numbers: Sequence[int]) -> Iterator[Try]:
+        """Yield the first tries of numbers while steps get faster; none where nothing fits."""
+        misses = 0
+        for number in numbers if self.best_s < inf else ():
+            before_s = self.best_s
+            yield from self._first_tries(number)
+            misses += self.best_s >= before_s
+            if misses and (self.candidates or misses == _MOST_MISSES):
+                return
+
+    def _first_tries(self, number: int) -> list[Try]:
+        """Return the tries of a number with the first ready plan, without a price of bytes."""
+        first = number, self.task.shardings[0]
+        return [own for own in self.task.tries if own[:2] == first and not own[2].byte_s]
 
     def look(self, number: int, sharding: str, policy: MemoryPolicy) -> None:
         """Add the candidates of so many micro-batches, a ready plan and a memory policy."""

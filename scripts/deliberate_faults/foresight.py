@@ -4,6 +4,30 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "plans for several numbers of devices share no programs",
+        "penstock/planner/make_plan.py",
+        "task = like and replace(like, cluster=_room(cluster, asked))",
+        "task = like and replace(like, cluster=_room(cluster, asked), searches={})",
+        "tests/automatic/test_scaling.py",
+        "programs_are_made_once",
+    ),
+    Fault(
+        "a climb of numbers of micro-batches ends with its first number",
+        "penstock/planner/mesh_plans.py",
+        "misses += self.best_s >= before_s",
+        "misses += 1",
+        "tests/automatic/test_scaling.py",
+        "a_climb_ends",
+    ),
+    Fault(
+        "all sizes of meshes are looked at on a host of many devices",
+        "penstock/planner/mesh_task.py",
+        "is_taken = number & (number - 1) == 0 or most % number == 0",
+        "is_taken = True",
+        "tests/automatic/test_scaling.py",
+        "powers_of_two_and_divisors",
+    ),
+    Fault(
         "causal attention is counted as all products",
         "penstock/costs/counting/classify.py",
         'if argument_of(func, args, kwargs, "is_causal"):',

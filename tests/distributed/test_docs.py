@@ -79,6 +79,7 @@ SHORTER: dict[str, dict[str, str]] = {
     "commands.md": {
         "train digits ": "--set train.epochs=1 --set model.width=4 --set train.checkpoint_every=4",
         "train digits_amoebanet": "--set train.epochs=1 --set model.num_filters=16",
+        "scale ": "--num-microbatches 2 --sharding zero1",
         "check gpt_small": "--set model.width=16 --set data.vocabulary_size=256",
     },
     "any_model.md": {"finetune_gpt2.py": "20"},
@@ -91,6 +92,7 @@ SHORTER: dict[str, dict[str, str]] = {
         "--resume": "--set train.epochs=2",
     },
     "language_model.md": {"train": "--set train.epochs=1 --set data.sample_length=9"},
+    "planning.md": {"scale ": "--num-microbatches 2 --sharding zero1"},
     "report.md": {"train": "--set train.epochs=1"},
     "translation.md": {
         "train": '--set train.epochs=1 --set \'data.languages=["de", "sv"]\' '

@@ -1,0 +1,141 @@
+"""`penstock scale`: how a model's step and its price change with the number of devices."""
+
+from pathlib import Path
+
+import click
+
+from penstock.trace.units import columns
+
+from .options import require_torch, set_option
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_COUNT = click.IntRange(min=1)
+_AND_SO_ON = "..."
+
+
+class Counts(click.ParamType):
+    """Numbers of devices: "8,16,32", or with "..." for doubling: "8,...,1024"."""
+
+    name = "counts"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        counts: list[int] = []
+        words = [word.strip() for word in str(value).split(",")]
+        for word, last in zip(words, [*words[1:], ""], strict=True):
+            if word == _AND_SO_ON and counts and last.isdigit():
+                while counts[-1] * 2 < int(last):
+                    counts.append(counts[-1] * 2)
+                if counts[-1] * 2 != int(last):
+                    self.fail(f"{value}: {counts[0]} doubled is never {last}", param, ctx)
+            elif word.isdigit() and int(word):
+                counts.append(int(word))
+            else:
+                usual = "give numbers such as 8,16,32, or 8,...,1024 for doubling"
+                self.fail(f"{value}: {usual}", param, ctx)
+        return tuple(counts)
+
+
+@click.command()
+@click.argument("target_name", metavar="TARGET")
+@set_option
+@click.option(
+    "--cluster",
+    "cluster_name",
+    metavar="NAME_OR_FILE",
+    required=True,
+    help="A cluster of one kind of host, which is repeated, or of which a part is taken.",
+)
+@click.option(
+    "--devices",
+    "counts",
+    metavar="N,N,...",
+    type=Counts(),
+    required=True,
+    help="Numbers of devices; 8,...,1024 is 8 and its doubles up to 1024.",
+)
+@click.option(
+    "--batch-size",
+    metavar="N",
+    type=_COUNT,
+    help="Samples of a step, for all numbers of devices.  [default: the target's]",
+)
+@click.option("--num-microbatches", type=_COUNT, help="M, for all.  [default: planned]")
+@click.option(
+    "--sharding",
+    metavar="NAME",
+    help="The ready plan by which the devices of a stage share it; none: each stage has one "
+    "device.  [default: the target's, or whatever is fastest]",
+)
+@click.option(
+    "--samples",
+    "num_samples",
+    metavar="N",
+    type=_COUNT,
+    help="Give the device-hours of so many samples.  [default: of 1,000 steps]",
+)
+@click.option("--html", metavar="FILE", type=_FILE, help="Write a page with a curve there.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, with each plan, and no table.")
+def scale(  # noqa: PLR0913 - one for each option
+    target_name: str,
+    overrides: tuple[str, ...],
+    cluster_name: str,
+    counts: tuple[int, ...],
+    batch_size: int | None,
+    num_microbatches: int | None,
+    sharding: str | None,
+    num_samples: int | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    """Plan TARGET's model for several numbers of devices, and tell what each gains and costs.
+
+    The layers are counted, not run.  The search is a quick one: stages on meshes whose sizes are
+    powers of two or divide a host; `penstock plan` looks at more for one number.
+
+    \b
+    Examples:
+      penstock scale gpt_small --cluster dgx-h100 --devices 8,16,...,256 --html scale.html
+      penstock scale mymodel:example --cluster dgx-h100 --devices 4,8,16 --samples 1000000
+    """
+    from penstock.costs.cluster import Cluster
+    from penstock.planner.candidates import Constraints
+
+    # 1. Check files and options before anything slow runs.
+    cluster = Cluster.load(cluster_name)
+    if html is not None:
+        from penstock.trace.page.page import check_page
+
+        check_page(html)
+    require_torch()
+    from penstock.automatic.scaling import part_of
+    from penstock.automatic.scaling import scale as scaled
+
+    for count in counts:
+        part_of(cluster, count)
+    # 2. Plan for all numbers.
+    from .targets import load_target
+
+    target = load_target(target_name, overrides)
+    batch_size = batch_size or target.batch_size
+    scaling = scaled(
+        target,
+        cluster,
+        counts,
+        batch_size,
+        constraints=Constraints(batch_size=batch_size, num_microbatches=num_microbatches),
+        sharding=None if sharding == "none" else sharding or "auto",
+    )
+    # 3. Write and print them.
+    if html is not None:
+        from penstock.automatic.scale_page import scale_page
+        from penstock.trace.page import write_page
+
+        write_page(scale_page(scaling, num_samples), html)
+    if as_json:
+        click.echo(scaling.to_json(num_samples))
+        return
+    heads, *rows = scaling.rows(num_samples)
+    for line in columns([heads, *rows]):
+        click.echo(line)
