@@ -114,7 +114,7 @@ class LayoutFigures:
 
     @property
     def handover_s(self) -> float:
-        """Seconds of a step's messages to the next stages and back, on the device that has most."""
+        """Seconds of a step's messages to next stages and back, on the device that has most."""
         seconds = Counter[tuple[int, ...]]()
         for devices, segments in zip(self.own.answer.devices, self.own.segments, strict=True):
             seconds[devices] += sum(part.price.handover_s for part in segments)
@@ -239,12 +239,12 @@ def best_in_words(figures: Sequence[LayoutFigures]) -> str:
     if not fitting:
         return (
             f"No layout fits the memory; {can[0].name} would be the fastest, with "
-            f"{bytes_text(can[0].peak_bytes)} on its fullest device. Give recompute, zero, smaller "
-            "micro-batches, or more devices to a model."
+            f"{bytes_text(can[0].peak_bytes)} on its fullest device. Give recompute, zero, "
+            "smaller micro-batches, or more devices."
         )
     best, words = fitting[0], ""
     if len(fitting) > 1:
-        share = fitting[1].step_s / best.step_s - 1
+        share = 1 - best.step_s / fitting[1].step_s
         words = f", {percent_text(share)} less than {fitting[1].name}" if share else ""
     number = count_text(len(fitting), "layout")
     text = f"{best.name} is the fastest of {number} that fit: {time_text(best.step_s)} a step"
