@@ -150,8 +150,9 @@ def _checked(table: Any) -> dict[str, Any]:
 
     known = [own.name for own in fields(Parallelism)]
     if not isinstance(table, dict):
-        raise UnreadableError(f"it is {shown(table)}; give a table, whose keys are those of Pa"
-                              "rallelism")
+        raise UnreadableError(
+            f"it is {shown(table)}; give a table with keys such as tensor and pipeline"
+        )
     for key in table:
         if key not in known:
             raise UnreadableError(f"it has an unknown key {key}; known are {', '.join(known)}")
@@ -224,7 +225,7 @@ def simulate_layout(name: str, layout: "Parallelism", values: Mapping[str, Any])
         click.echo(json.dumps(own.plain))
         return
     cells = {name: text for name, text in own.cells.items() if text}
-    cells["layout"] = f"{layout} on {cluster.name}"
+    cells["name"] += f" on {cluster.name}: {layout}"
     cells["step"] += f", {time_text(own.own.update_s)} of it the optimizer"
     click.echo("\n".join(columns([*cells.items()], num_left=2)))
     click.echo("\n".join(("", *columns(own.own.plan.rows))))

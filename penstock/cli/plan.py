@@ -161,22 +161,8 @@ def plan(  # noqa: PLR0913 - one for each option
     if (target_name is None) == (not profiles):
         raise click.UsageError("give either a TARGET or --profile")
     # 2. Find the model: a target, or saved profiles, which need no PyTorch.
-    model: Any
-    if target_name is not None:
-        say(f"loading PyTorch, to plan for {target_name}")
-        require_torch()
-        from .targets import load_target
-
-        model = load_target(target_name, overrides)
-        batch_size = batch_size or model.batch_size
-    else:
-        from penstock.costs.profile import Profile
-
-        if overrides or sizes or measure:
-            raise click.UsageError(
-                "--set, --microbatch-size and --measure are for a TARGET, not for a profile"
-            )
-        model = [Profile.load(path) for path in profiles]
+    model = _model(target_name, overrides, profiles, is_changed=bool(sizes) or measure)
+    batch_size = batch_size or (None if target_name is None else model.batch_size)
     if batch_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
     # 3. Choose the plan.
@@ -207,6 +193,27 @@ def plan(  # noqa: PLR0913 - one for each option
     if html is not None:
         write_page(plan_page(choice), html)
     click.echo(choice.plan.to_json() if as_json else str(choice), nl=False)
+
+
+def _model(
+    name: str | None, overrides: tuple[str, ...], profiles: tuple[Path, ...], *, is_changed: bool
+) -> Any:
+    """Return the target, or saved profiles, which need no PyTorch; a click.UsageError for options
+    that change how layers are profiled (`is_changed`) beside those.
+    """
+    if name is not None:
+        say(f"loading PyTorch, to plan for {name}")
+        require_torch()
+        from .targets import load_target
+
+        return load_target(name, overrides)
+    from penstock.costs.profile import Profile
+
+    if overrides or is_changed:
+        raise click.UsageError(
+            "--set, --microbatch-size and --measure are for a TARGET, not for a profile"
+        )
+    return [Profile.load(path) for path in profiles]
 
 
 def _refuse_beside_compare(name: str | None) -> None:

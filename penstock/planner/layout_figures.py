@@ -1,6 +1,6 @@
 """The figures of a given layout's predicted step, and several layouts by their seconds."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,13 +26,13 @@ from .parallelism import Parallelism
 MEMORY_SHARE = 0.9
 """The usual share of a device's memory that a step may use: allocators need the rest."""
 HEADS = (
-    *("layout", "step", "per device", "MFU", "bubble", "collectives", "handover"),
+    *("name", "step", "per device", "MFU", "bubble", "collectives", "between stages"),
     *("memory", "fits", "devices", "batch", "why not"),
 )
 NOTE = (
-    "Collectives are the seconds of messages inside a mesh, sums of gradients among them, and "
-    "handover those of messages to the next stages and back, both on the device that has most. "
-    "Other work may hide handovers."
+    "Collectives are messages inside a mesh, sums of gradients among them. Messages between "
+    "stages count both ways, though other work may hide them. Both are seconds of a step on the "
+    "device that has most."
 )
 _WORDS = {"int64", "int32"}
 """The dtypes of inputs that are tokens."""
@@ -100,7 +100,7 @@ class LayoutFigures:
         """Seconds of a step's messages inside a mesh, those of recomputes too, on the device that
         has most.  They are what the price of its stages has beside their operators.
         """
-        policy, seconds = self.own.prices.policy, Counter[tuple[int, ...]]()
+        policy, seconds = self.own.prices.policy, defaultdict[tuple[int, ...], float](float)
         work_s = [*_work_s(self.own, self._graph)]
         for (start, _, submesh), segments in zip(
             self.own.answer.stages, self.own.segments, strict=True
@@ -113,9 +113,9 @@ class LayoutFigures:
         return max(seconds.values()) * self._number
 
     @property
-    def handover_s(self) -> float:
+    def between_stages_s(self) -> float:
         """Seconds of a step's messages to next stages and back, on the device that has most."""
-        seconds = Counter[tuple[int, ...]]()
+        seconds = defaultdict[tuple[int, ...], float](float)
         for devices, segments in zip(self.own.answer.devices, self.own.segments, strict=True):
             seconds[devices] += sum(part.price.handover_s for part in segments)
         return max(seconds.values()) * self._number
@@ -148,18 +148,18 @@ class LayoutFigures:
     def cells(self) -> dict[str, str]:
         """The figures as text, by the heads of a table."""
         if self.candidate is None:
-            return dict.fromkeys(HEADS, "-") | {"layout": self.name, "why not": self.reason}
+            return dict.fromkeys(HEADS, "-") | {"name": self.name, "why not": self.reason}
         lacks = self.peak_bytes - self.memory_share * self.memory_bytes
         kinds = (f"{kind.value} {bytes_text(x)}" for kind, x in self.peak_by_kind.items() if x)
         by_kind = ", ".join(kinds)
         return {
-            "layout": self.name,
+            "name": self.name,
             "step": time_text(self.step_s),
             "per device": f"{number_text(self.rate)} {self.unit}/s",
             "MFU": "-" if self.mfu is None else percent_text(self.mfu),
             "bubble": percent_text(self.bubble),
             "collectives": time_text(self.collectives_s),
-            "handover": time_text(self.handover_s),
+            "between stages": time_text(self.between_stages_s),
             "memory": bytes_text(self.peak_bytes) + (f" ({by_kind})" if by_kind else ""),
             "fits": "yes" if self.fits else f"no, lacks {bytes_text(lacks)}",
             "devices": f"{len(self.devices):,}",
@@ -184,7 +184,7 @@ class LayoutFigures:
             "mfu": self.mfu,
             "bubble": self.bubble,
             "collectives_s": self.collectives_s,
-            "handover_s": self.handover_s,
+            "between_stages_s": self.between_stages_s,
             "peak_bytes": self.peak_bytes,
             "peak_bytes_by_kind": {kind.value: x for kind, x in self.peak_by_kind.items()},
             "memory_bytes": self.memory_bytes,

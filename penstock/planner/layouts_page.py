@@ -10,12 +10,12 @@ from penstock.trace.page.lane_chart import lane_chart
 from penstock.trace.units import count_text
 
 from .layout_figures import NOTE, LayoutFigures, best_in_words, rows_of
-from .plan_page import plan_section, plan_subtitle
+from .plan_page import plan_section
 
 _MOST_DRAWN = 4
 """Layouts whose steps are drawn."""
 _NOTE = "A rank of the timeline stands for all devices of a mesh; steps end before the optimizer."
-_FACTS = ("MFU", "collectives", "handover", "memory")
+_FACTS = ("MFU", "collectives", "between stages", "memory")
 
 
 def layout_page(own: LayoutFigures) -> Page:
@@ -26,12 +26,11 @@ def layout_page(own: LayoutFigures) -> Page:
     step = Step(
         predicted=own.own.timeline, optimizer_s=own.own.update_s, memory_limits_bytes=limits
     )
-    page = with_step(Page(f"{own.name} on {cluster.name}", plan_subtitle(plan)), step)
+    page = with_step(Page(f"{own.name} on {cluster.name}", str(own.layout)), step)
     facts = [Fact(f"{own.unit}/s a device", cells["per device"].split(" ")[0])]
     facts += [Fact(name, cells[name]) for name in _FACTS]
     sections = *page.sections, plan_section(plan), _cluster(cluster)
-    notes = str(own.layout), _NOTE, NOTE
-    return replace(page, facts=(*page.facts, *facts), sections=sections, notes=notes)
+    return replace(page, facts=(*page.facts, *facts), sections=sections, notes=(_NOTE, NOTE))
 
 
 def layouts_page(name: str, cluster: Cluster, figures: Sequence[LayoutFigures]) -> Page:
@@ -41,7 +40,7 @@ def layouts_page(name: str, cluster: Cluster, figures: Sequence[LayoutFigures]) 
     sections = (
         Section("Layouts", (Text(best_in_words(figures)), Table(heads, tuple(rows)))),
         *_steps(figures),
-        Section("Words of the layouts", (Table(("layout", "words"), told),)),
+        Section("Words of the layouts", (Table(("name", "words"), told),)),
         _cluster(cluster),
     )
     title = f"{name} on {cluster.name}"

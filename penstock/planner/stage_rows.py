@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from penstock.trace.units import bytes_text, time_text
@@ -35,7 +35,7 @@ MESH_HEADS = (
     *("weights etc.", "activations", "to the next"),
 )
 _HEADS = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micro-batch")
-_MOST_ROWS = 16
+_MOST_ROWS = 12
 """Rows from which on stages of equal layers share one, whatever their figures."""
 _FEW = 2
 """Rows that stay apart, if they are alike."""
@@ -88,7 +88,7 @@ def _each_row(plan: "Plan") -> Iterator[_Row]:
     for stages in single if predicted is None else segments_of(plan):
         stage, layers = stages[0], plan.layers[ends[stages[0]] : ends[stages[-1] + 1]]
         if predicted is None:
-            words = (
+            words: tuple[str, ...] = (
                 plan.recompute[stage].value + (", offload" if plan.offload[stage] else ""),
                 plan.placement.devices[stage],
             )
@@ -122,9 +122,10 @@ def _folded(rows: Sequence[_Row], key: Callable[[_Row], object]) -> list[_Row]:
 
 
 def _together(rows: Sequence[_Row]) -> _Row:
-    """Return the row of several, with the least and the most of each figure."""
+    """Return the row of several, with the least and the most of each figure that is not 0."""
     figures = []
-    for column in zip(*(row.figures for row in rows), strict=True):
+    for every in zip(*(row.figures for row in rows), strict=True):
+        column = [*filter(itemgetter(0), every)] or every  # the last stage sends nothing
         least, most = min(column), max(column)
         texts = dict.fromkeys((least[1], most[1]))
         figures.append((most[0], " to ".join(texts)))
@@ -172,17 +173,19 @@ def _place_text(plan: "Plan", meshes: Sequence[tuple[int, ...]]) -> str:
     text = _numbers_text(meshes)
     if plan.cluster is None:
         return text
-    hosts = dict.fromkeys(plan.cluster.places[n].host_name for n in chain(*meshes))
+    hosts = dict.fromkeys(plan.cluster.places[n].host_name for n in _numbers(meshes))
     return f"{text} of {span_text([*hosts])}"
 
 
 def _numbers_text(meshes: Sequence[tuple[int, ...]]) -> str:
-    """Write the numbers of devices of one mesh, or of several, each once."""
-    numbers = [*dict.fromkeys(chain(*meshes))]
-    if len(meshes) > 1:
-        numbers.sort()
+    numbers = _numbers(meshes)
     is_row = numbers == [*range(numbers[0], numbers[-1] + 1)] and len(numbers) > 1
     return f"{numbers[0]}-{numbers[-1]}" if is_row else " ".join(map(str, numbers))
+
+
+def _numbers(meshes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the numbers of the devices of a mesh, or of several in order, each once."""
+    return [*meshes[0]] if len(meshes) == 1 else sorted({*chain(*meshes)})
 
 
 def _ends(stages: range) -> list[str]:
