@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from penstock.costs.cluster import Cluster
@@ -12,6 +12,7 @@ from penstock.costs.counting.graph import Graph
 from penstock.costs.profile import Profile
 from penstock.costs.records import Part
 from penstock.errors import PenstockError
+from penstock.schedules.ir import Recompute
 from penstock.sharding.costs import Costs
 from penstock.sharding.plan import PlannedCall
 from penstock.sharding.routed import routed_calls
@@ -98,24 +99,27 @@ class LayoutFigures:
     @cached_property
     def collectives_s(self) -> float:
         """Seconds of a step's messages inside a mesh, those of recomputes too, on the device that
-        has most.  They are what the price of its stages has beside their operators.
+        has most: what instructions take beside their operators.
         """
-        policy, seconds = self.own.prices.policy, defaultdict[tuple[int, ...], float](float)
-        work_s = [*_work_s(self.own, self._graph)]
-        for (start, _, submesh), segments in zip(
-            self.own.answer.stages, self.own.segments, strict=True
-        ):
-            for part in segments:
-                layers = work_s[start : (start := start + part.num_layers)]
-                forward_s = max(0.0, part.forward_s - sum(own[0] for own in layers))
-                back_s = max(0.0, part.backward_s - sum(own[1] for own in layers))
-                seconds[submesh.devices] += (1 + policy.recomputes) * forward_s + back_s
-        return max(seconds.values()) * self._number
+        again = Counter(
+            span.instruction.stage
+            for span in self.own.timeline.spans
+            if isinstance(span.instruction, Recompute)
+        )
+        work_s, seconds = iter(_work_s(self.own, self._graph)), defaultdict[object, float](float)
+        each = zip(self.own.answer.devices, self.own.segments, strict=True)
+        parts = ((devices, part) for devices, segments in each for part in segments)
+        for n, (devices, part) in enumerate(parts):
+            layers = [*islice(work_s, part.num_layers)]
+            forward_s = max(0.0, part.forward_s - sum(own[0] for own in layers))
+            back_s = max(0.0, part.backward_s - sum(own[1] for own in layers))
+            seconds[devices] += self._number * (forward_s + back_s) + again[n] * forward_s
+        return max(seconds.values())
 
     @property
     def between_stages_s(self) -> float:
         """Seconds of a step's messages to next stages and back, on the device that has most."""
-        seconds = defaultdict[tuple[int, ...], float](float)
+        seconds = defaultdict[object, float](float)
         for devices, segments in zip(self.own.answer.devices, self.own.segments, strict=True):
             seconds[devices] += sum(part.price.handover_s for part in segments)
         return max(seconds.values()) * self._number

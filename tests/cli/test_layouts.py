@@ -7,6 +7,7 @@ import pytest
 
 import penstock
 from penstock.cli.main import run
+from penstock.cli.targets import loss_of_all
 from tests.few_devices import cluster as few_devices
 
 Captured = pytest.CaptureFixture[str]
@@ -47,7 +48,7 @@ def test_a_layout_by_options_is_that_of_the_library(capsys: Captured) -> None:
     namespace: dict[str, object] = {}
     exec(_MODEL, namespace)
     model, inputs = namespace["example"]()  # type: ignore[operator]
-    options = {"example_inputs": inputs, "batch_size": 16}
+    options = {"example_inputs": inputs, "batch_size": 16, "loss": loss_of_all}
     where = penstock.Cluster.load("here.toml")
     step_s = penstock.simulate(model, where, layout, **options).step_s
     assert told["step_s"] == pytest.approx(step_s + told["optimizer_s"])
