@@ -10,7 +10,6 @@ from penstock.trace.page.lane_chart import lane_chart
 from penstock.trace.units import count_text
 
 from .layout_figures import NOTE, LayoutFigures, best_in_words, rows_of
-from .plan_page import plan_section
 
 _MOST_DRAWN = 4
 """Layouts whose steps are drawn."""
@@ -20,7 +19,7 @@ _FACTS = ("MFU", "collectives", "between stages", "memory")
 
 def layout_page(own: LayoutFigures) -> Page:
     """Return the page of one layout that can be."""
-    plan, cluster, cells = own.own.plan, own.own.task.cluster, own.cells
+    cluster, cells = own.own.task.cluster, own.cells
     count = len(set(own.own.answer.devices))
     limits = (round(own.memory_share * own.memory_bytes),) * count
     step = Step(
@@ -29,7 +28,9 @@ def layout_page(own: LayoutFigures) -> Page:
     page = with_step(Page(f"{own.name} on {cluster.name}", str(own.layout)), step)
     facts = [Fact(f"{own.unit}/s a device", cells["per device"].split(" ")[0])]
     facts += [Fact(name, cells[name]) for name in _FACTS]
-    sections = *page.sections, plan_section(plan), _cluster(cluster)
+    heads, *rows = (tuple(row) for row in own.own.plan.rows)
+    stages = Section("Stages", (Table(heads, tuple(rows)),))
+    sections = *page.sections, stages, _cluster(cluster)
     return replace(page, facts=(*page.facts, *facts), sections=sections, notes=(_NOTE, NOTE))
 
 
