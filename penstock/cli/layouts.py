@@ -176,7 +176,7 @@ def figures_for(
 ) -> "list[LayoutFigures]":
     """Return the figures of a target in layouts by name, the fastest first.
 
-    `options` are `batch_size`, by default the target's, and more arguments of `compared`.
+    `options` are more arguments of `compared`; the usual batch is the target's.
     """
     say(f"loading PyTorch, to count the layers of {name}")
     require_torch()
@@ -195,8 +195,8 @@ def figures_for(
     (profile,) = target.profiles_for(cluster, sorted(sizes), measure=False)
     # 2. Price the layouts.
     say(f"simulating {count_text(len(layouts), 'layout')}")
-    options["batch_size"] = options.get("batch_size") or target.batch_size
-    return compared(layouts, profile, cluster, **options)
+    usual = target.batch_size
+    return compared(layouts, profile, cluster, usual_batch_size=usual, **options)
 
 
 def simulate_layout(name: str, layout: "Parallelism", values: Mapping[str, Any]) -> None:
@@ -214,8 +214,6 @@ def simulate_layout(name: str, layout: "Parallelism", values: Mapping[str, Any])
 
         check_page(html)
     batch_size, overrides = values["batch_size"], values["overrides"]
-    if batch_size is not None and layout.num_microbatches is not None:
-        layout.microbatches(layout.rows(cluster), batch_size)  # both must agree
     (own,) = figures_for(name, overrides, cluster, {name: layout}, batch_size=batch_size)
     if own.candidate is None:
         raise ConfigError(own.reason)

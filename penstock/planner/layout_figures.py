@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, islice
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
@@ -37,6 +37,13 @@ NOTE = (
 )
 _WORDS = {"int64", "int32"}
 """The dtypes of inputs that are tokens."""
+
+
+class _Work(NamedTuple):
+    """Seconds of the operators of a layer for a micro-batch, on a device of a mesh."""
+
+    forward_s: float
+    backward_s: float
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class LayoutFigures:
             return None
         return flops.total() * self._number / (self.step_s * sum(peaks))
 
-    @property
+    @cached_property
     def bubble(self) -> float:
         """Share of the devices' time in which they have nothing to do, before the optimizer."""
         return float(self.own.timeline.bubble)
@@ -106,13 +113,22 @@ class LayoutFigures:
             for span in self.own.timeline.spans
             if isinstance(span.instruction, Recompute)
         )
-        work_s, seconds = iter(_work_s(self.own, self._graph)), defaultdict[object, float](float)
-        each = zip(self.own.answer.devices, self.own.segments, strict=True)
-        parts = ((devices, part) for devices, segments in each for part in segments)
-        for n, (devices, part) in enumerate(parts):
-            layers = [*islice(work_s, part.num_layers)]
-            forward_s = max(0.0, part.forward_s - sum(own[0] for own in layers))
-            back_s = max(0.0, part.backward_s - sum(own[1] for own in layers))
+        work_s, seconds = dict[str, list[_Work]](), defaultdict[object, float](float)
+        parts = (
+            (stage, part)
+            for stage, segments in zip(self.own.answer.stages, self.own.segments, strict=True)
+            for part in segments
+        )
+        first = 0
+        for n, (stage, part) in enumerate(parts):
+            devices = stage.submesh.devices
+            kind = self.own.task.cluster.places[devices[0]].kind
+            if kind not in work_s:
+                work_s[kind] = [*_work_s(self.own, self._graph, devices)]
+            layers = work_s[kind][first : first + part.num_layers]
+            first += part.num_layers
+            forward_s = max(0.0, part.forward_s - sum(own.forward_s for own in layers))
+            back_s = max(0.0, part.backward_s - sum(own.backward_s for own in layers))
             seconds[devices] += self._number * (forward_s + back_s) + again[n] * forward_s
         return max(seconds.values())
 
@@ -144,16 +160,21 @@ class LayoutFigures:
         return min(device_of(n).memory_bytes for n in self.devices)
 
     @property
+    def limit_bytes(self) -> int:
+        """The share of that memory that a step may use."""
+        return int(self.memory_share * self.memory_bytes)
+
+    @property
     def fits(self) -> bool:
-        """Whether the fullest device has room in its share of the memory."""
-        return self.peak_bytes <= self.memory_share * self.memory_bytes
+        """Whether the fullest device stays within the limit."""
+        return self.peak_bytes <= self.limit_bytes
 
     @property
     def cells(self) -> dict[str, str]:
         """The figures as text, by the heads of a table."""
         if self.candidate is None:
             return dict.fromkeys(HEADS, "-") | {"name": self.name, "why not": self.reason}
-        lacks = self.peak_bytes - self.memory_share * self.memory_bytes
+        lacks = self.peak_bytes - self.limit_bytes
         kinds = (f"{kind.value} {bytes_text(x)}" for kind, x in self.peak_by_kind.items() if x)
         by_kind = ", ".join(kinds)
         return {
@@ -211,15 +232,17 @@ def compared(
     profile: Profile,
     cluster: Cluster,
     batch_size: int | None = None,
+    usual_batch_size: int | None = None,
     memory_share: float = MEMORY_SHARE,
 ) -> list[LayoutFigures]:
     """Return the figures of layouts by name, the fastest first, and at the end those that cannot
-    be.  `batch_size` are the samples of a step of layouts that do not say their micro-batches.
+    be.  `batch_size` are the samples of a step, `usual_batch_size` those of layouts that do not
+    say their number of micro-batches if it is None.
     """
     found = []
     for name, layout in layouts.items():
         own = LayoutFigures(name, layout, memory_share=memory_share)
-        samples = None if layout.num_microbatches else batch_size
+        samples = batch_size or (None if layout.num_microbatches else usual_batch_size)
         try:
             found.append(replace(own, candidate=on_layout(layout, profile, cluster, samples)))
         except PenstockError as error:
@@ -265,19 +288,14 @@ def _tokens_of_sample(graph: Graph) -> int:
     return shapes[0][1] if shapes else 0
 
 
-def _work_s(candidate: OnMeshes, graph: Graph) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of each layer's operators, forward and backward, on a device of a mesh.
+def _work_s(candidate: OnMeshes, graph: Graph, devices: tuple[int, ...]) -> Iterator[_Work]:
+    """Yield the seconds of each layer's operators on a device of a mesh.
 
     All meshes of a layout have one shape, and divide operators by one ready plan.
     """
-    prices, stage = candidate.prices, candidate.answer.stages[0]
+    prices, shape = candidate.prices, candidate.stages[0].shape
     plans = next(iter(prices.shared.values())).within(None)
-    costs = Costs(
-        candidate.stages[0].shape,
-        prices.cluster,
-        devices=stage.submesh.devices,
-        factors=prices.factors,
-    )
+    costs = Costs(shape, prices.cluster, devices=devices, factors=prices.factors)
     for n, plan in enumerate(plans):
         calls = routed_calls(graph, n)
         planned = plan.calls or (PlannedCall("", (ALIKE,) * len(costs.mesh)),) * len(calls)
@@ -286,4 +304,4 @@ def _work_s(candidate: OnMeshes, graph: Graph) -> Iterator[tuple[float, float]]:
             forward = tuple(x for x in call.operators if x.part is Part.FORWARD)
             both_s += costs.call_s(call, own)
             forward_s += costs.call_s(replace(call, operators=forward), own)
-        yield forward_s, both_s - forward_s
+        yield _Work(forward_s, both_s - forward_s)

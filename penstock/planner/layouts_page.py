@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from html import escape
 
 from penstock.costs.cluster import Cluster
 from penstock.trace.page import Fact, Page, Section, Step, Table, Text, with_step
@@ -20,8 +21,7 @@ _FACTS = ("MFU", "collectives", "between stages", "memory")
 def layout_page(own: LayoutFigures) -> Page:
     """Return the page of one layout that can be."""
     cluster, cells = own.own.task.cluster, own.cells
-    count = len(set(own.own.answer.devices))
-    limits = (round(own.memory_share * own.memory_bytes),) * count
+    limits = (own.limit_bytes,) * len(set(own.own.answer.devices))
     step = Step(
         predicted=own.own.timeline, optimizer_s=own.own.update_s, memory_limits_bytes=limits
     )
@@ -53,14 +53,14 @@ def _steps(figures: Sequence[LayoutFigures]) -> Iterator[Section]:
     can = [own for own in figures if own.candidate is not None]
     if not can:
         return
-    drawn = {own.name: own.own.timeline for own in can[:_MOST_DRAWN]}
-    bubbles = {own.name: own.bubble for own in can}
+    drawn = {escape(own.name): own.own.timeline for own in can[:_MOST_DRAWN]}
+    bubbles = {escape(own.name): own.bubble for own in can}
     left = f" The {len(drawn)} fastest are drawn." if len(drawn) < len(can) else ""
     yield Section("Timelines", (lane_chart(drawn, bubbles), Text(_NOTE + left, "note")))
     charts = [
         replace(
-            memory_chart(own.own.timeline, (own.memory_bytes,) * len(own.devices), f"memory-{n}"),
-            title=own.name,
+            memory_chart(own.own.timeline, (own.limit_bytes,) * len(own.devices), f"memory-{n}"),
+            title=own.name,  # escaped by the page
         )
         for n, own in enumerate(can[:_MOST_DRAWN])
         if own.own.timeline.memory
