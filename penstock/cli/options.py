@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from penstock.errors import ConfigError
 from penstock.schedules.names import schedule_name, stages_on_ranks
@@ -82,6 +83,13 @@ stages_per_rank_option = click.option(
     type=click.IntRange(min=1),
     help=f"Stages in each thread: {stages_on_ranks()}; 1 for all others.  [default: the least]",
 )
+
+
+def given_options(*names: str) -> list[str]:
+    """Return those of these options that are on the command line, as they are written there."""
+    source = click.get_current_context().get_parameter_source
+    given = [name for name in names if source(name) is ParameterSource.COMMANDLINE]
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def require_torch() -> None:

@@ -9,7 +9,8 @@ from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.progress import say
 from penstock.trace.units import count_text
 
-from .options import ScheduleName, require_torch, set_option
+from .layouts import compare_layouts
+from .options import ScheduleName, given_options, require_torch, set_option
 
 if TYPE_CHECKING:
     from penstock.planner.placement import Placement
@@ -52,6 +53,13 @@ _COUNT = click.IntRange(min=1)
     type=_COUNT,
     multiple=True,
     help="Samples for which TARGET's layers are profiled.  [default: a few up to the batch]",
+)
+@click.option(
+    "--compare",
+    metavar="FILE.toml",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="Choose nothing, but price the layouts of this file: a table for each, such as [mine] "
+    "with tensor = 2 and pipeline = 4, the keys of penstock.Parallelism.",
 )
 @click.option("--num-ranks", type=_COUNT, help="Devices of one replica.")
 @click.option("--num-replicas", type=_COUNT, help="D.")
@@ -103,6 +111,7 @@ def plan(  # noqa: PLR0913 - one for each option
     overrides: tuple[str, ...],
     cluster_name: str,
     profiles: tuple[Path, ...],
+    compare: Path | None,
     batch_size: int | None,
     sizes: tuple[int, ...],
     best: int,
@@ -127,6 +136,7 @@ def plan(  # noqa: PLR0913 - one for each option
       penstock plan --profile gpt.json --cluster '4 x dgx-h100' --batch-size 1024 --html plan.html
       penstock plan gpt_small --cluster dgx-a100
       penstock plan mymodel:example --cluster h100
+      penstock plan mymodel:example --cluster h100 --compare layouts.toml
       penstock plan digits --cluster here.toml --num-replicas 1 --save plan.json
       penstock train digits --plan plan.json
     """
@@ -138,6 +148,11 @@ def plan(  # noqa: PLR0913 - one for each option
 
     # 1. Check files and options before anything slow runs.
     cluster = Cluster.load(cluster_name)
+    if compare is not None:
+        _refuse_beside_compare(target_name)
+        values = click.get_current_context().params
+        compare_layouts(str(target_name), cluster, compare, values)
+        return
     if html is not None:
         from penstock.planner.plan_page import plan_page
         from penstock.trace.page.page import check_page, write_page
@@ -146,22 +161,8 @@ def plan(  # noqa: PLR0913 - one for each option
     if (target_name is None) == (not profiles):
         raise click.UsageError("give either a TARGET or --profile")
     # 2. Find the model: a target, or saved profiles, which need no PyTorch.
-    model: Any
-    if target_name is not None:
-        say(f"loading PyTorch, to plan for {target_name}")
-        require_torch()
-        from .targets import load_target
-
-        model = load_target(target_name, overrides)
-        batch_size = batch_size or model.batch_size
-    else:
-        from penstock.costs.profile import Profile
-
-        if overrides or sizes or measure:
-            raise click.UsageError(
-                "--set, --microbatch-size and --measure are for a TARGET, not for a profile"
-            )
-        model = [Profile.load(path) for path in profiles]
+    model = _model(target_name, overrides, profiles, is_changed=bool(sizes) or measure)
+    batch_size = batch_size or (None if target_name is None else model.batch_size)
     if batch_size is None:
         raise click.UsageError("a profile does not say how large batches are; give --batch-size")
     # 3. Choose the plan.
@@ -192,6 +193,45 @@ def plan(  # noqa: PLR0913 - one for each option
     if html is not None:
         write_page(plan_page(choice), html)
     click.echo(choice.plan.to_json() if as_json else str(choice), nl=False)
+
+
+def _model(
+    name: str | None, overrides: tuple[str, ...], profiles: tuple[Path, ...], *, is_changed: bool
+) -> Any:
+    """Return the target, or saved profiles, which need no PyTorch; a click.UsageError for options
+    that change how layers are profiled (`is_changed`) beside those.
+    """
+    if name is not None:
+        say(f"loading PyTorch, to plan for {name}")
+        require_torch()
+        from .targets import load_target
+
+        return load_target(name, overrides)
+    from penstock.costs.profile import Profile
+
+    if overrides or is_changed:
+        raise click.UsageError(
+            "--set, --microbatch-size and --measure are for a TARGET, not for a profile"
+        )
+    return [Profile.load(path) for path in profiles]
+
+
+def _refuse_beside_compare(name: str | None) -> None:
+    """Raise a click.UsageError for --compare without a target, or beside options to choose by."""
+    if name is None:
+        raise click.UsageError(
+            "--compare divides the operators of a model, which a profile in a file does not "
+            "have; give a TARGET"
+        )
+    chosen = ("profiles", "sizes", "num_ranks", "num_replicas", "num_microbatches", "sharding")
+    beside = given_options(*chosen, "measure", "schedules", "no_offload", "best", "save")
+    if beside:
+        names = {"--profiles": "--profile", "--sizes": "--microbatch-size"}
+        names["--schedules"] = "--schedule"
+        raise click.UsageError(
+            f"{names.get(beside[0], beside[0])} is for a plan that is chosen, and the layouts of "
+            "--compare are given; leave one of the two out"
+        )
 
 
 def _run_command(name: str | None, path: Path, placement: "Placement") -> str:

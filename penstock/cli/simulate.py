@@ -1,4 +1,4 @@
-"""`penstock simulate`: draw a schedule with unit costs, without tensors."""
+"""`penstock simulate`: draw a schedule with unit costs, or predict a model's step on a cluster."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,14 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from penstock.schedules.names import SCHEDULE_NAMES, named_schedule
 from penstock.schedules.searched import searched
 from penstock.trace.progress import say
 from penstock.trace.units import count_text
+from penstock.types import Recompute
 
-from .options import ScheduleName, require_torch, set_option, stages_per_rank_option
+from .layouts import layout_given, layout_options, simulate_layout
+from .options import (
+    ScheduleName,
+    given_options,
+    require_torch,
+    set_option,
+    stages_per_rank_option,
+)
 
 if TYPE_CHECKING:
     from penstock.schedules.costs import Costs
@@ -54,7 +61,17 @@ def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
     )
 
 
-@click.command()
+class _Simulate(click.Command):
+    """Takes `--recompute` alone too, wherever it stands."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flag, words = "--recompute", [each.value for each in Recompute]
+        pairs = zip(args, (*args[1:], ""), strict=False)
+        whole = (f"{own}=stage" if own == flag and x not in words else own for own, x in pairs)
+        return super().parse_args(ctx, [*whole])
+
+
+@click.command(cls=_Simulate)
 @click.argument("target", metavar="[TARGET]", required=False)
 @set_option
 @click.option("--schedule", type=ScheduleName(_NAMES), default="one_f_one_b", show_default=True)
@@ -71,7 +88,9 @@ def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
     help="Mini-batches of M, one after the other without a flush, for pipedream, pipedream_2bw.",
 )
 @click.option(
-    "--recompute", is_flag=True, help="Run every forward a second time before its backward."
+    "--recompute",
+    type=click.Choice([each.value for each in Recompute]),
+    help="Run forwards a second time before their backwards; alone, it means stage.",
 )
 @click.option(
     "--width", type=click.IntRange(min=20), default=100, show_default=True, help="Columns."
@@ -89,6 +108,7 @@ def _cost_option(name: str, default: int, what: str) -> Callable[[_F], _F]:
 @_cost_option("backward-weight", 1, "the other part takes; a whole backward takes both")
 @_cost_option("transfer", 0, "a message is on its way")
 @click.option("--json", "as_json", is_flag=True, help="Write the timeline and its shares as JSON.")
+@layout_options
 def simulate(  # noqa: PLR0913 - one for each option
     target: str | None,
     overrides: tuple[str, ...],
@@ -97,13 +117,13 @@ def simulate(  # noqa: PLR0913 - one for each option
     stages_per_rank: int | None,
     num_microbatches: int,
     window: int,
-    recompute: bool,
+    recompute: str | None,
     width: int,
     csv: Path | None,
     write_csv: Path | None,
     html: Path | None,
     as_json: bool,
-    **units: Fraction | int,
+    **rest: Any,
 ) -> None:
     """Draw when each stage does what, if a forward takes 1 and a backward 2 units of time.
 
@@ -112,6 +132,9 @@ def simulate(  # noqa: PLR0913 - one for each option
     With TARGET, a recipe or package.module:function as `penstock check` takes it, its layers are
     measured here, and the time is in seconds; messages take none.  Stages, micro-batches and
     schedule are then the target's, unless an option gives them.
+
+    With --cluster, the step of TARGET in a layout is predicted on devices that need not be here:
+    its seconds, tokens a second, MFU, bubble, messages, memory and stages.
 
     If a micro-batch would be narrower than a column, a summary is written instead. CSV files
     are those of torch.distributed.pipelining: a line for each rank, a cell for each action.
@@ -123,13 +146,19 @@ def simulate(  # noqa: PLR0913 - one for each option
       penstock simulate --csv mine.csv --forward 2 --transfer 1/4
       penstock simulate mymodel:example --num-stages 2 --schedule gpipe
       penstock simulate --schedule zb_h1 --html zb_h1.html
+      penstock simulate mymodel:example --cluster '2 x dgx-h100' --tensor 4 --pipeline 2
     """
     from penstock.schedules.passes import add_recompute
     from penstock.schedules.torch_csv import read_csv
     from penstock.simulator import simulate as predict
 
-    # 1. Make or read the schedule.
-    costs = _costs(units)
+    # 1. Predict a layout on a cluster, or make or read the schedule.
+    values = click.get_current_context().params
+    layout = layout_given(target, values)
+    if layout is not None:
+        simulate_layout(str(target), layout, values)
+        return
+    costs = _costs(rest)
     if target is not None or overrides:
         program, costs = _of_target(target, overrides, window)
     elif csv is None:
@@ -151,7 +180,8 @@ def simulate(  # noqa: PLR0913 - one for each option
         check_page(html)
     # 3. Simulate, and print JSON, a grid, or a summary of what is too long to draw.
     _say("simulating its instructions", sum(map(len, program.programs)))
-    timeline = predict(add_recompute(program) if recompute else program, costs)
+    program = add_recompute(program) if recompute == Recompute.STAGE.value else program
+    timeline = predict(program, costs)
     _say("adding up where the time goes", len(timeline.spans))
     if html is not None:
         source = schedule if csv is None else csv.name
@@ -183,7 +213,7 @@ def _of_target(
     """Return the schedule of a target, and the measured costs of its stages."""
     if name is None:
         raise click.UsageError(f"--set {overrides[0]} changes a recipe; give one as TARGET")
-    if beside := _given("csv", "forward", "backward_input", "backward_weight", "transfer"):
+    if beside := given_options("csv", "forward", "backward_input", "backward_weight", "transfer"):
         raise click.UsageError(f"the layers of {name} say that; leave out {beside[0]}")
     say(f"loading PyTorch, to measure {name}")
     require_torch()
@@ -192,20 +222,13 @@ def _of_target(
 
     asked = ("num_stages", "stages_per_rank", "num_microbatches", "schedule")
     values = click.get_current_context().params
-    options = {key: values[key] for key in asked if _given(key)}
+    options = {key: values[key] for key in asked if given_options(key)}
     stages = measured_stages(load_target(name, overrides, options))
     return stages.family(stages.num_stages, stages.num_microbatches, window), stages.costs
 
 
-def _given(*names: str) -> list[str]:
-    """Return those of these options that are on the command line, as they are written there."""
-    source = click.get_current_context().get_parameter_source
-    given = [name for name in names if source(name) is ParameterSource.COMMANDLINE]
-    return [f"--{name.replace('_', '-')}" for name in given]
-
-
 def _refuse_beside_csv(*names: str) -> None:
-    if beside := _given(*names):
+    if beside := given_options(*names):
         raise click.UsageError(f"the file of --csv says that itself; leave out {beside[0]}")
 
 

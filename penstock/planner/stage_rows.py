@@ -1,8 +1,9 @@
 """The table of a plan's stages: a row for each, with its predicted figures."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, groupby
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from penstock.trace.units import bytes_text, time_text
@@ -34,29 +35,107 @@ MESH_HEADS = (
     *("weights etc.", "activations", "to the next"),
 )
 _HEADS = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micro-batch")
+_MOST_ROWS = 12
+"""Rows from which on stages of equal layers share one, whatever their figures."""
+_FEW = 2
+"""Rows that stay apart, if they are alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Stages that share a row: the names of the layers of each, and the parameters of each; words
+    that are equal for all, the numbers of their devices, and figures, each with its text.
+    """
+
+    stages: range
+    layers: tuple[Sequence[str], ...]
+    num_parameters: int
+    words: tuple[str, ...]
+    devices: tuple[tuple[int, ...], ...]
+    figures: tuple[tuple[float, str], ...]
+
+    @property
+    def kind(self) -> object:
+        """The facts that are equal in a row, even where its figures differ."""
+        return len(self.layers[0]), self.num_parameters, self.words
 
 
 def stage_rows(plan: "Plan") -> Iterator[Sequence[str]]:
-    """Yield the heads of the table, then a row for each stage, or for each mesh."""
+    """Yield the heads of the table, then a row for each stage, or for each mesh.
+
+    Three stages or more share a row if all their figures are equal; in a long table also if only
+    their layers are, and the row has the least and the most of each figure.
+    """
+    is_on_meshes = plan.predicted_stages is not None
+    yield MESH_HEADS if is_on_meshes else _HEADS
+    rows = [*_each_row(plan)]
+    folded = _folded(rows, lambda row: (row.kind, [text for _, text in row.figures]))
+    if len(folded) > _MOST_ROWS:
+        folded = _folded(rows, attrgetter("kind"))
+    for row in folded:
+        name = stages_text(row.stages) if len(row.layers) == 1 else span_text(_ends(row.stages))
+        count = f"{len(row.layers[0])}{' each' * (len(row.layers) > 1)}"
+        layers = f"{count}: {span_text([*chain(*row.layers)])}"
+        where = _place_text(plan, row.devices) if is_on_meshes else _numbers_text(row.devices)
+        words = (row.words[0], where, *row.words[1:])
+        yield name, layers, f"{row.num_parameters:,}", *words, *(text for _, text in row.figures)
+
+
+def _each_row(plan: "Plan") -> Iterator[_Row]:
+    """Yield a row for each stage, or for each mesh with the segments of its stage."""
     predicted, ends = plan.predicted_stages, [*accumulate(plan.partition, initial=0)]
-    yield _HEADS if predicted is None else MESH_HEADS
     single = [range(n, n + 1) for n in range(plan.num_stages)]
     for stages in single if predicted is None else segments_of(plan):
-        layers_here = plan.layers[ends[stages[0]] : ends[stages[-1] + 1]]
-        layers = f"{len(layers_here)}: {span_text([layer.name for layer in layers_here])}"
-        num_parameters = sum(layer.num_parameters for layer in layers_here)
-        first = stages_text(stages), layers, f"{num_parameters:,}"
+        stage, layers = stages[0], plan.layers[ends[stages[0]] : ends[stages[-1] + 1]]
         if predicted is None:
-            stage = stages[0]
-            yield (
-                *first,
+            words: tuple[str, ...] = (
                 plan.recompute[stage].value + (", offload" if plan.offload[stage] else ""),
-                " ".join(str(rank) for row in plan.placement.ranks[stage] for rank in row),
                 plan.placement.devices[stage],
-                "?" if plan.predicted_s is None else time_text(plan.predicted_s[stage]),
             )
+            devices = tuple(rank for row in plan.placement.ranks[stage] for rank in row)
+            seconds = None if plan.predicted_s is None else plan.predicted_s[stage]
+            figures = [(0.0, "?") if seconds is None else (seconds, time_text(seconds))]
         else:
-            yield (*first, *_mesh_cells(plan, stages[0], [predicted[n] for n in stages]))
+            words, devices = (mesh_text(plan, stage),), _devices_of(plan, stage)
+            figures = [*_figures([predicted[n] for n in stages])]
+        names, size = [layer.name for layer in layers], sum(x.num_parameters for x in layers)
+        yield _Row(stages, (names,), size, words, (devices,), tuple(figures))
+
+
+def _figures(segments: Sequence[PredictedStage]) -> Iterator[tuple[float, str]]:
+    last = segments[-1]
+    for name in ("forward_s", "backward_s"):
+        yield (seconds := sum(getattr(own, name) for own in segments)), time_text(seconds)
+    yield last.handover_s, time_text(last.handover_s) if last.handover_s else "-"
+    for name in ("state_bytes", "kept_bytes"):
+        yield (size := sum(getattr(own, name) for own in segments)), bytes_text(size)
+    yield last.sent_bytes, bytes_text(last.sent_bytes) if last.sent_bytes else "-"
+
+
+def _folded(rows: Sequence[_Row], key: Callable[[_Row], object]) -> list[_Row]:
+    """Make one row of each run of rows with the same key, if they are more than a few."""
+    found = []
+    for _, run in groupby(rows, key):
+        alike = [*run]
+        found += alike if len(alike) <= _FEW else [_together(alike)]
+    return found
+
+
+def _together(rows: Sequence[_Row]) -> _Row:
+    """Return the row of several, with the least and the most of each figure that is not 0."""
+    figures = []
+    for every in zip(*(row.figures for row in rows), strict=True):
+        column = [*filter(itemgetter(0), every)] or every  # the last stage sends nothing
+        least, most = min(column), max(column)
+        texts = dict.fromkeys((least[1], most[1]))
+        figures.append((most[0], " to ".join(texts)))
+    return replace(
+        rows[0],
+        stages=range(rows[0].stages[0], rows[-1].stages[-1] + 1),
+        layers=tuple(chain(*(row.layers for row in rows))),
+        devices=tuple(chain(*(row.devices for row in rows))),
+        figures=tuple(figures),
+    )
 
 
 def segments_of(plan: "Plan") -> Iterator[range]:
@@ -76,18 +155,6 @@ def span_text(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def _mesh_cells(plan: "Plan", stage: int, segments: Sequence[PredictedStage]) -> Iterator[str]:
-    last = segments[-1]
-    yield mesh_text(plan, stage)
-    yield devices_text(plan, stage)
-    yield time_text(sum(segment.forward_s for segment in segments))
-    yield time_text(sum(segment.backward_s for segment in segments))
-    yield time_text(last.handover_s) if last.handover_s else "-"
-    yield bytes_text(sum(segment.state_bytes for segment in segments))
-    yield bytes_text(sum(segment.kept_bytes for segment in segments))
-    yield bytes_text(last.sent_bytes) if last.sent_bytes else "-"
-
-
 def mesh_text(plan: "Plan", stage: int) -> str:
     """Write the lengths of the axes of a stage's mesh."""
     return " x ".join(map(str, plan.placement.shard_axes_of(stage)))
@@ -95,11 +162,31 @@ def mesh_text(plan: "Plan", stage: int) -> str:
 
 def devices_text(plan: "Plan", stage: int) -> str:
     """Write the numbers of a stage's devices, and the hosts that these are in."""
-    ranks = plan.placement.ranks[stage][0]
-    devices = plan.devices_of(stage) or ranks
-    is_row = devices == tuple(range(devices[0], devices[-1] + 1)) and len(devices) > 1
-    text = f"{devices[0]}-{devices[-1]}" if is_row else " ".join(map(str, devices))
+    return _place_text(plan, (_devices_of(plan, stage),))
+
+
+def _devices_of(plan: "Plan", stage: int) -> tuple[int, ...]:
+    return tuple(plan.devices_of(stage) or plan.placement.ranks[stage][0])
+
+
+def _place_text(plan: "Plan", meshes: Sequence[tuple[int, ...]]) -> str:
+    text = _numbers_text(meshes)
     if plan.cluster is None:
         return text
-    hosts = dict.fromkeys(plan.cluster.places[n].host_name for n in devices)
+    hosts = dict.fromkeys(plan.cluster.places[n].host_name for n in _numbers(meshes))
     return f"{text} of {span_text([*hosts])}"
+
+
+def _numbers_text(meshes: Sequence[tuple[int, ...]]) -> str:
+    numbers = _numbers(meshes)
+    is_row = numbers == [*range(numbers[0], numbers[-1] + 1)] and len(numbers) > 1
+    return f"{numbers[0]}-{numbers[-1]}" if is_row else " ".join(map(str, numbers))
+
+
+def _numbers(meshes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the numbers of the devices of a mesh, or of several in order, each once."""
+    return [*meshes[0]] if len(meshes) == 1 else sorted({*chain(*meshes)})
+
+
+def _ends(stages: range) -> list[str]:
+    return [str(stages[0]), str(stages[-1])]

@@ -1,0 +1,311 @@
+"""The figures of a given layout's predicted step, and several layouts by their seconds."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Any, NamedTuple
+
+from penstock.costs.cluster import Cluster
+from penstock.costs.counting.graph import Graph
+from penstock.costs.profile import Profile
+from penstock.costs.records import Part
+from penstock.errors import PenstockError
+from penstock.schedules.ir import Recompute
+from penstock.sharding.costs import Costs
+from penstock.sharding.plan import PlannedCall
+from penstock.sharding.routed import routed_calls
+from penstock.sharding.rules import ALIKE
+from penstock.trace.timeline import MemoryKind
+from penstock.trace.units import bytes_text, count_text, number_text, percent_text, time_text
+
+from .given_layout import on_layout
+from .mesh_candidates import OnMeshes
+from .parallelism import Parallelism
+
+MEMORY_SHARE = 0.9
+"""The usual share of a device's memory that a step may use: allocators need the rest."""
+HEADS = (
+    *("name", "step", "per device", "MFU", "bubble", "collectives", "between stages"),
+    *("memory", "fits", "devices", "batch", "why not"),
+)
+NOTE = (
+    "Collectives are messages inside a mesh, sums of gradients among them. Messages between "
+    "stages count both ways, though other work may hide them. Both are seconds of a step on the "
+    "device that has most."
+)
+_WORDS = {"int64", "int32"}
+"""The dtypes of inputs that are tokens."""
+
+
+class _Work(NamedTuple):
+    """Seconds of the operators of a layer for a micro-batch, on a device of a mesh."""
+
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class LayoutFigures:
+    """The figures of a layout by its name; without a candidate, the `reason` why it cannot be."""
+
+    name: str
+    layout: Parallelism
+    candidate: OnMeshes | None = None
+    reason: str = ""
+    memory_share: float = MEMORY_SHARE
+
+    @property
+    def own(self) -> OnMeshes:
+        """The candidate of a layout that can be."""
+        assert self.candidate is not None, self.reason
+        return self.candidate
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step with the optimizer; infinite for a layout that cannot be."""
+        return float("inf") if self.candidate is None else float(self.candidate.step_s)
+
+    @cached_property
+    def devices(self) -> list[int]:
+        """The numbers of the devices that have a stage."""
+        return sorted({*chain(*self.own.answer.devices)})
+
+    @property
+    def rate(self) -> float:
+        """Tokens, or else samples, that a device processes in a second."""
+        each = _tokens_of_sample(self._graph) or 1
+        return self.own.task.batch_size * each / self.step_s / len(self.devices)
+
+    @property
+    def unit(self) -> str:
+        """The unit of `rate`: "tokens" where the model's input is sequences of whole numbers."""
+        return "tokens" if _tokens_of_sample(self._graph) else "samples"
+
+    @property
+    def mfu(self) -> float | None:
+        """FLOPs of forwards and backwards without recomputes, by those that the devices could do
+        in a step at the peak of the dtype with most FLOPs; None if no device states that peak.
+        """
+        flops = Counter[str]()
+        for operator in chain(*(call.operators for call in self._graph.calls)):
+            flops[operator.dtype] += operator.flops * operator.count
+        dtype = max(flops, key=flops.__getitem__, default="")
+        device_of = self.own.task.cluster.device_of
+        peaks = [device_of(n).flops_per_s.get(dtype, 0.0) for n in self.devices]
+        if not all(peaks) or not flops.total():
+            return None
+        return flops.total() * self._number / (self.step_s * sum(peaks))
+
+    @cached_property
+    def bubble(self) -> float:
+        """Share of the devices' time in which they have nothing to do, before the optimizer."""
+        return float(self.own.timeline.bubble)
+
+    @cached_property
+    def collectives_s(self) -> float:
+        """Seconds of a step's messages inside a mesh, those of recomputes too, on the device that
+        has most: what instructions take beside their operators.
+        """
+        again = Counter(
+            span.instruction.stage
+            for span in self.own.timeline.spans
+            if isinstance(span.instruction, Recompute)
+        )
+        if len(self.own.answer.devices[0]) == 1:
+            return 0.0
+        work_s, seconds = dict[str, list[_Work]](), defaultdict[object, float](float)
+        parts = (
+            (stage, part)
+            for stage, segments in zip(self.own.answer.stages, self.own.segments, strict=True)
+            for part in segments
+        )
+        first = 0
+        for n, (stage, part) in enumerate(parts):
+            devices = stage.submesh.devices
+            kind = self.own.task.cluster.places[devices[0]].kind
+            if kind not in work_s:
+                work_s[kind] = [*_work_s(self.own, self._graph, devices)]
+            layers = work_s[kind][first : first + part.num_layers]
+            first += part.num_layers
+            forward_s = max(0.0, part.forward_s - sum(own.forward_s for own in layers))
+            back_s = max(0.0, part.backward_s - sum(own.backward_s for own in layers))
+            seconds[devices] += self._number * (forward_s + back_s) + again[n] * forward_s
+        return max(seconds.values())
+
+    @property
+    def between_stages_s(self) -> float:
+        """Seconds of a step's messages to next stages and back, on the device that has most."""
+        seconds = defaultdict[object, float](float)
+        for devices, segments in zip(self.own.answer.devices, self.own.segments, strict=True):
+            seconds[devices] += sum(part.price.handover_s for part in segments)
+        return max(seconds.values()) * self._number
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes of a device."""
+        return max(self.own.timeline.peak_bytes_of_ranks(), default=0) or self.own.peak_bytes
+
+    @property
+    def peak_by_kind(self) -> Mapping[MemoryKind, int]:
+        """The peak of each kind on the fullest device; empty if the timeline has no memory."""
+        timeline = self.own.timeline
+        peaks = timeline.peak_bytes_of_ranks()
+        rank = peaks.index(max(peaks))
+        return {kind: own[rank] for kind, own in timeline.peak_bytes_by_kind().items()}
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of the smallest device."""
+        device_of = self.own.task.cluster.device_of
+        return min(device_of(n).memory_bytes for n in self.devices)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The share of that memory that a step may use."""
+        return int(self.memory_share * self.memory_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device stays within the limit."""
+        return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """The figures as text, by the heads of a table."""
+        if self.candidate is None:
+            return dict.fromkeys(HEADS, "-") | {"name": self.name, "why not": self.reason}
+        lacks = self.peak_bytes - self.limit_bytes
+        kinds = (f"{kind.value} {bytes_text(x)}" for kind, x in self.peak_by_kind.items() if x)
+        by_kind = ", ".join(kinds)
+        return {
+            "name": self.name,
+            "step": time_text(self.step_s),
+            "per device": f"{number_text(self.rate)} {self.unit}/s",
+            "MFU": "-" if self.mfu is None else percent_text(self.mfu),
+            "bubble": percent_text(self.bubble),
+            "collectives": time_text(self.collectives_s),
+            "between stages": time_text(self.between_stages_s),
+            "memory": bytes_text(self.peak_bytes) + (f" ({by_kind})" if by_kind else ""),
+            "fits": "yes" if self.fits else f"no, lacks {bytes_text(lacks)}",
+            "devices": f"{len(self.devices):,}",
+            "batch": f"{self.own.task.batch_size:,}",
+            "why not": "",
+        }
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The figures as numbers, for JSON: seconds, bytes and shares."""
+        words = {"name": self.name, "layout": str(self.layout)}
+        if self.candidate is None:
+            return {**words, "reason": self.reason}
+        return {
+            **words,
+            "step_s": self.step_s,
+            "optimizer_s": float(self.own.update_s),
+            "batch_size": self.own.task.batch_size,
+            "num_microbatches": self._number,
+            "num_devices": len(self.devices),
+            f"{self.unit}_per_s_per_device": self.rate,
+            "mfu": self.mfu,
+            "bubble": self.bubble,
+            "collectives_s": self.collectives_s,
+            "between_stages_s": self.between_stages_s,
+            "peak_bytes": self.peak_bytes,
+            "peak_bytes_by_kind": {kind.value: x for kind, x in self.peak_by_kind.items()},
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+        }
+
+    @property
+    def _number(self) -> int:
+        """M."""
+        return self.own.prices.num_microbatches
+
+    @property
+    def _graph(self) -> Graph:
+        """The graph of a micro-batch, over all rows of a mesh."""
+        return self.own.task.graph_of(self._number)
+
+
+def compared(
+    layouts: Mapping[str, Parallelism],
+    profile: Profile,
+    cluster: Cluster,
+    batch_size: int | None = None,
+    usual_batch_size: int | None = None,
+    memory_share: float = MEMORY_SHARE,
+) -> list[LayoutFigures]:
+    """Return the figures of layouts by name, the fastest first, and at the end those that cannot
+    be.  `batch_size` are the samples of a step, `usual_batch_size` those of layouts that do not
+    say their number of micro-batches if it is None.
+    """
+    found = []
+    for name, layout in layouts.items():
+        own = LayoutFigures(name, layout, memory_share=memory_share)
+        samples = batch_size or (None if layout.num_microbatches else usual_batch_size)
+        try:
+            found.append(replace(own, candidate=on_layout(layout, profile, cluster, samples)))
+        except PenstockError as error:
+            found.append(replace(own, reason=str(error)))
+    return sorted(found, key=lambda own: own.step_s)
+
+
+def rows_of(figures: Sequence[LayoutFigures]) -> list[tuple[str, ...]]:
+    """Return the table of layouts: heads, then a row for each, without columns of no text."""
+    every = [own.cells for own in figures]
+    heads = [head for head in HEADS if any(cells[head] for cells in every)]
+    return [tuple(heads), *(tuple(cells[head] for head in heads) for cells in every)]
+
+
+def best_in_words(figures: Sequence[LayoutFigures]) -> str:
+    """Say which layout is the fastest of those that fit, and what sets it apart."""
+    can = [own for own in figures if own.candidate is not None]
+    fitting = [own for own in can if own.fits]
+    if not can:
+        return "No layout can be; the table says why."
+    if not fitting:
+        return (
+            f"No layout fits the memory; {can[0].name} would be the fastest, with "
+            f"{bytes_text(can[0].peak_bytes)} on its fullest device. Give recompute, zero, "
+            "smaller micro-batches, or more devices."
+        )
+    best, words = fitting[0], ""
+    if len(fitting) > 1:
+        share = 1 - best.step_s / fitting[1].step_s
+        words = f", {percent_text(share)} less than {fitting[1].name}" if share else ""
+    number = count_text(len(fitting), "layout")
+    text = f"{best.name} is the fastest of {number} that fit: {time_text(best.step_s)} a step"
+    text += f"{words} ({best.layout})."
+    if len({own.own.task.batch_size for own in can}) > 1:
+        text += " The batches differ, so compare what a device does in a second."
+    return text
+
+
+def _tokens_of_sample(graph: Graph) -> int:
+    """Return the positions of a sample of whole numbers; 0 for a model of other inputs."""
+    inputs = [graph.tensors[value.number] for value in graph.values if value.maker < 0]
+    shapes = [x.shape for x in inputs if x.dtype in _WORDS and len(x.shape) == len("BT")]
+    return shapes[0][1] if shapes else 0
+
+
+def _work_s(candidate: OnMeshes, graph: Graph, devices: tuple[int, ...]) -> Iterator[_Work]:
+    """Yield the seconds of each layer's operators on a device of a mesh.
+
+    All meshes of a layout have one shape, and divide operators by one ready plan.
+    """
+    prices, shape = candidate.prices, candidate.stages[0].shape
+    plans = next(iter(prices.shared.values())).within(None)
+    costs = Costs(shape, prices.cluster, devices=devices, factors=prices.factors)
+    for n, plan in enumerate(plans):
+        calls = routed_calls(graph, n)
+        if not plan.calls:  # it runs whole, with calls that have nothing to divide
+            calls = [call for call in graph.of_layer(n) if not call.is_between]
+        planned = plan.calls or (PlannedCall("", (ALIKE,) * len(costs.mesh)),) * len(calls)
+        forward_s = both_s = 0.0
+        for call, own in zip(calls, planned, strict=True):
+            forward = tuple(x for x in call.operators if x.part is Part.FORWARD)
+            both_s += costs.call_s(call, own)
+            forward_s += costs.call_s(replace(call, operators=forward), own)
+        yield _Work(forward_s, both_s - forward_s)
