@@ -113,10 +113,10 @@ def _calibrate(
     if as_json:
         click.echo(as_line(calibration, cards))
         return 0
-    for line in (*calibration_lines(calibration.figures), "", *str(cluster).splitlines()):
+    of_cards = (line for own in cards.items() for line in ("", *compared_lines(*own)))
+    lines = (*calibration_lines(calibration.figures), "", *str(cluster).splitlines(), *of_cards)
+    for line in lines:
         click.echo(line)
-    for name, found in cards.items():
-        click.echo("\n".join(("", *compared_lines(name, found))))
     if calibration.warning:
         click.echo(f"penstock: warning: {calibration.warning}", err=True)
     if save is not None:

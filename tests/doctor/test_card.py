@@ -24,7 +24,13 @@ from penstock.doctor.calibration.work import Run
 
 CPU = torch.device("cpu")
 ONE = CardSizes(
-    products=(64,), heads=(8,), lengths=(16,), tokens=32, width=16, copy_bytes=1 << 12, host_bytes=64
+    products=(64,),
+    heads=(8,),
+    lengths=(16,),
+    tokens=32,
+    width=16,
+    copy_bytes=1 << 12,
+    host_bytes=64,
 )
 GIB = 1 << 30
 H100 = device_preset("h100")
@@ -114,9 +120,7 @@ def test_the_command_compares_cards_with_their_presets(
     copy = Figure("a copy in memory", "B/s", Spread(2e12, 2e12, 2e12))
     cards = {"h100": [Compared(copy, 3e12, "bytes_per_s", 2e12)]}
     monkeypatch.setattr("penstock.doctor.calibration.calibrate", lambda budget_s: measured)
-    monkeypatch.setattr(
-        "penstock.doctor.calibration.card.compared_cards", lambda budget_s: cards
-    )
+    monkeypatch.setattr("penstock.doctor.calibration.card.compared_cards", lambda budget_s: cards)
     assert run(["doctor", "--calibrate"]) == 0
     said = capsys.readouterr().out
     assert "+50.0%" in said and "bytes_per_s = 2e+12" in said

@@ -1,10 +1,10 @@
 """Measure on a card what its preset assumes, and say by how much each figure is off.
 
-    products      squares of several sizes, in each type of which the preset has the peak
-    attention     causal, by size of head and length, forward and backward
-    copies        in memory, and to the host and back
-    the host      the issue of an operator
-    kernels       the least one, and the gap after it
+products      squares of several sizes, in each type of which the preset has the peak
+attention     causal, by size of head and length, forward and backward
+copies        in memory, and to the host and back
+the host      the issue of an operator
+kernels       the least one, and the gap after it
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +51,13 @@ class CardSizes:
 
 OF_A_CARD = CardSizes()
 TINY_CARD = CardSizes(
-    products=(32,), heads=(8,), lengths=(16,), tokens=32, width=16, copy_bytes=1 << 16, host_bytes=64
+    products=(32,),
+    heads=(8,),
+    lengths=(16,),
+    tokens=32,
+    width=16,
+    copy_bytes=1 << 16,
+    host_bytes=64,
 )
 """Sizes for tests: fast, with meaningless figures."""
 
@@ -129,7 +135,7 @@ def compare(
 
 
 def compared_lines(name: str, found: Sequence[Compared]) -> Iterator[str]:
-    """Yield a table of measured figures beside those of a preset, and lines for a device's file."""
+    """Yield a table of figures beside those of a preset, and lines for a file of a cluster."""
     rows = [(f"compared with the preset {name}", "measured", "preset", "preset is off")]
     for own in found:
         unit, off = own.figure.unit, own.off
