@@ -4,6 +4,38 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "devices that divide an operator divide its issue by the host",
+        "penstock/sharding/costs.py",
+        "axis=0) * device.host_issue_s",
+        "axis=0) * device.host_issue_s / prod(self.mesh)",
+        "tests/planner/test_host_issue.py",
+        "each_device",
+    ),
+    Fault(
+        "host and device take turns, operator by operator",
+        "penstock/sharding/costs.py",
+        "slower_s = numpy.maximum(forward_s, forwards_s)",
+        "slower_s = forward_s + forwards_s",
+        "tests/planner/test_host_issue.py",
+        "overlap",
+    ),
+    Fault(
+        "short sequences are predicted to reach what long ones do",
+        "penstock/costs/roofline.py",
+        "return keys / (keys + more)",
+        "return 1.0",
+        "tests/costs/test_published_operators.py",
+        "every_length",
+    ),
+    Fault(
+        "the share of a card's peak is that of the preset",
+        "penstock/doctor/calibration/card.py",
+        "efficiency={key: 1.0}, floor_s",
+        "floor_s",
+        "tests/doctor/test_card.py",
+        "with_the_lines",
+    ),
+    Fault(
         "causal attention is counted as all products",
         "penstock/costs/counting/classify.py",
         'if argument_of(func, args, kwargs, "is_causal"):',
