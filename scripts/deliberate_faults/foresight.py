@@ -28,6 +28,14 @@ FAULTS = (
         "every_length",
     ),
     Fault(
+        "devices that divide attention see fewer keys each",
+        "penstock/sharding/costs.py",
+        "if is_attention else operator.batch",
+        "if False else operator.batch",
+        "tests/costs/test_published_operators.py",
+        "as_many_keys",
+    ),
+    Fault(
         "the share of a card's peak is that of the preset",
         "penstock/doctor/calibration/card.py",
         "efficiency={key: 1.0}, floor_s",

@@ -1,6 +1,7 @@
 """A card beside its preset: what is off is said figure by figure, with the line that mends it."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from penstock.doctor.calibration.card import (
     TINY_CARD,
     CardSizes,
     Compared,
+    Measure,
     compare,
     compared_lines,
     file_values,
@@ -41,8 +43,8 @@ def always(seconds: float) -> Device:
     return replace(H100, flops_per_s={"float32": 1e30}, bytes_per_s=1e30, floor_s=seconds, gap_s=0)
 
 
-def took(seconds: float):
-    def measure(run: Run, budget_s: float, wait: object) -> Spread:
+def took(seconds: float) -> Measure:
+    def measure(run: Run, budget_s: float, wait: Callable[[], None]) -> Spread:
         run()
         return Spread(seconds, seconds, seconds)
 
