@@ -27,8 +27,8 @@ from benchmarks.foresight.main import calibrated
 from benchmarks.foresight.subjects import next_words
 from benchmarks.report import Column, Load, Report, parser, progress, publish
 from penstock import Cluster, Plan, Profile, Recompute
-from penstock.costs.cluster import Device, Host
-from penstock.costs.cluster.presets import device_preset, preset_names
+from penstock.costs.cluster import Host
+from penstock.costs.cluster.presets import preset_of
 from penstock.planner.placement import Placement
 from penstock.planner.predict import Prediction
 from penstock.schedules import gpipe
@@ -132,16 +132,6 @@ SMALLEST = (
     _images(2, 32, size=WideResNetSize(50, 4, 1), num_classes=10),
     _texts(gshard_moe, 2, 8, **_SMALL, num_experts=2),
 )
-
-
-def preset_of(name: str, num_bytes: int) -> Device | None:
-    """Return the preset of a GPU that calls itself so, of those with this chip the one that has
-    about as much memory; None if there is none.
-    """
-    words = name.lower().replace("-", " ").split()
-    every = map(device_preset, preset_names("devices"))
-    alike = [own for own in every if own.name.partition("-")[0] in words]
-    return min(alike, key=lambda own: abs(own.memory_bytes - num_bytes), default=None)
 
 
 def clusters(device: torch.device, *, smallest: bool) -> dict[str, Cluster | None]:

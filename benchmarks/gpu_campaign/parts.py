@@ -20,7 +20,12 @@ import torch
 from benchmarks.gpu_campaign import compiled, graphs, precision, processes
 from benchmarks.gpu_campaign.contestants import Contest, Work
 from benchmarks.gpu_campaign.measure import Row
+from penstock.costs.cluster.presets import device_preset, preset_of
+from penstock.doctor.calibration.card import OF_A_CARD, TINY_CARD, compare
+from penstock.doctor.calibration.figures import value_text
 
+CALIBRATION_S = 16.0
+"""Seconds for the figures of a card, as `penstock doctor --calibrate` takes."""
 ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]
 
@@ -57,6 +62,29 @@ def foresight(work: Work, until: float) -> Iterator[Row]:
         yield from json.loads(path.read_text())["rows"]
 
 
+def calibration(work: Work, until: float) -> Iterator[Row]:
+    """Measure what the card's preset assumes; on a CPU beside an H100's, to show that it runs."""
+    is_cuda, preset = work.device.type == "cuda", device_preset("h100")
+    if is_cuda:
+        known = torch.cuda.get_device_properties(work.device)
+        of_card = preset_of(known.name, known.total_memory)
+        if of_card is None:
+            yield {"name": known.name, "remark": "no preset describes this card"}
+            return
+        preset = of_card
+    budget_s = min(CALIBRATION_S, until - time.monotonic()) if is_cuda else 0.0
+    sizes = OF_A_CARD if is_cuda else TINY_CARD
+    found = compare(work.device, preset, budget_s, sizes)
+    for own in found:
+        values = {"measured": own.figure.spread.middle, "preset": own.preset}
+        texts = {
+            name: None if value is None else value_text(own.figure.unit, value)
+            for name, value in values.items()
+        }
+        line = f"{own.key} = {own.value:.4g}"
+        yield {"name": own.figure.name, **texts, "preset_off": own.off, "line": line}
+
+
 class Part(NamedTuple):
     """The rows of a part, until a time of `time.monotonic`, and its share of the minutes."""
 
@@ -65,14 +93,15 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "graphs": Part(graphs.rows, 0.18),
+    "graphs": Part(graphs.rows, 0.16),
     "nccl": Part(processes.stages, 0.12),
     "throughput": Part(throughput, 0.12),
-    "tests": Part(tests, 0.18),
+    "tests": Part(tests, 0.14),
     "buckets": Part(processes.buckets, 0.06),
     "precision": Part(precision.rows, 0.1),
     "compile": Part(compiled.rows, 0.14),
     "foresight": Part(foresight, 0.1),
+    "calibration": Part(calibration, 0.06),
 }
 """The parts in their order: first those that never ran on a card, then the figures of the README,
 then options that make them better."""

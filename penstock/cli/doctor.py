@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "--calibrate",
     is_flag=True,
     help="Measure this machine's devices and links instead, as a cluster that plans are made for, "
-    "and keep the figures for jobs of --num-processes.",
+    "and keep the figures for jobs of --num-processes.  Compare cards with their presets.",
 )
 @click.option(
     "--save",
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     default=16.0,
     show_default=True,
     metavar="SECONDS",
-    help="With --calibrate: about how long to measure.",
+    help="With --calibrate: about how long to measure, and as long again for each kind of card.",
 )
 def doctor(num_processes: int | None, calibrate: bool, **options: Any) -> int:
     """Examine a job before it runs: settings, versions, devices, links, and a step of training.
@@ -97,6 +97,7 @@ def _calibrate(
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the figures are of such a job
     require_torch()
     from penstock.doctor.calibration import calibrate
+    from penstock.doctor.calibration.card import compared_cards, compared_lines
     from penstock.doctor.calibration.figures import as_line, calibration_lines, comment_of
     from penstock.doctor.calibration.remembered import keep
 
@@ -107,11 +108,14 @@ def _calibrate(
     cluster = keep(calibration, num_processes or 1)
     if save is not None:
         cluster.save(save, comment_of(calibration))
+    cards = compared_cards(budget_s)
     # 2. Print: one line of JSON, or tables and a warning.
     if as_json:
-        click.echo(as_line(calibration))
+        click.echo(as_line(calibration, cards))
         return 0
-    for line in (*calibration_lines(calibration.figures), "", *str(cluster).splitlines()):
+    of_cards = (line for own in cards.items() for line in ("", *compared_lines(*own)))
+    lines = (*calibration_lines(calibration.figures), "", *str(cluster).splitlines(), *of_cards)
+    for line in lines:
         click.echo(line)
     if calibration.warning:
         click.echo(f"penstock: warning: {calibration.warning}", err=True)

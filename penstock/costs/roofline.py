@@ -2,8 +2,8 @@
 
     seconds = max(FLOPs / (peak * efficiency * fill), bytes / (copy * efficiency), floor) + gap
 
-Products may be bound by either; all other classes are bound by their bytes, and views take nothing.
-The efficiency of a class is the device's figure, or the one of `USUAL`.
+Products may be bound by either; all other classes are bound by their bytes, and views take no
+time.  The efficiency of a class is the device's figure, or the one of `USUAL`.
 """
 
 from collections.abc import Iterable
@@ -32,12 +32,11 @@ USUAL = {
 Assumed once, from what float32 kernels of cuBLAS and cuDNN usually reach on Pascal and Volta, and
 fitted to no run of a pipeline; a device's own figures count before them.  Attention: fused kernels
 reach 50 to 73 % of an A100's peak (FlashAttention-2, Dao 2023, arXiv 2307.08691, abstract), where
-causal attention counts half of the products; figures are those of long sequences.  A class with 1.0 streams its memory once, as a copy
-does.
+causal attention counts half of the products; the figure is that of long sequences.  A class with
+1.0 streams its memory once, as a copy does.
 """
 USUAL_OF_PART = {Part.INPUT: 0.95, Part.WEIGHT: 0.80}
 """Efficiency of a convolution's backward over its forward's (assumed likewise)."""
-
 _KEYS_OF_ITS_OWN = {Part.FORWARD: 1.0, Part.INPUT: 2.0, Part.WEIGHT: 2.0}
 """Tiles of keys in whose time a tile of queries of fused attention begins and ends.
 
@@ -98,8 +97,8 @@ def _peak(operator: Operator, device: Device) -> float:
 def _keys_share(operator: Operator, device: Device) -> float:
     """Return the share of its time in which attention computes products that count; 1 for others.
 
-    Each tile of queries goes through the keys that it sees.  A causal one computes the tile of keys
-    on the diagonal whole, of which half counts.
+    Each tile of queries goes through the keys that it sees.  A causal one computes the tile of
+    keys on the diagonal whole, of which half counts.
     """
     if operator.name != "attention" or not operator.dims:
         return 1.0

@@ -25,9 +25,7 @@ class Pricing:
     With `cuda_graphs` a step is one CUDA graph: the host issues no operators one by one.
     """
 
-    def __init__(
-        self, profile: Profile, cluster: Cluster, *, cuda_graphs: bool = False
-    ) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, *, cuda_graphs: bool = False) -> None:
         self.profile, self.cluster, self.cuda_graphs = profile, cluster, cuda_graphs
         self.prices = cache(self._prices)
         self.seconds = cache(self._seconds)

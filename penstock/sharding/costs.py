@@ -297,10 +297,12 @@ class Costs:
     def _operator_s(self, operator: Operator, parts: int) -> float:
         device = self.cluster.device_of(self._place(0))
         dtype = operator.dtype if operator.dtype in device.flops_per_s else "float32"
+        is_attention = operator.name == "attention"  # cut by samples or heads, never by keys
         share = replace(
             operator,
             flops=operator.flops // parts,
             num_bytes=operator.num_bytes // parts,
+            batch=max(1, operator.batch // parts) if is_attention else operator.batch,
             dtype=dtype,
         )
         return operator_seconds(share, device)

@@ -16,9 +16,9 @@ from benchmarks.gpu_campaign.measure import kernels_ms
 from benchmarks.gpu_campaign.parts import PARTS
 from tests.pretend_devices.install import pretended_devices
 
-ON_CPU = ["graphs", "nccl", "throughput", "buckets", "precision", "compile"]
+ON_CPU = ["graphs", "nccl", "throughput", "buckets", "precision", "compile", "calibration"]
 """Parts that measure here what they do on a card; the others start programs with tests."""
-QUICK = ["graphs", "throughput"]
+QUICK = ["graphs", "throughput", "calibration"]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,7 @@ def test_parts_leave_figures_and_no_error(folder: Path) -> None:
     assert [*rows] == QUICK
     check_figures(rows)
     assert rows["throughput"].keys() == CONTESTANTS.keys()
+    assert {"product bfloat16, 32", "a copy to the host"} <= rows["calibration"].keys()
     assert all(row["remark"] == "no graphs on cpu" for row in rows["graphs"].values())
 
 
@@ -78,6 +79,7 @@ def test_every_other_part_leaves_figures_and_no_error(tmp_path: Path) -> None:
 
 
 _TIMES = {
+    "calibration": (),
     "graphs": ("eager_step_ms", "eager_host_ms"),
     "buckets": ("during_backward_ms", "after_backward_ms"),
     "compile": ("step_ms", "first_step_s"),

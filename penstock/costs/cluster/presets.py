@@ -34,3 +34,18 @@ def device_preset(name: str) -> Device:
         )
     device: Device = from_plain(Device, tomllib.loads(preset_text("devices", name)))
     return device
+
+
+def preset_of(name: str, num_bytes: int) -> Device | None:
+    """Return the preset of a card that calls itself so, of those with this chip the one that has
+    about as much memory; None if there is none.
+    """
+    words = name.lower().replace("-", " ").split()
+    every = map(device_preset, preset_names("devices"))
+    alike = [own for own in every if _chip(own.name) in words]
+    return min(alike, key=lambda own: abs(own.memory_bytes - num_bytes), default=None)
+
+
+def _chip(name: str) -> str:
+    """Return the part of a preset's name that names the chip: the first with a digit."""
+    return next(part for part in name.split("-") if any(map(str.isdigit, part)))

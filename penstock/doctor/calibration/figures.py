@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +13,7 @@ from penstock.trace.units import columns, percent_text, rate_text, time_text
 
 if TYPE_CHECKING:
     from .calibrate import Calibration
+    from .card import Compared
 
 LEAST_TIMES = 5
 """Repeats of a measurement, at least."""
@@ -86,19 +87,20 @@ def seconds_of(
     return Spread.of(times_s)
 
 
+def value_text(unit: str, value: float) -> str:
+    """Return a figure's value as text: a time, a rate or a share."""
+    if unit == "s":
+        return time_text(value)
+    if unit.endswith("/s"):
+        return rate_text(value, unit.removesuffix("/s"))
+    return percent_text(value)
+
+
 def calibration_lines(figures: Sequence[Figure]) -> Iterator[str]:
     """Yield the lines of a table: medians with their quartiles."""
-
-    def text(figure: Figure, value: float) -> str:
-        if figure.unit == "s":
-            return time_text(value)
-        if figure.unit.endswith("/s"):
-            return rate_text(value, figure.unit.removesuffix("/s"))
-        return percent_text(value)
-
     rows = [("measured", "median", "quartiles")]
     for figure in figures:
-        middle, low, high = (text(figure, value) for value in figure.spread)
+        middle, low, high = (value_text(figure.unit, value) for value in figure.spread)
         rows.append((figure.name, middle, f"{low} to {high}"))
     yield from columns(rows, num_left=1)
 
@@ -115,9 +117,20 @@ def comment_of(calibration: "Calibration") -> str:
     )
 
 
-def as_line(calibration: "Calibration") -> str:
+def as_line(calibration: "Calibration", cards: Mapping[str, Sequence["Compared"]]) -> str:
+    """Return one line of JSON: the cluster, its figures, and those of cards beside presets."""
     names = ("name", "unit", "middle", "low", "high")
     lines = ((f.name, f.unit, *f.spread) for f in calibration.figures)
     figures = [dict(zip(names, line, strict=True)) for line in lines]
     cluster = json.loads(to_json(calibration.cluster))
-    return json.dumps({"cluster": cluster, "figures": figures, "warning": calibration.warning})
+    presets = {
+        preset: [
+            {"name": own.figure.name, "unit": own.figure.unit, "preset": own.preset}
+            | {"measured": own.figure.spread.middle, "off": own.off, "key": own.key}
+            | {"value": own.value}
+            for own in found
+        ]
+        for preset, found in cards.items()
+    }
+    told = {"cluster": cluster, "figures": figures, "presets": presets}
+    return json.dumps({**told, "warning": calibration.warning})
