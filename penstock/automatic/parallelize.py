@@ -152,7 +152,7 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     # 1. Profile the layers for a few sizes of micro-batches.
     layers = resolve_layers(layers, example_inputs)
     count, batch_size = len(cluster.places), samples_of(example_inputs, "example_inputs")
-    sizes = sizes_up_to(batch_size)
+    sizes: Sequence[int] = sizes_up_to(batch_size)
     if parallelism is not None:
         sizes = (parallelism.rows(cluster) * parallelism.microbatch_size,)
     costs = _profiled(layers, example_inputs, cluster, sizes, measure)

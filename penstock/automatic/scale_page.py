@@ -1,5 +1,7 @@
 """The page of `penstock scale`: speed by number of devices beside the ideal, and the table."""
 
+from typing import Any
+
 from penstock.trace.page import Page, Section, Table
 from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, rounded
 from penstock.trace.page.page import Figure
@@ -54,7 +56,7 @@ def scale_figure(scaling: Scaling) -> Figure:
         "hoverinfo": "skip",
     }
     layout = layout_of(_HEIGHT_PX)
-    ticks = {"tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}
+    ticks: dict[str, Any] = {"tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}
     layout["xaxis"] = axis_of("devices", type="log", **ticks)
     layout["yaxis"] = axis_of(unit, type="log", exponentformat="SI", minorloglabels="none")
     label = f"{unit} at {', '.join(map(str, counts))} devices, with the ideal line"

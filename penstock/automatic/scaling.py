@@ -169,7 +169,7 @@ def scale(
     )
     # 3. Add what figures need.
     flops, peak = _flops(profile, cluster)
-    shape = getattr(target.inputs, "shape", ())
+    shape: tuple[int, ...] = getattr(target.inputs, "shape", ())
     is_words = len(shape) == 2 and not target.inputs.is_floating_point()
     counted = flops, peak, int(shape[1]) if is_words else None
     return Scaling(target.name, cluster.name, batch_size, tuple(found), *counted)

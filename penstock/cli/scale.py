@@ -13,28 +13,23 @@ _COUNT = click.IntRange(min=1)
 _AND_SO_ON = "..."
 
 
-class Counts(click.ParamType):
-    """Numbers of devices: "8,16,32", or with "..." for doubling: "8,...,1024"."""
-
-    name = "counts"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        counts: list[int] = []
-        words = [word.strip() for word in str(value).split(",")]
-        for word, last in zip(words, [*words[1:], ""], strict=True):
-            if word == _AND_SO_ON and counts and last.isdigit():
-                while counts[-1] * 2 < int(last):
-                    counts.append(counts[-1] * 2)
-                if counts[-1] * 2 != int(last):
-                    self.fail(f"{value}: {counts[0]} doubled is never {last}", param, ctx)
-            elif word.isdigit() and int(word):
-                counts.append(int(word))
-            else:
-                usual = "give numbers such as 8,16,32, or 8,...,1024 for doubling"
-                self.fail(f"{value}: {usual}", param, ctx)
-        return tuple(counts)
+def _counts(text: str) -> tuple[int, ...]:
+    """Read numbers of devices: "8,16,32", or with "..." for doubling: "8,...,1024"."""
+    counts: list[int] = []
+    words = [word.strip() for word in text.split(",")]
+    for word, last in zip(words, [*words[1:], ""], strict=True):
+        if word == _AND_SO_ON and counts and last.isdigit():
+            while counts[-1] * 2 < int(last):
+                counts.append(counts[-1] * 2)
+            if counts[-1] * 2 != int(last):
+                raise click.BadParameter(f"{text}: {counts[0]} doubled is never {last}")
+        elif word.isdigit() and int(word):
+            counts.append(int(word))
+        else:
+            raise click.BadParameter(
+                f"{text}: give numbers such as 8,16,32, or 8,...,1024 for doubling"
+            )
+    return tuple(counts)
 
 
 @click.command()
@@ -51,7 +46,7 @@ class Counts(click.ParamType):
     "--devices",
     "counts",
     metavar="N,N,...",
-    type=Counts(),
+    type=_counts,
     required=True,
     help="Numbers of devices; 8,...,1024 is 8 and its doubles up to 1024.",
 )

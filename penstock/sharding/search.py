@@ -43,26 +43,26 @@ class Cost(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Costs of layers [first, end) as a stage: arrays by [first, end]."""
+    """Costs of layers [first, end) as a stage: arrays by [first, end].
+
+    Seconds of a micro-batch, of its forward, and of collectives that run once a step.  Bytes of a
+    device: weights, gradients and optimizer state; what the optimizer reads and writes once a
+    step; a micro-batch's activations, and what of it enters from earlier layers.
+    """
 
     seconds: Any
-    """Seconds of a micro-batch."""
     forward_s: Any
-    """Seconds of its forward."""
     once_s: Any
-    """Seconds of sums of gradients and gathers of weights, once a step."""
     weights: Any
-    """Bytes of weights."""
     gradients: Any
-    """Bytes of their gradients."""
     optimizer: Any
-    """Bytes of optimizer state."""
     updates: Any
-    """Bytes that the optimizer reads and writes once a step."""
     keeps: Any
-    """Bytes of activations of a micro-batch."""
     enters: Any
-    """Bytes of a micro-batch that enter from earlier layers."""
+
+
+_NUM_SUMS = 8
+"""Entries of `Ranges` that are sums over layers: all but the last."""
 
 
 class _Sum(NamedTuple):
@@ -200,7 +200,7 @@ class Search:
         if byte_s in self._ranges:
             return self._ranges[byte_s]
         count = len(self._layers)
-        sums = [numpy.full((count, count + 1), numpy.inf) for _ in Ranges._fields[:-1]]
+        sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(_NUM_SUMS)]
         never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
         best = {self._whole: never.copy()}
         for place in range(count):

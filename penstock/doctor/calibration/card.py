@@ -225,14 +225,14 @@ def _attention_work(
     device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, part: Part
 ) -> Run:
     """Return causal attention over [B, H, T, C], or its backward."""
-    given = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
     if part is Part.FORWARD:
-        return lambda: scaled_dot_product_attention(*given, is_causal=True)
-    for tensor in given:
+        return lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
+    for tensor in (q, k, v):
         tensor.requires_grad_()
-    result = scaled_dot_product_attention(*given, is_causal=True)
+    result = scaled_dot_product_attention(q, k, v, is_causal=True)
     gradient = torch.randn_like(result)
-    return lambda: torch.autograd.grad(result, given, gradient, retain_graph=True)
+    return lambda: torch.autograd.grad(result, (q, k, v), gradient, retain_graph=True)
 
 
 def _to_host(device: torch.device, num_bytes: int) -> Run:
