@@ -65,18 +65,8 @@ _NUM_SUMS = 8
 """Entries of `Ranges` that are sums over layers: all but the last."""
 
 
-class _Sum(NamedTuple):
-    """The total to minimise, and the entries of `Ranges` that are sums over layers."""
-
-    total: float
-    seconds: float
-    forward_s: float
-    once_s: float
-    weights: float
-    gradients: float
-    optimizer: float
-    updates: float
-    keeps: float
+_Sum = tuple[float, ...]
+"""The total to minimise, then the entries of `Ranges` that are sums over layers."""
 
 
 class _Plans(NamedTuple):
@@ -265,7 +255,7 @@ class Search:
             seconds = max(0.0, cost.seconds - once_s / one.num_microbatches)
             updates = one.update_bytes(self._graph, calls, name, plan)
             sums = seconds, forward_s, once_s, *stays, updates, keeps
-            self._sizes[key] = _Sum(cost.total, *sums)
+            self._sizes[key] = cost.total, *sums
         return self._sizes[key]
 
     def _fastest(self, byte_s: float) -> _Plans:
