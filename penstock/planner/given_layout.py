@@ -58,7 +58,8 @@ def on_layout(
     )
     answer = Answer(stages, 0.0, tuple(own.submesh.devices for own in stages))
     of_stages = partial(prices.of_stages, is_1f1b=False)
-    return OnMeshes(task, answer, parallelism.family, prices, of_stages).simulated()
+    own = OnMeshes(task, answer, parallelism.family, prices, of_stages, given=str(parallelism))
+    return own.simulated()
 
 
 def meshes_of(parallelism: Parallelism, cluster: Cluster, rows: int) -> list[Submesh]:

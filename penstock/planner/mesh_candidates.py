@@ -54,6 +54,8 @@ class OnMeshes:
     """The prices of all stages on a mesh, as the search was given them."""
     step_s: float = 0.0
     is_bound: bool = True
+    given: str = ""
+    """The words of a layout that was given; "" if it was searched."""
 
     @cached_property
     def stages(self) -> list[OnMesh]:
@@ -202,7 +204,7 @@ class OnMeshes:
     @property
     def num_devices(self) -> int:
         """Devices that it keeps busy."""
-        return sum(map(len, self.answer.devices))
+        return len({*chain(*self.answer.devices)})
 
     @property
     def recompute_text(self) -> str:
@@ -269,7 +271,8 @@ class OnMeshes:
             ),
             sharding=wanted if max(map(len, devices)) > 1 else None,
             transport=Transport.THREADS if is_alone else Transport.TORCH_DISTRIBUTED,
-            balanced_by=BalancedBy.TIME,
+            balanced_by=BalancedBy.HAND if self.given else BalancedBy.TIME,
+            why=(f"the layout was given: {self.given}",) * bool(self.given),
             predicted_s=tuple(own.price.seconds for own in chain(*self.segments)),
             predicted_step_s=self.step_s,
             batch_size=task.batch_size,

@@ -78,7 +78,10 @@ def test_a_layout_is_a_plan_on_its_devices() -> None:
     assert plan.placement.shard_axes == (2, 2) and plan.sharding == "grid+zero1"
     assert plan.schedule == penstock.schedules.interleaved_1f1b(2)
     assert penstock.Plan.from_json(plan.to_json()) == plan
-    assert plan.predicted_step_s is not None
+    assert plan.predicted_step_s is not None and "layers as given" in str(plan)
+    assert plan.why == (
+        "the layout was given: tensor=2, pipeline=2, virtual=2, microbatch_size=2, zero=1",
+    )
 
 
 def test_meshes_may_be_of_any_number_of_devices_over_the_borders_of_hosts() -> None:
