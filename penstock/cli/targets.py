@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -65,25 +66,21 @@ def load_target(
 def _of_function(name: str, options: Mapping[str, Any]) -> Target:
     """Call the user's function and return the target it describes."""
     result = _find(name)()
-    if not isinstance(result, tuple) or len(result) not in (2, 4):
+    if isinstance(result, tuple) and len(result) in (2, 4):
+        layers, *batch = result
+        inputs, targets, loss = batch if len(batch) == 3 else (*batch, None, loss_of_all)
+        result = Target.of(layers, inputs, targets, loss)
+    if not isinstance(result, Target):
         kind = type(result).__name__
         described = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {kind}"
         raise ConfigError(
             f"{name} returned {described}; return (layers, inputs, targets, loss), or "
-            "(model, example_inputs)"
+            "(model, example_inputs), or a penstock.Target"
         )
-    layers, inputs, targets, loss = result if len(result) == 4 else (*result, None, loss_of_all)
-    arguments = {**_DEFAULTS, **options}
+    arguments = {**_DEFAULTS, **result.options, **options}
     number, per_rank = arguments["num_stages"], arguments.pop("stages_per_rank")
     arguments["schedule"] = named_schedule(arguments["schedule"], number, per_rank)
-    return Target(
-        name=name,
-        make_model=lambda: layers,
-        inputs=inputs,
-        targets=targets,
-        loss=loss,
-        options=arguments,
-    )
+    return replace(result, name=name, options=arguments)
 
 
 def loss_of_all(output: Any, _target: Any) -> Tensor:

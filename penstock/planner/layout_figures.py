@@ -145,15 +145,18 @@ class LayoutFigures:
     @cached_property
     def peak_bytes(self) -> int:
         """The most bytes of a device."""
-        return max(self.own.timeline.peak_bytes_of_ranks(), default=0) or self.own.peak_bytes
+        return max(self._peaks, default=0) or self.own.peak_bytes
 
-    @property
+    @cached_property
+    def _peaks(self) -> Sequence[int]:
+        return self.own.timeline.peak_bytes_of_ranks()
+
+    @cached_property
     def peak_by_kind(self) -> Mapping[MemoryKind, int]:
         """The peak of each kind on the fullest device; empty if the timeline has no memory."""
-        timeline = self.own.timeline
-        peaks = timeline.peak_bytes_of_ranks()
-        rank = peaks.index(max(peaks))
-        return {kind: own[rank] for kind, own in timeline.peak_bytes_by_kind().items()}
+        rank = self._peaks.index(max(self._peaks))
+        by_kind = self.own.timeline.peak_bytes_by_kind()
+        return {kind: own[rank] for kind, own in by_kind.items()}
 
     @property
     def memory_bytes(self) -> int:

@@ -18,6 +18,12 @@ from torch import nn
 def example():
     with torch.device("meta"):
         return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.empty(16, 64)
+
+def target():
+    import penstock
+    layers, inputs = example()
+    return penstock.Target(name="mine", make_model=lambda: layers, inputs=inputs,
+                           optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
 """
 _LAYOUT = ("--pipeline", "2", "--virtual", "2", "--data", "2", "--microbatch-size", "2")
 SIMULATE = ("simulate", "model_of_layouts:example", "--cluster", "here.toml")
@@ -129,3 +135,14 @@ def test_recompute_alone_is_a_flag_before_and_after_other_words(capsys: Captured
     assert said[0] == said[1] == said[2] and "R recompute" in said[0]
     assert run(["simulate", "--recompute", "never"]) == 0
     assert "recompute" not in capsys.readouterr().out
+
+
+def test_a_function_may_return_a_target_with_an_optimizer_of_its_own(capsys: Captured) -> None:
+    """Plain SGD keeps no state, AdamW two moments: they are the bytes that differ."""
+    bytes_of = {}
+    for name in ("example", "target"):
+        told = ("simulate", f"model_of_layouts:{name}", *SIMULATE[2:], *_LAYOUT, "--json")
+        assert run(told) == 0
+        bytes_of[name] = json.loads(capsys.readouterr().out)["peak_bytes_by_kind"]
+    differ = {kind for kind, size in bytes_of["example"].items() if bytes_of["target"][kind] != size}
+    assert differ == {"optimizer"} and bytes_of["target"]["optimizer"] == 0
