@@ -1,6 +1,7 @@
 """Plans on sub-meshes are those that one would draw, and are what the simulator says."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,12 +37,17 @@ def planned(where: penstock.Cluster, num_microbatches: int = 4, **sizes: Any) ->
     return plan_meshes(model, words, where, num_microbatches=num_microbatches)
 
 
+@cache
+def two_hosts() -> Plan:
+    return planned(cluster(2, 2))
+
+
 def meshes(plan: Plan) -> list[int]:
     return [len(ranks[0]) for ranks in plan.placement.ranks]
 
 
 def test_stages_are_cut_where_links_are_slow_and_operators_divided_where_they_are_fast() -> None:
-    plan = planned(cluster(2, 2))
+    plan = two_hosts()
     assert meshes(plan) == [2, 2] and plan.sharding in SHARDINGS
     assert plan.placement.ranks == (((0, 1),), ((2, 3),))
     assert abs(plan.partition[0] - plan.partition[1]) <= 2
@@ -63,7 +69,7 @@ def test_hosts_of_unlike_sizes_get_layers_by_what_they_can_do() -> None:
 
 
 def test_where_memory_is_short_stages_recompute_and_where_it_is_too_short_nothing_fits() -> None:
-    plenty = planned(cluster(2, 2))
+    plenty = two_hosts()
     assert set(plenty.recompute) == {Recompute.NEVER}
     least = 5_000_000
     tight = planned(cluster(2, 2, memory_bytes=least))

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -17,6 +18,8 @@ from penstock.planner import mesh_costs
 from penstock.planner.candidates import Constraints
 from penstock.planner.make_plan import choose_on_meshes, plan_profile
 from penstock.planner.mesh_plans import _Search
+from penstock.planner.mesh_task import MeshTask
+from penstock.planner.plan import Plan
 from penstock.sharding.search import Search
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
@@ -89,19 +92,21 @@ def test_a_part_of_a_cluster_is_of_one_host_or_of_whole_hosts() -> None:
         part_of(cluster(1, 2), 2)
 
 
-def task_of(where: penstock.Cluster, num_layers: int, **options: Any) -> Any:
+@cache
+def all_tried() -> tuple[MeshTask, Plan]:
+    """Return a task, and its plan of all numbers of micro-batches."""
     with torch.device("meta"):
-        model = gpt(num_layers=num_layers, width=128, num_heads=4, num_words=64, max_length=LENGTH)
+        model = gpt(num_layers=4, width=128, num_heads=4, num_words=64, max_length=LENGTH)
         words = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    return mesh_task(model, words, where, **options)
+    task = mesh_task(model, words, cluster(1, 1, far=1e9), sharding="zero1")
+    return task, choose_on_meshes(task).plan
 
 
 @pytest.mark.parametrize(("first_number", "tried"), ((1, {1, 2, 4, 8, 16}), (16, {8, 16})))
 def test_a_climb_ends_where_all_numbers_would(
     first_number: int, tried: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = task_of(cluster(1, 1, far=1e9), 4, sharding="zero1")
-    best, looks = choose_on_meshes(task).plan, list[int]()
+    (task, best), looks = all_tried(), list[int]()
     look = _Search.look
 
     def counted(self: Any, number: int, *more: Any) -> None:
@@ -120,9 +125,9 @@ def test_meshes_of_a_host_of_many_devices_are_powers_of_two_and_divisors() -> No
         layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
         task = mesh_task(layers, torch.zeros(64, 64), cluster(18), 1, "zero1").quick(1)
     choose_on_meshes(task)
-    ((_, shared),) = task.searches.items()
-    pairs: list[Any] = [*shared]
-    shapes: set[tuple[int, ...]] = {shape for _, shape in pairs}
+    shared: Any
+    (shared,) = task.searches.values()
+    shapes = {shape for _, shape in shared}
     assert {prod(shape) for shape in shapes} == {1, 2, 3, 4, 6, 8, 9, 16, 18}
     two = {shape for shape in shapes if len(shape) == 2}
     assert two == {(2, 2), (3, 2), (4, 2), (4, 4), (8, 2), (9, 2)}

@@ -6,6 +6,7 @@ Ranks next to each other have different origins, so that they hash strings with 
 processes that are started one by one do: an order that differs between them must not go unseen.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -168,6 +169,8 @@ def main() -> None:
 
     import penstock_recipes.train.command  # noqa: F401 - as above
 
+    gc.collect()
+    gc.freeze()  # or each that is forked copies and collects, at its end, all that is imported
     arguments = _serve(socket.socket(fileno=int(sys.argv[1])))
     warnings.filterwarnings("error", category=UserWarning, module=r"penstock\Z")
     sys.argv = arguments[1:]

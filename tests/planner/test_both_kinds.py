@@ -1,5 +1,6 @@
 """Plans of stages on one device each and of stages on several are compared by one measure."""
 
+from functools import cache
 from itertools import pairwise
 from random import Random
 
@@ -16,6 +17,7 @@ from tests.few_devices import cluster
 SAME = 1.01
 
 
+@cache
 def drawn(seed: int) -> tuple[penstock.Profile, penstock.Cluster]:
     """Draw a chain of layers, counted, and a cluster."""
     random = Random(seed)

@@ -1,5 +1,6 @@
 """A layout by its usual words: its stages and devices, its step, and what does not divide."""
 
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ BLOCKS = [LayerFacts.of(str(n), "Block", 100, {"w": (10, 10)}) for n in range(8)
 LAYERS = [LayerFacts.of("words", "Embedding", 900, {}), *BLOCKS, LayerFacts.of("head", "L", 9, {})]
 
 
+@cache
 def counted(num_layers: int, num_samples: int = 4) -> penstock.Profile:
     """Return the counted costs of equal layers."""
     with torch.device("meta"):

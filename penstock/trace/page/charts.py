@@ -174,6 +174,7 @@ class Held:
 def held_bytes(timeline: Timeline) -> dict[int, Held]:
     """Return the memory of each rank by kind, summed over its stages."""
     rank_of = {span.instruction.stage: span.rank for span in timeline.spans}
+    zero_s = timeline.start_s
     of_ranks: dict[int, list[MemorySample]] = defaultdict(list)
     for sample in sorted(timeline.memory, key=lambda sample: sample.time_s):
         of_ranks[rank_of.get(sample.stage, sample.stage)].append(sample)
@@ -187,7 +188,7 @@ def held_bytes(timeline: Timeline) -> dict[int, Held]:
             key = sample.stage, sample.kind
             now[sample.kind] += sample.kept_bytes - last[key]
             last[key] = sample.kept_bytes
-            rows[float(sample.time_s - timeline.start_s)] = tuple(now.values())
+            rows[float(sample.time_s - zero_s)] = tuple(now.values())
         by_kind = zip(now, zip(*rows.values(), strict=True), strict=True)
         held[rank] = Held(tuple(rows), dict(by_kind))
     return held

@@ -209,10 +209,11 @@ def _arrows(timeline: Timeline, lanes: Lanes, unit: Unit, axis: str) -> Iterator
     x: list[float | None] = []
     y: list[float | None] = []
     told: list[str] = []
+    zero_s = timeline.start_s  # of all spans, so once
     for send, receive in pairs:
         source, target = lane_of[send.rank], lane_of[receive.rank]
         edge = _LANE_HEIGHT / 2 if target > source else -_LANE_HEIGHT / 2
-        times_s = send.start_s - timeline.start_s, receive.end_s - timeline.start_s
+        times_s = send.start_s - zero_s, receive.end_s - zero_s
         x += [*(rounded(float(time_s) * unit.per_s) for time_s in times_s), None]
         y += [source + edge, target - edge, None]
         told += [_message(send, receive, unit)] * 3
