@@ -13,6 +13,8 @@ from pathlib import Path
 
 from benchmarks.alpa_paper.baselines import BASELINES, step_s
 from benchmarks.alpa_paper.subjects import ALPAS, GPT, Subject, subjects
+
+from .gpt_of_2021 import AsItRan
 from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MEMORY_POLICIES
@@ -36,7 +38,7 @@ class Row:
     @property
     def subject(self) -> Subject:
         """The GPT that was trained on so many devices."""
-        return next(own for own in subjects((GPT,)) if own.num_devices == self.devices)
+        return next(own for own in subjects((GPT,), AsItRan) if own.num_devices == self.devices)
 
     def predicted_tflops(self) -> float | None:
         """Return TFLOPS per device of the fastest plan; None if no plan fits."""
