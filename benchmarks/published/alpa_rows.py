@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.alpa_paper.baselines import BASELINES, step_s
 from benchmarks.alpa_paper.subjects import ALPAS, GPT, Subject, subjects
 
-from .gpt_of_2021 import AsItRan
+from .gpt_of_2021 import STATE, AsItRan
 from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MEMORY_POLICIES
@@ -67,4 +67,4 @@ def rows() -> Iterator[Row]:
 @cache
 def _task(subject: Subject) -> MeshTask:
     task = subject.task(ALPAS)
-    return replace(task, num_microbatches=subject.num_microbatches)
+    return replace(task, num_microbatches=subject.num_microbatches, state=STATE)

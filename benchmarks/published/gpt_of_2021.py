@@ -17,8 +17,14 @@ from penstock.costs.counting.fused_chains import fused
 from penstock.costs.counting.graph import Call, Graph
 from penstock.costs.records import Operator, Part
 from penstock.model.layers import Layers
+from penstock.sharding.costs import WeightBytes
 from penstock_recipes.zoo.attention import Attention
 
+STATE = WeightBytes(1, 1, 6)
+"""Weights and gradients in float16; main weights and two moments of Adam in float32.
+
+alpa/model/model_util.py, `TrainState` with a master copy; Megatron-LM's float16 keeps the same.
+"""
 _READS_AGAIN = {"softmax": (2, 2), "layer_norm": (1, 2)}
 """Tensors that XLA's kernels of a function read more than one kernel would, forward and backward.
 

@@ -70,6 +70,11 @@ class _Flow:
     wants_gradient: bool
     is_output: bool
 
+    @property
+    def num_users(self) -> int:
+        """Number of its users; the caller of the model is one."""
+        return len(self.users) + self.is_output
+
 
 class _Flows:
     """The values of a graph, and the chains that they connect."""
@@ -135,7 +140,7 @@ class _Flows:
             if flow.maker not in members:
                 forward += flow.num_bytes * max(0, inside - 1)  # read once
                 continue
-            leaves = flow.is_output or inside < len(flow.users)
+            leaves = inside < flow.num_users
             forward += flow.num_bytes * (inside + (not leaves and inside > 0))
             if flow.wants_gradient:
                 backward += flow.num_bytes * self._spared_gradients(flow, inside, members)
@@ -148,12 +153,12 @@ class _Flows:
         reads the last.  Fused, the gradients from outside are read.  A maker without a backward
         of its own hands the sum on, which is then written.
         """
-        sums = max(0, len(flow.users) - 1)
+        sums = max(0, flow.num_users - 1)
         assert flow.maker is not None, "members make it"
         reads = self._backwards[flow.maker] > sums
         writes = sum(user in members and self._backwards[user] > 0 for user in flow.users)
         alone = writes + 3 * sums + reads
-        together = len(flow.users) - inside + (not reads and alone > 0)
+        together = flow.num_users - inside + (not reads and alone > 0)
         return max(0, alone - together)
 
 
