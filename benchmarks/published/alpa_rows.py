@@ -13,12 +13,12 @@ from pathlib import Path
 
 from benchmarks.alpa_paper.baselines import BASELINES, step_s
 from benchmarks.alpa_paper.subjects import ALPAS, GPT, Subject, subjects
-
-from .gpt_of_2021 import STATE, AsItRan
 from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MEMORY_POLICIES
 from penstock.planner.mesh_task import MeshTask
+
+from .gpt_of_2021 import STATE_OF_ALPA, STATE_OF_MEGATRON, XLA_MEMORY, AsItRan
 
 FILE = Path(__file__).with_name("alpa_gpt.tsv")
 _BASELINE = {"Megatron-LM": "megatron", "intra-op only": "intra", "inter-op only": "inter"}
@@ -42,7 +42,7 @@ class Row:
 
     def predicted_tflops(self) -> float | None:
         """Return TFLOPS per device of the fastest plan; None if no plan fits."""
-        task, steps = _task(self.subject), []
+        task, steps = _task(self.subject, self.system), []
         for restricted in self._restricted(task):
             with suppress(PlanError):
                 choice = choose_on_meshes(replace(restricted, policies=_RECOMPUTING))
@@ -65,6 +65,15 @@ def rows() -> Iterator[Row]:
 
 
 @cache
-def _task(subject: Subject) -> MeshTask:
+def _task(subject: Subject, system: str) -> MeshTask:
     task = subject.task(ALPAS)
-    return replace(task, num_microbatches=subject.num_microbatches, state=STATE)
+    if system == "Megatron-LM":
+        return replace(task, num_microbatches=subject.num_microbatches, state=STATE_OF_MEGATRON)
+    devices = {
+        kind: replace(own, memory_bytes=int(own.memory_bytes * XLA_MEMORY))
+        for kind, own in task.cluster.devices.items()
+    }
+    cluster = replace(task.cluster, devices=devices)
+    return replace(
+        task, num_microbatches=subject.num_microbatches, state=STATE_OF_ALPA, cluster=cluster
+    )

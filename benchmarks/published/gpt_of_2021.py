@@ -20,16 +20,23 @@ from penstock.model.layers import Layers
 from penstock.sharding.costs import WeightBytes
 from penstock_recipes.zoo.attention import Attention
 
-STATE = WeightBytes(1, 1, 6)
+STATE_OF_ALPA = WeightBytes(1, 1, 6)
 """Weights and gradients in float16; main weights and two moments of Adam in float32.
 
-alpa/model/model_util.py, `TrainState` with a master copy; Megatron-LM's float16 keeps the same.
+`TrainState` with a master copy, alpa/model/model_util.py.
 """
+STATE_OF_MEGATRON = WeightBytes(1, 1, 8)
+"""The same, and a copy of the gradients in float32: 20 bytes a weight.
+
+docs.nvidia.com/megatron-core, developer guide, distributed optimizer: table of bytes.
+"""
+XLA_MEMORY = 0.9
+"""Share of a device's memory that Alpa gives XLA (alpa/global_env.py)."""
 _READS_AGAIN = {"softmax": (2, 2), "layer_norm": (1, 2)}
 """Tensors that XLA's kernels of a function read more than one kernel would, forward and backward.
 
-XLA for GPUs began a kernel after each reduction until 2023 (openxla/xla, softmax in one Triton
-kernel).  A softmax reads its scores for the maximum, for the sum and for the result; a norm for its
+XLA for GPUs begins a kernel after each reduction: a softmax in one kernel came in 2023, needs Ampere
+and was off in July 2024 (openxla/xla, softmax_rewriter_triton.cc and pull request 14962).  A softmax reads its scores for the maximum, for the sum and for the result; a norm for its
 two sums and for the result.  A backward reads gradient and value for its sum and for the result.
 """
 

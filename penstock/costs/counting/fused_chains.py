@@ -15,7 +15,7 @@ from penstock.costs.records import VIEW, Operator, Part
 
 from .graph import Call, Graph
 
-_FUSES = {"elementwise", "reduce", "norm", "copy", VIEW}
+_FUSES = {"elementwise", "reduce", "norm", "copy"}
 """Classes of operators that a chain may have."""
 
 
@@ -32,7 +32,7 @@ def fused(graph: Graph) -> Graph:
     for chain in flows.chains():
         carrier = max(chain, key=lambda n: sum(x.num_bytes for x in operators[n]))
         merged = [x for n in chain for x in operators[n]]
-        operators.update({n: () for n in chain})
+        operators.update(dict.fromkeys(chain, ()))
         operators[carrier] = tuple(_merged(merged, *flows.spared(chain)))
     calls = tuple(replace(call, operators=operators[n]) for n, call in enumerate(graph.calls))
     return replace(graph, calls=calls)
@@ -167,4 +167,5 @@ def _is_view(call: Call) -> bool:
 
 
 def _is_in_chain(call: Call) -> bool:
-    return bool(_kernels(call)) and not _is_view(call) and {x.name for x in call.operators} <= _FUSES
+    kernels = _kernels(call)
+    return bool(kernels) and not _is_view(call) and {x.name for x in kernels} <= _FUSES

@@ -102,7 +102,8 @@ def test_a_profile_of_compiled_layers_has_their_kernels_in_layers_and_on_meshes(
     (operator,) = found.sizes[0].layer(0).operators
     assert operator.num_bytes == 2 * SIZE
     assert found.operators is not None
-    assert [x for call in found.operators.graph_of(ROWS).calls for x in call.operators] == [operator]
+    calls = found.operators.graph_of(ROWS).calls
+    assert [x for call in calls for x in call.operators] == [operator]
     with pytest.raises(ConfigError, match="measure=False"):
         penstock.profile(layers, inputs, compile=True)
 
