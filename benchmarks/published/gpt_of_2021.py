@@ -35,9 +35,10 @@ XLA_MEMORY = 0.9
 _READS_AGAIN = {"softmax": (2, 2), "layer_norm": (1, 2)}
 """Tensors that XLA's kernels of a function read more than one kernel would, forward and backward.
 
-XLA for GPUs begins a kernel after each reduction: a softmax in one kernel came in 2023, needs Ampere
-and was off in July 2024 (openxla/xla, softmax_rewriter_triton.cc and pull request 14962).  A softmax reads its scores for the maximum, for the sum and for the result; a norm for its
-two sums and for the result.  A backward reads gradient and value for its sum and for the result.
+XLA for GPUs begins a kernel after each reduction.  A softmax in one kernel came in 2023, needs
+Ampere and was off in July 2024 (openxla/xla, softmax_rewriter_triton.cc, pull request 14962).
+A softmax reads its scores for the maximum, for the sum and for the result; a norm reads its input
+for two sums and for the result.  A backward reads gradient and value for a sum and the result.
 """
 
 

@@ -113,7 +113,8 @@ class _Flows:
         levels: list[int] = []
         chain_of: dict[int, list[int]] = {}
         for number in range(len(self._calls)):
-            makers = [m for m in (self._flows[n].maker for n in self._taken[number]) if m is not None]
+            made = (self._flows[n].maker for n in self._taken[number])
+            makers = [maker for maker in made if maker is not None]
             joins = [m for m in makers if self._joins(m, number)]
             levels.append(max((levels[m] + (m not in joins) for m in makers), default=0))
             if not self._fuses[number]:
