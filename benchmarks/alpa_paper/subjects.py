@@ -13,6 +13,7 @@ from penstock.costs.counting.count import record_graph
 from penstock.costs.counting.graph import Graph
 from penstock.costs.records import Part
 from penstock.model.capture.capture import resolve_layers
+from penstock.model.layers import Layers
 from penstock.planner.arguments import Model
 from penstock.planner.mesh_task import MeshTask
 from penstock.runtime.microbatches import first_microbatch
@@ -62,18 +63,23 @@ class Subject:
     def task(self, cluster: str) -> MeshTask:
         """Return what is to be planned, on a share of a host of a preset or on several."""
         with torch.device("meta"):
-            model, inputs = self._model()
+            model, inputs = self.model()
         layers = resolve_layers(model, inputs[:2])
         return MeshTask(
             model=Model(facts_of(layers), layers.spans),
             names=[step.path for step in layers],
-            graph_of=cache(lambda number: record_graph(layers, first_microbatch(inputs, number))),
+            graph_of=cache(lambda number: self.graph(layers, first_microbatch(inputs, number))),
             cluster=cluster_of(cluster, self.num_devices),
             batch_size=self.batch_size,
             num_microbatches=self.num_microbatches,
         )
 
-    def _model(self) -> tuple[nn.Module, Any]:
+    def graph(self, layers: Layers, inputs: Any) -> Graph:
+        """Return the operators of a micro-batch, as PyTorch runs them today."""
+        return record_graph(layers, inputs)
+
+    def model(self) -> tuple[nn.Module, Any]:
+        """Return the model and a batch of inputs."""
         if self.table == RESNET:
             return wide_resnet(self.name), torch.zeros(self.batch_size, 3, IMAGE, IMAGE)
         make: Callable[..., nn.Module] = gpt if self.table == GPT else gshard_moe
@@ -125,8 +131,8 @@ def cluster_of(name: str, num_devices: int) -> Cluster:
     return replace(one, hosts=(replace(host, devices=host.devices[:num_devices], cards=cards),))
 
 
-def subjects(tables: tuple[str, ...]) -> Iterator[Subject]:
-    """Yield the models of tables, on one device first."""
+def subjects(tables: tuple[str, ...], kind: type[Subject] = Subject) -> Iterator[Subject]:
+    """Yield the models of tables as subjects of a `kind`, on one device first."""
     for table in tables:
         for row in zip(NAMES[table], DEVICES, MICROBATCHES[table], strict=True):
-            yield Subject(table, *row)
+            yield kind(table, *row)

@@ -18,6 +18,8 @@ from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MEMORY_POLICIES
 from penstock.planner.mesh_task import MeshTask
 
+from .gpt_of_2021 import STATE_OF_ALPA, STATE_OF_MEGATRON, XLA_MEMORY, AsItRan
+
 FILE = Path(__file__).with_name("alpa_gpt.tsv")
 _BASELINE = {"Megatron-LM": "megatron", "intra-op only": "intra", "inter-op only": "inter"}
 """The baseline of a system; Alpa itself is the planner without restrictions."""
@@ -36,11 +38,11 @@ class Row:
     @property
     def subject(self) -> Subject:
         """The GPT that was trained on so many devices."""
-        return next(own for own in subjects((GPT,)) if own.num_devices == self.devices)
+        return next(own for own in subjects((GPT,), AsItRan) if own.num_devices == self.devices)
 
     def predicted_tflops(self) -> float | None:
         """Return TFLOPS per device of the fastest plan; None if no plan fits."""
-        task, steps = _task(self.subject), []
+        task, steps = _task(self.subject, self.system), []
         for restricted in self._restricted(task):
             with suppress(PlanError):
                 choice = choose_on_meshes(replace(restricted, policies=_RECOMPUTING))
@@ -63,6 +65,15 @@ def rows() -> Iterator[Row]:
 
 
 @cache
-def _task(subject: Subject) -> MeshTask:
+def _task(subject: Subject, system: str) -> MeshTask:
     task = subject.task(ALPAS)
-    return replace(task, num_microbatches=subject.num_microbatches)
+    if system == "Megatron-LM":
+        return replace(task, num_microbatches=subject.num_microbatches, state=STATE_OF_MEGATRON)
+    devices = {
+        kind: replace(own, memory_bytes=int(own.memory_bytes * XLA_MEMORY))
+        for kind, own in task.cluster.devices.items()
+    }
+    cluster = replace(task.cluster, devices=devices)
+    return replace(
+        task, num_microbatches=subject.num_microbatches, state=STATE_OF_ALPA, cluster=cluster
+    )

@@ -55,6 +55,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     targets: Any = None,
     microbatch_sizes: Sequence[int] | None = None,
     measure: bool = True,
+    compile: bool = False,
     budget_s: float | None = None,
     busy: bool = False,
     optimizer: MakeOptimizer = torch.optim.AdamW,
@@ -75,6 +76,9 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         microbatch_sizes: numbers of samples; default: those of the batch, as one.
         measure: True runs the layers on their devices and takes times; False only counts their
             operators, on tensors without values.
+        compile: count layers that `Pipeline(compile=True)` compiles, with `measure=False`: a chain
+            of elementwise operators, reductions and norms is one kernel.  Saved bytes count as
+            without a compiler.
         budget_s: seconds of measuring, about, with fewer repeats; larger micro-batches than it
             allows are left out.  Default: up to a minute for each size.
         busy: measure a second time, while all other cores of the host do the same.
@@ -97,6 +101,12 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
     check_gradient_dtype(gradients)
     has_values = not any(t.is_meta for t in _tensors(layers))
     resolved = resolve_layers(layers, example_inputs)
+    if measure and compile:
+        raise ConfigError(
+            "compile=True counts the kernels of compiled layers, and measure=True runs the layers "
+            "as they are. Give measure=False to count, or measure layers that are compiled "
+            "(layer.compile())"
+        )
     if measure and not has_values:
         raise ConfigError(
             "the layers are on the meta device, without values, so they cannot be measured; give "
@@ -132,6 +142,7 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             left=left_bytes,
             own=[s for m in norms for s in (m.running_mean, m.running_var) if s is not None],
             torch_type=kernels,
+            compile=compile,
         )
         if loss is None:
             counted = replace(counted, loss=None)
@@ -165,7 +176,11 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
         ),
         operators=Operators(
             tuple(step.path for step in resolved),
-            cache(lambda size: record_graph(resolved, of_samples(example_inputs, size))),
+            cache(
+                lambda size: record_graph(
+                    resolved, of_samples(example_inputs, size), compile=compile
+                )
+            ),
         ),
     )
 

@@ -36,6 +36,22 @@ FAULTS = (
         "each_device",
     ),
     Fault(
+        "a compiled chain goes on through a matrix product",
+        "penstock/costs/counting/fused_chains.py",
+        "levels[m] + (m not in joins)",
+        "levels[m]",
+        "tests/costs/counting/test_fused_chains.py",
+        "reads_what_enters",
+    ),
+    Fault(
+        "compiled chains write the gradients inside them",
+        "penstock/costs/counting/fused_chains.py",
+        "return max(0, alone - together)",
+        "return 0",
+        "tests/costs/counting/test_fused_chains.py",
+        "any_length",
+    ),
+    Fault(
         "host and device take turns, operator by operator",
         "penstock/sharding/costs.py",
         "slower_s = numpy.maximum(forward_s, forwards_s)",

@@ -26,6 +26,7 @@ ATTENTION = {
 """TFLOP/s of FlashAttention-2 on an H100 SXM5 in 16 bits by length, for causal or not and the size
 of a head (arXiv 2407.08608, figures 5 and 6)."""
 PRODUCTS = [
+    ("v100-sxm2", "float16", 96),
     ("a100-80gb", "bfloat16", 271),
     ("h100", "bfloat16", 795),
     ("h100", "float8_e4m3fn", 1403),
@@ -38,7 +39,8 @@ PRODUCTS = [
     ("gb200", "bfloat16", 1822),
     ("gb200", "float8_e4m3fn", 3616),
 ]
-"""TFLOP/s of the best of many shapes (github.com/stas00/ml-engineering, compute/accelerator)."""
+"""TFLOP/s of the best of many shapes (github.com/stas00/ml-engineering, compute/accelerator); of
+the V100 one of 8192 x 8192 x 8192 (github.com/mli/transformers-benchmarks, matmul.ipynb)."""
 
 
 def attention(part: Part, is_causal: bool, head: int, length: int) -> Operator:

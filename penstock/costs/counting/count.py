@@ -28,6 +28,7 @@ from penstock.torch_private import storage_id
 
 from .backward_graph import BackwardGraph
 from .classify import dtype_name
+from .fused_chains import fused
 from .graph import Graph
 from .layer_calls import Classes, classes_of, kind_of
 from .meta import inputs_on_meta, on_meta
@@ -50,6 +51,7 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
     left: Left | None = None,
     own: Iterable[Tensor] = (),
     torch_type: str = "cuda",
+    compile: bool = False,
 ) -> AtSize:
     """Count the operators of each layer, the bytes it saves, and the values between layers.
 
@@ -64,6 +66,7 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
             statistics of BatchNorm; they count where they are saved.
         torch_type: the type of device whose kernels of attention and dropout are counted: "cuda",
             "cpu", or another one that has none.
+        compile: count the kernels of compiled layers, as `fused` does.
 
     Raises:
         ConfigError: a layer reads values, which meta tensors do not have; names it.
@@ -74,7 +77,7 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
     separate = {id(tensor) for tensor in own}
 
     def run() -> AtSize:
-        count = _Count(layers, left, inputs_on_meta(targets))
+        count = _Count(layers, left, inputs_on_meta(targets), compile)
         with count.counted(example_inputs, torch_type, loss) as lent:
             lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
             return count.at_size(lasting, size)
@@ -89,9 +92,13 @@ def record_graph(
     loss: Loss | None = None,
     targets: Any = None,
     torch_type: str = "cuda",
+    compile: bool = False,
 ) -> Graph:
-    """Return the graph of the layers' calls with their costs, the loss a layer after the last."""
-    count = _Count(layers, None, inputs_on_meta(targets))
+    """Return the graph of the layers' calls with their costs, the loss a layer after the last.
+
+    With `compile` the calls have the kernels of compiled layers.
+    """
+    count = _Count(layers, None, inputs_on_meta(targets), compile)
     counted = count.counted(example_inputs, torch_type, loss)
     with unnoticed(layers.modules, hooks=True), counted as lent:  # as they run in shards
         return count.graph({storage_id(tensor) for tensor in lent.values()})
@@ -107,8 +114,9 @@ def samples_in(inputs: Any) -> int:
 class _Count:
     """One recorded run of a model.  The loss is a layer after the last one."""
 
-    def __init__(self, layers: Layers, left: Left | None, targets: Any) -> None:
+    def __init__(self, layers: Layers, left: Left | None, targets: Any, compile: bool) -> None:
         self._layers, self._left_of, self._targets = layers, left, targets
+        self._compile = compile
         self._recorder = Recorder({}, "")
         self._has_loss = False
         self._left: dict[int, int] = {}
@@ -182,7 +190,8 @@ class _Count:
     def graph(self, lasting: set[int]) -> Graph:
         """Return the graph; `lasting` are storages of parameters and buffers."""
         custom = set() if self._graph is None else self._graph.custom
-        return self._recorder.graph(self._operators, lasting, custom)
+        graph = self._recorder.graph(self._operators, lasting, custom)
+        return fused(graph) if self._compile else graph
 
     def at_size(self, lasting: set[int], microbatch_size: int) -> AtSize:
         """Return the costs; `lasting` are storages of parameters and buffers."""
