@@ -184,6 +184,7 @@ MEASURED = {
 }
 """GB/s of bus bandwidth of all-reduces by MiB (github.com/stas00/ml-engineering, network)."""
 
+
 @pytest.mark.parametrize(("preset", "size"), MEASURED)
 def test_measured_bus_rates_are_predicted_within_15_percent_above_16_mib(
     preset: str, size: int
