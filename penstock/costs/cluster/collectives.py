@@ -5,8 +5,8 @@ A form of a collective has a latency and a load on each lane; its seconds for b 
     latency + greatest sum of loads on a lane of all groups / bandwidth of the lane
 
 and the fastest form counts.  Bandwidth grows with b: on a link with `half_rate_bytes` h, the
-latency is at least the time of the load of h bytes, so b = h has half of the bandwidth.  LL, the
-protocol for few bytes, keeps its latency.
+latency is at least the time of the load of h bytes, so b = h has half of the bandwidth, beside
+`collective_s`.  LL, the protocol for few bytes, keeps its latency.
 
 n devices of a group are on k hosts.  Loads are in units of b:
 
@@ -256,7 +256,7 @@ def _forms(cluster: Cluster, groups: Sequence[_Group], kind: Collective) -> Iter
     # 3. Sums inside a switch.
     for rate, half_bytes in _summing(cluster, groups):
         s_per_byte = (1 + 1 / n) / rate
-        yield Form(max(moved.begun_s + _SWITCH_S, half_bytes * s_per_byte), s_per_byte)
+        yield Form(moved.begun_s + max(_SWITCH_S, half_bytes * s_per_byte), s_per_byte)
 
 
 def _summing(cluster: Cluster, groups: Sequence[_Group]) -> Sequence[tuple[float, float]]:
@@ -306,7 +306,7 @@ class _Moved:
     def form(self, protocol: _Protocol, latency_s: float, part: float) -> Form:
         """Return the form by a protocol; `part`: what a ring's channel moves for each of b."""
         ramp_s = self.ramp_s * part / protocol.share if protocol.ramps else 0.0
-        return Form(max(self.begun_s + latency_s, ramp_s), self.s_per_byte / protocol.share)
+        return Form(self.begun_s + max(latency_s, ramp_s), self.s_per_byte / protocol.share)
 
     def protocols(self, of_nccl: tuple[_Protocol, ...]) -> tuple[_Protocol, ...]:
         """Return NCCL's protocols if it knows one of the links, else the plain one."""
