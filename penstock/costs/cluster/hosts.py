@@ -23,7 +23,7 @@ class Link:
     sum_bytes_per_s: float | None = None
     """Rate at which a switch sums what devices send (NVLink SHARP); None if it does not."""
     half_rate_bytes: float = 0.0
-    """Bytes of a collective, on each channel, at which it has half of its bandwidth after its start."""
+    """Bytes of a collective, on each channel, that have half of its bandwidth after its start."""
     nccl: NcclLink | None = None
     """The row of NCCL's latencies that collectives have; None for `latency_s` at each hop."""
     latency_s: float = 0.0
