@@ -15,10 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.costs.cluster import Cluster
+from penstock.costs.cluster.collectives import Collective, Form, fastest_s, forms_of
 from penstock.costs.counting.graph import Graph
 from penstock.sharding.choose import Numbers
 from penstock.sharding.costs import USUAL_STATE, Costs, WeightBytes
+from penstock.sharding.layouts import I
 from penstock.sharding.named import ready_plan
+from penstock.sharding.resharding import FEW_BYTES
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
 
@@ -258,15 +261,17 @@ class MeshPrices:
         self, end: int, submesh: Submesh, kind: int, onto: tuple[int, ...] = ()
     ) -> float:
         """Return the seconds of what goes to the next stage and back: on hosts of a kind, or
-        `onto` given devices.
+        `onto` given devices.  The receiving mesh gathers values that are whole on each device.
         """
         is_here = onto != () and onto == submesh.devices
         if end == len(self.names) or len(self.cluster.places) == 1 or is_here:
             return 0.0
         if (submesh, kind, onto) not in self._ways_out:
             self._ways_out[submesh, kind, onto] = self._way_out(submesh, kind, onto)
-        latency_s, bytes_per_s = self._ways_out[submesh, kind, onto]
-        return 2 * (latency_s + self.entering_bytes(end) / bytes_per_s)
+        latency_s, bytes_per_s, gathers = self._ways_out[submesh, kind, onto]
+        num_bytes = self.entering_bytes(end)
+        gather_s = sum(fastest_s(forms, num_bytes) for forms in gathers)
+        return 2 * (latency_s + num_bytes / bytes_per_s) + gather_s * (num_bytes >= FEW_BYTES)
 
     def entering_bytes(self, start: int) -> float:
         """Return the bytes of a micro-batch that layers from `start` on are given by others."""
@@ -274,13 +279,14 @@ class MeshPrices:
 
     def _way_out(
         self, submesh: Submesh, kind: int, onto: tuple[int, ...] = ()
-    ) -> tuple[float, float]:
-        """Return latency and bytes a second from a mesh to the next one, `onto` given devices or
-        on hosts of a kind if there are others of it: over the network where there are several
-        hosts.
+    ) -> tuple[float, float, Sequence[Sequence[Form]]]:
+        """Return latency and bytes a second from a mesh to the next one, and the gathers there and
+        back here: `onto` given devices, or on hosts of a kind if there are others of it, over the
+        network where there are several hosts.
 
         Each byte crosses once, and all devices send (`transport.crossing`): by all their network
-        cards at once, or by their links inside a host.
+        cards at once, or by their links inside a host.  Then the devices gather what is whole on
+        each; a mesh that is not given gathers as this one.
         """
         own, places, (count, size, _) = (
             self.devices(submesh),
@@ -294,10 +300,16 @@ class MeshPrices:
         route = self.cluster.route(first, away[0] if away else beside)
         cards = {(places[n].host, self.cluster.host_of(n).card_of(places[n].number)) for n in own}
         at_once = len(cards) if away else submesh.size
-        return route.latency_s, route.bytes_per_s * at_once
+        is_whole = ready_plan(self.plan).borders.keys() == {I}
+        gathers = [
+            forms_of(self.cluster, [mesh], Collective.ALL_GATHER)
+            for mesh in (onto or own, own)
+            if is_whole
+        ]
+        return route.latency_s, route.bytes_per_s * at_once, gathers
 
     @cached_property
-    def _ways_out(self) -> dict[object, tuple[float, float]]:
+    def _ways_out(self) -> dict[object, tuple[float, float, Sequence[Sequence[Form]]]]:
         return {}
 
     @cached_property

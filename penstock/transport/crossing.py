@@ -26,14 +26,12 @@ from torch import Tensor
 from penstock.errors import PlanError
 from penstock.mesh import Mesh
 from penstock.sharding.layouts import Slice, samples
-from penstock.sharding.resharding import plan_resharding
+from penstock.sharding.resharding import FEW_BYTES, plan_resharding
 
 from .headers import Header, Payload, kinds_of, layouts_of
 from .torch_distributed import Incoming, Outgoing, Received, Values
 from .wire import TensorKind, fill_rows, num_row_bytes, room_for_rows, row_bytes
 
-_FEW_BYTES = 1 << 16
-"""Bytes below which a message crosses faster than a collective begins."""
 Sides = tuple[Sequence[int], Sequence[int]]
 """The ranks of the sending stage, and of the receiving one."""
 Part = tuple[int, int, int]
@@ -59,7 +57,7 @@ class Share:
     def of_whole(self, num_bytes: int) -> tuple[int, int]:
         """Return the part of a row of tensors that each shard holds whole."""
         few = 0, num_bytes * self.has_few
-        return few if num_bytes < _FEW_BYTES else self.span(num_bytes)
+        return few if num_bytes < FEW_BYTES else self.span(num_bytes)
 
     def parts(self, content: "_Content") -> Iterator[Part]:
         """Yield the parts of a message's tensors."""
@@ -246,7 +244,7 @@ class IncomingShares:
                 sent += [] if content.is_cut[number] else [part]
         # 2. Gather the other shards' parts of these: large tensors cross between stages once.
         rows: list[Tensor] = []
-        if (size := content.num_whole) >= _FEW_BYTES and len(self._of_shards) > 1:
+        if (size := content.num_whole) >= FEW_BYTES and len(self._of_shards) > 1:
             rows = self._gathered(torch.cat(sent), size)
         for shard, row in enumerate(rows):
             if shard == self._mesh.shard:

@@ -10,6 +10,7 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.baselines import BASELINES
+from penstock.costs.cluster.collectives import all_gather_s
 from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
@@ -120,6 +121,26 @@ def test_an_optimizer_moves_what_a_device_keeps_between_steps(sharding: str) -> 
         given = task.graph_of(2), task.names, task.model.spans, task.cluster, 2, sharding
         found = MeshPrices(*given, policy=policy).on_mesh(0, 3, Submesh(0, 1, 2))
         assert found is not None and found.update_bytes == 7 * 3 * 4 * width * width / parts
+
+
+@pytest.mark.parametrize(
+    ("sharding", "num_samples", "sides"),
+    [("megatron", 512, 2), ("data", 512, 0), ("megatron", 8, 0)],
+)
+def test_a_whole_value_of_many_bytes_is_gathered_where_it_arrives(
+    sharding: str, num_samples: int, sides: int
+) -> None:
+    """So is its gradient; a next mesh that is not given gathers as this one."""
+    where, mesh = cluster(2, 2), Submesh(0, 1, 2)
+    with torch.device("meta"):
+        layers = [nn.Linear(256, 256) for _ in range(3)]
+        task = mesh_task(layers, torch.zeros(num_samples, 256), where, 2, sharding)
+    prices = MeshPrices(task.graph_of(2), task.names, task.model.spans, where, 2, sharding)
+    num_bytes, route = num_samples // 2 * 256 * 4, where.route(0, 2)
+    crosses_s = 2 * (route.latency_s + num_bytes / route.bytes_per_s)
+    gather_s = all_gather_s(where, range(2), num_bytes)
+    found_s = prices.handover_s(1, mesh, 0)
+    assert gather_s > 0 and found_s == pytest.approx(crosses_s + sides * gather_s)
 
 
 def test_the_same_is_planned_again_and_survives_json() -> None:

@@ -136,7 +136,7 @@ def train(
 def mesh_of(num_replicas: int, shards: list[int]) -> penstock.Mesh:
     if len(shards) == 1:
         return penstock.init_mesh(num_replicas=num_replicas, num_shards=shards[0], timeout_s=60.0)
-    crossing._FEW_BYTES = 32  # messages are small here
+    crossing.FEW_BYTES = 32  # messages are small here
     ranks, meshes = iter(range(sum(shards))), list[tuple[tuple[int, ...], ...]]()
     for count in shards:
         meshes.append((tuple(islice(ranks, count)),))

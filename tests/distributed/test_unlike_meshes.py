@@ -51,7 +51,7 @@ def test_shares_divide_a_message_evenly(size: int) -> None:
             sent[sender] += end - begin
             got.setdefault(receiver, []).append((begin, end))
         assert sorted(got) == sorted(theirs)
-        if size < crossing._FEW_BYTES:
+        if size < crossing.FEW_BYTES:
             assert all([b - a for a, b in spans if b > a] == [size] for spans in got.values())
             continue
         in_order = [span for receiver in theirs for span in got[receiver]]
@@ -212,7 +212,10 @@ def count(mesh: Mesh, plan: str) -> dict[str, Any]:
     ids=str,
 )
 def test_each_byte_of_activations_and_gradients_crosses_once(counts, plan, tmp_path) -> None:
-    """In slices nobody gathers anything, and shards of meshes of one size send their slices."""
+    """Of t shards each sends 1 / t, as Narayanan et al. 2021, section 4.1, and the others gather.
+
+    In slices nobody gathers anything, and shards of meshes of one size send their slices.
+    """
     found = call(count, placed(*counts), tmp_path, plan=plan)
     gather = [plan == "megatron" and n > 1 for n in counts for _ in range(n)]
     assert [each["gathered"] > 0 for each in found] == gather
@@ -226,15 +229,14 @@ def test_each_byte_of_activations_and_gradients_crosses_once(counts, plan, tmp_p
     num_bytes = ROWS[-1] * WIDTH * 8
     sides = found[: counts[0]], found[counts[0] :]
     for side in sides:
-        by_rank = [sum(each["sent"]) for each in side]
-        headers = _FIRST.size * sum(len(each["sent"]) for each in side)
-        assert sum(by_rank) == num_bytes + headers
-        assert max(by_rank) < 1.1 * sum(by_rank) / len(side)
+        for each in side:
+            headers = _FIRST.size * len(each["sent"])
+            assert sum(each["sent"]) - headers == num_bytes / len(side)
 
 
 def in_small_parts(mesh: Mesh, where: str) -> dict[str, Any]:
     """Train with tied weights, and divide all messages but the smallest ones."""
-    crossing._FEW_BYTES = 32
+    crossing.FEW_BYTES = 32
     return in_shards(mesh, where)
 
 
@@ -248,7 +250,7 @@ def test_tied_weights_cross_in_parts(tmp_path: Path) -> None:
 
 
 def work_in_small_parts(mesh: Mesh, which: str) -> list[dict[str, Any]]:
-    crossing._FEW_BYTES = 64
+    crossing.FEW_BYTES = 64
     return equality.work(mesh, which)
 
 

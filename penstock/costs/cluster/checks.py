@@ -21,7 +21,8 @@ def wrong_in_cluster(
         where = f"links.{name}"
         rates = ("bytes_per_s", "collective_bytes_per_s", "sum_bytes_per_s", "copy_bytes_per_s")
         yield from _wrong_numbers(where, link, rates, above_zero=True)
-        yield from _wrong_numbers(where, link, ("latency_s", "overhead_s", "collective_s"))
+        others = ("latency_s", "overhead_s", "collective_s", "half_rate_bytes")
+        yield from _wrong_numbers(where, link, others)
     num_hosts = sum(host.count for host in hosts)
     for n, host in enumerate(hosts):
         where = f"hosts[{n}]"

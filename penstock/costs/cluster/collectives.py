@@ -4,7 +4,11 @@ A form of a collective has a latency and a load on each lane; its seconds for b 
 
     latency + greatest sum of loads on a lane of all groups / bandwidth of the lane
 
-and the fastest form counts.  n devices of a group are on k hosts.  Loads are in units of b:
+and the fastest form counts.  Bandwidth grows with b: on a link with `half_rate_bytes` h, the
+latency is at least the time of the load of h bytes, so b = h has half of the bandwidth, beside
+`collective_s`.  LL, the protocol for few bytes, keeps its latency.
+
+n devices of a group are on k hosts.  Loads are in units of b:
 
     form      kinds                  passes inside hosts      crosses the border of a host
     ring      all but all-to-all     m (n - 1) / n            m (n - 1) / n
@@ -57,6 +61,8 @@ class _Protocol(NamedTuple):
     network_s: float
     share: float
     """Share of the bandwidth that is left for data."""
+    ramps: bool = True
+    """False if few bytes already have the bandwidth of many."""
     plateau: float = 1.0
     """Factor on the latency of an all-reduce's ring over several hosts."""
 
@@ -67,12 +73,12 @@ class _Protocol(NamedTuple):
 
 # LL, LL128 and Simple, as in NCCL's src/graph/tuning.cc (2.30)
 _RING = (
-    _Protocol(6.6e-6, 0.6e-6, 1.0e-6, 2.7e-6, 1 / 2),
+    _Protocol(6.6e-6, 0.6e-6, 1.0e-6, 2.7e-6, 1 / 2, ramps=False),
     _Protocol(14.0e-6, 1.9e-6, 2.5e-6, 4.0e-6, 120 / 128),
     _Protocol(8.4e-6, 3.4e-6, 5.7e-6, 14.0e-6, 1.0, plateau=1.4),
 )
 _TREE = (
-    _Protocol(6.8e-6, 0.6e-6, 1.0e-6, 5.0e-6, 0.92 / 3.8),
+    _Protocol(6.8e-6, 0.6e-6, 1.0e-6, 5.0e-6, 0.92 / 3.8, ramps=False),
     _Protocol(14.0e-6, 1.25e-6, 1.9e-6, 8.5e-6, 0.92 * 120 / 128),
     _Protocol(8.4e-6, 4.0e-6, 4.0e-6, 14.0e-6, 0.92),
 )
@@ -236,8 +242,7 @@ def _forms(cluster: Cluster, groups: Sequence[_Group], kind: Collective) -> Iter
         inside_s, across_s = moved.hops_s(protocol)
         hops_s = passes * ((n - k) * inside_s + (k - 1) * across_s)
         factor = protocol.plateau if k > 1 and passes == 2 else 1.0
-        latency_s = factor * (protocol.base_s + hops_s)
-        yield Form(moved.begun_s + latency_s, moved.s_per_byte / protocol.share)
+        yield moved.form(protocol, factor * (protocol.base_s + hops_s), part)
     if kind is not Collective.ALL_REDUCE:
         return
     # 2. Trees of hosts.
@@ -247,24 +252,26 @@ def _forms(cluster: Cluster, groups: Sequence[_Group], kind: Collective) -> Iter
         for protocol in _TREE:
             inside_s, across_s = moved.hops_s(protocol)
             hops_s = 2 * (length * inside_s + math.log2(k) * across_s)
-            latency_s = moved.begun_s + protocol.base_s + hops_s
-            yield Form(latency_s, moved.s_per_byte / protocol.share)
+            yield moved.form(protocol, protocol.base_s + hops_s, part)
     # 3. Sums inside a switch.
-    rate = _switch_rate(cluster, groups)
-    if rate is not None:
-        yield Form(moved.begun_s + _SWITCH_S, (1 + 1 / n) / rate)
+    for rate, half_bytes in _summing(cluster, groups):
+        s_per_byte = (1 + 1 / n) / rate
+        yield Form(moved.begun_s + max(_SWITCH_S, half_bytes * s_per_byte), s_per_byte)
 
 
-def _switch_rate(cluster: Cluster, groups: Sequence[_Group]) -> float | None:
-    """Return the rate of sums inside switches; None if some group's are not made there."""
-    rates: list[float] = []
+def _summing(cluster: Cluster, groups: Sequence[_Group]) -> Sequence[tuple[float, float]]:
+    """Return the rate of the slowest switch's sums with the bytes at which they reach half of it.
+
+    There is none if some group's sums are not made in a switch.
+    """
+    found: list[tuple[float, float]] = []
     for group in groups:
         port = cluster.host_of(group.channels[0][0][0]).port
         rate = None if port is None else cluster.links[port].sum_bytes_per_s
-        if rate is None or group.num_hosts > 1 or group.size < _LEAST_IN_SWITCH:
-            return None
-        rates.append(rate)
-    return min(rates)
+        if port is None or rate is None or group.num_hosts > 1 or group.size < _LEAST_IN_SWITCH:
+            return []
+        found.append((rate, cluster.links[port].half_rate_bytes))
+    return [min(found)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,22 +283,30 @@ class _Moved:
     """Seconds of the fullest lane for each byte of b."""
     begun_s: float
     """Seconds of a collective beside its messages."""
+    ramp_s: float
+    """Seconds in which the slowest link to reach half its rate moves the bytes that it takes."""
 
     @classmethod
     def of(cls, cluster: Cluster, size: int, messages: Iterable[Iterable[_Message]]) -> "_Moved":
         places, loads, rates = cluster.places, defaultdict[Lane, float](float), dict[Lane, float]()
-        hops, begun_s = set[_Hop](), 0.0
+        hops, begun_s, ramp_s = set[_Hop](), 0.0, 0.0
         for of_group in messages:
             for a, b, part in of_group:
                 route = cluster.route(a, b)
                 for lane, link in zip(route.lanes, route.lane_links, strict=True):
                     loads[lane] += part
                     rates[lane] = link.ring_bytes_per_s(size)
+                    ramp_s = max(ramp_s, link.half_rate_bytes / rates[lane])
                 latency_s = route.latency_s + 2 * route.overhead_s
                 hops.add(_Hop(places[a].host != places[b].host, route.nccl, latency_s))
                 begun_s = max(begun_s, route.collective_s)
         s_per_byte = max((load / rates[lane] for lane, load in loads.items()), default=0.0)
-        return cls(frozenset(hops), s_per_byte, begun_s)
+        return cls(frozenset(hops), s_per_byte, begun_s, ramp_s)
+
+    def form(self, protocol: _Protocol, latency_s: float, part: float) -> Form:
+        """Return the form by a protocol; `part`: what a ring's channel moves for each of b."""
+        ramp_s = self.ramp_s * part / protocol.share if protocol.ramps else 0.0
+        return Form(self.begun_s + max(latency_s, ramp_s), self.s_per_byte / protocol.share)
 
     def protocols(self, of_nccl: tuple[_Protocol, ...]) -> tuple[_Protocol, ...]:
         """Return NCCL's protocols if it knows one of the links, else the plain one."""

@@ -22,6 +22,8 @@ class Link:
     """Bandwidth in each direction of the rings of many devices; None for `bytes_per_s`."""
     sum_bytes_per_s: float | None = None
     """Rate at which a switch sums what devices send (NVLink SHARP); None if it does not."""
+    half_rate_bytes: float = 0.0
+    """Bytes of a collective, on each channel, that have half of its bandwidth after its start."""
     nccl: NcclLink | None = None
     """The row of NCCL's latencies that collectives have; None for `latency_s` at each hop."""
     latency_s: float = 0.0
