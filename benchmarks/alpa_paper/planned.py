@@ -49,7 +49,7 @@ class HandedOver(RestrictedPrices):
         """Return the seconds of what goes on to the next stage and comes back."""
         if end not in self.next_devices:  # the last, or inside a stage
             return super().handover_s(end, submesh, kind, onto)
-        latency_s, bytes_per_s = self._way_out(submesh, kind, onto)
+        latency_s, bytes_per_s, _ = self._way_out(submesh, kind, onto)
         num_bytes = 2.0
         if self.handover == WHOLE:  # a copy for each receiver: of the next stage, of this one
             copies = self.next_devices[end] + submesh.size
