@@ -88,7 +88,7 @@ FAULTS = (
     Fault(
         "an all-to-all is priced as if each device had the whole",
         "penstock/sharding/costs.py",
-        "sent = num_bytes / len(group) if move is Move.ALL_TO_ALL else num_bytes",
+        "sent = num_bytes / self.mesh[axis] if move is Move.ALL_TO_ALL else num_bytes",
         "sent = num_bytes",
         "tests/sharding/test_recovered.py",
         "exchanged",
