@@ -34,7 +34,7 @@ _STEPS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one count of devices reaches; `mfu` is None where FLOPs or their peak are not known."""
+    """A step on a number of devices; `mfu` is None where FLOPs or their peak are not known."""
 
     step_s: float
     samples_per_s: float

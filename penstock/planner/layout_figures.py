@@ -1,11 +1,13 @@
 """The figures of a given layout's predicted step, and several layouts by their seconds."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
@@ -23,6 +25,7 @@ from penstock.trace.units import bytes_text, count_text, number_text, percent_te
 from .given_layout import on_layout
 from .mesh_candidates import OnMeshes
 from .parallelism import Parallelism
+from .stage_table import Numbers
 
 MEMORY_SHARE = 0.9
 """The usual share of a device's memory that a step may use: allocators need the rest."""
@@ -31,7 +34,8 @@ HEADS = (
     *("memory", "fits", "devices", "batch", "why not"),
 )
 NOTE = (
-    "Collectives are messages inside a mesh, sums of gradients among them. Messages between "
+    "Collectives are what messages inside a mesh add to its work, sums of gradients among them; "
+    "behind a host that issues more slowly they add nothing. Messages between "
     "stages count both ways, though other work may hide them. Both are seconds of a step on the "
     "device that has most."
 )
@@ -40,10 +44,12 @@ _WORDS = {"int64", "int32"}
 
 
 class _Work(NamedTuple):
-    """Seconds of the operators of a layer for a micro-batch, on a device of a mesh."""
+    """Seconds of the operators of layers [first, end) for a micro-batch, on a device of a mesh,
+    or of their issue by its host where that is slower: arrays by [first, end].
+    """
 
-    forward_s: float
-    backward_s: float
+    seconds: Numbers
+    forward_s: Numbers
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,8 @@ class LayoutFigures:
 
     @cached_property
     def collectives_s(self) -> float:
-        """Seconds of a step's messages inside a mesh, those of recomputes too, on the device that
-        has most: what instructions take beside their operators.
+        """Seconds that messages inside a mesh add to the work of a step, those of recomputes and
+        sums of gradients too, on the device that has most.
         """
         again = Counter(
             span.instruction.stage
@@ -115,7 +121,7 @@ class LayoutFigures:
         )
         if len(self.own.answer.devices[0]) == 1:
             return 0.0
-        work_s, seconds = dict[str, list[_Work]](), defaultdict[object, float](float)
+        work_s, seconds = dict[str, _Work](), defaultdict[object, float](float)
         parts = (
             (stage, part)
             for stage, segments in zip(self.own.answer.stages, self.own.segments, strict=True)
@@ -126,12 +132,15 @@ class LayoutFigures:
             devices = stage.submesh.devices
             kind = self.own.task.cluster.places[devices[0]].kind
             if kind not in work_s:
-                work_s[kind] = [*_work_s(self.own, self._graph, devices)]
-            layers = work_s[kind][first : first + part.num_layers]
+                work_s[kind] = _work_s(self.own, self._graph, devices)
+            both_s, work_forward_s = (
+                float(table[first, first + part.num_layers]) for table in work_s[kind]
+            )
             first += part.num_layers
-            forward_s = max(0.0, part.forward_s - sum(own.forward_s for own in layers))
-            back_s = max(0.0, part.backward_s - sum(own.backward_s for own in layers))
-            seconds[devices] += self._number * (forward_s + back_s) + again[n] * forward_s
+            forward_s = max(0.0, part.forward_s - work_forward_s)
+            back_s = max(0.0, part.backward_s - (both_s - work_forward_s))
+            each_s = self._number * (forward_s + back_s) + again[n] * forward_s
+            seconds[devices] += each_s + part.price.once_s
         return max(seconds.values())
 
     @property
@@ -293,14 +302,15 @@ def _tokens_of_sample(graph: Graph) -> int:
     return shapes[0][1] if shapes else 0
 
 
-def _work_s(candidate: OnMeshes, graph: Graph, devices: tuple[int, ...]) -> Iterator[_Work]:
-    """Yield the seconds of each layer's operators on a device of a mesh.
+def _work_s(candidate: OnMeshes, graph: Graph, devices: tuple[int, ...]) -> _Work:
+    """Return the seconds of layers' operators on a device of a mesh.
 
     All meshes of a layout have one shape, and divide operators by one ready plan.
     """
     prices, shape = candidate.prices, candidate.stages[0].shape
     plans = next(iter(prices.shared.values())).within(None)
     costs = Costs(shape, prices.cluster, devices=devices, factors=prices.factors)
+    each, layers = [(0.0, 0.0)], []
     for n, plan in enumerate(plans):
         calls = routed_calls(graph, n)
         if not plan.calls:  # it runs whole, with calls that have nothing to divide
@@ -311,4 +321,8 @@ def _work_s(candidate: OnMeshes, graph: Graph, devices: tuple[int, ...]) -> Iter
             forward = tuple(x for x in call.operators if x.part is Part.FORWARD)
             both_s += costs.call_s(call, own)
             forward_s += costs.call_s(replace(call, operators=forward), own)
-        yield _Work(forward_s, both_s - forward_s)
+        each.append((both_s, forward_s))
+        layers.append(calls)
+    sums = np.cumsum(each, axis=0)
+    seconds, forwards_s = np.moveaxis(sums - sums[:-1, None], -1, 0)
+    return _Work(*costs.issued(layers, seconds, forwards_s))

@@ -215,7 +215,8 @@ class Parallelism:
                     f"{len(repeated)} repeated layers of the model; "
                     f"{near_divisors(self.num_stages, len(repeated))}, or give partition="
                 )
-            return _between([repeated[n * each] for n in range(1, self.num_stages)], len(layers))
+            starts = [repeated[n * each] for n in range(1, self.num_stages)]
+            return [*pairwise([0, *starts, len(layers)])]
         if isinstance(self.partition, str):
             counts = _of_megatron(self.partition, repeated, len(layers))
         else:
@@ -241,10 +242,6 @@ def repeated_layers(layers: Sequence[LayerFacts]) -> list[int]:
     most = max(sizes, key=sizes.__getitem__, default=None)
     found = [n for n, layer in enumerate(layers) if (layer.kind, layer.shapes) == most]
     return found or [*range(len(layers))]
-
-
-def _between(starts: Sequence[int], end: int) -> list[tuple[int, int]]:
-    return [*pairwise([0, *starts, end])]
 
 
 def _of_megatron(text: str, repeated: Sequence[int], num_layers: int) -> list[int]:

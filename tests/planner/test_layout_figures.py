@@ -54,6 +54,19 @@ def test_a_step_without_its_collectives_does_not_depend_on_links(recompute: str)
     assert 0 < rest_s == pytest.approx(slow.step_s - slow.collectives_s)
 
 
+@pytest.mark.parametrize("issue_s", [0.0, 1e-3])
+def test_rows_of_devices_send_sums_of_gradients_however_slowly_a_host_issues(
+    issue_s: float,
+) -> None:
+    """The gather of the model's output is hidden where the host issues more slowly."""
+    own = figures(cluster(4, near=1e8, torch_type="cuda", issue_s=issue_s), data=4)
+    (stage,) = own.own.stages
+    num_bytes = NUM_LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+    gather_s = 0.0 if issue_s else 4 * 3 / 4 * (4 * 4 * WIDTH * 4) / 1e8  # of 4 micro-batches
+    assert own.collectives_s == pytest.approx(stage.price.once_s + gather_s, rel=0.01)
+    assert stage.price.once_s == pytest.approx(2 * 3 / 4 * num_bytes / 1e8, rel=0.05)
+
+
 def test_a_pipeline_of_single_devices_has_messages_between_stages_only() -> None:
     own = figures(cluster(2, near=1e6), pipeline=2, data=1)
     assert own.collectives_s == 0.0
