@@ -42,7 +42,9 @@ def simulate(  # noqa: PLR0913 - the front door: each a keyword with a default
         how: a plan, which may also come before the profile, or a layout by its usual words.
         batch_size: samples of a step over all replicas; default: those of the plan, or as many as
             the layout's micro-batches have.
-        example_inputs, targets, loss: as `penstock.plan` takes them.
+        example_inputs: as `penstock.plan` takes them.
+        targets: the same.
+        loss: the same.
 
     Raises:
         PlanError: the plan is of another model than the profile; names the first layer.
