@@ -1,184 +1,198 @@
-"""Plans that differ in kind: are step time, rank order and bytes predicted for each?
+"""Layouts and models through `penstock.parallelize`: is the step what its own plan predicts?
 
-One GPT, a process for each rank, on this host:
-
-    pipeline   0 ─► 1      replicas   0     shards   0 ═ 1      mixed   0 ═ 1 ─► 2 ═ 3
+    pipeline=2   0 ─► 1      data=2   0      tensor=2   0 ═ 1      a model: the layout is searched
                                       1
+
+Each case runs in two processes of its own, which plan, build and train as a user's job does.
 
 python -m benchmarks.foresight.kinds --update-readme
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
-from benchmarks.foresight.main import KIB, calibrated
-from benchmarks.foresight.profile_shards import profile_shards
-from benchmarks.foresight.runners import Peaks, Planned, bytes_kept, step_seconds
+import penstock
+from benchmarks.foresight.hugging_face import MODELS, hugging_face
+from benchmarks.foresight.main import KIB
 from benchmarks.foresight.subjects import Subject
 from benchmarks.report import Column, Load, Report, parser, progress, publish
-from penstock import Cluster, Plan, Profile, Recompute, Transport
-from penstock.planner.placement import Placement
-from penstock.planner.predict import Prediction
-from penstock.schedules import Family, gpipe, interleaved_1f1b, one_f_one_b
+from benchmarks.throughput.processes import Key, Part, Processes
+from penstock import Parallelism, Pipeline
+from penstock.torch_private import storage_id
 
 SUBJECT = Subject(kind="GPT", depth=8, width=192, side=64, batch=32)
-SMALLEST = Subject(kind="GPT", depth=8, width=16, side=8, batch=16)
+SMALLEST = Subject(kind="GPT", depth=4, width=16, side=8, batch=16)
+NUM_PROCESSES, NUM_WARM_UPS, NUM_STEPS = 2, 2, 5
 CLOSE = 0.02
 """Measured steps that differ by less are not in an order."""
+RUN: Key = ("run", 0)
 COLUMNS = (
-    Column("plan", "name"),
-    Column("processes", "num_ranks"),
-    Column("M", "num_microbatches"),
+    Column("model", "model"),
+    Column("layout", "layout"),
+    Column("plan", "plan_text"),
     Column("predicted: ms", "predicted_ms", ".1f"),
     Column("measured: ms", "measured_ms", ".1f"),
     Column("off by", "off_by", "+.1%"),
-    Column("predicted place", "predicted_place"),
-    Column("measured place", "measured_place"),
     Column("weights, gradients, optimizer: KiB", "state_kib", ",.0f"),
     Column("off by, worst rank", "state_off", "+.1%"),
-    Column("activations: KiB", "kept_kib", ",.0f"),
-    Column("off by, worst stage", "kept_off", "+.1%"),
+    Column("planned in: s", "planned_s", ".1f"),
 )
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A plan: layers of each stage, which ranks run them, in which order, how they are divided."""
+class Case:
+    """A model, and the layout in which it runs; None: `parallelize` searches one."""
 
-    name: str
-    partition: tuple[int, ...]
-    placement: Placement
-    num_microbatches: int
-    family: Family = one_f_one_b
-    recompute: Recompute = Recompute.NEVER
-    sharding: str | None = None
+    model: Subject | str
+    layout: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
-    def plan(self, profile: Profile, batch_size: int, cluster: Cluster) -> Plan:
-        """Make the plan of a model with this profile."""
-        return Plan(
-            layers=profile.layers,
-            partition=self.partition,
-            schedule=self.family,
-            num_microbatches=self.num_microbatches,
-            recompute=(self.recompute,) * len(self.partition),
-            placement=self.placement,
-            transport=Transport.TORCH_DISTRIBUTED,
-            batch_size=batch_size,
-            sharding=self.sharding,
-            cluster=with_places(cluster, self.placement.num_ranks),
-        )
+    @property
+    def words(self) -> tuple[str, str]:
+        """The model's name, and the layout in words."""
+        name = self.model if isinstance(self.model, str) else self.model.kind
+        return name, "searched" if self.layout is None else str(Parallelism(**self.layout))
+
+    def parts(self) -> tuple[Any, Any, Any, Callable[[Any, Any], Any]]:
+        """Return the model, a batch, its targets and the loss."""
+        if isinstance(self.model, str):
+            return hugging_face(self.model)
+        return self.model.layers(), *self.model.data(), self.model.loss
 
 
-def _shards(*numbers: int) -> Placement:
-    """Place stages of so many shards each, one after the other."""
-    ranks = iter(range(sum(numbers)))
-    stages = tuple((tuple(next(ranks) for _ in range(number)),) for number in numbers)
-    return Placement(stages, ("cpu",) * len(numbers))
+def layouts(subject: Subject) -> list[Case]:
+    """Return ten plans of one model, of all kinds that two processes can run."""
+    given: Sequence[tuple[int, Mapping[str, Any]]] = (
+        (8, {"pipeline": 2}),
+        (8, {"pipeline": 2, "schedule": "gpipe", "recompute": "stage"}),
+        (4, {"pipeline": 2, "recompute": "layers"}),
+        (4, {"pipeline": 2, "virtual": 2}),
+        (4, {"tensor": 2}),
+        (4, {"tensor": 2, "sequence": True}),
+        (2, {"data": 2}),
+        (2, {"data": 2, "zero": 1}),
+        (2, {"data": 2, "zero": 3}),
+    )
+    cases = []
+    for number, words in given:
+        size = subject.batch // number // words.get("data", 1)
+        cases.append(Case(subject, {**words, "num_microbatches": number, "microbatch_size": size}))
+    return [*cases, Case(subject)]
 
 
-_TWO, _TWICE_TWO = (5, 6), interleaved_1f1b(2)
-KINDS = (
-    Kind("2 stages", _TWO, Placement.of(range(2)), 8),
-    Kind("3 stages", (4, 3, 4), Placement.of(range(3)), 8),
-    Kind("2 stages, GPipe, recompute", _TWO, Placement.of(range(2)), 8, gpipe, Recompute.STAGE),
-    Kind("2 x 2 stages, interleaved", (3, 2, 2, 4), Placement.of((0, 1, 0, 1)), 2, _TWICE_TWO),
-    Kind("2 shards, Megatron", (11,), _shards(2), 4, sharding="megatron"),
-    Kind("2 shards, samples", (11,), _shards(2), 4, sharding="data"),
-    Kind("2 replicas", (11,), Placement.of(range(1), 2), 2),
-    Kind("2 replicas of 2 stages", _TWO, Placement.of(range(2), 2), 4),
-    Kind("2 stages of 2 shards, samples", _TWO, _shards(2, 2), 4, sharding="data"),
-    Kind("1 + 2 shards, Megatron", (4, 7), _shards(1, 2), 4, sharding="megatron"),
-)
+def prepare(rank: int, case: Case, _: tuple[int, ...]) -> dict[Key, Part]:
+    """Plan and build, in one of the processes, its part of the pipeline."""
+    model, inputs, targets, loss = case.parts()
+    start_s = time.perf_counter()
+    layout = None if case.layout is None else Parallelism(**case.layout)
+    pipe = penstock.parallelize(model, inputs, loss=loss, parallelism=layout)
+    planned_s = time.perf_counter() - start_s
+    return {RUN: Part(partial(_run, pipe, inputs, targets, planned_s), {})}
 
 
-def with_places(cluster: Cluster, number: int) -> Cluster:
-    """Return a host with a device for each process, which share its cores."""
-    (host,) = cluster.hosts
-    devices = (host.devices[0],) * max(number, len(host.devices))
-    return replace(cluster, hosts=(replace(host, devices=devices),))
-
-
-def predicted(kind: Kind, subject: Subject, cluster: Cluster, *, busy: bool) -> Prediction:
-    """Predict a plan from layers measured alone: each whole, or one device's part of it."""
-    progress(f"the layers of {kind.name}")
-    part = kind.num_microbatches * kind.placement.num_replicas
-    whole = subject.profile((part,), busy=busy)
-    plan = kind.plan(whole, subject.batch, cluster)
-    assert plan.cluster is not None, "it has one"
-    if kind.sharding is None:
-        return Prediction(plan, whole, plan.cluster)
-    inputs, targets = subject.data()
-    given: dict[str, Any] = {"loss": subject.loss, "targets": targets}
-    profile = profile_shards(subject.layers(), inputs, plan, plan.cluster, **given)
-    return Prediction(plan, profile, plan.cluster)
-
-
-def measure(kinds: Sequence[Kind], subject: Subject, rounds: int, *, smallest: bool) -> list[Row]:
-    """Predict each plan, run it, and put both side by side, round after round: what a machine that
-    others use can do changes within minutes, for layers as for pipelines.
-    """
-    seconds: dict[str, list[tuple[float, float]]] = {kind.name: [] for kind in kinds}
-    told = dict[str, Prediction]()
-    for _ in range(rounds):
-        cluster = calibrated(smallest=smallest)
-        for kind in kinds:
-            own = told[kind.name] = predicted(kind, subject, cluster, busy=not smallest)
-            ((found_s,),) = step_seconds({kind.name: Planned(subject, own.plan)}, 1)
-            seconds[kind.name].append((own.timeline.step_s, found_s))
-    rows: list[Row] = [
-        {"name": name} | _row(own, seconds[name], *bytes_kept(Planned(subject, own.plan)))
-        for name, own in told.items()
-    ]
-    for what in ("predicted", "measured"):
-        for place, row in enumerate(sorted(rows, key=lambda own: own[f"{what}_ms"]), 1):
-            row[f"{what}_place"] = place
-    return rows
-
-
-def _row(
-    told: Prediction, seconds: Sequence[tuple[float, float]], kept: Peaks, states: Sequence[int]
-) -> Row:
-    predicted_s, measured_s = map(median, zip(*seconds, strict=True))
-    predicted_bytes, placement = told.timeline.peak_bytes(), told.plan.placement
-    own = [w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in told.weights]
-    predicted_states = [
-        sum(own[stage] for stage in placement.stages_of(rank)) for rank in range(len(states))
+def _run(pipe: Pipeline, inputs: Any, targets: Any, planned_s: float) -> Row:
+    """Train, and return what this process took, holds, and had predicted."""
+    optimizer = torch.optim.AdamW(pipe.parameters()) if [*pipe.parameters()] else None
+    steps_s = []
+    for _ in range(NUM_WARM_UPS + NUM_STEPS):
+        dist.barrier()
+        start_s = time.perf_counter()
+        pipe.zero_grad()
+        pipe.train_step(inputs, targets)
+        if optimizer is not None:
+            optimizer.step()
+        steps_s.append(time.perf_counter() - start_s)
+    weights = [*pipe.parameters()]
+    tensors = [*weights, *(p.grad for p in weights if p.grad is not None)]
+    if optimizer is not None:
+        tensors += [x for own in optimizer.state.values() for x in own.values()]
+    plan, held = pipe.plan, {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
+    rank, predicted = dist.get_rank(), plan.predicted_stages or ()
+    own = [
+        told
+        for told, mesh in zip(predicted, plan.placement.ranks, strict=True)
+        if _has(mesh, rank)
     ]
     return {
-        "num_ranks": placement.num_ranks,
-        "num_microbatches": told.plan.num_microbatches,
-        "predicted_ms": predicted_s * 1e3,
-        "measured_ms": measured_s * 1e3,
-        "off_by": median(one / other - 1 for one, other in seconds),
-        "state_kib": max(states) / KIB,
-        "state_off": _worst(predicted_states, states),
-        "kept_kib": max(kept.values()) / KIB,
-        "kept_off": _worst([predicted_bytes[stage] for stage in kept], [*kept.values()]),
-        "predicted_bytes": predicted_bytes,
-        "measured_bytes": kept,
-        "predicted_state_bytes": predicted_states,
-        "measured_state_bytes": states,
-        "seconds": [*seconds],
-        "plan": told.plan.to_json(),
+        "predicted_s": plan.predicted_step_s,
+        "planned_s": planned_s,
+        "steps_s": steps_s[NUM_WARM_UPS:],
+        "state_bytes": sum(held.values()),
+        "predicted_state_bytes": sum(told.state_bytes for told in own),
+        "plan_text": plan_text(pipe),
+        "plan": plan.to_json(),
     }
 
 
-def _worst(told: Sequence[int], found: Sequence[int]) -> float:
-    return max((a / b - 1 for a, b in zip(told, found, strict=True)), key=abs)
+def _has(mesh: Sequence[Sequence[int]], rank: int) -> bool:
+    return any(rank in row for row in mesh)
+
+
+def plan_text(pipe: Pipeline) -> str:
+    """Return the layers of each stage, the shape of its mesh and the number of micro-batches."""
+    plan = pipe.plan
+    stages = "+".join(map(str, plan.partition))
+    return f"{stages} layers on {plan.placement.num_ranks} ranks, M {plan.num_microbatches}"
+
+
+def measure(cases: Sequence[Case], rounds: int) -> list[Row]:
+    """Plan and run each case in turn, round after round."""
+    found: dict[int, list[list[Row]]] = {number: [] for number in range(len(cases))}
+    for _ in range(rounds):
+        for number, case in enumerate(cases):
+            processes = Processes(prepare, case, (), NUM_PROCESSES)
+            try:
+                found[number].append(processes.results(RUN))
+            finally:
+                processes.close()
+            progress(f"{' '.join(case.words)}: {_seconds(found[number][-1])}")
+    return [_row(cases[number], of_rounds) for number, of_rounds in found.items()]
+
+
+def _seconds(ranks: Sequence[Row]) -> tuple[float, float]:
+    """Return the predicted seconds of a step, and the median of what its slowest process took."""
+    steps_s = map(max, zip(*(own["steps_s"] for own in ranks), strict=True))
+    return ranks[0]["predicted_s"], median(steps_s)
+
+
+def _row(case: Case, rounds: Sequence[Sequence[Row]]) -> Row:
+    pairs, last = [_seconds(ranks) for ranks in rounds], rounds[-1]
+    predicted_s, measured_s = map(median, zip(*pairs, strict=True))
+    states = [(own["predicted_state_bytes"], own["state_bytes"]) for own in last]
+    told = [(a, b) for a, b in states if a and b]
+    return {
+        **dict(zip(("model", "layout"), case.words, strict=True)),
+        "plan_text": last[0]["plan_text"],
+        "predicted_ms": predicted_s * 1e3,
+        "measured_ms": measured_s * 1e3,
+        "off_by": median(one / other - 1 for one, other in pairs),
+        "state_kib": max(b for _, b in states) / KIB,
+        "state_off": max((a / b - 1 for a, b in told), key=abs) if told else None,
+        "planned_s": median(ranks[0]["planned_s"] for ranks in rounds),
+        "seconds": pairs,
+        "plan": last[0]["plan"],
+    }
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
     """Yield lines that sum up."""
-    off = [abs(row["off_by"]) for row in rows]
-    yield f"- step time: median error {median(off):.1%}, worst {max(off):.1%}"
+    for name, some in (
+        ("all", rows),
+        ("given layouts", [r for r in rows if r["layout"] != "searched"]),
+    ):
+        off = [abs(row["off_by"]) for row in some]
+        yield f"- {name}, {len(off)}: median error {median(off):.1%}, worst {max(off):.1%}"
     pairs = list(combinations(sorted(rows, key=lambda own: own["measured_ms"]), 2))
     swapped = [(a, b) for a, b in pairs if a["predicted_ms"] > b["predicted_ms"]]
     apart = [(a, b) for a, b in swapped if b["measured_ms"] > a["measured_ms"] * (1 + CLOSE)]
@@ -187,22 +201,16 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
         f"{len(swapped)} of {len(pairs)} pairs swapped, {len(apart)} of them with more than "
         f"{CLOSE:.0%} between their measured steps"
     )
-    for a, b in apart:
-        longer = b["measured_ms"] / a["measured_ms"] - 1
-        yield f"    - {a['name']} before {b['name']}, which takes {longer:.1%} longer"
-    exact = sum(row["state_off"] == 0 for row in rows)
-    yield f"- weights, gradients and optimizer of every rank to the byte: {exact} of {len(rows)}"
-    yield f"- activations: worst stage {max(abs(row['kept_off']) for row in rows):.1%}"
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Calibrate, profile, predict and measure."""
+    """Plan and measure."""
     load = Load.now()
     torch.set_num_threads(1)
     smallest = options.smallest
     rounds = 1 if smallest else options.rounds
-    kinds, subject = (KINDS[::3], SMALLEST) if smallest else (KINDS, SUBJECT)
-    rows = measure(kinds, subject, rounds, smallest=smallest)
+    cases = layouts(SMALLEST)[::4] if smallest else [*layouts(SUBJECT), *map(Case, MODELS)]
+    rows = measure(cases, rounds)
     settings = {
         "smallest setting": smallest,
         "rounds": rounds,
@@ -214,7 +222,7 @@ def run(options: argparse.Namespace) -> Report:
 def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     options = parser(__doc__ or "")
-    options.add_argument("--rounds", type=int, default=3, help="of all plans")
+    options.add_argument("--rounds", type=int, default=3, help="of all cases")
     chosen = options.parse_args(arguments)
     publish(run(chosen), chosen, Path(__file__).parent, part="kinds")
 

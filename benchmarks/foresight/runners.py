@@ -15,21 +15,18 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
 from torch import distributed as dist
 
 from benchmarks.foresight.subjects import Subject
 from benchmarks.report import progress
 from benchmarks.throughput.processes import Key, Part, Processes
 from penstock import Mesh, Pipeline, Plan, Trace, init_mesh
-from penstock.torch_private import storage_id
 
 Peaks = dict[int, int]
 """Bytes that each stage keeps at the most."""
 NUM_WARM_UPS, NUM_STEPS = 2, 5
 STEPS: Key = ("steps", 0)
 PEAKS: Key = ("peaks", 0)
-STATE: Key = ("state", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +83,6 @@ def step_seconds(planned: Mapping[str, Planned], rounds: int) -> list[tuple[floa
     return list(map(tuple, found.values()))
 
 
-def bytes_kept(planned: Planned) -> tuple[Peaks, list[int]]:
-    """Return what the stages keep, and the bytes of weights, gradients and optimizer state in each
-    process after a step.
-    """
-    with started(planned) as processes:
-        return processes.results(PEAKS)[0], processes.results(STATE)
-
-
 def peaks(planned: Planned) -> Peaks:
     """Run a step that counts what the stages keep."""
     with started(planned) as processes:
@@ -120,7 +109,6 @@ def prepare(rank: int, planned: Planned, _: tuple[int, ...]) -> dict[Key, Part]:
     return {
         STEPS: Part(partial(_steps, run_step), {}),
         PEAKS: Part(partial(_peaks, pipe, run_step), {}),
-        STATE: Part(partial(_state_bytes, pipe, run_step), {}),
     }
 
 
@@ -134,15 +122,3 @@ def _peaks(pipe: Pipeline, run_step: Callable[[], float]) -> Peaks:
     run_step()
     assert pipe.last_timeline is not None
     return pipe.last_timeline.peak_bytes()
-
-
-def _state_bytes(pipe: Pipeline, run_step: Callable[[], float]) -> int:
-    """Count each storage once."""
-    optimizer = torch.optim.AdamW(pipe.parameters())
-    run_step()
-    optimizer.step()
-    weights = list(pipe.parameters())
-    gradients = (p.grad for p in weights if p.grad is not None)
-    states = (x for own in optimizer.state.values() for x in own.values())
-    tensors = [*weights, *gradients, *states]
-    return sum({storage_id(t): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -19,13 +19,13 @@ class Measuring:
     """Counts calibrations, each of which finds another speed."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.had_core = 0, 1.0
 
     def __call__(self, budget_s: float) -> Calibration:
         self.count += 1
         found = cluster(2, torch_type="cpu", bytes_per_s=float(self.count))
         copy = Figure("copy", "B/s", Spread(1.0, 0.5, 2.0))
-        return Calibration(cluster=found, figures=(copy,))
+        return Calibration(cluster=found, figures=(copy,), had_core=self.had_core)
 
 
 @pytest.fixture
@@ -47,6 +47,16 @@ def speed(num_devices: int = 2, *, renew: bool = False) -> float:
 
 def begin_another_process() -> None:
     remembered._MEASURED.clear()
+
+
+def test_figures_measured_beside_other_programs_are_not_kept(measuring: Measuring) -> None:
+    measuring.had_core = 0.5
+    assert speed() == speed() == 1
+    begin_another_process()
+    measuring.had_core = 1.0
+    assert speed() == 2
+    begin_another_process()
+    assert (speed(), measuring.count) == (2, 2)
 
 
 def test_a_machine_is_measured_once_unless_asked(measuring: Measuring, tmp_path: Path) -> None:

@@ -69,10 +69,15 @@ class Calibration:
     had_core: float = 1.0
 
     @property
+    def was_busy(self) -> bool:
+        """Whether other programs took this process's core."""
+        return self.had_core <= _QUIET
+
+    @property
     def warning(self) -> str:
         """The reasons to doubt the figures; empty without any."""
         reasons = []
-        if self.had_core <= _QUIET:
+        if self.was_busy:
             reasons.append(
                 f"other programs ran: this one had a core for {self.had_core:.0%} of the time, so "
                 "that the figures are too low"

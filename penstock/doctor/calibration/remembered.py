@@ -35,6 +35,7 @@ def remembered(num_processes: int = 1, *, renew: bool = False) -> Cluster:
     """Return this machine as a cluster: what was kept of it, or else measured now and kept.
 
     A file that cannot be read is ignored with a warning, and one that cannot be written as well.
+    Figures that were measured beside other programs serve this process only, and say so.
 
     Args:
         num_processes: the processes of the job that asks.
@@ -44,7 +45,10 @@ def remembered(num_processes: int = 1, *, renew: bool = False) -> Cluster:
     cluster = None if renew else _MEASURED.get(facts) or _read(facts)
     if cluster is None:
         say(f"measuring this machine for about 10 s; {path_of(facts)} will keep the figures")
-        cluster = keep(calibrate(QUICK_S), num_processes)
+        found = calibrate(QUICK_S)
+        if found.was_busy:
+            say(f"the figures are not kept: {found.warning}")
+        cluster = found.cluster if found.was_busy else keep(found, num_processes)
     _MEASURED[facts] = cluster
     return cluster
 
