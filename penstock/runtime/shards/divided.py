@@ -21,7 +21,7 @@ from penstock.torch_private import parameters_of
 
 from .at_rest import Cut, Gathered, keep_slices
 from .convert import Regather, convert
-from .run import LayerRun, OtherPathError, ShardedTensor, SizeCache
+from .run import LayerRun, OtherPathError, ShardedTensor, Site
 from .sizes import size_like
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class DividedLayer:
         keeps: bool = False,
     ) -> None:
         self._index, self._module, self.plan, self.axes = index, module, plan, axes
-        self._known: SizeCache = {}
+        self._sites = [Site(call) for call in plan.calls]
         self._is_whole_in_evaluation = False
         self._opaque = [part for part in module.modules() if opaque_of(part) is not None]
         # 1. Fix the layouts of the weights, with sizes.
@@ -121,7 +121,7 @@ class DividedLayer:
     ) -> Any:
         """Run the layer's own Python on stand-ins, which record and check its calls."""
         # 1. Put stand-ins in the place of inputs and weights, and run the layer's forward.
-        run = LayerRun(self.plan, self.axes, self._known)
+        run = LayerRun(self.plan, self.axes, self._sites)
         wrapped = [run.wrapped(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
         args, kwargs = unflatten(structure, wrapped)
         again = Regather() if self._again else None

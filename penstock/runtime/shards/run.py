@@ -10,7 +10,7 @@ Autograd sees only the shards and the conversions between them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.overrides import resolve_name
 from penstock.costs.counting.classify import tensors_in
 from penstock.costs.counting.fused_kernels import LOOKED_INTO
 from penstock.errors import PlanError
-from penstock.model.capture.ghost import OF_A_PART, bare, is_question, map_tensors
+from penstock.model.capture.ghost import OF_A_PART, PLAIN, bare, is_question, map_tensors
 from penstock.model.entries import mark_layout, whole_size
 from penstock.model.pytree import flatten, unflatten
 from penstock.sharding.layouts import I, Layout, S, Shape
@@ -61,8 +61,8 @@ class ShardedTensor(Tensor):
                 return func(*args, **kwargs)
         if func is multi_head_attention_forward:  # the plan has the calls inside it
             return LOOKED_INTO(*args, **kwargs)
-        tensors = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-        run = next(t.run for t in tensors.values() if isinstance(t, ShardedTensor))
+        tensors = _tensors_of(args, kwargs)
+        run = next(t.run for t in tensors.values() if type(t) is ShardedTensor)
         with without_torch_function():
             return run.call(func, args, kwargs, tensors)
 
@@ -98,10 +98,55 @@ def _name_of(func: Any) -> str:
     return _NAMES.setdefault(func, name)
 
 
-SizeCache = dict[int, list[tuple[list[tuple[Shape, Layout]], tuple[Shape, ...] | None, Sized]]]
-"""A cache for each call, by number: its last few shapes and layouts, with the sizes of slices."""
+def _tensors_of(args: Any, kwargs: Any) -> dict[int, Tensor]:
+    """Return the tensors among arguments, by id; most calls have none in a list or a dict."""
+    tensors = {}
+    for part in (*args, *kwargs.values()) if kwargs else args:
+        if type(part) in PLAIN:
+            continue
+        if not isinstance(part, Tensor):
+            return {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        tensors[id(part)] = part
+    return tensors
+
+
+def _with_locals(args: Any, kwargs: Any, local_of: Mapping[int, Tensor]) -> tuple[Any, Any]:
+    """Return the arguments with this device's parts, by id, in the place of tensors."""
+    found = tuple([local_of.get(id(part), part) for part in args])
+    named = {key: local_of.get(id(part), part) for key, part in kwargs.items()}
+    every = (*found, *named.values()) if named else found
+    if all(type(part) in PLAIN or isinstance(part, Tensor) for part in every):
+        return found, named
+    mapped: tuple[Any, Any] = map_tensors(lambda t: local_of[id(t)], (args, kwargs))
+    return mapped
+
+
+class _Known(NamedTuple):
+    """What a call was given once, and what follows from it in every later run."""
+
+    facts: list[tuple[Shape, Layout]]
+    """The whole shape and the layout of each argument."""
+    shapes: tuple[Shape, ...] | None
+    """The shapes of whole results that were asked for, if any were."""
+    sized: Sized
+    wholes: dict[Any, tuple[Shape, Tensor]]
+    """The shape and the bare tensor of whole results, by the facts of the part of this device."""
+
+
+class Site:
+    """A planned call of a layer, and what its last few kinds of arguments lead to."""
+
+    def __init__(self, planned: PlannedCall) -> None:
+        self.planned = planned
+        self.name = base_name(planned.function)
+        self.kernel = kernel_of(planned.function)
+        self.functions: set[Any] = set()
+        """The functions of torch that have made this call."""
+        self.known: list[_Known] = []
+
+
 _MOST_KNOWN = 16
-"""Most entries of the cache for a call."""
+"""Most kinds of arguments, and of results, that are known of a call."""
 
 
 class OtherPathError(PlanError):
@@ -111,13 +156,13 @@ class OtherPathError(PlanError):
 class LayerRun:
     """Runs one call of a divided layer, and counts its planned calls.
 
-    `known` caches layouts with sizes from earlier runs.
+    The `sites` of these calls know layouts with sizes from earlier runs.
     """
 
     def __init__(
-        self, plan: LayerSharding, axes: "Sequence[Collectives]", known: SizeCache
+        self, plan: LayerSharding, axes: "Sequence[Collectives]", sites: Sequence[Site]
     ) -> None:
-        self._plan, self._axes, self._next, self._known = plan, axes, 0, known
+        self._plan, self._axes, self._next, self._sites = plan, axes, 0, sites
         self._whole = (I,) * len(axes)
 
     def wrapped(self, local: Tensor, layout: Layout | None = None) -> ShardedTensor:
@@ -139,9 +184,14 @@ class LayerRun:
         # 2. Make a tensor of the whole size without memory, which answers questions about shapes.
         strides = local.stride() if local.layout is torch.strided else None
         whole, strides = whole_size(tuple(local.shape), strides, layout)
-        sharded = bare(whole, strides, local.dtype).as_subclass(ShardedTensor)
-        sharded.run, sharded.whole_shape, sharded.made_by = self, whole, (-1, 0)
-        sharded.become(local, layout)
+        return self._standing_for((whole, bare(whole, strides, local.dtype)), local, layout)
+
+    def _standing_for(
+        self, whole: tuple[Shape, Tensor], local: Tensor, layout: Layout
+    ) -> ShardedTensor:
+        sharded = whole[1].as_subclass(ShardedTensor)
+        sharded.run, sharded.whole_shape, sharded.made_by = self, whole[0], (-1, 0)
+        sharded.local, sharded.held, sharded.known = local, layout, {}
         return sharded
 
     def left(self, tensor: Tensor) -> Tensor:
@@ -164,14 +214,16 @@ class LayerRun:
     def call(self, func: Any, args: Any, kwargs: Any, tensors: Mapping[int, Tensor]) -> Any:
         """Run a function of torch on shards, as planned; `tensors` are those of its arguments."""
         # 1. Find the planned call and its layouts for these shapes; convert the arguments.
-        planned = self._planned(func)
+        site = self._site(func)
+        planned = site.planned
         if len(tensors) != len(planned.takes):
             raise self._other_number("tensors", tensors, planned.takes)
         arguments = [
-            tensor if isinstance(tensor, ShardedTensor) else self.wrapped(tensor)
+            tensor if type(tensor) is ShardedTensor else self.wrapped(tensor)
             for tensor in tensors.values()
         ]
-        sized = self._sizes(planned, arguments, (func, args, kwargs))
+        known = self._known(site, arguments, (func, args, kwargs))
+        sized = known.sized
         locals_ = [
             tensor.local if tensor.held is layout else self._held_as(tensor, layout)
             for tensor, layout in zip(arguments, sized.takes, strict=True)
@@ -182,49 +234,56 @@ class LayerRun:
 
         # 2. Run the function, or its kernel, on the shards.
         local_of = dict(zip(tensors, locals_, strict=True))
-        args, kwargs = map_tensors(lambda tensor: local_of[id(tensor)], (args, kwargs))
-        kernel = kernel_of(planned.function)
-        if kernel is None:
+        args, kwargs = _with_locals(args, kwargs, local_of)
+        if site.kernel is None:
             result = func(*args, **kwargs)
         else:
-            result = kernel(func, args, kwargs, Local(sized, self._axes))
+            result = site.kernel(func, args, kwargs, Local(sized, self._axes))
         for place in planned.changes:
             arguments[place].become(result, sized.gives[0])
 
         # 3. Wrap the results with their layouts.
         if isinstance(result, Tensor) and len(sized.gives) == 1:
-            return self._result(result, 0, sized.gives[0], arguments)
+            return self._result(result, 0, known, arguments)
         leaves, structure = flatten(result)
         if len(leaves) != len(sized.gives):
             raise self._other_number("results", leaves, sized.gives)
-        places = enumerate(zip(leaves, sized.gives, strict=True))
-        results = [self._result(local, n, layout, arguments) for n, (local, layout) in places]
-        return unflatten(structure, results)
+        places = enumerate(leaves)
+        return unflatten(structure, [self._result(x, n, known, arguments) for n, x in places])
 
-    def _sizes(
-        self, planned: PlannedCall, arguments: Sequence[ShardedTensor], how: tuple[Any, Any, Any]
-    ) -> Sized:
-        """Return the current call's layouts with sizes, from the cache if they are there."""
+    def _known(
+        self, site: Site, arguments: Sequence[ShardedTensor], how: tuple[Any, Any, Any]
+    ) -> _Known:
+        """Return what follows from the arguments of a call, as it was known or found anew."""
         facts = [(tensor.whole_shape, tensor.held) for tensor in arguments]
-        shapes = shapes_given(base_name(planned.function), how, arguments)
-        known = self._known.setdefault(self._next, [])
-        for last, result, sized in known:  # identical tuples compare at once
-            if last == facts and result == shapes:
-                return sized
+        shapes = shapes_given(site.name, how, arguments)
+        for known in site.known:  # identical tuples compare at once
+            if known.facts == facts and known.shapes == shapes:
+                return known
         whole, before = [shape for shape, _ in facts], [layout for _, layout in facts]
-        sized = size(planned, whole, before, shapes, self._axes)
-        known[:] = [(facts, shapes, sized), *known[: _MOST_KNOWN - 1]]
-        return sized
+        sized = size(site.planned, whole, before, shapes, self._axes)
+        site.known[:] = [_Known(facts, shapes, sized, {}), *site.known[: _MOST_KNOWN - 1]]
+        return site.known[0]
 
     def _result(
-        self, local: Tensor, place: int, layout: Layout, arguments: Sequence[ShardedTensor]
+        self, local: Tensor, place: int, known: _Known, arguments: Sequence[ShardedTensor]
     ) -> ShardedTensor:
         """Wrap a result; a function that returns its argument returns the same wrapper."""
-        for result in arguments:
-            if result.local is local and result.held == layout:
-                break
+        layout = known.sized.gives[place]
+        for argument in arguments:
+            if argument.local is local and argument.held == layout:
+                argument.made_by = self._next - 1, place
+                return argument
+        key: Any = None
+        if local.layout is torch.strided:
+            key = place, local.shape, local.stride(), local.dtype
+        if key in known.wholes:
+            result = self._standing_for(known.wholes[key], local, layout)
         else:
             result = self.wrapped(local, layout)
+            if key is not None and len(known.wholes) < _MOST_KNOWN:
+                own = bare(result.whole_shape, result.stride(), local.dtype)
+                known.wholes[key] = result.whole_shape, own
         result.made_by = self._next - 1, place
         return result
 
@@ -240,12 +299,16 @@ class LayerRun:
                 tensor.again.note(known[layout], how)
         return known[layout]
 
-    def _planned(self, func: Any) -> PlannedCall:
-        name, left = _name_of(func), self._plan.calls[self._next :]
-        if not left or base_name(left[0].function) != base_name(name):
-            raise self._other_path(f"calls {name}")
+    def _site(self, func: Any) -> Site:
+        """Return the next planned call, which a function of torch has to make."""
+        site = self._sites[self._next] if self._next < len(self._sites) else None
+        if site is None or func not in site.functions:
+            name = _name_of(func)
+            if site is None or site.name != base_name(name):
+                raise self._other_path(f"calls {name}")
+            site.functions.add(func)
         self._next += 1
-        return left[0]
+        return site
 
     def _other_number(
         self, noun: str, actual: Collection[Any], planned: Collection[Any]
