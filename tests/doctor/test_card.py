@@ -10,7 +10,7 @@ import torch
 
 from penstock.cli.main import run
 from penstock.costs.cluster import Cluster, Device, Host
-from penstock.costs.cluster.presets import device_preset, preset_of
+from penstock.costs.cluster.files import device_preset, preset_of
 from penstock.doctor.calibration.calibrate import Calibration
 from penstock.doctor.calibration.card import (
     TINY_CARD,

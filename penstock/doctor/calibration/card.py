@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import profile
 
 from penstock.costs.cluster import Device
-from penstock.costs.cluster.presets import preset_of
+from penstock.costs.cluster.files import preset_of
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.trace.units import columns, percent_text
