@@ -9,7 +9,7 @@ from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
 from .family import Family
 from .gpipe import gpipe
-from .interleaved_1f1b import breadth_first, interleaved_1f1b
+from .interleaved import breadth_first, interleaved_1f1b, wave
 from .ir import (
     Backward,
     BackwardInput,
@@ -46,7 +46,6 @@ from .searched import searched
 from .segmented import segmented
 from .text import parse
 from .torch_csv import from_csv, to_csv
-from .wave import wave
 from .zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""V-Half and V-Min: a V whose forwards go down more slowly, in a half or a third of 1F1B's memory.
+"""V-Half: a V whose forwards go down at half the speed, for half of 1F1B's activation memory.
+
+V-Min: a V that gradients go through as soon as they can, for a third of 1F1B's memory.
 
 Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3.
 """

@@ -15,14 +15,13 @@ from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
 from .family import Build, Chosen, Family, check_size
 from .gpipe import gpipe
-from .interleaved_1f1b import breadth_first, interleaved_1f1b
+from .interleaved import breadth_first, interleaved_1f1b, wave
 from .ir import Schedule
 from .one_f_one_b import eager_1f1b, one_f_one_b
 from .pipedream import pipedream, pipedream_2bw
 from .searched import searched
 from .segmented import segmented
 from .torch_csv import from_csv, to_csv
-from .wave import wave
 from .zero_bubble import zb_h1, zb_h2, zb_v
 
 Maker = Callable[..., Family]

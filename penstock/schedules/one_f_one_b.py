@@ -1,6 +1,6 @@
 """1F1B: GPipe's length with at most p - s live micro-batches on stage s (PipeDream-Flush).
 
-Eager 1F1B lets forwards run ahead, so that no stage waits for a message on its way.
+Eager 1F1B: forwards run ahead, so that no stage waits for a message on its way.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,7 @@
-"""PipeDream and PipeDream-2BW: no flush, and weights that change within the schedule.
+"""PipeDream: no flush, an update after every micro-batch, stashed weights (Narayanan et al. 2019).
+A mini-batch of the paper is a micro-batch here: each makes an update.
 
-PipeDream (Narayanan et al. 2019) updates after every micro-batch and stashes weights: a mini-batch
-of the paper is a micro-batch here.  PipeDream-2BW (Narayanan et al. 2021) updates after every
-mini-batch, by gradients one mini-batch old, and keeps two versions.
+PipeDream-2BW: no flush, gradients one mini-batch old, two versions (Narayanan et al. 2021).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,11 @@
-"""Zero bubble: the weight part of a backward waits until its rank is idle.
+"""ZB-H1: the weight part of a backward waits until its rank is idle, in 1F1B's memory.
 
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism": ZB-H1 (section 2.1) in 1F1B's memory, ZB-H2
-(section 2.2) with a longer warm-up, and ZB-V (section 6) on a V, so that the rank that begins a
-micro-batch ends it.  All are filled by costs as in section 3.
+ZB-H2: ZB-H1 with more forwards in the warm-up, so that no rank waits after its first one.
+
+ZB-V: ZB-H1 on a V, so that the rank that begins a micro-batch ends it: 1F1B's memory, no wait.
+
+Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sections 2.1 (ZB-H1), 2.2 (ZB-H2) and 6 (ZB-V);
+filled by costs as in section 3.
 """
 
 from collections import defaultdict

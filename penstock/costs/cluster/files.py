@@ -29,8 +29,7 @@ _ENDING = ".toml"
 
 def preset_names(folder: str) -> tuple[str, ...]:
     """Return the names of presets in the folder "devices" or "clusters"."""
-    there = _FOLDER / folder
-    names = [entry.name for entry in there.iterdir()] if there.is_dir() else []
+    names = [entry.name for entry in (_FOLDER / folder).iterdir()]
     return tuple(sorted(x.removesuffix(_ENDING) for x in names if x.endswith(_ENDING)))
 
 

@@ -115,10 +115,11 @@ def compare(
         for name, operator, make in kernels
     ]
     # 2. Copies, in memory and over the host's link.
-    copies = {
+    away, back = (partial(_host_work, to_host=to_host) for to_host in (True, False))
+    copies: dict[str, tuple[str, int, Callable[[torch.device, int], Run]]] = {
         "a copy in memory": ("bytes_per_s", sizes.copy_bytes, copy_work),
-        "a copy to the host": ("host_bytes_per_s", sizes.host_bytes, _to_host),
-        "a copy from the host": ("host_bytes_per_s", sizes.host_bytes, _from_host),
+        "a copy to the host": ("host_bytes_per_s", sizes.host_bytes, away),
+        "a copy from the host": ("host_bytes_per_s", sizes.host_bytes, back),
     }
     for name, (key, num_bytes, work) in copies.items():
         spread = measure(work(device, num_bytes), part_s, wait).per(num_bytes)
@@ -235,20 +236,12 @@ def _attention_work(
     return lambda: torch.autograd.grad(result, (q, k, v), gradient, retain_graph=True)
 
 
-def _to_host(device: torch.device, num_bytes: int) -> Run:
-    there, here = _both_ends(device, num_bytes)
-    return lambda: here.copy_(there, non_blocking=True)
-
-
-def _from_host(device: torch.device, num_bytes: int) -> Run:
-    there, here = _both_ends(device, num_bytes)
-    return lambda: there.copy_(here, non_blocking=True)
-
-
-def _both_ends(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory of the device and of the host, which is pinned for a card."""
+def _host_work(device: torch.device, num_bytes: int, *, to_host: bool) -> Run:
+    """Return a copy between a device and its host, whose memory is pinned for a card."""
     there = torch.ones(num_bytes // 4, device=device)
-    return there, torch.ones(num_bytes // 4, pin_memory=device.type == "cuda")
+    here = torch.ones(num_bytes // 4, pin_memory=device.type == "cuda")
+    source, target = (there, here) if to_host else (here, there)
+    return lambda: target.copy_(source, non_blocking=True)
 
 
 def _small_kernels(
