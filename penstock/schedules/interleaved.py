@@ -8,14 +8,21 @@ Wave: v stages on each rank, dealt out there and back, with whole backwards.  Li
 "Hanayo: Harnessing Wave-like Pipeline Parallelism", section 3.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 from penstock.errors import check_count
 
-from .family import Family, zigzag
+from .family import Deal, Family, in_turn, zigzag
 from .ir import Backward, Forward, Instruction, Schedule
 from .list_scheduling import Policy, best_of
+
+
+def _family(
+    name: str, build: Callable[..., Schedule], stages_per_rank: int, deal: Deal = in_turn
+) -> Family:
+    check_count("stages_per_rank", stages_per_rank)
+    return Family(name, build, stages_per_rank, (("stages_per_rank", stages_per_rank),), deal)
 
 
 def interleaved_1f1b(stages_per_rank: int = 2) -> Family:
@@ -41,9 +48,7 @@ def interleaved_1f1b(stages_per_rank: int = 2) -> Family:
     Raises:
         ConfigError: `stages_per_rank` is no whole number of at least 1.
     """
-    check_count("stages_per_rank", stages_per_rank)
-    arguments = (("stages_per_rank", stages_per_rank),)
-    return Family("interleaved_1f1b", _interleaved, stages_per_rank, arguments)
+    return _family("interleaved_1f1b", _interleaved, stages_per_rank)
 
 
 def _interleaved(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
@@ -104,9 +109,7 @@ def breadth_first(stages_per_rank: int = 2) -> Family:
     Raises:
         ConfigError: `stages_per_rank` is no whole number of at least 1.
     """
-    check_count("stages_per_rank", stages_per_rank)
-    arguments = (("stages_per_rank", stages_per_rank),)
-    return Family("breadth_first", _breadth_first, stages_per_rank, arguments)
+    return _family("breadth_first", _breadth_first, stages_per_rank)
 
 
 def _breadth_first(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
@@ -138,9 +141,7 @@ def wave(stages_per_rank: int = 2) -> Family:
     Raises:
         ConfigError: `stages_per_rank` is no whole number of at least 1.
     """
-    check_count("stages_per_rank", stages_per_rank)
-    arguments = (("stages_per_rank", stages_per_rank),)
-    return Family("wave", _wave, stages_per_rank, arguments, zigzag)
+    return _family("wave", _wave, stages_per_rank, zigzag)
 
 
 def _wave(num_stages: int, num_microbatches: int, stages_per_rank: int) -> Schedule:

@@ -50,16 +50,6 @@ class CardSizes:
 
 
 OF_A_CARD = CardSizes()
-TINY_CARD = CardSizes(
-    products=(32,),
-    heads=(8,),
-    lengths=(16,),
-    tokens=32,
-    width=16,
-    copy_bytes=1 << 16,
-    host_bytes=64,
-)
-"""Sizes for tests: fast, with meaningless figures."""
 
 
 class Compared(NamedTuple):
