@@ -100,7 +100,7 @@ def test_the_preset_with_the_lines_predicts_what_was_measured() -> None:
 def test_the_lines_are_those_of_a_file_of_a_cluster(tmp_path: Path) -> None:
     lines = [*compared_lines("h100", compare(CPU, H100, 0.0, ONE))]
     first = lines.index("[devices.h100]")
-    assert any("product bfloat16, 32" in line and "%" in line for line in lines[:first])
+    assert any("product bfloat16, 64" in line and "%" in line for line in lines[:first])
     path = tmp_path / "cluster.toml"
     path.write_text(
         "\n".join(['name = "x"', *lines[first:], '[[hosts]]\nname = "h"\ndevices = { h100 = 1 }'])
