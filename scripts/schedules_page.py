@@ -7,11 +7,22 @@ python -m scripts.schedules_page --write    replace the page
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 
-from penstock.schedules import Family, Forward, Schedule, ir, one_f_one_b, searched, segmented
+from penstock.errors import ConfigError
+from penstock.schedules import (
+    Family,
+    Forward,
+    Schedule,
+    ir,
+    one_f_one_b,
+    schedule_name,
+    searched,
+    segmented,
+)
 from penstock.schedules.memory import num_versions
 from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES, SYNCHRONOUS_FAMILIES, by_default
 from penstock.simulator import Costs, simulate
@@ -121,10 +132,9 @@ def _asynchronous() -> str:
         text += f"| `{family!r}` | 1 | {idle:.1%} | {_kept(schedule)} | {versions} |\n"
     for family in ASYNCHRONOUS_SCHEDULES:
         schedule = family(DRAWN_RANKS, DRAWN_OF_MINIBATCH, DRAWN_MINIBATCHES)
-        said = inspect.getdoc(inspect.getmodule(family.build))
         grid = render_grid(simulate(schedule, _costs(family)), COLUMNS)
         where = f"{DRAWN_MINIBATCHES} mini-batches of {DRAWN_OF_MINIBATCH} micro-batches"
-        text += f"\n### {family!r}\n\n{said}\n\nOn {DRAWN_RANKS} ranks, with {where}:\n\n"
+        text += f"\n### {family!r}\n\n{_said(family)}\n\nOn {DRAWN_RANKS} ranks, with {where}:\n\n"
         text += f"```text\n{grid}\n\n{schedule}\n```\n"
     return text + "\n"
 
@@ -184,11 +194,24 @@ def _row(family: Family) -> str:
     )
 
 
+def _said(family: Family) -> str:
+    """Return what its file says of a family: all but the paragraphs of other families there."""
+    paragraphs = (inspect.getdoc(inspect.getmodule(family.build)) or "").split("\n\n")
+    return "\n\n".join(x for x in paragraphs if _family_in(x) in (None, family.name))
+
+
+def _family_in(paragraph: str) -> str | None:
+    """Return the name of the family with whose title a paragraph begins, if it does."""
+    with suppress(ConfigError):
+        return schedule_name(paragraph.partition(":")[0])
+    return None
+
+
 def _section(given: Family | Callable[..., Family], family: Family) -> Iterator[str]:
     """Write what its file says of it, what it promises, and its grid."""
     yield f"## {family.name}"
     yield ""
-    yield inspect.getdoc(inspect.getmodule(family.build)) or ""
+    yield _said(family)
     yield ""
     told = inspect.getdoc(family.build if given is family else given) or ""
     for paragraph in told.split("\n\n")[1:]:

@@ -28,7 +28,7 @@ from benchmarks.foresight.subjects import next_words
 from benchmarks.report import Column, Load, Report, parser, progress, publish
 from penstock import Cluster, Plan, Profile, Recompute
 from penstock.costs.cluster import Host
-from penstock.costs.cluster.presets import preset_of
+from penstock.costs.cluster.files import preset_of
 from penstock.planner.placement import Placement
 from penstock.planner.predict import Prediction
 from penstock.schedules import gpipe

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu_campaign import compiled, graphs, precision, processes
 from benchmarks.gpu_campaign.contestants import Contest, Work
 from benchmarks.gpu_campaign.measure import Row
-from penstock.costs.cluster.presets import device_preset, preset_of
+from penstock.costs.cluster.files import device_preset, preset_of
 from penstock.doctor.calibration.card import OF_A_CARD, TINY_CARD, compare
 from penstock.doctor.calibration.figures import value_text
 

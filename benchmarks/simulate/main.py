@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from benchmarks.report import Column, Load, Report, counts, parser, progress, publish
 from penstock import schedules
 from penstock.schedules import Family, Schedule
-from penstock.schedules.collection import collection_paused
+from penstock.schedules.laws import verify
 from penstock.schedules.passes import add_commits, add_communication
 from penstock.schedules.transfers import chain_transfers
-from penstock.schedules.verify import verify
+from penstock.schedules.walk import collection_paused
 from penstock.simulator import UNIT_COSTS, simulate
 
 TARGET_S = 5.0

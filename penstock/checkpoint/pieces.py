@@ -18,14 +18,18 @@ from operator import add, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.errors import CheckpointError
 from penstock.sharding.layouts import Slice
 
-from .complex_pairs import Opened
 from .files import SUFFIX, damaged
 
+_PAIRS = "complex128"
+"""The key in a file's header of the names of tensors that are stored as pairs."""
 Shape = tuple[int, ...]
 
 
@@ -39,6 +43,13 @@ class Piece(NamedTuple):
 Pieces = tuple[Piece, ...]
 Own = Mapping[str, Slice]
 """The wanted slices by name of the tensor; tensors without an entry are wanted whole."""
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path, header: Mapping[str, str]) -> None:
+    """Write a file of contiguous tensors; their memory is read, not copied."""
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype is torch.complex128]
+    stored = {**tensors, **{name: torch.view_as_real(tensors[name]) for name in pairs}}
+    save_file(stored, file, {**header, **({_PAIRS: json.dumps(pairs)} if pairs else {})})
 
 
 def header_of(tensors: Mapping[str, Tensor], slices: Own) -> dict[str, str]:
@@ -131,6 +142,33 @@ def read_pieces(
     return tensors, wholes
 
 
+class Opened:
+    """A file that was opened by safetensors, with the tensors in it as they were saved.
+
+    safetensors has no complex numbers of 128 bits.  They are stored as pairs of float64 of shape
+    (..., n, 2), which the header of the file names.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._pairs = set(json.loads((file.metadata() or {}).get(_PAIRS, "[]")))
+
+    def names(self) -> list[str]:
+        return list(self._file.keys())
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        stored = tuple(self._file.get_slice(name).get_shape())
+        return stored[:-1] if name in self._pairs else stored
+
+    def read(self, name: str, places: tuple[slice, ...] | None = None) -> Tensor:
+        file, is_whole = self._file, places is None
+        stored: Tensor = file.get_tensor(name) if is_whole else file.get_slice(name)[places]
+        if name not in self._pairs:
+            return stored
+        # Copied: kernels want complex numbers aligned, and in a file they may lie anywhere.
+        return torch.view_as_complex(stored.clone(memory_format=torch.contiguous_format))
+
+
 @contextmanager
 def _opened(path: Path, file: str) -> Iterator[Opened]:
     try:
@@ -160,3 +198,13 @@ def _read(
 
 def _within(part: Slice, larger: Slice) -> tuple[slice, ...]:
     return part._replace(offsets=tuple(map(sub, part.offsets, larger.offsets))).indices
+
+
+def refuse_wide(tensors: Mapping[str, Tensor]) -> None:
+    """Raise a CheckpointError for complex128: other libraries would read pairs of numbers."""
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.complex128:
+            raise CheckpointError(
+                f"{name!r} is complex128, a type that safetensors files do not have; use "
+                "penstock.save_checkpoint and load_checkpoint, or convert it to complex64"
+            )

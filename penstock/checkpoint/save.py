@@ -18,7 +18,6 @@ from penstock.runtime.pipeline_module import is_pipeline
 from penstock.runtime.shards.at_rest import weight_of
 from penstock.sharding.layouts import Slice
 
-from .complex_pairs import refuse_wide, save_tensors
 from .files import (
     EXTRA,
     MODEL,
@@ -32,7 +31,7 @@ from .files import (
     write_state,
 )
 from .optimizer_state import merge_optimizers, pack_optimizer
-from .pieces import header_of
+from .pieces import header_of, refuse_wide, save_tensors
 from .reader import CheckpointReader
 from .together import Digests, Saving, Share, agreed, begin, write_together
 

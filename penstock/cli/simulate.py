@@ -217,14 +217,12 @@ def _of_target(
         raise click.UsageError(f"the layers of {name} say that; leave out {beside[0]}")
     say(f"loading PyTorch, to measure {name}")
     require_torch()
-    from .measured import measured_stages
-    from .targets import load_target
+    from .targets import load_target, measured_schedule
 
     asked = ("num_stages", "stages_per_rank", "num_microbatches", "schedule")
     values = click.get_current_context().params
     options = {key: values[key] for key in asked if given_options(key)}
-    stages = measured_stages(load_target(name, overrides, options))
-    return stages.family(stages.num_stages, stages.num_microbatches, window), stages.costs
+    return measured_schedule(load_target(name, overrides, options), window)
 
 
 def _refuse_beside_csv(*names: str) -> None:

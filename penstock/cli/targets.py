@@ -1,10 +1,13 @@
-"""Find a command's TARGET: package.module:function, or a name that another package reads."""
+"""Find a command's TARGET: package.module:function, or a name that another package reads; and
+measure its stages for `penstock simulate`.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,16 @@ import torch
 from torch import Tensor
 
 from penstock.automatic.target import Target
+from penstock.costs.profile import Profile
+from penstock.costs.records import LayerSeconds
 from penstock.errors import ConfigError
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import flatten
+from penstock.planner.cuts import balance_spans
+from penstock.runtime.microbatches import microbatch_sizes
+from penstock.schedules.costs import Costs
+from penstock.schedules.family import Family
+from penstock.schedules.ir import Schedule
 from penstock.schedules.names import named_schedule
 
 from .options import RECIPES_PACKAGE
@@ -118,3 +128,52 @@ def _find(target: str) -> Callable[[], Any]:
         )
     result: Callable[[], Any] = function
     return result
+
+
+def measured_schedule(target: Target, num_minibatches: int) -> tuple[Schedule, Costs]:
+    """Measure a target's layers on a micro-batch, and add them up to its stages; a ConfigError if
+    it leaves its stages to the planner, or has too few layers.
+
+    Returns:
+        The schedule of a replica, of so many mini-batches, and the measured costs of its stages.
+    """
+    options = target.options
+    if not options:
+        raise ConfigError(
+            f"{target.name} leaves its stages to the planner; `penstock plan` predicts its steps"
+        )
+    # 1. Measure the layers on the largest micro-batch.
+    num_microbatches = options["num_microbatches"]
+    size = microbatch_sizes(target.batch_size, num_microbatches)[0]
+    profile = target.profile([size])
+    layers = _seconds(profile)
+    # 2. Cut them into stages: as the target says, or balanced by time.
+    partition = options.get("partition")
+    if partition is None:
+        times_s = [layer.forward_s + layer.backward_s for layer in layers]
+        partition = balance_spans([times_s] * options["num_stages"], profile.spans)
+    runs = [layers[a:b] for a, b in pairwise(accumulate(partition, initial=0))]
+
+    def sums(name: str) -> tuple[float, ...]:
+        return tuple(sum(getattr(layer, name) for layer in run) for run in runs)
+
+    costs = Costs(
+        forward_s=sums("forward_s"),
+        backward_s=sums("backward_s"),
+        recompute_s=sums("recompute_s"),
+        backward_input_s=sums("input_s"),
+        backward_weight_s=sums("weight_s"),
+    )
+    # 3. Make the schedule for these costs.
+    given: Family = options["schedule"]
+    family = named_schedule(given.name, len(runs), given.stages_per_rank, costs)
+    return family(len(runs), num_microbatches // target.num_replicas, num_minibatches), costs
+
+
+def _seconds(profile: Profile) -> list[LayerSeconds]:
+    """Return the seconds of each layer; the loss is part of the last one."""
+    (size,) = profile.sizes
+    layers = [size.seconds(number) for number in range(len(profile.layers))]
+    if size.loss is not None and size.loss.seconds is not None:
+        layers[-1] = layers[-1].plus(size.loss.seconds)
+    return layers

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from penstock.mesh import Mesh
-from penstock.trace.units import time_text
+from penstock.trace.units import rate_text, time_text
 
 from .settings import Finding
 
@@ -99,14 +99,13 @@ def check_edges(edges: Sequence[Edge]) -> Iterator[Finding]:
         yield Finding(
             False,
             f"rank {slowest.source} ──► {slowest.target} carries "
-            f"{rate_text(slowest.bytes_per_s)}, the median edge {rate_text(typical)}: 1 MiB takes "
+            f"{bits_text(slowest.bytes_per_s)}, the median edge {bits_text(typical)}: 1 MiB takes "
             f"{took}, and a pipeline waits for its slowest edge. Use a "
             "faster network (GLOO_SOCKET_IFNAME chooses the interface), put these "
             "ranks on one host, or cut the model where little crosses",
         )
 
 
-def rate_text(bytes_per_s: float) -> str:
-    """Write a bandwidth in bits per second, as networks do, with three digits."""
-    rate = bytes_per_s * 8 / 1e6
-    return f"{rate / 1e3:.3g} Gbit/s" if rate >= 999.5 else f"{rate:.3g} Mbit/s"
+def bits_text(bytes_per_s: float) -> str:
+    """Write a bandwidth in bits per second, as networks do."""
+    return rate_text(bytes_per_s * 8, "bit")

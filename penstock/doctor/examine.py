@@ -16,7 +16,7 @@ from penstock.errors import PenstockError
 from penstock.mesh import Mesh, init_mesh
 from penstock.trace.units import bytes_text, columns, count_text, time_text
 
-from .edges import check_edges, measure_edges, rate_text
+from .edges import bits_text, check_edges, measure_edges
 from .facts import RankFacts, gather_facts
 from .settings import Environment, Finding, check_network, check_together
 
@@ -115,7 +115,7 @@ def _examine_job(mesh: Mesh, report: Report, show: Show) -> None:
             rows = [("ranks", "latency", "bandwidth")]
             for edge in edges:
                 ends = f"{edge.source} ──► {edge.target}"
-                rows.append((ends, time_text(edge.latency_s), rate_text(edge.bytes_per_s)))
+                rows.append((ends, time_text(edge.latency_s), bits_text(edge.bytes_per_s)))
             report.lines += [*columns(rows, num_left=1), ""]
             report.findings += check_edges(edges)
             where = count_text(len(ranks), "process")

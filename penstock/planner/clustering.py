@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.cluster.device import Device
+from penstock.costs.cluster.hosts import Device
 from penstock.costs.counting.graph import Graph
 from penstock.costs.roofline import operator_seconds
 from penstock.errors import ConfigError, check_count

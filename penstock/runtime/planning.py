@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.costs.cluster.presets import device_preset
+from penstock.costs.cluster.files import device_preset
 from penstock.costs.counting.count import count_layers
 from penstock.costs.counting.layer_weights import gradient_bytes
 from penstock.costs.layer_costs import by_roofline

@@ -1,13 +1,15 @@
-"""WHEN: schedules as data.  Start at ir.py; a schedule is one file; passes rewrite schedules."""
+"""WHEN: schedules as data.  Start at ir.py; passes rewrite schedules.
 
-from .breadth_first import breadth_first
+Families of one kind share a file.
+"""
+
+from .controllable_memory import v_half, v_min
 from .costs import Costs
 from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
-from .eager_1f1b import eager_1f1b
 from .family import Family
 from .gpipe import gpipe
-from .interleaved_1f1b import interleaved_1f1b
+from .interleaved import breadth_first, interleaved_1f1b, wave
 from .ir import (
     Backward,
     BackwardInput,
@@ -38,19 +40,13 @@ from .names import (
     schedule_name,
     suits,
 )
-from .one_f_one_b import one_f_one_b
-from .pipedream import pipedream
-from .pipedream_2bw import pipedream_2bw
+from .one_f_one_b import eager_1f1b, one_f_one_b
+from .pipedream import pipedream, pipedream_2bw
 from .searched import searched
 from .segmented import segmented
 from .text import parse
 from .torch_csv import from_csv, to_csv
-from .v_half import v_half
-from .v_min import v_min
-from .wave import wave
-from .zb_h1 import zb_h1
-from .zb_h2 import zb_h2
-from .zb_v import zb_v
+from .zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
     "ALL_SCHEDULES",

@@ -7,10 +7,9 @@ from functools import lru_cache
 
 from penstock.errors import ConfigError
 
-from .collection import collection_paused
 from .family import Family
 from .ir import Schedule
-from .laws import SYNCHRONOUS, AtMostBytes
+from .laws import SYNCHRONOUS, AtMostBytes, verify
 from .passes import (
     add_commits,
     add_communication,
@@ -24,7 +23,7 @@ from .passes import (
     without_updates,
 )
 from .transfers import Transfers
-from .verify import verify
+from .walk import collection_paused
 
 Make = Callable[[Family, int, int, int], Schedule]
 """(family, num_stages, num_microbatches, num_minibatches) -> the family's schedule."""

@@ -9,27 +9,20 @@ from typing import Any, cast, get_type_hints
 from penstock.errors import ConfigError, shown
 from penstock.types import letters_of
 
-from .breadth_first import breadth_first
+from .controllable_memory import v_half, v_min
 from .costs import Costs
 from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
-from .eager_1f1b import eager_1f1b
 from .family import Build, Chosen, Family, check_size
 from .gpipe import gpipe
-from .interleaved_1f1b import interleaved_1f1b
+from .interleaved import breadth_first, interleaved_1f1b, wave
 from .ir import Schedule
-from .one_f_one_b import one_f_one_b
-from .pipedream import pipedream
-from .pipedream_2bw import pipedream_2bw
+from .one_f_one_b import eager_1f1b, one_f_one_b
+from .pipedream import pipedream, pipedream_2bw
 from .searched import searched
 from .segmented import segmented
 from .torch_csv import from_csv, to_csv
-from .v_half import v_half
-from .v_min import v_min
-from .wave import wave
-from .zb_h1 import zb_h1
-from .zb_h2 import zb_h2
-from .zb_v import zb_v
+from .zero_bubble import zb_h1, zb_h2, zb_v
 
 Maker = Callable[..., Family]
 """A function that makes a family; each argument has a default."""

@@ -1,4 +1,7 @@
-"""1F1B: GPipe's length with at most p - s live micro-batches on stage s (PipeDream-Flush)."""
+"""1F1B: GPipe's length with at most p - s live micro-batches on stage s (PipeDream-Flush).
+
+Eager 1F1B: forwards run ahead, so that no stage waits for a message on its way.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,14 +16,14 @@ def _schedule(num_stages: int, num_microbatches: int) -> Schedule:
                     stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
                     stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
     """
-    return alternating([num_stages - stage - 1 for stage in range(num_stages)], num_microbatches)
+    return _alternating([num_stages - stage - 1 for stage in range(num_stages)], num_microbatches)
 
 
 one_f_one_b = Family("one_f_one_b", _schedule)
 """1F1B, the default: a rank alternates one forward with one backward after its warm-up."""
 
 
-def alternating(warmups: Sequence[int], num_microbatches: int) -> Schedule:
+def _alternating(warmups: Sequence[int], num_microbatches: int) -> Schedule:
     """Begin each stage with `warmups[stage]` forwards, then alternate, then drain."""
 
     def program(stage: int, warmup: int) -> Iterator[Instruction]:
@@ -35,3 +38,23 @@ def alternating(warmups: Sequence[int], num_microbatches: int) -> Schedule:
     return Schedule.of(
         program(stage, min(warmup, num_microbatches)) for stage, warmup in enumerate(warmups)
     )
+
+
+def _eager(num_stages: int, num_microbatches: int) -> Schedule:
+    """Alternate like 1F1B, with nearly twice the forwards ahead: 2(p - s) - 1 on stage s.
+
+    In 1F1B each stage waits for its neighbours' messages.  Here an activation has a whole turn
+    of the stage before it to arrive.  Stage s keeps p - s - 1 more live micro-batches for that.
+    From Zhuang et al. 2022, "On Optimizing the Communication of Model Parallelism", section 4.
+
+    p = 3, m = 4:   stage 0 | F0 F1 F2 F3 B0 B1 B2 B3
+                    stage 1 | F0 F1 F2 B0 F3 B1 B2 B3
+                    stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
+    """
+    return _alternating(
+        [2 * (num_stages - stage - 1) for stage in range(num_stages)], num_microbatches
+    )
+
+
+eager_1f1b = Family("eager_1f1b", _eager)
+"""1F1B with a longer warm-up, so that messages arrive before they are needed."""

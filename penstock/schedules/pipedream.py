@@ -1,6 +1,7 @@
 """PipeDream: no flush, an update after every micro-batch, stashed weights (Narayanan et al. 2019).
-
 A mini-batch of the paper is a micro-batch here: each makes an update.
+
+PipeDream-2BW: no flush, gradients one mini-batch old, two versions (Narayanan et al. 2021).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ Version = Callable[[int, int], int]
 """(stage, micro-batch) -> how many updates of the stage its forward is to see."""
 
 
-def without_flush(
+def _without_flush(
     num_stages: int, num_microbatches: int, microbatches_per_update: int, version: Version
 ) -> Schedule:
     """Begin stage s with p - s - 1 forwards, alternate, update after each mini-batch's backwards.
@@ -71,7 +72,7 @@ def _schedule(
     stage 2 | F0 B0 U F1 B1 U F2 B2 U F3@1 B3 U
     """
     version = _synchronised if vertical_sync else _newest
-    return without_flush(
+    return _without_flush(
         num_stages,
         num_microbatches * num_minibatches,
         1,
@@ -85,3 +86,39 @@ def _newest(stage: int, microbatch: int, per_update: int, num_stages: int) -> in
 
 def _synchronised(stage: int, microbatch: int, per_update: int, num_stages: int) -> int:
     return _newest(0, microbatch, per_update, num_stages)
+
+
+def _schedule_2bw(num_stages: int, num_microbatches: int, num_minibatches: int) -> Schedule:
+    """Alternate forwards with backwards over all mini-batches; update after each one's last.
+
+    Mini-batch t sees the weights after t - 1 updates, on every stage; the first two see those at
+    the start.  So a stage has two versions at most.
+
+    p = 3, m = 2, 3 mini-batches:
+
+    stage 0 | F0 F1 F2 B0 F3 B1 U F4@1 B2 F5@1 B3 U B4 B5 U
+    stage 1 | F0 F1 B0 F2 B1 U F3 B2 F4@1 B3 U F5@1 B4 B5 U
+    stage 2 | F0 B0 F1 B1 U F2 B2 F3 B3 U F4@1 B4 F5@1 B5 U
+
+    With fewer micro-batches than stages, a forward waits until its version is there.
+    """
+    number = num_microbatches * num_minibatches
+    return _without_flush(
+        num_stages,
+        number,
+        num_microbatches,
+        lambda stage, i: _version_2bw(stage, i, num_microbatches, num_stages),
+    )
+
+
+def _version_2bw(stage: int, microbatch: int, per_update: int, num_stages: int) -> int:
+    return max(microbatch // per_update - 1, 0)
+
+
+pipedream_2bw = Family(
+    "pipedream_2bw",
+    _schedule_2bw,
+    laws=(*ASYNCHRONOUS, Sees(_version_2bw)),
+    updates=Updates.EACH_MINIBATCH,
+)
+"""PipeDream-2BW: no flush, gradients one mini-batch old, two versions of the weights."""

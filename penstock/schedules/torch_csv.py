@@ -19,9 +19,9 @@ from penstock.errors import ConfigError, ScheduleError, shown
 from . import ir
 from .family import Family
 from .ir import Instruction, Schedule
+from .laws import verify
 from .passes import add_communication
 from .transfers import chain_transfers
-from .verify import verify
 
 _KINDS: Mapping[str, type[ir.Compute]] = {
     "F": ir.Forward,

@@ -1,6 +1,6 @@
 """Transfers: the edges between stages along which a schedule sends and receives."""
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -16,12 +16,6 @@ class Transfer:
     consumer: int
     values: tuple[str, ...] = ()
     """The names of the values."""
-    shapes: tuple[tuple[int, ...], ...] | None = None
-    """Their shapes for a whole micro-batch, if known before a step."""
-    laid_out: Hashable = None
-    """Their layouts on a sharded producer; None: unsharded."""
-    wanted: Hashable = None
-    """Their layouts on a sharded consumer; None: unsharded."""
 
     def __str__(self) -> str:
         return f"{self.producer} -> {self.consumer}: {', '.join(self.values)}"

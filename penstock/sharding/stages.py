@@ -12,10 +12,9 @@ from .costs import Costs
 from .layouts import I, Layout, R, S, State, layout_of, layout_text
 from .letters import Seen
 from .named import ready_plan
-from .operators import find
 from .plan import LayerSharding, Sharding
 from .routed import own_weights, routed_calls, why_whole
-from .rules import fits
+from .rules import find, fits
 from .search import Part, Search
 
 

@@ -24,7 +24,7 @@ from itertools import chain, repeat
 from typing import NamedTuple
 
 from penstock.schedules import ir
-from penstock.schedules.collection import collection_paused
+from penstock.schedules.walk import collection_paused
 
 Edge = tuple[bool, int, int]
 """(is a gradient, from stage, to stage) of a message."""

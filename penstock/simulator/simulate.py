@@ -8,11 +8,10 @@ from operator import attrgetter
 from typing import assert_never
 
 from penstock.schedules import ir
-from penstock.schedules.collection import collection_paused
 from penstock.schedules.costs import Costs, per_edge, per_stage
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfers, chain_transfers
-from penstock.schedules.walk import walk_runs
+from penstock.schedules.walk import collection_paused, walk_runs
 from penstock.trace.timeline import Span, Timeline
 
 from .engine import Compiled, Edge, Engine, Pool, Way, compiled

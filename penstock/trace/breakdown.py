@@ -11,7 +11,6 @@ from fractions import Fraction
 from numbers import Rational
 from typing import cast
 
-from penstock.schedules.collection import collection_paused
 from penstock.schedules.ir import (
     CommitStatistics,
     Compute,
@@ -24,7 +23,7 @@ from penstock.schedules.ir import (
     awaited_message,
     sent_message,
 )
-from penstock.schedules.walk import walk
+from penstock.schedules.walk import collection_paused, walk
 
 from .looks import look_of
 from .timeline import Span, Timeline

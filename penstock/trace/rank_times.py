@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
 from penstock.schedules import ir
-from penstock.schedules.collection import collection_paused
+from penstock.schedules.walk import collection_paused
 
 from .breakdown import longest_chain_s, share, waits_s, works_s
 from .timeline import Timeline

@@ -7,7 +7,7 @@ LAW = "tests/laws/test_asynchronous.py"
 FAULTS = (
     Fault(
         "asynchronous: a mini-batch sees weights one update too early",
-        "penstock/schedules/pipedream_2bw.py",
+        "penstock/schedules/pipedream.py",
         "max(microbatch // per_update - 1, 0)",
         "microbatch // per_update",
         LAW,

@@ -455,7 +455,7 @@ FAULTS = (
     ),
     Fault(
         "the warm-up of interleaved 1F1B is 1F1B's",
-        "penstock/schedules/interleaved_1f1b.py",
+        "penstock/schedules/interleaved.py",
         "warmup = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks",
         "warmup = num_ranks - rank - 1",
         "tests/schedules/test_interleaved.py",

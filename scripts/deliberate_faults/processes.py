@@ -462,7 +462,7 @@ FAULTS = (
     ),
     Fault(
         "partial sums are multiplied by themselves",
-        "penstock/sharding/operators.py",
+        "penstock/sharding/rules.py",
         "if len(seen.call.uses) > len(seen.takes):",
         "if not seen:",
         "tests/sharding/test_program.py",

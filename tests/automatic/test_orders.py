@@ -11,8 +11,7 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.baselines import RestrictedPrices
-from penstock.costs.cluster.device import Device
-from penstock.costs.cluster.hosts import Host, Link
+from penstock.costs.cluster.hosts import Device, Host, Link
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Submesh

@@ -6,7 +6,7 @@ No preset is fitted to steps of models; these figures are of one operator each.
 import pytest
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.cluster.presets import device_preset
+from penstock.costs.cluster.files import device_preset
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.sharding.costs import Costs

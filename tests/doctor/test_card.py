@@ -10,10 +10,9 @@ import torch
 
 from penstock.cli.main import run
 from penstock.costs.cluster import Cluster, Device, Host
-from penstock.costs.cluster.presets import device_preset, preset_of
+from penstock.costs.cluster.files import device_preset, preset_of
 from penstock.doctor.calibration.calibrate import Calibration
 from penstock.doctor.calibration.card import (
-    TINY_CARD,
     CardSizes,
     Compared,
     Measure,
@@ -99,9 +98,9 @@ def test_the_preset_with_the_lines_predicts_what_was_measured() -> None:
 
 
 def test_the_lines_are_those_of_a_file_of_a_cluster(tmp_path: Path) -> None:
-    lines = [*compared_lines("h100", compare(CPU, H100, 0.0, TINY_CARD))]
+    lines = [*compared_lines("h100", compare(CPU, H100, 0.0, ONE))]
     first = lines.index("[devices.h100]")
-    assert any("product bfloat16, 32" in line and "%" in line for line in lines[:first])
+    assert any("product bfloat16, 64" in line and "%" in line for line in lines[:first])
     path = tmp_path / "cluster.toml"
     path.write_text(
         "\n".join(['name = "x"', *lines[first:], '[[hosts]]\nname = "h"\ndevices = { h100 = 1 }'])

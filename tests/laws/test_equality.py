@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import penstock
 from penstock.schedules import Backward, Forward
 from penstock.schedules.ir import Instruction, Schedule
+from penstock.schedules.laws import verify
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import chain_transfers
-from penstock.schedules.verify import verify
 from tests.covering import FACTORS, Run, few_runs, many_runs
 from tests.every_schedule import EVERY_SCHEDULE, ready_in
 from tests.models import ALL_MODELS, BY_NAME, LOW_PRECISION, Model

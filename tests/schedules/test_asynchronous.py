@@ -16,12 +16,11 @@ from penstock.schedules import (
 )
 from penstock.schedules import pipedream as pipedream_of
 from penstock.schedules.ir import ADDS_GRADIENTS
-from penstock.schedules.laws import ASYNCHRONOUS
+from penstock.schedules.laws import ASYNCHRONOUS, verify
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.memory import num_versions, version_bytes
 from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES
 from penstock.schedules.transfers import chain_transfers
-from penstock.schedules.verify import verify
 from penstock.simulator import Costs, simulate
 
 SIZES = [(p, m, w) for p in (1, 2, 3, 5) for m in (1, 2, 3, 8) for w in (1, 2, 5)]

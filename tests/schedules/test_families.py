@@ -34,6 +34,7 @@ from penstock.schedules import (
 )
 from penstock.schedules.costs import PerStage
 from penstock.schedules.family import zigzag
+from penstock.schedules.laws import verify
 from penstock.schedules.names import (
     ASYNCHRONOUS_SCHEDULES,
     SCHEDULE_NAMES,
@@ -45,7 +46,6 @@ from penstock.schedules.names import (
 )
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import chain_transfers
-from penstock.schedules.verify import verify
 from penstock.schedules.walk import walk
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.schedules import AtMostBytes, Schedule, Sizes, parse
+from penstock.schedules.laws import verify
 from penstock.schedules.list_scheduling import Policy, best_of, built
 from penstock.schedules.passes import add_communication, add_recompute
 from penstock.schedules.problem import (
@@ -23,7 +24,6 @@ from penstock.schedules.problem import (
     schedule_of,
 )
 from penstock.schedules.transfers import chain_transfers
-from penstock.schedules.verify import verify
 from penstock.simulator import UNIT_COSTS, Costs, simulate
 
 SECONDS, BYTES = st.integers(0, 5), st.integers(0, 9)

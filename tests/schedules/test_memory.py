@@ -6,9 +6,9 @@ import pytest
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedules import AtMostBytes, Schedule, Sizes, gpipe, one_f_one_b, parse
+from penstock.schedules.laws import verify
 from penstock.schedules.memory import live_bytes, peak_bytes
 from penstock.schedules.passes import add_recompute
-from penstock.schedules.verify import verify
 
 SIZES = Sizes(kept_bytes=100, input_bytes=10, weight_bytes=40)
 

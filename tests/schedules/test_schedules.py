@@ -8,7 +8,7 @@ import pytest
 from benchmarks.all_pairs import all_pairs
 from penstock.errors import ScheduleError
 from penstock.schedules import Schedule, eager_1f1b, gpipe, ir, one_f_one_b, parse
-from penstock.schedules.laws import SYNCHRONOUS, AtMostBytes, Law
+from penstock.schedules.laws import SYNCHRONOUS, AtMostBytes, Law, verify
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.memory import Sizes, peak_bytes
 from penstock.schedules.passes import (
@@ -22,7 +22,6 @@ from penstock.schedules.passes import (
 )
 from penstock.schedules.text import parse_instruction
 from penstock.schedules.transfers import Transfer, chain_transfers
-from penstock.schedules.verify import verify
 from tests.every_schedule import EVERY_SCHEDULE
 
 SIZES = [(p, m) for p in range(1, 6) for m in (1, 2, 3, 4, 8)]

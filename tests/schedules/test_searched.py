@@ -22,14 +22,13 @@ from penstock.schedules import (
     zb_v,
 )
 from penstock.schedules.costs import Costs
-from penstock.schedules.laws import SYNCHRONOUS, Law
+from penstock.schedules.laws import SYNCHRONOUS, Law, verify
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.memory import peak_bytes
 from penstock.schedules.names import families_for
 from penstock.schedules.passes import add_communication, add_recompute
 from penstock.schedules.problem import answer_of, length, problem_of
 from penstock.schedules.transfers import chain_transfers
-from penstock.schedules.verify import verify
 from penstock.simulator import UNIT_COSTS, simulate
 from tests.planner.plans import plan
 

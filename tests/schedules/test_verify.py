@@ -7,11 +7,10 @@ import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedules import Family, parse
-from penstock.schedules.laws import SYNCHRONOUS, in_order
+from penstock.schedules.laws import SYNCHRONOUS, in_order, verify
 from penstock.schedules.lower import Lowering, lower
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfer, chain_transfers
-from penstock.schedules.verify import verify
 from tests.every_schedule import EVERY_SCHEDULE
 
 WRONG = """

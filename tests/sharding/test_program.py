@@ -30,10 +30,9 @@ from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.letters import Seen, base_name
 from penstock.sharding.named import ready_plan
-from penstock.sharding.operators import TABLE
 from penstock.sharding.plan import Sharding
 from penstock.sharding.routed import routed_calls
-from penstock.sharding.rules import Choice, choices, divisions, fits, together
+from penstock.sharding.rules import TABLE, Choice, choices, divisions, fits, together
 from penstock.sharding.search import Part, Search
 from penstock.sharding.stages import plan_sharding
 from penstock_recipes.zoo import transformer_lm

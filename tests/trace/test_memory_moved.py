@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.schedules import Backward, Forward
-from penstock.trace.memory_moved import memory_moved
+from penstock.trace.page.step import memory_moved
 from penstock.trace.timeline import MemorySample, Span, Timeline
 
 SPANS = (Span(0, Forward(0, 0), 0.0, 4.0), Span(0, Backward(0, 0), 6.0, 10.0))

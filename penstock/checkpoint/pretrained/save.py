@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.checkpoint.complex_pairs import refuse_wide
 from penstock.checkpoint.files import force_to_disk, refuse_existing
+from penstock.checkpoint.pieces import refuse_wide
 from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
 from penstock.checkpoint.pretrained.library import as_saved, fits, patterns_of
 from penstock.checkpoint.save import storable

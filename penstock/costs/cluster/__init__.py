@@ -1,8 +1,7 @@
 """The hardware of a plan: hosts, devices, links, and the seconds of messages between them."""
 
 from .cluster import Cluster
-from .device import Device
-from .hosts import Host, Link
+from .hosts import Device, Host, Link
 from .routes import Lane, Place, Route
 
 __all__ = ["Cluster", "Device", "Host", "Lane", "Link", "Place", "Route"]

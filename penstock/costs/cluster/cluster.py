@@ -9,7 +9,7 @@ A duplex link has two lanes, out and in; any other has one.  Transfers share a l
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,17 +17,28 @@ from typing import Self
 
 from penstock.errors import ConfigError
 from penstock.plain_values import from_plain
-from penstock.trace.units import count_text
+from penstock.trace.units import (
+    bytes_text,
+    columns,
+    count_text,
+    percent_text,
+    rate_text,
+    time_text,
+)
 
 from .checks import wrong_in_cluster
-from .device import Device
-from .files import cluster_text, file_text, naming, parsed, read_text, write_text
-from .hosts import Host, Link
-from .presets import device_preset, preset_names
-from .routes import Lane, Place, Route, route_between
-from .table import cluster_lines
-
-__all__ = ["Cluster", "Device", "Host", "Lane", "Link", "Place", "Route"]
+from .files import (
+    cluster_text,
+    device_preset,
+    file_text,
+    naming,
+    parsed,
+    preset_names,
+    read_text,
+    write_text,
+)
+from .hosts import Device, Host, Link
+from .routes import Place, Route, route_between
 
 _SEVERAL = re.compile(r"(?P<times>\d{1,9}) x (?P<name>.+)")
 
@@ -151,7 +162,7 @@ class Cluster:
         return replace(self, hosts=tuple(hosts))
 
     def __str__(self) -> str:
-        return "\n".join(cluster_lines(self.name, self.devices, self.hosts, self.links))
+        return "\n".join(_lines(self))
 
     @cached_property
     def _each_host(self) -> tuple[tuple[str, Host], ...]:
@@ -197,3 +208,64 @@ def load_device(name_or_path: str | Path) -> Device:
                 "fields of that one"
             )
         return next(iter(devices.values()))
+
+
+def _lines(cluster: Cluster) -> Iterator[str]:
+    """Yield the hosts of a cluster, then the kinds of devices and links that they have."""
+    num_hosts = sum(host.count for host in cluster.hosts)
+    num_devices = sum(host.count * len(host.devices) for host in cluster.hosts)
+    yield f"{cluster.name}: {count_text(num_hosts, 'host')}, {count_text(num_devices, 'device')}"
+    yield ""
+    yield from columns(list(_host_rows(cluster.hosts)), num_left=5)
+    yield ""
+    yield from columns(list(_device_rows(cluster.devices)), num_left=1)
+    if cluster.links:
+        yield ""
+        yield from columns(list(_link_rows(cluster.links)), num_left=1)
+    for n, host in enumerate(cluster.hosts):
+        if host.busy_speed:
+            shares = ", ".join(percent_text(share) for share in host.busy_speed)
+            yield f"speed of each rank of hosts[{n}] while 1, 2, ... compute: {shares}"
+
+
+def _host_rows(hosts: tuple[Host, ...]) -> Iterator[tuple[str, ...]]:
+    yield "host", "devices", "port", "between groups", "network", "hosts", "memory"
+    for host in hosts:
+        kinds = {kind: host.devices.count(kind) for kind in dict.fromkeys(host.devices)}
+        port = host.port or "-"
+        cards = f"{host.cards} x " if host.network and host.cards > 1 else ""
+        yield (
+            host.name,
+            ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+            f"{port} (processes: {host.processes})" if host.processes else port,
+            f"{len(host.groups)} x {host.uplink}" if host.uplink else "-",
+            f"{cards}{host.network}" if host.network else "-",
+            str(host.count),
+            "?" if host.memory_bytes is None else bytes_text(host.memory_bytes),
+        )
+
+
+def _device_rows(devices: Mapping[str, Device]) -> Iterator[tuple[str, ...]]:
+    yield "device", "peak", "copy", "memory", "issue"
+    for kind, device in devices.items():
+        peaks = (f"{dtype} {rate_text(x, 'FLOP')}" for dtype, x in device.flops_per_s.items())
+        yield (
+            kind,
+            ", ".join(peaks),
+            rate_text(device.bytes_per_s, "B"),
+            bytes_text(device.memory_bytes),
+            time_text(device.issue_s),
+        )
+
+
+def _link_rows(links: Mapping[str, Link]) -> Iterator[tuple[str, ...]]:
+    yield "link", "bandwidth", "latency", "overhead", "duplex", "sends"
+    for name, link in links.items():
+        yield (
+            name,
+            rate_text(link.bytes_per_s, "B"),
+            time_text(link.latency_s),
+            time_text(link.overhead_s),
+            "yes" if link.duplex else "no",
+            "block" if link.blocks else "overlap",
+        )

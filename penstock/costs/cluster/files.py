@@ -1,4 +1,4 @@
-"""Read and write clusters as TOML, with two short forms:
+"""Read and write clusters as TOML, and find presets by name; files have two short forms:
 
 [devices.v100]
 preset = "v100-sxm2"                 the preset's fields; later ones replace them
@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,48 @@ from penstock.errors import ConfigError, UnreadableError
 from penstock.plain_values import from_plain
 
 from .checks import MOST_DEVICES
-from .device import Device
-from .presets import preset_names, preset_text
+from .hosts import Device
+
+_FOLDER = files("penstock.costs") / "presets"
+_ENDING = ".toml"
+
+
+def preset_names(folder: str) -> tuple[str, ...]:
+    """Return the names of presets in the folder "devices" or "clusters"."""
+    names = [entry.name for entry in (_FOLDER / folder).iterdir()]
+    return tuple(sorted(x.removesuffix(_ENDING) for x in names if x.endswith(_ENDING)))
+
+
+def preset_text(folder: str, name: str) -> str:
+    """Return the text of a preset's file."""
+    return (_FOLDER / folder / f"{name}{_ENDING}").read_text(encoding="utf-8")
+
+
+def device_preset(name: str) -> Device:
+    """Return a preset's device; its file names the source of each figure."""
+    known = preset_names("devices")
+    if name not in known:
+        raise ConfigError(
+            f"no device is called {name!r}; described are {', '.join(known)}. Choose one of "
+            "these, or give a Device with the figures of yours"
+        )
+    device: Device = from_plain(Device, tomllib.loads(preset_text("devices", name)))
+    return device
+
+
+def preset_of(name: str, num_bytes: int) -> Device | None:
+    """Return the preset of a card that calls itself so, of those with this chip the one that has
+    about as much memory; None if there is none.
+    """
+    words = name.lower().replace("-", " ").split()
+    every = map(device_preset, preset_names("devices"))
+    alike = [own for own in every if _chip(own.name) in words]
+    return min(alike, key=lambda own: abs(own.memory_bytes - num_bytes), default=None)
+
+
+def _chip(name: str) -> str:
+    """Return the part of a preset's name that names the chip: the first with a digit."""
+    return next(part for part in name.split("-") if any(map(str.isdigit, part)))
 
 
 @contextmanager

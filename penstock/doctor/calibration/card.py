@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import profile
 
 from penstock.costs.cluster import Device
-from penstock.costs.cluster.presets import preset_of
+from penstock.costs.cluster.files import preset_of
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.trace.units import columns, percent_text
@@ -50,16 +50,6 @@ class CardSizes:
 
 
 OF_A_CARD = CardSizes()
-TINY_CARD = CardSizes(
-    products=(32,),
-    heads=(8,),
-    lengths=(16,),
-    tokens=32,
-    width=16,
-    copy_bytes=1 << 16,
-    host_bytes=64,
-)
-"""Sizes for tests: fast, with meaningless figures."""
 
 
 class Compared(NamedTuple):
@@ -115,10 +105,11 @@ def compare(
         for name, operator, make in kernels
     ]
     # 2. Copies, in memory and over the host's link.
-    copies = {
+    away, back = (partial(_host_work, to_host=to_host) for to_host in (True, False))
+    copies: dict[str, tuple[str, int, Callable[[torch.device, int], Run]]] = {
         "a copy in memory": ("bytes_per_s", sizes.copy_bytes, copy_work),
-        "a copy to the host": ("host_bytes_per_s", sizes.host_bytes, _to_host),
-        "a copy from the host": ("host_bytes_per_s", sizes.host_bytes, _from_host),
+        "a copy to the host": ("host_bytes_per_s", sizes.host_bytes, away),
+        "a copy from the host": ("host_bytes_per_s", sizes.host_bytes, back),
     }
     for name, (key, num_bytes, work) in copies.items():
         spread = measure(work(device, num_bytes), part_s, wait).per(num_bytes)
@@ -235,20 +226,12 @@ def _attention_work(
     return lambda: torch.autograd.grad(result, (q, k, v), gradient, retain_graph=True)
 
 
-def _to_host(device: torch.device, num_bytes: int) -> Run:
-    there, here = _both_ends(device, num_bytes)
-    return lambda: here.copy_(there, non_blocking=True)
-
-
-def _from_host(device: torch.device, num_bytes: int) -> Run:
-    there, here = _both_ends(device, num_bytes)
-    return lambda: there.copy_(here, non_blocking=True)
-
-
-def _both_ends(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory of the device and of the host, which is pinned for a card."""
+def _host_work(device: torch.device, num_bytes: int, *, to_host: bool) -> Run:
+    """Return a copy between a device and its host, whose memory is pinned for a card."""
     there = torch.ones(num_bytes // 4, device=device)
-    return there, torch.ones(num_bytes // 4, pin_memory=device.type == "cuda")
+    here = torch.ones(num_bytes // 4, pin_memory=device.type == "cuda")
+    source, target = (there, here) if to_host else (here, there)
+    return lambda: target.copy_(source, non_blocking=True)
 
 
 def _small_kernels(

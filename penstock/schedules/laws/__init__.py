@@ -1,8 +1,13 @@
 """The laws that are proved of a schedule before anything runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from penstock.errors import ScheduleError
+from penstock.schedules.ir import Schedule
+from penstock.schedules.transfers import Transfers
 
 from .common import (
+    AtMostBytes,
     commits,
     complete,
     ends,
@@ -15,7 +20,6 @@ from .common import (
     reductions,
 )
 from .lanes import Lanes
-from .memory import AtMostBytes
 from .updates import commits_by_minibatch, one_version, updates
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "Lanes",
     "Law",
     "in_order",
+    "verify",
 ]
 
 Law = Callable[[Lanes], None]
@@ -47,3 +52,16 @@ A law may take for granted that `complete` holds.
 """
 ASYNCHRONOUS: tuple[Law, ...] = (*_COMMON, commits_by_minibatch, updates)
 """The laws of schedules in which weights change; a family adds `Sees`, the law of versions."""
+
+
+def verify(schedule: Schedule, transfers: Transfers, laws: Iterable[Law] = SYNCHRONOUS) -> None:
+    """Prove that `laws` hold for a schedule in which `transfers` cross between the stages.
+
+    Raises:
+        ScheduleError: one of them does not hold; shows the schedule with the spot marked.
+    """
+    lanes = Lanes(schedule, transfers)
+    if not lanes.num_stages or not lanes.num_microbatches:
+        raise ScheduleError(f"the schedule runs nothing: {schedule.num_ranks} empty programs")
+    for law in laws:
+        law(lanes)

@@ -1,14 +1,15 @@
 """A step as sections of a page: its timeline, the time of each rank by kind, and memory."""
 
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.trace.advice import advice
 from penstock.trace.breakdown import Breakdown
 from penstock.trace.looks import PARTS
-from penstock.trace.memory_moved import memory_moved
 from penstock.trace.rank_times import RankTimes, kinds_of, mean_times, rank_times
-from penstock.trace.timeline import MemoryKind, Timeline
+from penstock.trace.timeline import MemoryKind, Span, Timeline
 from penstock.trace.units import percent_text, time_text, unit_for
 
 from .charts import memory_chart, spread, time_chart
@@ -163,3 +164,47 @@ def time_table(times: Sequence[RankTimes], title: str = "") -> Table:
     rows.append(("share of the step", *shares, percent_text(1)))
     names = (PARTS[kind].name for kind in kinds)
     return Table((f"times in {unit.sign}", *names, "step"), tuple(rows), title)
+
+
+def memory_moved(traced: Timeline, timed: Timeline) -> Timeline | None:
+    """Return `timed` with the memory samples of `traced`, each at the same place of its rank.
+
+    A sample inside an instruction, or between two, keeps its share of that time.
+
+    traced   |  F0  | F1 |...| B0  |        a sample at 1/2 of F1
+    timed    | F0 | F1|......|B0|           is also at 1/2 of F1
+
+    Returns:
+        None if the ranks of both steps did not run the same instructions in the same order.
+    """
+    if traced.schedule != timed.schedule:
+        return None
+    rank_of = {span.instruction.stage: span.rank for span in traced.spans}
+    old_s, new_s = _marks(traced), _marks(timed)
+
+    def moved_s(rank: int, time_s: float) -> float:
+        old, new = old_s[rank], new_s[rank]
+        n = bisect_right(old, time_s)
+        if n == 0:
+            return timed.start_s
+        if n == len(old):
+            return min(new[-1] + time_s - old[-1], timed.end_s)
+        share = (time_s - old[n - 1]) / (old[n] - old[n - 1])
+        return new[n - 1] + share * (new[n] - new[n - 1])
+
+    memory = (
+        replace(sample, time_s=moved_s(rank_of[sample.stage], sample.time_s))
+        for sample in traced.memory
+        if sample.stage in rank_of
+    )
+    return replace(timed, memory=tuple(memory))
+
+
+def _marks(timeline: Timeline) -> dict[int, list[float]]:
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        spans[span.rank].append(span)
+    return {
+        rank: [time_s for span in of_rank for time_s in (span.start_s, span.end_s)]
+        for rank, of_rank in spans.items()
+    }

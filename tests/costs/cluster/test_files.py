@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.costs.cluster import Cluster, Device, Host, Link
-from penstock.costs.cluster.presets import device_preset, preset_names, preset_text
+from penstock.costs.cluster.files import device_preset, preset_names, preset_text
 from penstock.errors import ConfigError, UnreadableError
 
 GOOD = """

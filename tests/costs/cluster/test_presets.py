@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.cluster.presets import device_preset, preset_names, preset_text
+from penstock.costs.cluster.files import device_preset, preset_names, preset_text
 from penstock.costs.records import PRODUCTS, Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.errors import ConfigError
@@ -172,7 +172,7 @@ def test_each_cluster_names_devices_that_are_described(name: str) -> None:
 def test_pricing_needs_no_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from penstock.costs.cluster.presets import device_preset\n"
+        "from penstock.costs.cluster.files import device_preset\n"
         "from penstock.costs.roofline import operator_seconds\n"
         "device_preset('h100')\n"
     )

@@ -14,7 +14,7 @@ from penstock.schedules import Forward
 from penstock.trace.page import Page, Step, render_page, with_step
 from penstock.trace.page.charts import curves, curves_of_runs, held_bytes, memory_chart
 from penstock.trace.page.lane_chart import MOST_BOXES, MOST_LANES, lanes_of
-from penstock.trace.page.meanings import MEANINGS
+from penstock.trace.page.page import MEANINGS
 from penstock.trace.timeline import MemoryKind, MemorySample, Span, Timeline
 from penstock.trace.units import time_text
 from tests.trace.page.pages import WICKED, full_page, large_step, timeline
