@@ -1,16 +1,15 @@
 """Few runs that cover much: every pair of values of two factors meets at least once.
 
-Of the schedules a model meets a few; models take turns, so that each meets several models.
+Of these runs a model has three or four; models take turns, so that each meets several schedules.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import penstock
-from benchmarks.all_pairs import all_pairs
-from tests.every_schedule import EVERY_SCHEDULE, some_schedules
+from tests.every_schedule import EVERY_SCHEDULE
 from tests.ways import IN_ONE_PROCESS
 
 FACTORS: dict[str, Sequence[Any]] = {
@@ -71,38 +70,27 @@ def many_runs(rotation: int) -> Iterator[Run]:
             "even": r // 4 + k + k // 2 + m + s // 4,
             "autocast": r // 8 + k + m // 2 + s // 8,
         }
-        options = {name: FACTORS[name][turn % len(FACTORS[name])] for name, turn in turns.items()}
-        yield Run(
-            num_stages=num_stages,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
-            **options,
-        )
+        yield _run(turns, schedule, num_microbatches, num_stages=num_stages)
 
 
-def covering_runs(rotation: int) -> list[Run]:
-    """Give few runs in which every pair of values of two factors meets; `rotation` varies them."""
-    factors = FACTORS | {"schedule": some_schedules(rotation)}
-    return [Run(*values) for values in all_pairs(tuple(factors.values()), shift=rotation * 37)]
+def few_runs(num_models: int) -> Iterator[tuple[int, Run]]:
+    """Give every number of micro-batches with every schedule once, each with a model's number.
 
-
-def few_runs(rotations: int) -> Iterator[tuple[int, Run]]:
-    """Give an eighth of the covering runs of each rotation, and of the others those without which
-    two values would not meet in any rotation.
+    Models and all other factors take turns, so that every two values of two factors meet.
     """
-    every = [list(enumerate(covering_runs(n))) for n in range(rotations)]
-    chosen = {
-        (n, i): run for n, runs in enumerate(every) for i, run in runs if i % 8 == (n + 2) % 8
-    }
-    met = set().union(*map(pairs_of, chosen.values()))
-    for n, runs in enumerate(every):
-        for i, run in runs:
-            if not pairs_of(run) <= met:
-                chosen[n, i] = run
-                met |= pairs_of(run)
-    return ((n, chosen[n, i]) for n, i in sorted(chosen))
+    pairs = product(enumerate(EVERY_SCHEDULE), enumerate(FACTORS["num_microbatches"]))
+    for number, ((s, schedule), (m, num_microbatches)) in enumerate(pairs):
+        turns = {
+            "num_stages": 3 * m + s + s // 2,
+            "recompute": 2 * m + 2 * s,
+            "transport": m + 3 * s + s // 4,
+            "even": m + 3 * s + s // 8,
+            "autocast": 3 * m + s // 2,
+        }
+        yield number % num_models, _run(turns, schedule, num_microbatches)
 
 
-def pairs_of(run: Run) -> set[Any]:
-    """Give every two factors with their values."""
-    return set(combinations(((name, getattr(run, name)) for name in FACTORS), 2))
+def _run(turns: dict[str, int], schedule: Any, num_microbatches: int, **options: Any) -> Run:
+    """Give a run whose other factors have the values of these turns."""
+    options |= {name: FACTORS[name][turn % len(FACTORS[name])] for name, turn in turns.items()}
+    return Run(schedule=schedule, num_microbatches=num_microbatches, **options)

@@ -30,6 +30,12 @@ def own(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.fixture(scope="module")
+def gpt2() -> penstock.Pipeline:
+    """A pipeline that refuses all that its tests want to load."""
+    return pipeline(build("gpt2"))
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -118,14 +124,16 @@ def test_values_take_the_parameters_dtype(tmp_path: Path) -> None:
     "dtype, kind",
     [(torch.float8_e4m3fn, "packed"), (torch.uint8, "packed"), (torch.int8, "whole")],
 )
-def test_quantized_values_are_refused(dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+def test_quantized_values_are_refused(
+    gpt2: penstock.Pipeline, dtype: torch.dtype, kind: str, tmp_path: Path
+) -> None:
     saved_by_transformers("gpt2", tmp_path / "m")
     content = load_file(tmp_path / "m" / MODEL)
     name = "transformer.h.0.mlp.c_fc.weight"
     content[name] = content[name].to(dtype)
     save_file(content, tmp_path / "m" / MODEL)
     with pytest.raises(CheckpointError, match=f"{name} holds {kind} numbers .* quantized model"):
-        penstock.load_pretrained(tmp_path / "m", pipeline(build("gpt2")))
+        penstock.load_pretrained(tmp_path / "m", gpt2)
 
 
 def test_unknown_tensors_are_told_and_missing_or_misshapen_ones_refused(tmp_path: Path) -> None:
@@ -188,36 +196,35 @@ def test_what_the_class_leaves_out_of_files_is_computed(tmp_path: Path) -> None:
     assert_equal(load_file(tmp_path / "again" / MODEL), content)
 
 
-def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:
-    pipe = pipeline(build("gpt2"))
+def test_folders_that_are_none_are_refused(gpt2: penstock.Pipeline, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        penstock.load_pretrained(tmp_path / "nowhere", pipe)
+        penstock.load_pretrained(tmp_path / "nowhere", gpt2)
     with pytest.raises(CheckpointError, match="but nothing; give the folder of a model"):
-        penstock.load_pretrained(tmp_path, pipe)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
-    with pytest.raises(CheckpointError, match=r"never unpickles .* convert it once"):
-        penstock.load_pretrained(tmp_path, pipe)
-    (tmp_path / MODEL).write_bytes(b"no tensors")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        penstock.load_pretrained(tmp_path, pipe)
-    (tmp_path / INDEX).write_text("[]")
-    with pytest.raises(CheckpointError, match="is no index of tensors"):
-        penstock.load_pretrained(tmp_path, pipe)
+        penstock.load_pretrained(tmp_path, gpt2)
+    for file, content, said in (
+        ("pytorch_model.bin", b"never read", r"never unpickles .* convert it once"),
+        (MODEL, b"no tensors", "is damaged"),
+        (INDEX, b"[]", "is no index of tensors"),
+    ):
+        (tmp_path / file).write_bytes(content)
+        with pytest.raises(CheckpointError, match=said):
+            penstock.load_pretrained(tmp_path, gpt2)
 
 
-def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_does_not_fit_its_files_is_refused(
+    gpt2: penstock.Pipeline, tmp_path: Path
+) -> None:
     saved_by_transformers("gpt2", tmp_path / "m", max_shard_size="20KB")
-    pipe = pipeline(build("gpt2"))
     index = json.loads((tmp_path / "m" / INDEX).read_text())
     file = index["weight_map"]["transformer.ln_f.bias"]
     held = load_file(tmp_path / "m" / file)
     save_file({n: t for n, t in held.items() if n != "transformer.ln_f.bias"}, tmp_path / "x")
     (tmp_path / "x").rename(tmp_path / "m" / file)
     with pytest.raises(CheckpointError, match=r"does not hold transformer\.ln_f\.bias"):
-        penstock.load_pretrained(tmp_path / "m", pipe)
+        penstock.load_pretrained(tmp_path / "m", gpt2)
     (tmp_path / "m" / file).unlink()
     with pytest.raises(CheckpointError, match=f"{file} is not there"):
-        penstock.load_pretrained(tmp_path / "m", pipe)
+        penstock.load_pretrained(tmp_path / "m", gpt2)
 
 
 @pytest.mark.parametrize("file", ("../outside.safetensors", "/outside.safetensors", "a/../../b"))
@@ -344,8 +351,10 @@ def test_transformers_ignores_extra_state_that_is_no_tensor(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", ""])
-def test_damaged_extra_state_is_refused(content: str, tmp_path: Path) -> None:
+def test_damaged_extra_state_is_refused(
+    gpt2: penstock.Pipeline, content: str, tmp_path: Path
+) -> None:
     saved_by_transformers("gpt2", tmp_path / "m")
     (tmp_path / "m" / "extra_state.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"extra_state\.json is damaged"):
-        penstock.load_pretrained(tmp_path / "m", pipeline(build("gpt2")))
+        penstock.load_pretrained(tmp_path / "m", gpt2)

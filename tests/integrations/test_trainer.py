@@ -232,6 +232,12 @@ def test_bf16_is_autocast_in_every_stage(tmp_path: Path) -> None:
     assert found[1].dtype is torch.float32 and not torch.equal(*found)
 
 
+@pytest.fixture(scope="module")
+def pipe() -> penstock.Pipeline:
+    """A pipeline that no test trains."""
+    return make_pipe()
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -242,9 +248,11 @@ def test_bf16_is_autocast_in_every_stage(tmp_path: Path) -> None:
         ({"auto_find_batch_size": True}, "divides the model itself"),
     ],
 )
-def test_a_setting_that_does_not_fit_is_refused(settings: Any, says: str, tmp_path: Path) -> None:
+def test_a_setting_that_does_not_fit_is_refused(
+    pipe: penstock.Pipeline, settings: Any, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=says):
-        make_trainer(make_pipe(), tmp_path, **settings)
+        make_trainer(pipe, tmp_path, **settings)
 
 
 def test_anything_but_a_captured_pipeline_is_refused(tmp_path: Path) -> None:
@@ -259,7 +267,9 @@ def test_a_pipeline_without_the_count_among_its_inputs_is_refused(tmp_path: Path
         make_trainer(pipe, tmp_path)
 
 
-def test_the_trainer_of_transformers_itself_names_ours(tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_itself_names_ours(
+    pipe: penstock.Pipeline, tmp_path: Path
+) -> None:
     settings = transformers.TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(ConfigError, match=r"Trainer\(model=pipe\) of .*PenstockTrainer\(pipe"):
-        transformers.Trainer(model=make_pipe(), args=settings)
+        transformers.Trainer(model=pipe, args=settings)

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, StatisticsWarning
 from tests.models import Model, images
 from tests.reference import plain_step
 from tests.side_by_side import assert_trains_like_unsplit, differences
-from tests.ways import WAYS, in_turns, one_each
+from tests.ways import WAYS, in_pairs, in_turns, one_each
 
 
 def norm_first(**options: Any) -> list[nn.Module]:
@@ -48,7 +48,12 @@ def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "momentum, sizes, way", in_turns((0.1, 1.0, None), ((8, 4), (7, 3), (2, 4), (5, 1)))
+    "momentum, sizes, way",
+    in_pairs(
+        [pytest.param(momentum, id=str(momentum)) for momentum in (0.1, 1.0, None)],
+        [pytest.param(sizes, id=str(sizes)) for sizes in ((8, 4), (7, 3), (2, 4), (5, 1))],
+        WAYS,
+    ),
 )
 def test_running_statistics_are_those_of_the_whole_mini_batches(momentum, sizes, way) -> None:
     num_samples, num_microbatches = sizes
@@ -74,7 +79,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind, way", in_turns(KINDS))
+@pytest.mark.parametrize(
+    "kind, way", one_each([pytest.param(kind, id=kind) for kind in KINDS], WAYS)
+)
 def test_every_kind_equals_the_unsplit_model(kind: str, way: dict[str, Any]) -> None:
     def layers() -> list[Any]:
         return [nn.Conv2d(2, 4, 3), KINDS[kind](), nn.Flatten(), nn.Linear(144, 3)]

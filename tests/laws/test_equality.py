@@ -25,14 +25,15 @@ from tests.ways import IN_ONE_PROCESS
 
 _COVERED = (*ALL_MODELS, LOW_PRECISION)
 COVERING = [
-    pytest.param(_COVERED[rotation], run, id=f"{_COVERED[rotation].name}-{run}")
-    for rotation, run in few_runs(len(_COVERED))
+    pytest.param(_COVERED[number], run, id=f"{_COVERED[number].name}-{run}")
+    for number, run in few_runs(len(_COVERED))
 ]
 """All pairs of values meet, over all models."""
 
 
 def check(model: Model, run: Run) -> None:
-    options: dict[str, Any] = {"bf16": run.autocast, "num_stages": run.num_stages}
+    """Compare two steps: the second one adds to the gradients and goes on with the buffers."""
+    options: dict[str, Any] = {"steps": 2, "bf16": run.autocast, "num_stages": run.num_stages}
     options |= {"num_microbatches": run.num_microbatches, "schedule": run.schedule}
     options |= {"recompute": run.recompute, "transport": run.transport}
     assert_trains_like_unsplit(

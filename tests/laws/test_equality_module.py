@@ -1,6 +1,7 @@
 """The drop-in module: any whole-batch loss, and evaluation, give the unsplit model's bits."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -166,10 +167,12 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
 
 @pytest.mark.parametrize(
     "model, num_samples, options",
-    pairwise(
+    one_each(
         [case for m, case in zip(ALL_MODELS, NAMED, strict=True) if m.quiet_in_eval],
-        [pytest.param(n, id=f"N{n}") for n in (1, 2, 9)],
-        OPTIONS,
+        [
+            pytest.param(n, *options.values, id=f"N{n}-{options.id}")
+            for n, options in product((1, 2, 9), OPTIONS)
+        ],
     ),
 )
 def test_evaluation_equals_the_unsplit_model(model: Model, num_samples: int, options: Any) -> None:

@@ -13,7 +13,7 @@ from tests.model_parts import Does, InPlaceAffine
 from tests.models import BY_NAME, Built, Model, token_loss, tokens, vectors
 from tests.reference import Forward, Unsplit
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
-from tests.ways import WAYS
+from tests.ways import WAYS, one_each
 
 
 def model(
@@ -186,9 +186,15 @@ def test_hooks_on_parameters_fire_as_unsplit(way: dict[str, Any]) -> None:
     assert len(calls) == 2 * 3
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "name", ("convolutions", "transformer", "changing_buffers", "odd_parameters")
+    "name, way",
+    one_each(
+        [
+            pytest.param(name, id=name)
+            for name in ("convolutions", "transformer", "changing_buffers", "odd_parameters")
+        ],
+        WAYS,
+    ),
 )
 def test_many_optimizer_steps_give_the_unsplit_weights(name: str, way: dict[str, Any]) -> None:
     chosen = BY_NAME[name]
@@ -263,9 +269,12 @@ def evaluate(pipe: penstock.Pipeline, _: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", (move_weights, change_inputs, evaluate), ids=lambda change: change.__name__
+    "way, change",
+    one_each(
+        WAYS,
+        [pytest.param(c, id=c.__name__) for c in (move_weights, change_inputs, evaluate)],
+    ),
 )
-@pytest.mark.parametrize("way", WAYS)
 def test_a_change_between_forward_and_backward(change: Any, way: Any) -> None:
     pipe, built, twin, loss, _, x = waiting(way)
     change(pipe, x)

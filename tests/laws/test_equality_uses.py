@@ -119,8 +119,8 @@ def test_a_weight_may_travel_to_another_stage_as_a_value(partition: Any, way: An
 
 @pytest.mark.parametrize("way", WAYS)
 def test_many_stages_and_many_micro_batches(way: dict[str, Any]) -> None:
-    deep = Model("deep", lambda: [nn.Linear(6, 6) for _ in range(16)], vectors, _first_three)
-    assert_trains_like_unsplit(deep, 36, steps=2, num_stages=16, num_microbatches=32, **way)
+    deep = Model("deep", lambda: [nn.Linear(6, 6) for _ in range(12)], vectors, _first_three)
+    assert_trains_like_unsplit(deep, 18, steps=2, num_stages=12, num_microbatches=16, **way)
 
 
 def _first_three(output: Tensor, target: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def words() -> Tensor:
 
 @pytest.mark.parametrize(
     ("num_stages", "schedule"),
-    ((1, schedules.gpipe), (4, schedules.one_f_one_b), (4, IN_TWO_PARTS)),
+    ((1, schedules.gpipe), (4, IN_TWO_PARTS)),
 )
 def test_a_tied_weight_has_the_unsplit_models_bits(num_stages: int, schedule: object) -> None:
     report = penstock.check(

@@ -1,7 +1,7 @@
 """Loss scaling: gradients come back to the unscaled bits, and an inf anywhere skips everywhere."""
 
 import copy
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from tests.models import BY_NAME, Model
 from tests.reference import Unsplit, Weigh, mean
 from tests.side_by_side import differences, pipeline, same_bits
 from tests.ways import WAYS, one_each
-from tests.ways import pairwise as paired
 
 SCALED = [BY_NAME[name] for name in ("transformer", "fan_out", "batch_norms", "frozen_middle")]
 
@@ -27,11 +26,13 @@ def options(number: int = 3, **others: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "model, way, exponent",
-    paired(
-        [pytest.param(model, id=model.name) for model in SCALED],
+    "way, model, exponent",
+    one_each(
         WAYS,
-        [pytest.param(exponent, id=str(exponent)) for exponent in (-8, 16)],
+        [
+            pytest.param(model, exponent, id=f"{model.name}-{exponent}")
+            for model, exponent in zip(SCALED, cycle((-8, 16)), strict=False)
+        ],
     ),
 )
 def test_gradients_come_back_from_a_power_of_two_to_the_unscaled_bits(

@@ -62,6 +62,7 @@ def layers_again(model: Model, number: int) -> dict[str, Any]:
 def test_training_equals_the_unsplit_model_in_every_bit(model: Any, policy: Any) -> None:
     number = ALL_MODELS.index(model) // 2
     options: dict[str, Any] = {"bf16": number % 3 == 0, "num_stages": 3, "num_microbatches": 4}
+    options["steps"] = 2
     assert_trains_like_unsplit(
         model, 8 * model.min_samples + number % 2, **policy(model, number), **options
     )

@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
-    words = [*TRAIN, *sets(*SMALL, "train.epochs=2000")]
+    words = ["-u", *TRAIN, *sets(*SMALL, "train.epochs=2000")]  # each line is seen at once
     process = begin(words, tmp_path, stderr=subprocess.PIPE)
     assert process.stderr is not None
     said_so_far = list(takewhile(lambda line: not line.startswith("epoch"), process.stderr))

@@ -1,7 +1,7 @@
 """Every family of the zoo, cut and trained, is what it is whole in plain torch, to the bit."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,7 +28,7 @@ from tests.recipes.zoo_members import BATCH, ZOO_MEMBERS, Member
 from tests.reference import Call, Unsplit, chain
 from tests.ways import IN_ONE_PROCESS
 
-STEPS = 3
+STEPS = 2
 STAGES = (1, 2, 3, 4)
 FEWEST, MOST = 1, 4
 """Micro-batches: one, and as many as there may be."""
@@ -169,17 +169,20 @@ def plain(model: nn.Module, calls: Sequence[BlockCall] | None, num_microbatches:
     return Unsplit([*(nn.Identity() for _ in calls), AsCalled(model)], forward, num_microbatches)
 
 
+TRAINED = ("unet", "gpt, untied", "gshard_moe, tied")
+BY_LAYER = ("residual_network", "wide_resnet", "gpt, tied", "translation, untied, clipped")
+"""Members whose training is compared in quick tests; of all others, what a capture checks."""
 FEW = [
     pytest.param(
         name,
         run,
         id=f"{name}-{run}",
-        marks=pytest.mark.slow if run.num_stages < 3 or rotation % 4 > 1 else [],
+        marks=[] if run.num_stages > 2 and name in TRAINED else pytest.mark.slow,
     )
     for rotation, name in enumerate(ZOO_MEMBERS)
     for run in list(few_runs(rotation))[rotation % 2 :: 2]
 ]
-"""Every other of a few runs; quick are those of three or four stages, of half of the members."""
+"""Every other of a few runs; quick are those of three or four stages, of a few members."""
 
 
 def check(name: str, run: Run) -> None:
@@ -202,20 +205,20 @@ def test_a_member_trains_cut_as_it_does_whole_by_many_schedules(name: str) -> No
         check(name, run)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if number % 4 else [])
-        for number, name in enumerate(ZOO_MEMBERS)
-    ],
-)
+def members(quick: Collection[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in ZOO_MEMBERS
+    ]
+
+
+@pytest.mark.parametrize("name", members(BY_LAYER))
 def test_each_layer_of_a_member_may_be_a_stage(name: str) -> None:
     """One of training only, too: in evaluation that stage has nothing to do."""
     partition = [1] * len(captured_layers(*make(name)))
     assert_equal(piped(name, MOST, partition=partition), whole(name, MOST))
 
 
-@pytest.mark.parametrize("name", ZOO_MEMBERS)
+@pytest.mark.parametrize("name", members(ZOO_MEMBERS.keys() - {*TRAINED, *BY_LAYER}))
 def test_a_member_passes_the_check_of_a_capture(name: str) -> None:
     layers = penstock.capture(*make(name))
     assert str(layers).splitlines()[-1].startswith("checked: outputs and gradients over ")

@@ -1,8 +1,9 @@
-"""Clipping has the bits of torch's on the unsplit model, whatever K is."""
+"""Clipping has the bits of torch's on the unsplit model, whatever K is.
+
+In processes too: see the norms of tests/distributed/test_equality_processes.py.
+"""
 
 import copy
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from benchmarks.all_pairs import all_pairs
 from penstock import Pipeline
 from penstock.errors import ConfigError
-from tests.distributed.call import call
 
 INF = float("inf")
 
@@ -29,10 +30,9 @@ class Turned(nn.Module):
         return (x * self.turn).real + (x * self.wide).float()
 
 
-def model(*, of_one_type: bool = False) -> nn.Sequential:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
-    kind = nn.Identity if of_one_type else Turned
-    of = [nn.Linear(9, 9), kind(), nn.LayerNorm(9), nn.Linear(9, 9), kind(), nn.Linear(9, 9)]
+    of = [nn.Linear(9, 9), Turned(), nn.LayerNorm(9), nn.Linear(9, 9), Turned(), nn.Linear(9, 9)]
     return nn.Sequential(*of)
 
 
@@ -53,8 +53,8 @@ def trained(module: nn.Module, pipe: Pipeline, clip: Any) -> list[Tensor]:
     return [*found, *(p.detach() for p in module.parameters())]
 
 
-def by_torch(*, of_one_type: bool = False, **how: Any) -> list[Tensor]:
-    unsplit = model(of_one_type=of_one_type)
+def by_torch(**how: Any) -> list[Tensor]:
+    unsplit = model()
     pipe = Pipeline(unsplit, 1, num_microbatches=2, loss=nn.MSELoss())
     return trained(
         unsplit, pipe, lambda: nn.utils.clip_grad_norm_(unsplit.parameters(), 0.1, **how)
@@ -66,37 +66,17 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-HOW: list[dict[str, Any]] = [
-    {"norm_type": norm, "foreach": each}
-    for norm, each in product((2.0, 1.0, 3.0, 0.5, INF), (None, False))
-]
+CASES = all_pairs([(1, 2, 4), (2.0, 1.0, 3.0, 0.5, INF), (None, False)])
 
 
-@pytest.mark.parametrize("how", HOW, ids=str)
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_clipped_steps_have_the_bits_of_torchs(num_stages: int, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("num_stages", "norm_type", "foreach"), CASES)
+def test_clipped_steps_have_the_bits_of_torchs(
+    num_stages: int, norm_type: float, foreach: bool | None
+) -> None:
+    how: dict[str, Any] = {"norm_type": norm_type, "foreach": foreach}
     pipe = Pipeline(model(), num_stages, num_microbatches=2, loss=nn.MSELoss())
     found = trained(pipe, pipe, lambda: penstock.clip_grad_norm_(pipe, 0.1, **how))
     assert same(found, by_torch(**how))
-
-
-def in_processes(mesh: penstock.Mesh) -> dict[str, Any]:
-    layers = model(of_one_type=True)
-    pipe = Pipeline(layers, mesh=mesh, num_microbatches=2, loss=nn.MSELoss())
-    found = trained(pipe, pipe, lambda: penstock.clip_grad_norm_(pipe, 0.1))
-    own = dict(zip([name for name, _ in pipe.named_parameters()], found[3:], strict=True))
-    return {"norms": found[:3], "weights": own}
-
-
-def test_clipped_steps_in_processes_have_them_too(tmp_path: Path) -> None:
-    wanted = by_torch(of_one_type=True)
-    names = [name for name, _ in model(of_one_type=True).named_parameters()]
-    weights = dict(zip(names, wanted[3:], strict=True))
-    every = call(in_processes, (3, 1), tmp_path)
-    assert sorted(name for found in every for name in found["weights"]) == sorted(weights)
-    for found in every:
-        assert same(found["norms"], wanted[:3])
-        assert all(torch.equal(value, weights[name]) for name, value in found["weights"].items())
 
 
 def after_a_step(worst: float) -> tuple[Pipeline, list[Any]]:

@@ -14,14 +14,18 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from benchmarks.all_pairs import all_pairs
 from penstock import Pipeline, Recompute
 from penstock.schedules.ir import Recompute as RecomputeInstruction
 from tests.distributed.call import call
 
 M = 4
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-WAYS = [*product((False, True), (False, True), (Recompute.STAGE, Recompute.NEVER, "one layer"))]
+FACTORS = ((False, True), (False, True), (Recompute.STAGE, Recompute.NEVER, "one layer"))
+WAYS = [*product(*FACTORS)]
 """(captured, with example inputs, recompute)."""
+PAIRS = all_pairs([(1, 2, 4), *FACTORS])
+"""(stages, *way): every two values meet."""
 
 
 class Records(nn.Module):
@@ -134,9 +138,11 @@ def check(found: Iterator[Any], what: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the first call of a Records")
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_measuring_is_not_noticed(num_stages: int, way: tuple[bool, bool, Any]) -> None:
+@pytest.mark.parametrize(("num_stages", "captured", "with_inputs", "recompute"), PAIRS)
+def test_measuring_is_not_noticed(
+    num_stages: int, captured: bool, with_inputs: bool, recompute: Any
+) -> None:
+    way = (captured, with_inputs, recompute)
     check(trained(num_stages, way), str((num_stages, way)))
 
 

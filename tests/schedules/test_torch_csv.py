@@ -22,6 +22,7 @@ from penstock.schedules.torch_csv import read_csv
 from penstock.schedules.transfers import chain_transfers
 from penstock.simulator import UNIT_COSTS, simulate
 from tests.every_schedule import EVERY_SCHEDULE, divided
+from tests.ways import IN_ONE_PROCESS, one_each
 
 FILES = Path(__file__).parent / "torch_csv"
 OURS = tuple(family for family in (*EVERY_SCHEDULE, divided) if isinstance(family, Family))
@@ -161,8 +162,13 @@ def test_families_of_equal_files_are_equal_and_print_what_makes_them() -> None:
     assert eval(repr(family), {"from_csv": from_csv}) == family
 
 
-@pytest.mark.parametrize("name", VALID)
-@pytest.mark.parametrize("transport", (penstock.Transport.LOOPBACK, penstock.Transport.THREADS))
+@pytest.mark.parametrize(
+    "name, transport",
+    one_each(
+        [pytest.param(name, id=name) for name in VALID],
+        [pytest.param(transport, id=transport.name) for transport in IN_ONE_PROCESS],
+    ),
+)
 def test_what_torch_writes_trains_like_the_unsplit_model(name, transport) -> None:
     schedule = read_csv(file(name))
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
