@@ -438,10 +438,8 @@ def test_an_old_torch_is_refused_when_it_is_first_needed(old_torch: Path) -> Non
     assert issubclass(TorchError, ImportError)
 
 
-@pytest.mark.parametrize(
-    "module",
-    (pytest.param("model.capture.capture", marks=pytest.mark.slow), "runtime.executor"),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ("model.capture.capture", "runtime.executor"))
 def test_an_old_torch_is_refused_by_a_module_that_is_imported_directly(module: str) -> None:
     program = f"import torch; torch.__version__ = '2.9.0'; import penstock.{module}"
     last = run("-c", program).stderr.splitlines()[-1]

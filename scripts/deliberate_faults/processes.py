@@ -410,7 +410,7 @@ FAULTS = (
         "group.recv([room], self._ranks.index(other), _END).wait(_AT_ONCE)",
         "pass",
         "tests/distributed/test_link.py",
-        "wait_in_torch",
+        "wait_in_vain",
     ),
     Fault(
         "a wait in torch is ended by the first other process alone, which may be gone",

@@ -55,7 +55,8 @@ def test_stages_are_cut_where_links_are_slow_and_operators_divided_where_they_ar
 
 
 def test_where_all_links_are_fast_one_stage_has_all_devices() -> None:
-    assert meshes(planned(cluster(4, far=1e13, near=1e13), num_microbatches=1)) == [4]
+    where = cluster(4, far=1e13, near=1e13)
+    assert meshes(planned(where, num_microbatches=1, num_layers=2)) == [4]
 
 
 def test_where_links_are_slow_everywhere_each_device_has_a_stage() -> None:

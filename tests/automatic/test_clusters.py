@@ -87,7 +87,6 @@ def test_a_layer_longer_than_all_others_is_a_cluster_beside_them() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: Chain(30), id="attributes"),
         pytest.param(lambda: Nested(6), id="nested"),
         pytest.param(
             lambda: nn.Sequential(*(linear() for _ in range(150))),

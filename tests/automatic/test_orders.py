@@ -75,9 +75,19 @@ def test_heavy_ends_are_on_fast_hosts_wherever_these_stand(
         assert (plan.placement.stage_places is None) == (ranks == sorted(ranks))
 
 
-@pytest.mark.parametrize("heavy", [[], [0], [1], [3], [NUM_LAYERS - 1]])
-@pytest.mark.parametrize("order", [*permutations(PEAKS)])
-def test_the_plan_is_the_best_of_those_of_each_order(heavy: list[int], order: list[str]) -> None:
+ORDERS = [*permutations(PEAKS)]
+
+
+@pytest.mark.parametrize(
+    ("heavy", "order"),
+    [
+        *(([], ORDERS[0]), ([0], ORDERS[1]), ([1], ORDERS[1])),
+        *(([3], ORDERS[0]), ([NUM_LAYERS - 1], ORDERS[0])),
+    ],
+)
+def test_the_plan_is_the_best_of_those_of_each_order(
+    heavy: list[int], order: Sequence[str]
+) -> None:
     task, found = task_on(order, heavy), dict[int, float]()
 
     def begins(start: int, end: int, submesh: Submesh, *, first: int) -> bool:

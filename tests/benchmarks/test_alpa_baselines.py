@@ -93,7 +93,9 @@ def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(task, plans)
     [
         (cluster(2, 2, far=3e8, memory_bytes=10_000_000), 6, 8, ("stages", "one_f_one_b")),
         pytest.param(cluster(2, 2, far=3e7), 6, 32, ("stages", "gpipe"), marks=pytest.mark.slow),
-        (cluster(4, near=1e9), 2, 1, ("zero2", "one_f_one_b")),
+        pytest.param(
+            *(cluster(4, near=1e9), 2, 1, ("zero2", "one_f_one_b")), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_no_baseline_is_faster_where_schedules_or_zero_decide(

@@ -136,7 +136,7 @@ def test_which_model_gains_more_is_predicted_with_many_micro_batches() -> None:
 
 
 def test_an_amoebanet_is_cut_by_flops_with_all_its_layers() -> None:
-    profile = amoebanet(6, 32, image=64).profile((2,))
+    profile = amoebanet(3, 32, image=64).profile((2,))
     partition = by_flops(profile, 4)
     assert sum(partition) == len(profile.layers)
     step = Step(Setting(profile, Cluster.load("p100-pcie-8"), partition, 4, 8))

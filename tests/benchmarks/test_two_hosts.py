@@ -167,6 +167,7 @@ def test_the_hosts_are_removed_after_ctrl_c(number: signal.Signals) -> None:
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_rank_that_fails_is_quoted_and_the_hosts_are_removed() -> None:
     plan = {"work": {"no_such": 1}, "settings": []}
     quoted = r"rank \d ended with 1:(.|\n)*no_such"

@@ -147,6 +147,7 @@ def test_stages_on_sub_meshes_are_planned_and_saved(capsys: Captured) -> None:
     assert "few.toml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_fastest_of_both_kinds_of_plans_is_chosen(capsys: Captured) -> None:
     few_devices(2, torch_type="cuda").save("here.toml")
     steps_s = {}

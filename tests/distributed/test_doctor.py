@@ -36,6 +36,7 @@ def test_where_rank_0_does_not_come_the_others_say_that_nobody_is_there() -> Non
         assert "Traceback" not in ended.output
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there_stops_each_before_anything_runs() -> None:
     for ended in start(3, DOCTOR, {"GLOO_SOCKET_IFNAME": "nowhere7"}).wait(60):
         assert ended.code == 2

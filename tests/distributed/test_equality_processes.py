@@ -197,6 +197,8 @@ REPLICATED = models(
 REPLICAS = ("one_in_each_process", "two_in_each_process")
 SHARDED = models("transformer", "batch_norms", "fan_out", "frozen_middle", "changing_buffers")
 PLANS = [*(name for name in READY if name != "auto"), "zero1", "megatron+zero1"]
+FEW_PLANS = ("grid", "expert", "zero2")
+"""Plans that no other quick test of processes has."""
 
 
 def in_turns(chosen: list[Model], num_stages: int, turns: Iterable[int] = range(3)) -> list[Case]:
@@ -267,7 +269,7 @@ CASES: dict[str, Callable[[int], list[Case]]] = {
     ],
     "few_plans": lambda _: [
         Case(SHARDED[n % len(SHARDED)], gpipe, Recompute.STAGE, sharding=plan)
-        for n, plan in enumerate(PLANS[::2])
+        for n, plan in enumerate(FEW_PLANS)
     ],
     "every_plan": lambda _: [
         Case(model, gpipe, Recompute.STAGE, sharding=plan)
@@ -332,13 +334,30 @@ def unlike(ours: dict[str, Any], theirs: dict[str, Any], names: Iterable[str]) -
 OWN = "buffer 5."  # of an InstanceNorm: each replica's are of its own samples, as outputs are
 
 
-@pytest.mark.parametrize(
-    ("which", "num_stages"), ((REPLICAS[0], 1), slow(REPLICAS[0], 2), slow(REPLICAS[1], 2))
-)
-def test_two_replicas_give_one_pipelines_gradients_but_for_rounding(
-    which: str, num_stages: int, tmp_path: Path
+def of_one_stage(mesh: penstock.Mesh) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return what both tests of two processes compare: to start these takes longest."""
+    return work(mesh, REPLICAS[0]), train_odd(mesh)
+
+
+@pytest.fixture(scope="module")
+def of_two_replicas(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return call(of_one_stage, (1, 2), tmp_path_factory.mktemp("replicas"))
+
+
+def test_two_replicas_of_1_stage_give_one_pipelines_gradients_but_for_rounding(
+    of_two_replicas: list[Any],
 ) -> None:
-    results = call(work, (num_stages, 2), tmp_path, which=which)
+    check_replicas(REPLICAS[0], 1, [trained for trained, _ in of_two_replicas])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", REPLICAS)
+def test_two_replicas_of_several_stages_do_so_too(which: str, tmp_path: Path) -> None:
+    check_replicas(which, 2, call(work, (2, 2), tmp_path, which=which))
+
+
+def check_replicas(which: str, num_stages: int, results: list[list[dict[str, Any]]]) -> None:
+    """Check each rank's results against the unsplit model, and against the other replica's."""
     for case, *by_rank in zip(CASES[which](num_stages), *results, strict=True):
         expected = unsplit(case)
         for rank, found in enumerate(by_rank):
@@ -444,8 +463,8 @@ def assert_close_in_float32(
             assert float((a - b).abs().max()) <= within, f"{case}: {name}"
 
 
-def test_replicas_start_equal_in_every_type_of_number(tmp_path: Path) -> None:
-    first, second = call(train_odd, (1, 2), tmp_path)
+def test_replicas_start_equal_in_every_type_of_number(of_two_replicas: list[Any]) -> None:
+    first, second = (odd for _, odd in of_two_replicas)
     assert first.pop("error") == second.pop("error")
     assert first.keys() == second.keys() == {*TYPES, "frozen", "weight"}
     assert all(

@@ -62,8 +62,16 @@ def check(found: Activation | Gradient, expected: Activation | Gradient) -> None
         assert a is None or b is None or (torch.equal(a, b) and a.stride() == b.stride())
 
 
-def fail_while_waiting(mesh: penstock.Mesh) -> None:
-    """Wait for a message that does not come, until the watch says that a process has failed."""
+def wait_in_vain(mesh: penstock.Mesh) -> None:
+    """Wait for a message until the deadline, which closes the connection; on another mesh, until
+    the watch says that a process has failed.
+    """
+    end = end_of(mesh)
+    if mesh.stage == 1:
+        with pytest.raises(TimeoutError):
+            end.receive(0, timeout_s=0.2)
+    mesh.world.gather(None, "for the others to have seen it")
+    mesh = penstock.init_mesh(mesh.num_stages, timeout_s=60.0)
     end = end_of(mesh)
     if mesh.stage == 1:
         failed = penstock.errors.PeerError("rank 7 failed")
@@ -80,22 +88,9 @@ def connect_many_times(mesh: penstock.Mesh) -> None:
         PointToPoint([range(2)], mesh.rank, mesh.background, mesh.device)
 
 
-def wait_in_vain(mesh: penstock.Mesh) -> None:
-    """Wait for a message until the deadline."""
-    end = end_of(mesh)
-    if mesh.stage == 1:
-        with pytest.raises(TimeoutError):
-            end.receive(0, timeout_s=0.2)
-    mesh.world.gather(None, "for the others to have seen it")
-
-
 @pytest.mark.parametrize("job", [pytest.param(exchange, marks=pytest.mark.slow), wait_in_vain])
 def test_an_edge_between_processes(job: Callable[[penstock.Mesh], None], tmp_path: Path) -> None:
     call(job, (2, 1), tmp_path)
-
-
-def test_a_wait_in_torch_ends_when_a_process_fails(tmp_path: Path) -> None:
-    call(fail_while_waiting, (2, 1), tmp_path)
 
 
 def test_processes_that_connect_at_the_first_use_do_not_wait_for_each_other(

@@ -148,6 +148,7 @@ def test_a_run_that_plans_itself_goes_on_with_fewer_processes(here: Path, alone:
     assert (run.plan, run.cluster, run.planned_microbatches) == ("auto", str(here / "1.toml"), 2)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_cannot_be_is_one_line(here: Path) -> None:
     train = ["-m", "penstock", "train", str(here / "auto.toml"), "--cluster"]
     said = "the cluster few has 3 devices, and there are 2 processes; start one for each device"

@@ -37,6 +37,7 @@ def sure(seconds: float) -> Spread:
     return Spread(seconds, seconds, seconds)
 
 
+@pytest.mark.slow
 def test_a_calibration_is_a_cluster_that_a_file_gives_again(tmp_path: Path) -> None:
     before = torch.get_num_threads()
     found = calibrate(0.2, TINY)

@@ -159,17 +159,19 @@ def check_placed(
         assert sorted(on.values()) == [number] * num_hosts
 
 
-SLOW = [pytest.param(*own, marks=pytest.mark.slow) for own in ((1, 1), (2, 64))]
+SLOW = [
+    pytest.param(*own, 250, marks=pytest.mark.slow) for own in ((1, 1), (2, 64), (4, 1), (4, 2))
+]
 
 
-@pytest.mark.parametrize(("most", "ahead"), [(4, 1), (4, 2), *SLOW])
-def test_the_search_finds_what_trying_everything_finds(most: int, ahead: int) -> None:
-    fits = Counter(check(seed, 0.0, most, ahead) for seed in range(250))
-    assert fits[True] > 100 and fits[False] > 5
+@pytest.mark.parametrize(("most", "ahead", "count"), [(4, 1, 100), (4, 2, 100), *SLOW])
+def test_the_search_finds_what_trying_everything_finds(most: int, ahead: int, count: int) -> None:
+    fits = Counter(check(seed, 0.0, most, ahead) for seed in range(count))
+    assert fits[True] > 0.4 * count and fits[False] > 0.02 * count
 
 
 def test_close_bounds_lose_no_more_than_they_may() -> None:
-    for seed in range(400, 700):
+    for seed in range(400, 550):
         check(seed, 0.2, 2)
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from scripts.deliberate_faults.__main__ import FAULTS, chosen
 from scripts.deliberate_faults.fault import CAUGHT, Fault, outcome
 
@@ -22,8 +24,12 @@ def test_ten_parts_have_each_fault_once() -> None:
     assert sorted(parts) == sorted(fault.name for fault in FAULTS)
 
 
-def test_a_fault_is_caught_only_where_its_own_test_fails(tmp_path: Path) -> None:
+def test_a_fault_is_caught_only_where_its_own_test_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A test that passes, one that is gone and a place that is gone are told apart."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # most of the time of a start
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
     (tmp_path / "code.py").write_text("VALUE = 1\n")
     (tmp_path / "test_code.py").write_text(
         "from code import VALUE\ndef test_it():\n    assert VALUE == 1\n"

@@ -105,11 +105,6 @@ def replaced(mesh: Mesh) -> list[bool]:
     return [ref() is not None for ref in once[0]]
 
 
-def test_a_weight_that_is_replaced_is_let_go(tmp_path: Path) -> None:
-    for alive in call(replaced, Placement.of(range(1), num_shards=NUM_SHARDS), tmp_path):
-        assert len(alive) > 1 and not any(alive)
-
-
 def sent(mesh: Mesh, seeds: list[int]) -> list[tuple[int, int]]:
     """Count what random plans of a block send; return it with what they say."""
     block, axes = gpt_block().double(), mesh.shard_axes
@@ -135,11 +130,29 @@ def sent(mesh: Mesh, seeds: list[int]) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("mesh", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
-def test_each_shard_sends_what_its_plan_counts(mesh: tuple[int, ...], tmp_path: Path) -> None:
-    """No conversion that was priced is left out, and no other one is made."""
-    placement = Placement.of(range(1), num_shards=mesh)
-    for found in call(sent, placement, tmp_path, seeds=list(range(6))):
+def replaced_and_sent(mesh: Mesh, seeds: list[int]) -> tuple[list[bool], list[tuple[int, int]]]:
+    return replaced(mesh), sent(mesh, seeds)
+
+
+def test_a_weight_that_is_replaced_is_let_go_and_each_shard_sends_what_its_plan_counts(
+    tmp_path: Path,
+) -> None:
+    placement = Placement.of(range(1), num_shards=NUM_SHARDS)
+    by_rank = call(replaced_and_sent, placement, tmp_path, seeds=list(range(6)))
+    for alive, _ in by_rank:
+        assert len(alive) > 1 and not any(alive)
+    check_sent([counted for _, counted in by_rank])
+
+
+@pytest.mark.slow
+def test_each_shard_of_a_grid_sends_what_its_plan_counts(tmp_path: Path) -> None:
+    placement = Placement.of(range(1), num_shards=(2, 2))
+    check_sent(call(sent, placement, tmp_path, seeds=list(range(6))))
+
+
+def check_sent(by_rank: list[list[tuple[int, int]]]) -> None:
+    """See that no conversion that was priced is left out, and no other one is made."""
+    for found in by_rank:
         assert all(planned for _, planned in found)
         assert all(counted == planned for counted, planned in found), found
 

@@ -23,7 +23,6 @@ from tests.distributed.call import call
 
 Layout = tuple[int, int, int]
 """K stages, D replicas, T shards."""
-LAYOUTS = [(1, 1, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in ((2, 1, 2), (1, 2, 2)))]
 WORDS = torch.randint(0, 32, (5, 8), generator=torch.Generator().manual_seed(0))
 
 
@@ -90,23 +89,50 @@ def as_one(num_microbatches: int = 2) -> Pipeline:
     return piped(made(0), partition=[7], num_microbatches=num_microbatches)
 
 
-@pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=["2 shards", "2 stages of 2 shards", "2 replicas of 2 shards"]
-)
+def in_two_shards(mesh: Mesh, where: str) -> dict[str, Any]:
+    """Return what each test of two shards compares: to start processes takes longest."""
+    odd = odd_step(mesh, "megatron")
+    return {"trained": in_shards(mesh, where), "odd": odd, "refused": refused(mesh)}
+
+
+Found = tuple[Path, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def two_shards(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Return a folder with a checkpoint, and what each of two shards found."""
+    folder = tmp_path_factory.mktemp("shards")
+    placement = Placement.of(range(1), num_shards=2)
+    return folder, call(in_two_shards, placement, folder, where=str(folder))
+
+
 def test_shards_train_as_the_unsplit_model_and_their_checkpoint_is_its_own(
-    layout: Layout, tmp_path: Path
+    two_shards: Found,
 ) -> None:
+    folder, by_rank = two_shards
+    check_run(folder, [found["trained"] for found in by_rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(2, 1, 2), (1, 2, 2)], ids=["2 stages", "2 replicas"])
+def test_stages_and_replicas_of_shards_train_so_too(layout: Layout, tmp_path: Path) -> None:
     stages, replicas, shards = layout
     placement = Placement.of(range(stages), replicas, num_shards=shards)
-    wanted = two_steps(as_one(num_microbatches=2 * replicas), WORDS)
-    for found in call(in_shards, placement, tmp_path, where=str(tmp_path)):
+    by_rank = call(in_shards, placement, tmp_path, where=str(tmp_path))
+    check_run(tmp_path, by_rank, num_microbatches=2 * replicas)
+
+
+def check_run(folder: Path, by_rank: list[dict[str, Any]], num_microbatches: int = 2) -> None:
+    """Check a run of `in_shards` and its checkpoint against the unsplit model."""
+    wanted = two_steps(as_one(num_microbatches=num_microbatches), WORDS)
+    for found in by_rank:
         assert_trained(found, wanted)
         assert "linear" in found["table"] and "sharding=megatron" in found["plan"]
         cut = [
             n for n, p in made(0).named_parameters() if found["shapes"].get(n, p.shape) != p.shape
         ]
         assert any(name.endswith("widen.weight") for name in cut)
-    assert_loads(tmp_path / "first", dict(made(0).named_parameters()))
+    assert_loads(folder / "first", dict(made(0).named_parameters()))
 
 
 def saves_and_loads(mesh: Mesh, where: str, sharding: str) -> dict[str, Any]:
@@ -278,24 +304,26 @@ def odd_step(mesh: Mesh | None, sharding: Any = None) -> dict[str, Any]:
     return {"loss": loss, **whole, "shape": torch.tensor(first.shape)}
 
 
-@pytest.mark.parametrize(
-    ("sharding", "shape"),
-    [
-        ("megatron", [6, 8]),
-        pytest.param(
-            {"plan": "data", "*.up.weight": "S(1)", "1.*": "R"}, [12, 4], marks=pytest.mark.slow
-        ),
-    ],
-    ids=["megatron", "pins"],
-)
 def test_dropout_by_keywords_is_cut_and_what_is_not_linear_is_summed_first(
-    sharding: Any, shape: list[int], tmp_path: Path
+    two_shards: Found,
 ) -> None:
-    wanted = odd_step(None)
+    check_odd([found["odd"] for found in two_shards[1]], [6, 8])
+
+
+@pytest.mark.slow
+def test_dropout_by_keywords_is_cut_by_pins(tmp_path: Path) -> None:
+    sharding = {"plan": "data", "*.up.weight": "S(1)", "1.*": "R"}
     placement = Placement.of(range(1), num_shards=2)
-    for found in call(odd_step, placement, tmp_path, sharding=sharding):
-        assert found.pop("shape").tolist() == shape  # of (12, 8): it is cut
-        assert found.keys() == wanted.keys() - {"shape"}
+    check_odd(call(odd_step, placement, tmp_path, sharding=sharding), [12, 4])
+
+
+def check_odd(by_rank: list[dict[str, Any]], shape: list[int]) -> None:
+    """Check a step of `odd_step`, whose first gradient, of (12, 8), is cut to a shape."""
+    wanted = odd_step(None)
+    for found in by_rank:
+        assert found["shape"].tolist() == shape
+        assert found.keys() == wanted.keys()
+        del found["shape"]
         for name, value in found.items():
             assert torch.allclose(value, wanted[name], rtol=0, atol=1e-12), name
 
@@ -348,8 +376,8 @@ def refused(mesh: Mesh) -> list[str]:
     return said
 
 
-def test_what_cannot_work_is_refused_by_all(tmp_path: Path) -> None:
-    for said in call(refused, Placement.of(range(1), num_shards=2), tmp_path):
+def test_what_cannot_work_is_refused_by_all(two_shards: Found) -> None:
+    for said in (found["refused"] for found in two_shards[1]):
         wanted = (
             "sharding=None, and a stage has 2 ranks",
             "sharding='alpa': ready plans are 'auto', 'megatron'",

@@ -18,7 +18,7 @@ from tests.recipes.zoo_members import ZOO_MEMBERS
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n == "amoebanet_b")) for n in ZOO_MEMBERS],
+    [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("amoebanet")) for n in ZOO_MEMBERS],
 )
 def test_the_products_are_those_of_the_unsplit_model(name: str) -> None:
     model, inputs = ZOO_MEMBERS[name]()

@@ -24,8 +24,10 @@ from penstock_recipes.zoo import transformer_lm
 from tests.costs.counting.counted import count_one, flops, layers_of, of_class
 from tests.recipes.zoo_members import ZOO_MEMBERS
 
+AMOEBANET = pytest.param("amoebanet_d", marks=pytest.mark.slow)
 
-@pytest.mark.parametrize("name", ["resnet", "amoebanet_d", "unet", "transformer_lm"])
+
+@pytest.mark.parametrize("name", ["resnet", AMOEBANET, "unet", "transformer_lm"])
 def test_what_is_saved_is_what_hooks_see_of_tensors_with_values(name: str) -> None:
     model, inputs = ZOO_MEMBERS[name]()
     check_what_is_saved(layers_of(model, inputs), inputs)
