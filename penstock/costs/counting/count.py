@@ -194,7 +194,7 @@ class _Count:
                 with self._recorder.paused():
                     args, kwargs = tree_map(_alone, (function.args, function.keywords))
                     results = flatten(function.func(*args, **kwargs))[0]
-                self._left_of_kind[kind] = self._left_of(step.module, results)
+                    self._left_of_kind[kind] = self._left_of(step.module, results)
             self._left[step.index] = self._left_of_kind[kind]
         return result
 
