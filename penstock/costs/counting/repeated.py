@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from penstock.costs.records import AtSize
+from penstock.costs.records import AtSize, Value
 
 from .graph import Call, Graph, Ref, TensorSpec
 from .repeats import Repeat
@@ -137,29 +137,7 @@ def _size_with_copies(size: AtSize, layer: int, count: int) -> AtSize | None:
         return None
     if made != before or made.storages != last.storages:
         return None
-    period, end = len(made.storages), made.first + len(made.storages)
-    values, newest, storages = list(size.values[:end]), made.num_storages, made.storages
-    # 2. The values of copies: in memory of their own, or in that of what they take.
-    own = [value.storage for value in size.values[made.first : end]]
-    own_then = own
-    for n in range(1, count + 1):
-        own = [own[place] if is_taken else newest + place for is_taken, place in storages]
-        newest += made.num_new
-        for value, storage in zip(size.values[made.first : end], own, strict=True):
-            where = {"producer": layer + n, "consumers": (layer + n + 1,)}
-            values.append(replace(value, storage=storage, **where))
-    # 3. What comes later moves, and what passes by is used later.
-    moved = dict(zip(own_then, own, strict=True))
-    for place, value in enumerate(size.values):
-        consumers = tuple(n + count * (n > layer) for n in value.consumers)
-        if place < made.first:
-            values[place] = replace(value, consumers=consumers)
-        elif place >= end:
-            is_new = value.storage >= made.num_storages
-            storage = value.storage + count * made.num_new * is_new
-            storage = moved.get(value.storage, storage)
-            where = {"producer": value.producer + count, "consumers": consumers}
-            values.append(replace(value, storage=storage, **where))
+    values, period = _with_made(size.values, layer, count, made), len(made.storages)
 
     def later(places: Sequence[int]) -> tuple[int, ...]:
         return tuple(place + count * period * (place >= made.first) for place in places)
@@ -169,10 +147,41 @@ def _size_with_copies(size: AtSize, layer: int, count: int) -> AtSize | None:
     return replace(
         size,
         kind_of=(*size.kind_of[:layer], *[size.kind_of[layer]] * count, *size.kind_of[layer:]),
-        values=tuple(values),
+        values=values,
         saved=(*size.saved[: layer + 1], *copies, *map(later, size.saved[layer + 1 :])),
         loss_saved=later(size.loss_saved),
     )
+
+
+def _with_made(
+    values: Sequence[Value], layer: int, count: int, made: "_Made"
+) -> tuple[Value, ...]:
+    """Return all values, with those that so many copies of a layer make."""
+    # 1. The values of copies: in memory of their own, or in that of what they take.
+    end, newest = made.first + len(made.storages), made.num_storages
+    first = [value.storage for value in values[made.first : end]]
+    own, copies = first, list[Value]()
+    for n in range(1, count + 1):
+        own = [own[place] if is_taken else newest + place for is_taken, place in made.storages]
+        newest += made.num_new
+        for value, storage in zip(values[made.first : end], own, strict=True):
+            where = {"producer": layer + n, "consumers": (layer + n + 1,)}
+            copies.append(replace(value, storage=storage, **where))
+
+    # 2. What was there: users and makers move, and later values share memory with the last copy's.
+    moved = dict(zip(first, own, strict=True))
+
+    def later(value: Value) -> Value:
+        is_new = value.storage >= made.num_storages
+        storage = value.storage + count * made.num_new * is_new
+        producer = value.producer + count
+        return replace(value, producer=producer, storage=moved.get(value.storage, storage))
+
+    def used(value: Value) -> Value:
+        return replace(value, consumers=tuple(n + count * (n > layer) for n in value.consumers))
+
+    before = (*map(used, values[: made.first]), *values[made.first : end])
+    return (*before, *copies, *(later(used(value)) for value in values[end:]))
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def one_list(layers: Any) -> None:
 
 
 def frozen(layers: Any) -> None:
-    layers[4].linear.weight.requires_grad_(False)  # noqa: FBT003
+    layers[4].linear.weight.requires_grad_(False)
 
 
 def hooked(layers: Any) -> None:
@@ -132,9 +132,9 @@ UNLIKE: tuple[tuple[Change, int], ...] = (
     (lambda layers: None, 3),
     (changed("p", 0.2, "drop"), 0),
     (changed("eps", 1e-3, "norm"), 0),
-    (changed("training", False, "drop"), 0),  # noqa: FBT003
+    (changed("training", False, "drop"), 0),
     (changed("power", 2), 0),
-    (changed("power", True), 0),  # noqa: FBT003 - equal, and of another class
+    (changed("power", True), 0),
     (changed("activation", nn.functional.gelu), 0),
     (changed("activation", lambda x: x), 0),
     (changed("more", [2]), 0),
