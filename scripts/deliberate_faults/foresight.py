@@ -4,6 +4,22 @@ from .fault import Fault
 
 FAULTS = (
     Fault(
+        "layers that share a weight are counted as layers alone",
+        "penstock/costs/counting/repeats.py",
+        "is_alone = all(holders[thing] == 1 for thing in found.owned)",
+        "is_alone = True",
+        "tests/costs/counting/test_repeats.py",
+        "counted_each",
+    ),
+    Fault(
+        "saved bytes behind layers that are left out stay where they were",
+        "penstock/costs/counting/repeated.py",
+        "place + count * period * (place >= made.first)",
+        "place",
+        "tests/costs/counting/test_repeats.py",
+        "cost_what",
+    ),
+    Fault(
         "plans for several numbers of devices share no programs",
         "penstock/planner/make_plan.py",
         "task = like and replace(like, cluster=_room(cluster, asked))",

@@ -49,6 +49,8 @@ class BackwardLog:
     logged: dict[int, list[Logged]] = field(default_factory=dict)
     ran: set[int] = field(default_factory=set)
     arrived: Counter[Edge] = field(default_factory=Counter)
+    given: list[tuple[int, Hashable]] = field(default_factory=list)
+    """Nodes that ran, each with shapes, strides and dtypes of the gradients it was given."""
     current: int | None = None
 
     def note(self, func: Any, operators: Sequence[Operator]) -> None:
@@ -65,6 +67,8 @@ class BackwardLog:
         """Note that a node begins."""
         self.current = node
         self.ran.add(node)
+        facts = (None if g is None else (g.shape, g.stride(), g.dtype) for g in gradients)
+        self.given.append((node, tuple(facts)))
 
     def leave(self, node: int, gradients: Any, received: Any) -> None:
         """Note that a node ends, and count the gradients that arrive at other nodes."""
@@ -96,6 +100,8 @@ class BackwardGraph:
         self.custom = {call for node, call in nodes if isinstance(node, BackwardCFunction)}
         """Calls that made a node of a custom autograd function."""
         self._place_leaves()
+        self.given = Counter[tuple[int, Hashable]]()
+        """Numbers of (call, gradients that one of its nodes was given), once it ran."""
 
     def free(self) -> None:
         """Free the nodes, each before the nodes behind it; nothing else may hold the tensors.
@@ -183,6 +189,8 @@ class BackwardGraph:
                 if backward.current is not None:
                     recorder.blame(self.calls[backward.current])
                 raise
+        names = [node.name() for node in self._numbers]
+        self.given.update((self.calls[n], (keeps, names[n], facts)) for n, facts in backward.given)
         # 3. Drop sums at nodes that did not run: the engine does not compute them.
         needed = backward.ran | {number for _, number in known}
         for node in backward.logged.keys() - needed:

@@ -34,6 +34,8 @@ from .layer_calls import Classes, classes_of, kind_of
 from .meta import inputs_on_meta, on_meta
 from .opaque_calls import as_functions, reader_of
 from .recorder import NeedsValues, Recorder
+from .repeated import whole_graph, whole_size
+from .repeats import Repeat, counted_short, facts_of_inputs
 
 Left = Callable[[nn.Module, list[Tensor]], int]
 """Counts the bytes that the input part of a layer's backward leaves, from its results."""
@@ -76,13 +78,16 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
     size = samples_in(example_inputs) if microbatch_size is None else microbatch_size
     separate = {id(tensor) for tensor in own}
 
-    def run() -> AtSize:
-        count = _Count(layers, left, inputs_on_meta(targets), compile)
+    def sized(some: Layers, repeats: Sequence[Repeat]) -> AtSize | None:
+        count = _Count(some, left, inputs_on_meta(targets), compile)
         with count.counted(example_inputs, torch_type, loss) as lent:
             lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
-            return count.at_size(lasting, size)
+            whole = count.whole(lasting, repeats)
+            return None if whole is None else whole_size(count.at_size(lasting, size), repeats)
 
-    return run_unnoticed(layers.modules, run)
+    return run_unnoticed(
+        layers.modules, lambda: counted_short(layers, sized, separate, compile=compile)
+    )
 
 
 def record_graph(
@@ -98,10 +103,14 @@ def record_graph(
 
     With `compile` the calls have the kernels of compiled layers.
     """
-    count = _Count(layers, None, inputs_on_meta(targets), compile)
-    counted = count.counted(example_inputs, torch_type, loss)
-    with unnoticed(layers.modules, hooks=True), counted as lent:  # as they run in shards
-        return count.graph({storage_id(tensor) for tensor in lent.values()})
+
+    def recorded(some: Layers, repeats: Sequence[Repeat]) -> Graph | None:
+        count = _Count(some, None, inputs_on_meta(targets), compile)
+        with count.counted(example_inputs, torch_type, loss) as lent:
+            return count.whole({storage_id(tensor) for tensor in lent.values()}, repeats)
+
+    with unnoticed(layers.modules, hooks=True):  # as they run in shards
+        return counted_short(layers, recorded, compile=compile)
 
 
 def samples_in(inputs: Any) -> int:
@@ -125,6 +134,7 @@ class _Count:
         self._roots: list[Tensor] = []
         self._graph: BackwardGraph | None = None
         self._operators: dict[int, list[Operator]] = {}
+        self._entering: list[Hashable] = []
 
     @contextmanager
     def counted(
@@ -174,6 +184,7 @@ class _Count:
             return function()
         self._recorder.begin(step.index)
         self._recorder.enter(flatten((function.args, function.keywords))[0])
+        self._entering.append(facts_of_inputs((function.args, function.keywords)))
         result = function()
         self._recorder.begin(step.index, is_between=True)
         if self._left_of is not None:
@@ -183,7 +194,7 @@ class _Count:
                 with self._recorder.paused():
                     args, kwargs = tree_map(_alone, (function.args, function.keywords))
                     results = flatten(function.func(*args, **kwargs))[0]
-                self._left_of_kind[kind] = self._left_of(step.module, results)
+                    self._left_of_kind[kind] = self._left_of(step.module, results)
             self._left[step.index] = self._left_of_kind[kind]
         return result
 
@@ -192,6 +203,25 @@ class _Count:
         custom = set() if self._graph is None else self._graph.custom
         graph = self._recorder.graph(self._operators, lasting, custom)
         return fused(graph) if self._compile else graph
+
+    def whole(self, lasting: set[int], repeats: Sequence[Repeat]) -> Graph | None:
+        """Return the graph of all layers; None if the layers around what was left out are not
+        given the same inputs and gradients, or do not run the same calls.
+        """
+        graph = self.graph(lasting)
+        if not repeats:
+            return graph
+        given: dict[int, Counter[Hashable]] = {}
+        for (call, facts), count in (self._graph.given if self._graph else {}).items():
+            given.setdefault(self._recorder.layer_of(call), Counter())[facts] += count
+        for layer, _ in repeats:
+            facts = self._entering[layer]
+            if facts is None or any(self._entering[layer + n] != facts for n in (-1, 1)):
+                return None
+            if given.get(layer) != given.get(layer - 1):
+                return None
+        paths = [step.path for step in self._layers]
+        return whole_graph(graph, self._recorder.starts, repeats, paths)
 
     def at_size(self, lasting: set[int], microbatch_size: int) -> AtSize:
         """Return the costs; `lasting` are storages of parameters and buffers."""

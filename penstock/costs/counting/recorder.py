@@ -92,10 +92,16 @@ class Recorder:
         self._entering: dict[int, frozenset[int]] = {}
         self.marks: list[tuple[int, int]] = []
         """Pairs (number, call): autograd nodes from the number on are the call's."""
+        self.starts: dict[int, int] = {}
+        """The number of the first tensor that is met in a layer, or later, by layer."""
 
     @property
     def layer(self) -> int:
         return self._drafts[self._now].layer
+
+    def layer_of(self, call: int) -> int:
+        """Return the layer of a call, by its number in `marks`."""
+        return self._drafts[call].layer
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -128,6 +134,7 @@ class Recorder:
     def begin(self, layer: int, *, is_between: bool = False) -> None:
         """Note that a layer begins: its own call, or the code around it."""
         self._of_layer = len(self._drafts)
+        self.starts.setdefault(layer, len(self._specs))
         self._drafts.append(_Draft(layer, is_between))
         self._go_to(self._of_layer)
 
