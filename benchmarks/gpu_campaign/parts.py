@@ -21,11 +21,21 @@ from benchmarks.gpu_campaign import compiled, graphs, precision, processes
 from benchmarks.gpu_campaign.contestants import Contest, Work
 from benchmarks.gpu_campaign.measure import Row
 from penstock.costs.cluster.files import device_preset, preset_of
-from penstock.doctor.calibration.card import OF_A_CARD, TINY_CARD, compare
+from penstock.doctor.calibration.card import OF_A_CARD, CardSizes, compare
 from penstock.doctor.calibration.figures import value_text
 
 CALIBRATION_S = 16.0
 """Seconds for the figures of a card, as `penstock doctor --calibrate` takes."""
+TINY_CARD = CardSizes(
+    products=(32,),
+    heads=(8,),
+    lengths=(16,),
+    tokens=32,
+    width=16,
+    copy_bytes=1 << 16,
+    host_bytes=64,
+)
+"""Sizes for a CPU: fast, with meaningless figures."""
 ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]
 

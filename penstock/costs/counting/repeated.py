@@ -1,8 +1,8 @@
 """Put layers that were left out back into what was counted, as copies of the layer before them.
 
-    layer       a    b    last           calls, tensors and values of b are those of a, moved by
-    tensors     ┌──┐ ┌──┐ ┌──┐           one period; a layer left out has b's, moved by 1, 2, ...
-                   period                periods, and all that comes later moves by them all
+layer       a    b    last           calls, tensors and values of b are those of a, moved by
+tensors     ┌──┐ ┌──┐ ┌──┐           one period; a layer left out has b's, moved by 1, 2, ...
+               period                periods, and all that comes later moves by them all
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -165,8 +165,8 @@ def _with_made(
         own = [own[place] if is_taken else newest + place for is_taken, place in made.storages]
         newest += made.num_new
         for value, storage in zip(values[made.first : end], own, strict=True):
-            where = {"producer": layer + n, "consumers": (layer + n + 1,)}
-            copies.append(replace(value, storage=storage, **where))
+            users = (layer + n + 1,)
+            copies.append(replace(value, producer=layer + n, consumers=users, storage=storage))
 
     # 2. What was there: users and makers move, and later values share memory with the last copy's.
     moved = dict(zip(first, own, strict=True))

@@ -1,7 +1,7 @@
 """Equal layers of a chain are counted a few times, and the costs are those of counting all."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.power, self.more = 1, [1]
         self.activation: Any = nn.functional.relu
+        self.seen: Tensor
         self.register_buffer("seen", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +128,6 @@ class Add(nn.Module):
         return x + skip
 
 
-
 UNLIKE: tuple[tuple[Change, int], ...] = (
     (lambda layers: None, 3),
     (changed("p", 0.2, "drop"), 0),
@@ -184,6 +184,8 @@ def inside(layers: Any) -> list[Any]:
 
 class Turned(nn.Module):
     """Gives values, or gradients, in another order of memory every time."""
+
+    turn: ClassVar[Callable[[Tensor], Tensor]]
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
