@@ -11,13 +11,15 @@ from penstock.costs.records import Part as Of
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices, OnMesh
 from penstock.planner.pricing import Pricing
 from penstock.planner.stage_table import Submesh
-from penstock.sharding.costs import Costs
+from penstock.sharding.costs import DIVIDED_AS, Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Search
 from tests.few_devices import cluster
 from tests.mesh_tasks import mesh_task
 
 WIDTH = 512
+NUM_CALLS = 10
+"""Of both layers."""
 POLICIES = [MemoryPolicy(), MemoryPolicy(recomputes=True)]
 
 
@@ -50,10 +52,12 @@ def test_host_and_devices_overlap_over_a_whole_stage() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_host_of_each_device_issues_all_operators(policy: MemoryPolicy) -> None:
+def test_the_host_of_each_device_issues_all_operators_and_finds_the_shards_of_calls(
+    policy: MemoryPolicy,
+) -> None:
     issue_s = stage(0.0, (0, 2)).price.seconds
     one, two = (stage(issue_s, (0, 2), devices, policy=policy) for devices in (1, 2))
-    assert one.forward_s == two.forward_s
+    assert two.forward_s == pytest.approx(one.forward_s + NUM_CALLS * DIVIDED_AS * issue_s)
     assert one.backward_s == two.backward_s
     assert one.price.seconds == pytest.approx(
         (1 + policy.recomputes) * one.forward_s + one.backward_s
@@ -70,7 +74,7 @@ def test_the_host_of_each_device_issues_all_operators(policy: MemoryPolicy) -> N
 @pytest.mark.parametrize(
     ("torch_type", "cuda_graphs"), [("cuda", True), ("cpu", False), ("cpu", True)]
 )
-def test_nobody_issues_the_operators_of_a_cuda_graph_or_of_a_core(
+def test_nobody_issues_the_operators_of_a_cuda_graph_and_a_core_only_finds_shards(
     torch_type: str, cuda_graphs: bool
 ) -> None:
     with torch.device("meta"):
@@ -84,5 +88,9 @@ def test_nobody_issues_the_operators_of_a_cuda_graph_or_of_a_core(
         search = Search(graph, [*task.names], Part(range(2)), ready_plan("data"), costs)
         whole = Pricing(profile, where(issue_s, torch_type), cuda_graphs=cuda_graphs)
         kind = whole.cluster.places[0].kind
-        tables.append((search.of_ranges().seconds[0, -1], whole.seconds(kind, 8, 2)))
-    assert tables[0] == tables[1]
+        ranges = search.of_ranges()
+        found_s = [table[0, -1] for table in (ranges.seconds, ranges.forward_s)]
+        tables.append((found_s, whole.seconds(kind, 8, 2)))
+    shards_s = 0.0 if cuda_graphs else NUM_CALLS * DIVIDED_AS
+    assert tables[1][0] == pytest.approx([seconds + shards_s for seconds in tables[0][0]])
+    assert tables[0][1] == tables[1][1]
