@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 from penstock.costs.counting.graph import TensorSpec
 from penstock.errors import ConfigError
@@ -35,9 +34,11 @@ class Ready:
     """True if weights that are whole in calls are cut between steps, and gathered for each."""
 
     def layouts(self, num_axes: int) -> Iterator[Layout]:
-        """Yield the allowed layouts of values between layers."""
+        """Yield the allowed layouts of values between layers: alike along all axes but the first,
+        as the product of all states of three axes would take hours to plan.
+        """
         for first, others in self.borders.items():
-            yield from ((first, *rest) for rest in product(others, repeat=num_axes - 1))
+            yield from ((first, *(other,) * (num_axes - 1)) for other in others)
 
 
 # -- what weights may be at rest ------------------------------------------------------------------

@@ -81,6 +81,7 @@ def between(model: Any, num_samples: int, mesh: Sequence[int], sharding: str) ->
         ("grid+sequence", 8, {(S(0), S(1))}),
         ("grid+sequence", 1, {(I, S(1))}),
         slow("grid", 3, {(S(0), I), (S(0), S(1))}),
+        slow("grid", 8, {(S(0), I, I), (S(0), S(0), S(0)), (S(0), S(1), S(1))}),
         ("grid+sequence", 3, {(S(0), S(1))}),
         slow("grid+sequence", 2, {(S(0), S(1), S(1))}),
         ("grid+sequence", 1, {(I, S(1), S(1))}),
