@@ -121,7 +121,7 @@ def _run(pipe: Pipeline, inputs: Any, targets: Any, planned_s: float) -> Row:
     rank, predicted = dist.get_rank(), plan.predicted_stages or ()
     own = [
         told
-        for told, mesh in zip(predicted, plan.placement.ranks, strict=True)
+        for told, mesh in zip(predicted, plan.placement.ranks, strict=False)
         if _has(mesh, rank)
     ]
     return {

@@ -23,7 +23,8 @@ from penstock.costs.roofline import operator_seconds
 
 from .choose import Numbers
 from .layouts import I, Layout, Move, R, S, State, moves_of, shrunk
-from .plan import LayerSharding, PlannedCall
+from .plan import BUCKET_BYTES, LayerSharding, PlannedCall
+from .routed import num_operators
 from .rules import ALIKE
 
 _LOCAL = (Move.SLICE, Move.PAD, Move.MASK)
@@ -142,7 +143,7 @@ class Costs:
         is_core = device.torch_type == "cpu"
         counts = [(0.0, 0.0)]
         for calls in layers:
-            forwards, backwards = (0, 0) if is_core else _num_operators(calls)
+            forwards, backwards = (0, 0) if is_core else num_operators(calls)
             counts.append((forwards + DIVIDED_AS * is_divided * len(calls), backwards))
         before_s = numpy.cumsum(counts, axis=0) * device.issue_s
         forwards_s, backwards_s = numpy.moveaxis(before_s - before_s[:-1, None], -1, 0)
@@ -218,11 +219,16 @@ class Costs:
         held = list(self._between_steps(spec, at_rest))
         for axis in reversed(range(len(held))):  # the order in which `Gathered` goes
             if at_rest[axis] is R:
-                seconds += self._move_s(axis, Move.ALL_REDUCE, num_bytes)
+                seconds += self._in_bucket_s(axis, Move.ALL_REDUCE, num_bytes)
             if held[axis] != at_rest[axis]:
                 held[axis] = at_rest[axis]
-                seconds += self._move_s(axis, Move.ALL_GATHER, self.bytes_of(spec, held))
+                seconds += self._in_bucket_s(axis, Move.ALL_GATHER, self.bytes_of(spec, held))
         return seconds / self.num_microbatches
+
+    def _in_bucket_s(self, axis: int, move: Move, num_bytes: float) -> float:
+        """Return a weight's share of the collective of its bucket; a large weight has its own."""
+        bucket_bytes = max(num_bytes, BUCKET_BYTES)
+        return self._move_s(axis, move, bucket_bytes) * num_bytes / bucket_bytes
 
     def _between_steps(self, spec: TensorSpec, at_rest: Layout) -> Layout:
         return shrunk(at_rest, spec.shape, self.mesh) if self.gathers else at_rest
@@ -347,14 +353,6 @@ class Costs:
 
     def _place(self, number: int) -> int:
         return self.devices[number] if self.devices else number
-
-
-def _num_operators(calls: Sequence[Call]) -> tuple[int, int]:
-    """Return the operators of calls' forwards and backwards."""
-    both = [0, 0]
-    for operator in (own for call in calls for own in call.operators):
-        both[operator.part is not Part.FORWARD] += operator.count
-    return both[0], both[1]
 
 
 def weights_of(graph: Graph, calls: Sequence[Call]) -> Iterator[TensorSpec]:

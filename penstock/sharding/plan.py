@@ -17,6 +17,9 @@ from .layouts import I, Layout, Move, S, layout_text, moves_of
 from .letters import base_name
 from .rules import Choice
 
+BUCKET_BYTES = 25 << 20
+"""Least bytes of the weights whose gradients are summed, or slices gathered, at once in a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instead:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from penstock.costs.counting.graph import Call, Graph
+from penstock.costs.records import Part
 
 from .letters import base_name
 
@@ -104,3 +105,11 @@ def whole_bytes(graph: Graph, calls: Sequence[Call]) -> float:
     specs = (graph.tensors[n] for n in saved)
     whole = sum(x.num_bytes for x in specs if not (x.name and x.wants_gradient))
     return whole + sum(call.inner_bytes for call in calls)
+
+
+def num_operators(calls: Sequence[Call]) -> tuple[int, int]:
+    """Return the operators of calls' forwards and backwards."""
+    both = [0, 0]
+    for operator in (own for call in calls for own in call.operators):
+        both[operator.part is not Part.FORWARD] += operator.count
+    return both[0], both[1]

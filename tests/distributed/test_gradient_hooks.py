@@ -228,7 +228,7 @@ def sums_of_changed_gradients(mesh: penstock.Mesh | None) -> tuple[dict[str, Ten
     torch.manual_seed(0)
     own = AddsLate()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(at_rest, "_BUCKET_BYTES", 1)
+        patch.setattr(at_rest, "BUCKET_BYTES", 1)
         patch.setattr(replicas._InBackward, "leave", counted)
         num_microbatches = 4 if mesh is None else 2
         pipe = penstock.Pipeline(

@@ -109,7 +109,9 @@ def test_each_axis_has_a_state_of_its_own_between_layers(sharding, num_samples, 
 def test_a_block_sends_along_tensors_what_the_papers_count_and_nothing_along_data(
     sharding: str, mesh: tuple[int, ...], num_samples: int, bytes_of: Any
 ) -> None:
-    """Half of it in the forward; a block's sums of gradients are once a step and not counted."""
+    """Half of it in the forward, where values between calls have one layout; a block's sums of
+    gradients are once a step and not counted.
+    """
     with torch.device("meta"):
         model = made(256)
     num_samples *= 512  # so many that bytes count, and not how long collectives take to begin
@@ -117,7 +119,9 @@ def test_a_block_sends_along_tensors_what_the_papers_count_and_nothing_along_dat
     found = penstock.shard(model, words, mesh, sharding=sharding, num_microbatches=64)
     own_bytes = num_samples // (prod(mesh) // prod(tensors)) * 8 * 256 * 8
     block = found.layers[1]
-    assert [block.forward_bytes, block.backward_bytes] == [bytes_of(own_bytes, tensors) / 2] * 2
+    both = block.forward_bytes, block.backward_bytes
+    assert sum(both) == bytes_of(own_bytes, tensors)
+    assert sharding == "grid" or both[0] == both[1]
 
 
 def stepped(mesh: Mesh | None, sharding: Any = None, num_samples: int = 4) -> dict[str, Any]:

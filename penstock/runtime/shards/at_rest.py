@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.model.materialize import has_memory
 from penstock.sharding.layouts import I, Layout, S, Slice, shrunk
+from penstock.sharding.plan import BUCKET_BYTES
 
 from .convert import convert, cut_of, shapes_of
 from .sizes import size_like, slice_here
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from penstock.mesh.collectives import Collectives
 
     Axes = Sequence[Collectives]
-
-_BUCKET_BYTES = 25 << 20
-"""Bytes from which a bucket of tensors is complete."""
 
 
 class Cut(NamedTuple):
@@ -155,7 +153,7 @@ def cut_into_buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for parameter in reversed(parameters):
         bucket = kinds.setdefault((parameter.dtype, parameter.device), [])
         bucket.append(parameter)
-        if sum(p.numel() * p.element_size() for p in bucket) >= _BUCKET_BYTES:
+        if sum(p.numel() * p.element_size() for p in bucket) >= BUCKET_BYTES:
             yield kinds.pop((parameter.dtype, parameter.device))
     yield from kinds.values()
 
