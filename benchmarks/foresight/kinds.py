@@ -23,12 +23,10 @@ from torch import distributed as dist
 
 import penstock
 from benchmarks.foresight.hugging_face import MODELS, hugging_face
-from benchmarks.foresight.main import KIB
 from benchmarks.foresight.subjects import Subject
 from benchmarks.report import Column, Load, Report, parser, progress, publish
 from benchmarks.throughput.processes import Key, Part, Processes
 from penstock import Parallelism, Pipeline
-from penstock.torch_private import storage_id
 
 SUBJECT = Subject(kind="GPT", depth=8, width=192, side=64, batch=32)
 SMALLEST = Subject(kind="GPT", depth=4, width=16, side=8, batch=16)
@@ -43,8 +41,6 @@ COLUMNS = (
     Column("predicted: ms", "predicted_ms", ".1f"),
     Column("measured: ms", "measured_ms", ".1f"),
     Column("off by", "off_by", "+.1%"),
-    Column("weights, gradients, optimizer: KiB", "state_kib", ",.0f"),
-    Column("off by, worst rank", "state_off", "+.1%"),
     Column("planned in: s", "planned_s", ".1f"),
 )
 Row = dict[str, Any]
@@ -102,7 +98,7 @@ def prepare(rank: int, case: Case, _: tuple[int, ...]) -> dict[Key, Part]:
 
 
 def _run(pipe: Pipeline, inputs: Any, targets: Any, planned_s: float) -> Row:
-    """Train, and return what this process took, holds, and had predicted."""
+    """Train, and return what this process took, and what its plan predicts."""
     optimizer = torch.optim.AdamW(pipe.parameters()) if [*pipe.parameters()] else None
     steps_s = []
     for _ in range(NUM_WARM_UPS + NUM_STEPS):
@@ -113,37 +109,23 @@ def _run(pipe: Pipeline, inputs: Any, targets: Any, planned_s: float) -> Row:
         if optimizer is not None:
             optimizer.step()
         steps_s.append(time.perf_counter() - start_s)
-    weights = [*pipe.parameters()]
-    tensors = [*weights, *(p.grad for p in weights if p.grad is not None)]
-    if optimizer is not None:
-        tensors += [x for own in optimizer.state.values() for x in own.values()]
-    plan, held = pipe.plan, {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
-    rank, predicted = dist.get_rank(), plan.predicted_stages or ()
-    own = [
-        told
-        for told, mesh in zip(predicted, plan.placement.ranks, strict=False)
-        if _has(mesh, rank)
-    ]
+    plan = pipe.plan
     return {
         "predicted_s": plan.predicted_step_s,
         "planned_s": planned_s,
         "steps_s": steps_s[NUM_WARM_UPS:],
-        "state_bytes": sum(held.values()),
-        "predicted_state_bytes": sum(told.state_bytes for told in own),
         "plan_text": plan_text(pipe),
         "plan": plan.to_json(),
     }
-
-
-def _has(mesh: Sequence[Sequence[int]], rank: int) -> bool:
-    return any(rank in row for row in mesh)
 
 
 def plan_text(pipe: Pipeline) -> str:
     """Return the layers of each stage, the shape of its mesh and the number of micro-batches."""
     plan = pipe.plan
     stages = "+".join(map(str, plan.partition))
-    return f"{stages} layers on {plan.placement.num_ranks} ranks, M {plan.num_microbatches}"
+    divided = "" if plan.sharding is None else f", {getattr(plan.sharding, 'name', plan.sharding)}"
+    ranks = f"{plan.placement.num_ranks} ranks"
+    return f"{stages} layers on {ranks}{divided}, M {plan.num_microbatches}"
 
 
 def measure(cases: Sequence[Case], rounds: int) -> list[Row]:
@@ -169,16 +151,12 @@ def _seconds(ranks: Sequence[Row]) -> tuple[float, float]:
 def _row(case: Case, rounds: Sequence[Sequence[Row]]) -> Row:
     pairs, last = [_seconds(ranks) for ranks in rounds], rounds[-1]
     predicted_s, measured_s = map(median, zip(*pairs, strict=True))
-    states = [(own["predicted_state_bytes"], own["state_bytes"]) for own in last]
-    told = [(a, b) for a, b in states if a and b]
     return {
         **dict(zip(("model", "layout"), case.words, strict=True)),
         "plan_text": last[0]["plan_text"],
         "predicted_ms": predicted_s * 1e3,
         "measured_ms": measured_s * 1e3,
         "off_by": median(one / other - 1 for one, other in pairs),
-        "state_kib": max(b for _, b in states) / KIB,
-        "state_off": max((a / b - 1 for a, b in told), key=abs) if told else None,
         "planned_s": median(ranks[0]["planned_s"] for ranks in rounds),
         "seconds": pairs,
         "plan": last[0]["plan"],

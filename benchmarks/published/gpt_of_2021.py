@@ -17,15 +17,15 @@ from penstock.costs.counting.fused_chains import fused
 from penstock.costs.counting.graph import Call, Graph
 from penstock.costs.records import Operator, Part
 from penstock.model.layers import Layers
-from penstock.sharding.costs import WeightBytes
+from penstock.sharding.costs import StateRatio
 from penstock_recipes.zoo.attention import Attention
 
-STATE_OF_ALPA = WeightBytes(1, 1, 6)
+STATE_OF_ALPA = StateRatio(1, 6)
 """Weights and gradients in float16; main weights and two moments of Adam in float32.
 
 `TrainState` with a master copy, alpa/model/model_util.py.
 """
-STATE_OF_MEGATRON = WeightBytes(1, 1, 8)
+STATE_OF_MEGATRON = StateRatio(1, 8)
 """The same, and a copy of the gradients in float32: 20 bytes a weight.
 
 docs.nvidia.com/megatron-core, developer guide, distributed optimizer: table of bytes.

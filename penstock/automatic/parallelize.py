@@ -59,10 +59,10 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
         pipe = penstock.parallelize(model, inputs, loss=loss)     # under torchrun, or alone
         print(pipe.plan)
 
-    Layers are cut into stages on some devices each, which divide the stage's operators.  Of the
-    plans that fit, it takes the fastest by simulation.  In a job of processes rank 0 plans, and
-    the others wait without a deadline.  A process is idle if more devices would not make a step
-    faster.
+    Layers are cut into stages on some devices each, which divide the stage's operators, or its
+    samples.  Of the plans that fit, it takes the fastest by simulation.  In a job of processes
+    rank 0 plans, and the others wait without a deadline.  A process is idle if more devices would
+    not make a step faster.  All processes give a step the same batch.
 
     Args:
         model: as `Pipeline` takes it.
@@ -159,6 +159,7 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     # 2. Choose the plan; number its ranks by the devices of the cluster, idle ones included.
     constraints = Constraints(
         batch_size=batch_size,
+        num_replicas=1,  # replicas need samples of their own, and all processes get one batch
         num_microbatches=num_microbatches,
         transport=Transport.TORCH_DISTRIBUTED if count > 1 else None,
     )

@@ -165,11 +165,19 @@ class LayerWeights:
     buffer_bytes: int = 0
     num_norms: int = 0
     """Number of BatchNorms, whose running statistics move once a step."""
-    partial_bytes: int = 0
-    """Bytes of gradients that are partial sums, which an all-reduce adds up once a step."""
+    update_bytes: int = 0
+    """Bytes that the optimizer reads and writes in a step; 0: nobody has counted them."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes of weights, gradients and state together."""
         weights = self.parameter_bytes + self.buffer_bytes
         return weights + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the optimizer moves in a step: as counted, or each tensor once each way."""
+        if not self.gradient_bytes:
+            return 0
+        once = 2 * self.parameter_bytes + self.gradient_bytes + 2 * self.optimizer_bytes
+        return self.update_bytes or once

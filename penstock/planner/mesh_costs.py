@@ -18,7 +18,7 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.cluster.collectives import Collective, Form, fastest_s, forms_of
 from penstock.costs.counting.graph import Graph
 from penstock.sharding.choose import Numbers
-from penstock.sharding.costs import USUAL_STATE, Costs, WeightBytes
+from penstock.sharding.costs import USUAL_STATE, Costs, StateRatio
 from penstock.sharding.layouts import I
 from penstock.sharding.named import ready_plan
 from penstock.sharding.resharding import FEW_BYTES
@@ -109,7 +109,7 @@ class MeshPrices:
     """The search of each shape, which several policies share."""
     factors: tuple[float, ...] = ()
     """Measured seconds of each layer by those of the roofline, where layers were measured."""
-    state: WeightBytes = USUAL_STATE
+    state: StateRatio = USUAL_STATE
     """Bytes of weights, gradients and optimizer state for each byte of a weight."""
 
     def begin(self, submeshes: Iterable[Submesh], executor: Executor) -> None:
@@ -232,13 +232,7 @@ class MeshPrices:
             ready = ready_plan(self.plan)
             devices = self.devices(submesh)
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
-            _, gradient_bytes, state_bytes = self.state
-            costs = replace(
-                costs,
-                factors=self.factors,
-                gradient_bytes=gradient_bytes,
-                state_bytes=state_bytes,
-            )
+            costs = replace(costs, factors=self.factors, state=self.state)
             every, names = range(len(self.names)), [*self.names]
             self.shared[key] = Search(self.graph, names, Part(every), ready, costs)
         return self.shared[key]

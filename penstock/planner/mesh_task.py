@@ -11,7 +11,7 @@ from penstock.costs.counting.graph import Graph
 from penstock.costs.profile import Profile
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.family import Family
-from penstock.sharding.costs import USUAL_STATE, Costs, WeightBytes
+from penstock.sharding.costs import USUAL_STATE, Costs, StateRatio
 from penstock.sharding.program import layers_s
 from penstock.sharding.search import Search
 
@@ -76,7 +76,7 @@ class MeshTask:
     prices: Callable[..., MeshPrices] = MeshPrices
     policies: Sequence[MemoryPolicy] = MEMORY_POLICIES
     factors_of: Callable[[int], tuple[float, ...]] = lambda number: ()
-    state: WeightBytes = USUAL_STATE
+    state: StateRatio = USUAL_STATE
     """Bytes of weights, gradients and optimizer state for each byte of a weight."""
     limit_s: float = inf
     """Seconds that a step must be below; inf: any."""
@@ -148,10 +148,10 @@ class MeshTask:
         return [own for own in every if own[1] == self.shardings[0] or not own[2].byte_s]
 
 
-def _state_of(profile: Profile) -> WeightBytes:
+def _state_of(profile: Profile) -> StateRatio:
     """Return the bytes of gradients and optimizer state for each byte of a model's weights."""
     own = weights_together(profile.weights)
     if not own.parameter_bytes:
         return USUAL_STATE
-    kinds = own.parameter_bytes, own.gradient_bytes, own.optimizer_bytes
-    return WeightBytes(*(size / own.parameter_bytes for size in kinds))
+    kinds = own.gradient_bytes, own.optimizer_bytes, own.moved_bytes
+    return StateRatio(*(size / own.parameter_bytes for size in kinds))

@@ -135,8 +135,6 @@ class Prediction:
     @cached_property
     def _lowering(self) -> Lowering:
         plan = self.plan
-        # shards hold partial gradients, which they sum
-        has_parts = any(layer.partial_bytes for layer in self.profile.weights)
         edges = {(m.transfer.producer, m.transfer.consumer) for m in self._messages}
         return Lowering(
             family=plan.schedule,
@@ -151,7 +149,7 @@ class Prediction:
             ),
             offload=plan.offloading,
             posts=plan.transport.is_between_processes,
-            reduces=plan.placement.num_replicas > 1 or has_parts,
+            reduces=plan.placement.num_replicas > 1,
         )
 
     @cached_property
@@ -289,18 +287,14 @@ class Prediction:
         return max(on_kinds, key=lambda layers: sum(x.forward_s + x.backward_s for x in layers))
 
     def _reduce_s(self, stage: int) -> float:
-        """Return the seconds of a stage's gradient sums, over replicas and over shards."""
-        mesh = self.plan.placement.ranks[stage]
+        """Return the seconds of a stage's gradient sums over replicas."""
         weights = weights_together(self.profile.weights[self._runs[stage]])
-        replicas = [row[0] for row in mesh]
-        sums = ((replicas, weights.gradient_bytes), (mesh[0], weights.partial_bytes))
-        groups = ((sorted({self.places[rank] for rank in ranks}), n) for ranks, n in sums)
+        ranks = [row[0] for row in self.plan.placement.ranks[stage]]
+        group, num_bytes = sorted({self.places[rank] for rank in ranks}), weights.gradient_bytes
+        if len(group) == 1 or not num_bytes:
+            return 0.0
         processes = self.plan.transport.is_between_processes
-        return sum(
-            self.pricing.sum_s(tuple(group), num_bytes, processes=processes)
-            for group, num_bytes in groups
-            if len(group) > 1 and num_bytes
-        )
+        return self.pricing.sum_s(tuple(group), num_bytes, processes=processes)
 
     def _commit_s(self, stage: int) -> float:
         weights = weights_together(self.profile.weights[self._runs[stage]])

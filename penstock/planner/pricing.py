@@ -129,13 +129,7 @@ def commit_seconds(num_norms: int, device: Device, num_microbatches: int) -> flo
 
 def update_seconds(weights: Sequence[LayerWeights], device: Device) -> tuple[float, ...]:
     """Return the seconds of the optimizer for each layer: the bytes it moves, by the bandwidth."""
-    rate = device.bytes_per_s
-    return tuple(
-        (2 * layer.parameter_bytes + layer.gradient_bytes + 2 * layer.optimizer_bytes) / rate
-        if layer.gradient_bytes
-        else 0.0
-        for layer in weights
-    )
+    return tuple(layer.moved_bytes / device.bytes_per_s for layer in weights)
 
 
 def _issued(kind: LayerKind, issue_s: float) -> LayerSeconds:

@@ -137,17 +137,6 @@ def test_shards_of_a_stage_slow_each_other_down_on_the_same_host() -> None:
     assert pool.speeds == pytest.approx((0.9, 0.45))
 
 
-def test_shards_add_up_what_they_have_parts_of() -> None:
-    """Of the gradients of stage 0 alone: one layer's, of 4000 bytes."""
-    shards = Placement.of(range(2), num_shards=2)
-    plan = replace(planned(gpipe, (4, 4), 3), placement=shards, sharding="data")
-    first = replace(SECOND.weights[0], partial_bytes=4000)
-    parts = replace(SECOND, weights=(first, *SECOND.weights[1:]))
-    assert Prediction(plan, SECOND, cluster(4)).costs.reduce_s == (0, 0)
-    told = Prediction(plan, parts, cluster(4)).costs.reduce_s
-    assert told == pytest.approx((2 * (0.01 + 4000 / 2 / 1e6), 0))
-
-
 @pytest.mark.parametrize("num_replicas", (1, 2))
 @pytest.mark.parametrize("recompute", (Recompute.STAGE, Recompute.NEVER))
 @pytest.mark.parametrize("family", (gpipe, one_f_one_b, zb_v(), interleaved_1f1b(2)))

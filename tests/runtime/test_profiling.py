@@ -1,6 +1,7 @@
 """What a profile says is what the layers do, and making it leaves no trace."""
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -217,3 +218,22 @@ def test_one_of_equal_layers_runs_backward_in_each_run(divide: Any) -> None:
         turns.append({*backwards})
     first, second, third = map(id, layers)  # the input of the first one wants no gradient
     assert turns == [{first, second}, {first, third}, {first, second}]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moves"),
+    [
+        (torch.optim.SGD, 3),  # reads weight and gradient, writes the weight
+        (partial(torch.optim.SGD, momentum=0.9), 3 + 5),  # decays the sum, adds the gradient
+        (torch.optim.AdamW, 20),
+        (partial(torch.optim.AdamW, fused=True), 7),  # weight, two moments; reads the gradient
+    ],
+    ids=["SGD", "momentum", "AdamW", "fused"],
+)
+def test_bytes_that_an_optimizer_moves_are_those_of_its_operators(
+    optimizer: Any, moves: int
+) -> None:
+    with torch.device("meta"):
+        layer, inputs = nn.Linear(256, 256, bias=False), torch.zeros(4, 256)
+    found = penstock.profile([layer], inputs, measure=False, optimizer=optimizer).weights[0]
+    assert found.moved_bytes / found.parameter_bytes == pytest.approx(moves, rel=1e-3)

@@ -1,7 +1,7 @@
 """Count the bytes of weights, gradients and optimizer state of each layer."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from penstock.costs.records import LayerWeights
 from penstock.errors import ConfigError
 from penstock.model.layers import Layers
+from penstock.torch_private import TorchDispatchMode
+
+from .classify import described
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """Makes an optimizer of a list of parameters, such as torch.optim.AdamW."""
@@ -23,17 +26,19 @@ def layer_weights(
     parameters without values is a ConfigError.
     """
     seen: set[int] = set()
-    known: dict[Any, int] = {}
+    known: dict[Any, _Optimized] = {}
     weights = []
     for step in layers:
         parameters = _new(step.module.parameters(), seen)
         trained = [p for p in parameters if p.requires_grad]
+        optimized = [_optimized(p, optimizer, known) for p in trained]
         weights.append(
             LayerWeights(
                 parameter_bytes=_bytes(parameters),
                 gradient_bytes=gradient_bytes(trained, gradient_dtype),
-                optimizer_bytes=sum(_state_bytes(p, optimizer, known) for p in trained),
+                optimizer_bytes=sum(own.state_bytes for own in optimized),
                 buffer_bytes=_bytes(_new(step.module.buffers(), seen)),
+                update_bytes=sum(own.update_bytes for own in optimized),
             )
         )
     return tuple(weights)
@@ -55,15 +60,41 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _state_bytes(parameter: Tensor, make: MakeOptimizer, known: dict[Any, int]) -> int:
-    """Return the bytes of state after a step with a meta tensor in the parameter's place."""
+class _Optimized(NamedTuple):
+    """What an optimizer keeps of a parameter, and moves in a step; 0 if a step asks for values."""
+
+    state_bytes: int
+    update_bytes: int
+
+
+class _Moved(TorchDispatchMode):
+    """Counts the bytes that operators read and write inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operators = described(func, args, kwargs or {}, result)
+        self.num_bytes += sum(operator.num_bytes for operator in operators)
+        return result
+
+
+def _optimized(parameter: Tensor, make: MakeOptimizer, known: dict[Any, _Optimized]) -> _Optimized:
+    """Take two steps with a meta tensor in the parameter's place; the first one makes state."""
     key = tuple(parameter.shape), parameter.dtype
     if key not in known:
         twin = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
         twin.grad = torch.empty_like(twin)
-        optimizer, error = make([twin]), ""
+        optimizer, error, moved = make([twin]), "", _Moved()
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        for group in optimizer.param_groups if is_fused else ():
+            group["fused"] = False  # no device, no kernel; it moves each tensor once each way
         try:
             optimizer.step()
+            with moved:
+                optimizer.step()
         except (NotImplementedError, RuntimeError) as failure:
             # a step that asks for values may have made its state before
             error = (str(failure).splitlines() or [type(failure).__name__])[0]
@@ -73,5 +104,5 @@ def _state_bytes(parameter: Tensor, make: MakeOptimizer, known: dict[Any, int]) 
                 f"optimizer={type(optimizer).__name__} does not tell what it keeps of a parameter "
                 f"without values ({error}). Give another one that keeps as much"
             )
-        known[key] = _bytes(state)
+        known[key] = _Optimized(_bytes(state), 0 if error or is_fused else moved.num_bytes)
     return known[key]
