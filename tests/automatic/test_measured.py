@@ -14,6 +14,8 @@ import penstock
 from penstock.automatic.parallelize import plan_for
 from penstock.automatic.target import Target
 from penstock.errors import ConfigError
+from penstock.planner.candidates import Constraints
+from penstock.planner.make_plan import plan_profile
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
@@ -21,6 +23,7 @@ from penstock.planner.plan_sharding import sharding_of
 from penstock.planner.stage_table import Submesh
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s as layer_s
+from penstock.types import Transport
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
 from tests.mesh_tasks import mesh_task, plan_on_meshes
@@ -186,3 +189,15 @@ def test_a_target_that_is_counted_commits_statistics_like_a_profile_of_its_layer
     alike = penstock.profile(layers, inputs, measure=False)
     norms = [own.num_norms for own in alike.weights]
     assert norms == [0, 1, 0] == [own.num_norms for own in counted.weights]
+
+
+def test_all_processes_of_a_job_are_planned_to_get_one_batch() -> None:
+    """Replicas would be faster, and each of them needs samples of its own."""
+    with torch.device("meta"):
+        layers, inputs = [nn.Linear(256, 256) for _ in range(2)], torch.zeros(512, 256)
+    where = cluster(2, near=1e9, issue_s=1e-4)
+    profile = penstock.profile(layers, inputs, measure=False, torch_type="cuda")
+    asked = Constraints(batch_size=512, transport=Transport.TORCH_DISTRIBUTED)
+    best = plan_profile(profile, where, 512, constraints=asked).plan
+    assert best.placement.num_replicas == 2
+    assert plan_for(layers, inputs, where).placement.num_replicas == 1
