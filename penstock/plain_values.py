@@ -209,6 +209,7 @@ def _object(data: Any, where: str) -> dict[str, Any]:
 def _dataclass(kind: Any, data: dict[str, Any], where: str) -> Any:
     hints, known = get_type_hints(kind), _saved(kind)
     names = [field.name for field in known]
+    data = {name: x for name, x in data.items() if name not in getattr(kind, "GONE_FIELDS", ())}
     for name in data:
         if name not in names:
             place = _place(where, name)

@@ -6,7 +6,7 @@ Equal layers share a `LayerKind`; `AtSize` has the kind of each layer.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Self
+from typing import ClassVar, Self
 
 
 class Part(Enum):
@@ -156,6 +156,9 @@ class AtSize:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Bytes of a layer's parameters; the first of several layers counts a shared one."""
+
+    GONE_FIELDS: ClassVar = ("partial_bytes",)
+    """Fields of older files, which are left out."""
 
     parameter_bytes: int
     gradient_bytes: int

@@ -56,6 +56,10 @@ def test_a_damaged_file_is_named_with_the_place(tmp_path: Path, text: str, words
     assert "\n" not in str(caught.value)
 
 
+def test_fields_that_older_files_have_are_left_out() -> None:
+    assert penstock.Profile.from_json(changed("weights.0.partial_bytes", 0)) == TWO
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match=r"none.json: it cannot be read: No such file"):
         penstock.Profile.load(tmp_path / "none.json")
