@@ -11,7 +11,7 @@ python -m benchmarks.foresight.kinds --update-readme
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -52,7 +52,6 @@ class Case:
 
     model: Subject | str
     layout: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def words(self) -> tuple[str, str]:
@@ -120,7 +119,7 @@ def _run(pipe: Pipeline, inputs: Any, targets: Any, planned_s: float) -> Row:
 
 
 def plan_text(pipe: Pipeline) -> str:
-    """Return the layers of each stage, the shape of its mesh and the number of micro-batches."""
+    """Return the layers of stages, the ranks, the ready plan and the number of micro-batches."""
     plan = pipe.plan
     stages = "+".join(map(str, plan.partition))
     divided = "" if plan.sharding is None else f", {getattr(plan.sharding, 'name', plan.sharding)}"

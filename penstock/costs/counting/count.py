@@ -82,8 +82,9 @@ def count_layers(  # noqa: PLR0913 - the front door: each a keyword with a defau
         count = _Count(some, left, inputs_on_meta(targets), compile)
         with count.counted(example_inputs, torch_type, loss) as lent:
             lasting = {storage_id(tensor) for n, tensor in lent.items() if n not in separate}
-            whole = count.whole(lasting, repeats)
-            return None if whole is None else whole_size(count.at_size(lasting, size), repeats)
+            if repeats and count.whole(lasting, repeats) is None:
+                return None
+            return whole_size(count.at_size(lasting, size), repeats)
 
     return run_unnoticed(
         layers.modules, lambda: counted_short(layers, sized, separate, compile=compile)

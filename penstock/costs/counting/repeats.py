@@ -129,6 +129,7 @@ class _Facts:
         self.is_shown = True
         self.owned: list[Hashable] = []
         """Ids of its modules, containers and memory of tensors, with repetitions."""
+        self._seen: set[int] = set()
         self.kind = self._of(module)
 
     def _of(self, value: Any) -> Hashable:
@@ -147,10 +148,10 @@ class _Facts:
         return kind, id(value)
 
     def _of_holder(self, value: Any) -> Hashable:
-        is_seen = id(value) in self.owned
         self.owned.append(id(value))
-        if is_seen:
+        if id(value) in self._seen:
             return None
+        self._seen.add(id(value))
         if isinstance(value, set):
             self.is_shown &= all(type(entry) in _PLAIN for entry in value)
             return set, frozenset((type(entry), entry) for entry in value)

@@ -140,8 +140,6 @@ class Site:
         self.planned = planned
         self.name = base_name(planned.function)
         self.kernel = kernel_of(planned.function)
-        self.functions: set[Any] = set()
-        """The functions of torch that have made this call."""
         self.known: list[_Known] = []
 
 
@@ -171,6 +169,10 @@ class LayerRun:
         An OtherPathError refuses a part whose shape does not fit the layout.
         """
         layout = self._whole if layout is None else layout
+        return self._standing_for(self._whole_of(local, layout), local, layout)
+
+    def _whole_of(self, local: Tensor, layout: Layout) -> tuple[Shape, Tensor]:
+        """Return the shape and a bare tensor of the whole of which this is a part."""
         # 1. Check the slices, the last axis first: it cuts the slices of the axes before it.
         shape = list(local.shape)
         for axis, state in zip(reversed(self._axes), reversed(layout), strict=True):
@@ -184,7 +186,7 @@ class LayerRun:
         # 2. Make a tensor of the whole size without memory, which answers questions about shapes.
         strides = local.stride() if local.layout is torch.strided else None
         whole, strides = whole_size(tuple(local.shape), strides, layout)
-        return self._standing_for((whole, bare(whole, strides, local.dtype)), local, layout)
+        return whole, bare(whole, strides, local.dtype)
 
     def _standing_for(
         self, whole: tuple[Shape, Tensor], local: Tensor, layout: Layout
@@ -277,13 +279,12 @@ class LayerRun:
         key: Any = None
         if local.layout is torch.strided:
             key = place, local.shape, local.stride(), local.dtype
-        if key in known.wholes:
-            result = self._standing_for(known.wholes[key], local, layout)
-        else:
-            result = self.wrapped(local, layout)
+        whole = known.wholes.get(key)
+        if whole is None:
+            whole = self._whole_of(local, layout)
             if key is not None and len(known.wholes) < _MOST_KNOWN:
-                own = bare(result.whole_shape, result.stride(), local.dtype)
-                known.wholes[key] = result.whole_shape, own
+                known.wholes[key] = whole
+        result = self._standing_for(whole, local, layout)
         result.made_by = self._next - 1, place
         return result
 
@@ -302,11 +303,9 @@ class LayerRun:
     def _site(self, func: Any) -> Site:
         """Return the next planned call, which a function of torch has to make."""
         site = self._sites[self._next] if self._next < len(self._sites) else None
-        if site is None or func not in site.functions:
-            name = _name_of(func)
-            if site is None or site.name != base_name(name):
-                raise self._other_path(f"calls {name}")
-            site.functions.add(func)
+        name = _name_of(func)
+        if site is None or site.name != base_name(name):
+            raise self._other_path(f"calls {name}")
         self._next += 1
         return site
 
