@@ -136,7 +136,7 @@ class Pipeline(PipelineModule):
         check_batches: the steps at which ranks of a replica compare the values of their batches;
             default: the first eight steps and each hundredth.
         outputs: the ranks that get the outputs of `pipe(inputs)` in training; default: all.
-        cuda_graphs: capture `train_step` as one CUDA graph, on one GPU (docs/cuda_graphs.md).
+        cuda_graphs: capture `train_step` as one CUDA graph of each process (docs/cuda_graphs.md).
         compile: True compiles each layer in place with `torch.compile`, or a dictionary of its
             options does; default: False.  Equal layers are compiled once.
         plan: a plan to run, such as another pipeline's; instead of num_stages, partition,
@@ -222,6 +222,7 @@ class Pipeline(PipelineModule):
         with mesh.world.reporting(plan.placement.names):
             compiled = compile_layers(resolved, compile, plan)
             alike = {"check_batches": check_batches, "compile": compiled}
+            alike |= {"cuda_graphs": cuda_graphs}
             plan, number, undecided = agree(plan, resolved, mesh, part, alike, undecided)
             divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
             how: Any = {"draws": draws, "sharding": divided, "cuda_graphs": cuda_graphs}

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,15 +26,20 @@ from penstock.schedules import gpipe, one_f_one_b
 Left = tuple[Row, dict[str, Any]]
 WORK = "work.pickle"
 """The name of the file in FOLDER."""
+NUM_UNTIL_REPLAY = 5
+"""Steps after which one has been a replay."""
 TIMEOUT_S = 50.0
 """The deadline of a wait, in seconds: it ends before the process is killed, and says what hung."""
 
 
-def stages(work: Work) -> Left:
-    """Train a stage by Penstock; leave loss and gradients of the first step."""
+def stages(work: Work, *, captured: bool = False) -> Left:
+    """Train a stage by Penstock; leave loss and gradients of a step, the first replay's if any."""
     with init_mesh(2, device=str(work.device), timeout_s=TIMEOUT_S) as mesh:
-        pipe, words = _pipe(work, mesh, 2, one_f_one_b), work.words()
-        value = pipe.train_step(words, words)
+        captured &= work.device.type == "cuda"
+        pipe, words = _pipe(work, mesh, 2, one_f_one_b, captured), work.words()
+        for _ in range(NUM_UNTIL_REPLAY if captured else 1):
+            pipe.zero_grad()
+            value = pipe.train_step(words, words)
         named = pipe.named_parameters()
         bits = {name: p.grad.cpu() for name, p in named if p.grad is not None}
         row = medians(pipe, lambda: pipe.train_step(words, words), work.device, work.num_steps)
@@ -87,7 +93,9 @@ def replicas(work: Work) -> Left:
     return row, {}
 
 
-def _pipe(work: Work, mesh: Mesh, num_stages: int, schedule: Any) -> Pipeline:
+def _pipe(
+    work: Work, mesh: Mesh, num_stages: int, schedule: Any, captured: bool = False
+) -> Pipeline:
     return Pipeline(
         work.model(),
         mesh=mesh,
@@ -96,11 +104,13 @@ def _pipe(work: Work, mesh: Mesh, num_stages: int, schedule: Any) -> Pipeline:
         loss=loss,
         schedule=schedule,
         recompute=Recompute.NEVER,
+        cuda_graphs=captured,
     )
 
 
 JOBS: dict[str, Callable[[Work], Left]] = {
     "stages": stages,
+    "graphs": partial(stages, captured=True),
     "torch": torch_stages,
     "replicas": replicas,
 }

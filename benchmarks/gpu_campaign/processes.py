@@ -29,7 +29,8 @@ FIRST_SHARED = (2, 30)
 def stages(work: Work, until: float) -> Iterator[Row]:
     """Yield rows of two stages: Penstock's, compared with one process, and torch's own."""
     cases = {
-        "Penstock, 2 processes, 1F1B": partial(_penstock, work, until),
+        "Penstock, 2 processes, 1F1B": partial(_penstock, work, until, "stages"),
+        "Penstock, 2 processes, 1F1B, a graph each": partial(_penstock, work, until, "graphs"),
         "torch.distributed.pipelining, 2 processes, 1F1B": partial(_torch, work, until),
     }
     return rows_of(cases, until)
@@ -40,10 +41,10 @@ def buckets(work: Work, until: float) -> Iterator[Row]:
     return rows_of({"2 replicas": partial(_replicas, work, until)}, until)
 
 
-def _penstock(work: Work, until: float) -> Row:
+def _penstock(work: Work, until: float, job: str) -> Row:
     if why := _why_not(work.device):
         return {"remark": why}
-    row, parts = _run("stages", work, until)
+    row, parts = _run(job, work, until)
     found: dict[str, Any] = {name: bits for part in parts for name, bits in part.items()}
     words = work.words()
     with piped(work, 2, schedule=one_f_one_b) as pipe:

@@ -40,6 +40,10 @@ _WHAT = "for the others to connect"
 """Completes "rank 1 waited ..."."""
 
 
+_Sent = tuple[Tensor, int]
+"""Memory of a message, and the rank of its peer."""
+
+
 class _Edge(NamedTuple):
     """A direction of an edge between accelerators, and the stream that waits for its sends."""
 
@@ -67,6 +71,7 @@ class PointToPoint:
         self._device, self._background = device, background
         self.later = background.new_worker("sends-torch")
         self._of_tag: dict[int, _Edge] = {}
+        self._queue: Any = None
         self._rank, self._groups = rank, groups
         self._ranks = ranks = next(group for group in groups if rank in group)
         self._others = [other for other in ranks if other != rank]
@@ -99,9 +104,7 @@ class PointToPoint:
         """
         if self._device.type == "cpu" or tag in self._of_tag:
             return
-        pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
-        backend = dict(pairs)[self._device.type]
-        group = self._background.run(lambda: self._made(backend), _WHAT)
+        group = self._background.run(lambda: self._made(self._backend), _WHAT)
         self._of_tag[tag] = _Edge(group, torch.Stream(self._device))
         for sender, receiver in sorted(links):
             if self._rank == sender:
@@ -111,8 +114,43 @@ class PointToPoint:
         self.join_sends()
         self._background.run(reached(self._device), _WHAT)
 
+    def open_queue(self) -> None:
+        """Make the group of `exchange`, and its one communicator; all processes call this.
+
+        The first batch of a group needs all its processes: here each sends to the next one.
+        """
+        if self._queue is None:
+            self._queue = self._background.run(lambda: self._made(self._backend), _WHAT)
+            at = self._ranks.index(self._rank)
+            after, before = (self._ranks[(at + by) % len(self._ranks)] for by in (1, -1))
+            for work in self.exchange([(self._hello(), after)], [(self._hello(), before)]):
+                work.wait()
+            self._background.run(reached(self._device), _WHAT)
+
+    def exchange(self, sends: Iterable[_Sent], rooms: Iterable[_Sent]) -> list[Any]:
+        """Begin several messages of an accelerator, which run together, behind earlier batches.
+
+        `sends` and `rooms` are memory to send or to receive into, and the peer's rank.  Those of
+        two ranks are matched by their order.  The caller keeps the memory until all messages have
+        ended.
+
+        Returns:
+            Works; with `wait`, the current stream waits.
+        """
+        queue = self._queue
+        messages = [dist.P2POp(dist.isend, content, rank, queue) for content, rank in sends]
+        messages += [dist.P2POp(dist.irecv, room, rank, queue) for room, rank in rooms]
+        works: list[Any] = self._do(lambda: dist.batch_isend_irecv(messages)) if messages else []
+        return works
+
     def _hello(self) -> Tensor:
         return torch.zeros(1, dtype=torch.uint8, device=self._device)
+
+    @property
+    def _backend(self) -> str:
+        """The name of the accelerator's backend."""
+        pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
+        return dict(pairs)[self._device.type]
 
     def _made(self, backend: str) -> Any:
         """Make all groups in all processes, and return the group of this one.
@@ -195,6 +233,7 @@ class PointToPoint:
                 with suppress(RuntimeError):  # its deadline has passed: that closes connections
                     room = torch.empty(1)
                     group.recv([room], self._ranks.index(other), _END).wait(_AT_ONCE)
-        for edge in self._of_tag.values():
+        groups = [edge.group for edge in self._of_tag.values()]
+        for group in [*groups, *([self._queue] if self._queue else [])]:
             with suppress(RuntimeError):
-                edge.group.abort()
+                group.abort()

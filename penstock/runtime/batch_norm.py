@@ -108,6 +108,7 @@ class Norms(LayersGuard, RerunGuard):
     def __init__(self, stage: int, modules: Sequence[nn.Module], pool: Pool | None) -> None:
         self._stage, self._modules, self._pool = stage, modules, pool
         self.layers = batch_norms(modules)
+        self.are_pooled = pool is not None and bool(self.layers)
 
     def check_all_known(self) -> None:
         """Raise ConfigError if BatchNorm layers were added or removed since the stage was made."""

@@ -79,7 +79,7 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     # 2. Put the layers of this process's stages on their devices, whole or in shards.
     devices = stage_devices(plan, mesh)
     if isinstance(shared.driver, GraphDriver):
-        check_can_capture(plan, devices)
+        check_can_capture(plan, devices, mesh)
     here = shared.processes.stages_of(mesh.rank)
     mine = [(p, devices[p.index]) for p in plans if p.index in here]
     shards = Shards(sharding, mesh) if before is None else before.shards
@@ -146,7 +146,8 @@ def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh, cuda_graphs
     replicas = Replicas(mesh.replicas.tensors, pools_statistics=pools) if sums else None
     driver: AbstractDriver = (in_caller := CallerDriver(plan.threads_per_stage))
     if cuda_graphs:
-        driver = GraphDriver(plan.threads_per_stage)
+        eager = ProcessDriver(mesh, plan, captures=True) if connects else in_caller
+        driver = GraphDriver(eager, mesh.world)
     elif connects:
         driver = ProcessDriver(mesh, plan)
     elif plan.transport is not Transport.LOOPBACK:

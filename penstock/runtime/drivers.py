@@ -1,16 +1,18 @@
 """Drive programs in the calling thread: of all ranks, or of this process.  See also `workers`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from penstock.mesh import Mesh
 from penstock.planner.plan import Plan
-from penstock.schedules.ir import Schedule
+from penstock.schedules.ir import Instruction, ReduceGradients, Schedule
 from penstock.schedules.walk import walk
+from penstock.transport.captured import CapturedChannels
 from penstock.transport.channels import LoopbackChannels
 from penstock.transport.processes import ProcessChannels
 
@@ -46,7 +48,18 @@ class AbstractDriver(ABC):
         """Release threads; the next run starts new ones."""
 
 
-class CallerDriver(AbstractDriver):
+class CanCapture(AbstractDriver):
+    """A driver whose runs a CUDA graph can capture."""
+
+    @abstractmethod
+    def drive_captured(self, work: Work) -> None:
+        """Execute all programs while a graph captures, but for the sums over replicas."""
+
+    def forget(self) -> None:
+        """Forget a capture that has failed in some process; all processes call this."""
+
+
+class CallerDriver(CanCapture):
     """Runs all ranks in the calling thread, always in the same order."""
 
     def __init__(self, num_threads: int) -> None:
@@ -68,23 +81,40 @@ class CallerDriver(AbstractDriver):
         for executor in executors:
             executor.finish()
 
+    def drive_captured(self, work: Work) -> None:
+        self.drive(work)
 
-class ProcessDriver(AbstractDriver):
+
+class ProcessDriver(CanCapture):
     """Runs this process's program in the calling thread; the other programs run elsewhere."""
 
-    def __init__(self, mesh: Mesh, plan: Plan) -> None:
+    def __init__(self, mesh: Mesh, plan: Plan, *, captures: bool = False) -> None:
         self._rank, self._num_threads = mesh.stage, plan.threads_per_stage
-        self._channels = ProcessChannels(mesh, plan.placement.places)
+        self._channels = ProcessChannels(mesh, plan.placement.places, captures=captures)
 
     def drive(self, work: Work) -> None:
         programs = work.schedule.programs
         program = programs[self._rank] if self._rank < len(programs) else ()  # an idle process
-        executor = Executor(self._rank, program, work.stages, work.run, self._channels)
+        self._run(work, program, self._channels)
+
+    def drive_captured(self, work: Work) -> None:
+        program = work.schedule.programs[self._rank]
+        local = [x for x in program if not isinstance(x, ReduceGradients)]
+        channels: Any = self._channels
+        if (wires := channels.wires) is not None:
+            channels = CapturedChannels(channels, wires, work.schedule, self._rank)
+        self._run(work, local, channels)
+
+    def _run(self, work: Work, program: Sequence[Instruction], channels: Any) -> None:
+        executor = Executor(self._rank, program, work.stages, work.run, channels)
         with _threads(self._num_threads), self._channels.run(work.schedule):
             with work.caller.entered():
                 executor.execute_all()
-            self._channels.finish()
+            channels.finish()
         executor.finish()
+
+    def forget(self) -> None:
+        self._channels.forget_links()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from penstock.model.pytree import Structure, constants, flatten, unflatten
 from penstock.model.state import attributes, put_state, read_state
 
-from .drivers import AbstractDriver, Work
+from .drivers import CanCapture, Work
 from .random.streams import new_generator
 from .run import Recorded, Run, StageRun, Streams
 
@@ -132,11 +132,12 @@ class StepGraph:
     """The graph of a step's run, with the tensors that it reads and writes.
 
     Holds the memory of a step: its activations, the static inputs, and gradients that the step
-    made new.  These are in `.grad` until the next step with this graph writes others there.
+    made new.  These are in `.grad` until the next step with this graph writes others there.  If
+    replicas sum them, `.grad` has copies: these may be kept for a sum with those of a later step.
     """
 
     def __init__(
-        self, driver: AbstractDriver, work: Work, leaves: Leaves, calls: Sequence[Any]
+        self, driver: CanCapture, work: Work, leaves: Leaves, calls: Sequence[Any]
     ) -> None:
         """Capture the run of `work`; nothing of it has run afterwards.
 
@@ -176,13 +177,13 @@ class StepGraph:
             with torch.cuda.graph(self._graph, **mode):  # type: ignore[arg-type]
                 for device in devices:
                     device.wait_for_caller()
-                driver.drive(replace(work, run=run))
+                driver.drive_captured(replace(work, run=run))
                 for device in devices:
                     device.make_caller_wait()
 
         parameters = parameters_of(work)
-        _without_traces(capture, modules_of(work), parameters)
-        self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        self._gradients = _without_traces(capture, modules_of(work), parameters)
+        self._sums = any(stage.sums_gradients for stage in work.stages.values())
         self._losses = run.losses
         self._schedule = work.schedule  # a key has its address, which no other may take
 
@@ -194,14 +195,17 @@ class StepGraph:
         self._random.seed(run.streams)
         self._graph.replay()
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+            parameter.grad = gradient.clone() if self._sums else gradient
         run.losses = {i: loss * run.batch.weights[i] for i, loss in self._losses.items()}
 
 
 def _without_traces(
     capture: Callable[[], None], modules: Sequence[nn.Module], parameters: Sequence[Tensor]
-) -> None:
-    """Capture; put gradients and the modules' state back if that fails.
+) -> list[tuple[Tensor, Tensor]]:
+    """Capture; put gradients back, and the modules' state if that fails.
+
+    Returns:
+        The parameters with the gradients that a replay writes.
 
     Raises:
         NotCaptured: the capture failed, or a layer assigns state, which a replay would not.
@@ -222,13 +226,15 @@ def _without_traces(
         why = why or f"a {type(module).__name__} assigns {name!r} anew in its forward"
     if not why and plain_facts(modules) != facts:
         why = "a layer changes a number or a text among its attributes"
-    kept = zip(parameters, gradients, strict=True)
+    kept = list(zip(parameters, gradients, strict=True))
     if not why and any(before is not None and p.grad is not before for p, before in kept):
         why = "a backward replaces a gradient instead of adding to it"
+    written = [(p, p.grad) for p in parameters if p.grad is not None]
+    for parameter, gradient in kept:  # another process may fail, and then nothing is replayed
+        parameter.grad = gradient
     if why:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
         raise NotCaptured(why)
+    return written
 
 
 def _first(error: BaseException) -> BaseException:

@@ -30,13 +30,13 @@ class ProcessChannels(AbstractChannels):
     """The channels of one process; its links to other processes outlive a run.
 
     A message between stages of the same ranks stays in this process.  Messages between stages of
-    several shards are divided by `crossing`.
+    several shards are divided by `crossing`.  `wires` carry them; None for one stage.
     """
 
-    def __init__(self, mesh: Mesh, places: Sequence[int]) -> None:
-        self._mesh, self._background = mesh, mesh.background
+    def __init__(self, mesh: Mesh, places: Sequence[int], *, captures: bool = False) -> None:
+        self._mesh, self._background, self._captures = mesh, mesh.background, captures
         # All processes of the replica make it here, together.
-        self._wires = mesh.point_to_point if mesh.num_stages > 1 else None
+        self.wires = mesh.point_to_point if mesh.num_stages > 1 else None
         meshes = mesh.placement.meshes
         self._ranks = [meshes[place][mesh.replica] for place in places]
         self._incoming: dict[tuple[int, int], Incoming | IncomingShares] = {}
@@ -51,10 +51,11 @@ class ProcessChannels(AbstractChannels):
         other._incoming, other._outgoing, other._staying, other._posted = {}, {}, {}, {}
         return other
 
-    def _stays(self, message: Message) -> bool:
+    def stays(self, message: Message) -> bool:
+        """Tell whether a message is between stages of this process."""
         return self._ranks[message[1]] == self._ranks[message[2]]
 
-    def _incoming_of(self, message: Message) -> Incoming | IncomingShares:
+    def incoming_of(self, message: Message) -> Incoming | IncomingShares:
         """Return the receiving end of a message's edge, made at its first use."""
         key = source, target = message[1:3]
         if key not in self._incoming:
@@ -66,7 +67,7 @@ class ProcessChannels(AbstractChannels):
             )
         return self._incoming[key]
 
-    def _outgoing_of(self, message: Message) -> list[Outgoing]:
+    def outgoing_of(self, message: Message) -> list[Outgoing]:
         """Return the sending ends of a message's edge, made at their first use."""
         key = source, target = message[1:3]
         if key not in self._outgoing:
@@ -79,11 +80,11 @@ class ProcessChannels(AbstractChannels):
         return self._outgoing[key]
 
     def post(self, message: Message) -> None:
-        if self._stays(message):
+        if self.stays(message):
             return
         if any(message[:3] == posted[:3] for posted in self._posted):
             return  # a link has at most one message under way
-        incoming = self._incoming_of(message)
+        incoming = self.incoming_of(message)
         try:
             incoming.post()
         except WAIT_FAILURES:
@@ -93,10 +94,10 @@ class ProcessChannels(AbstractChannels):
             self._posted[message] = self._background.receives.submit(job)
 
     def send(self, message: Message, payload: Payload) -> None:
-        if self._stays(message):
+        if self.stays(message):
             self._staying[message] = payload
             return
-        for outgoing in self._outgoing_of(message):
+        for outgoing in self.outgoing_of(message):
             try:
                 outgoing.send(payload, message[3])
             except WAIT_FAILURES as error:
@@ -104,11 +105,11 @@ class ProcessChannels(AbstractChannels):
                 raise self._background.blame(error, purpose, outgoing.rank) from error
 
     def receive(self, message: Message, instruction: Instruction) -> Payload:
-        if self._stays(message):
+        if self.stays(message):
             return self._staying.pop(message)
         is_gradient, source, _, microbatch = message
         posted, timeout_s = self._posted.pop(message, None), self._background.timeout_s
-        incoming: Any = self._incoming_of(message)
+        incoming: Any = self.incoming_of(message)
         try:
             came = (
                 incoming.bring(microbatch, timeout_s) if posted is None else posted.get(timeout_s)
@@ -142,13 +143,19 @@ class ProcessChannels(AbstractChannels):
     def _open(self, schedule: Schedule) -> None:
         """Connect accelerators along all edges of a schedule; all processes do so in one order."""
         self._opened = schedule
-        if self._wires is None or self._mesh.device.type == "cpu":
+        if self.wires is None or self._mesh.device.type == "cpu":
             return
         sent = (sent_message(instruction) for _, instruction in schedule)
         for source, target in sorted({message[1:3] for message in sent if message}):
             sides = self._ranks[source], self._ranks[target]
             if sides[0] != sides[1]:
-                self._wires.open(_channel(source, target), shares(sides))
+                self.wires.open(_channel(source, target), shares(sides))
+        if self._captures:
+            self.wires.open_queue()
+
+    def forget_links(self) -> None:
+        """Describe all messages anew from now on; all processes do so between two runs."""
+        self._incoming, self._outgoing = {}, {}
 
     def _forget_lasting(self) -> None:
         for incoming in self._incoming.values():

@@ -11,12 +11,13 @@ earlier one is one send and one receive, and arrives while others are computed o
 On an accelerator first and header go by the CPU, and values from device to device.  Once two runs
 in a row had the same headers, both ends foresee those of the next run: a receiver then begins to
 receive values before it knows the header.  Where a sender has another header, it sends zeros in
-the place of what was foreseen, and its own values after them.
+the place of what was foreseen, and its own values after them.  Where a graph captures a run, no
+first and no header travels: `captured` names the values, which `transport.captured` moves.
 """
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import memmove
 from functools import partial
 from typing import Any, NamedTuple
@@ -96,6 +97,10 @@ class _Foreseen:
 
     def add(self, number: int, kinds: list[TensorKind]) -> None:
         self._now.append((number, kinds))
+
+
+class NotForeseen(Exception):
+    """A run cannot be captured: a message is not as it was in the last two runs."""
 
 
 class Received(NamedTuple):
@@ -178,6 +183,16 @@ class Outgoing:
             self._wires.send_on_device(content, self.rank, self._tag)
             self._sent.append((ref(tensor), version_of(tensor)))
         self._foreseen.add(number, [kind for _, kind in values])
+
+    def captured(self, payload: Payload) -> list[Tensor]:
+        """Return the bytes to send in a captured run; NotForeseen if they need a header."""
+        number, _, tensors, header = self._headers.write(payload)
+        if number != self._foreseen.next[0]:
+            raise NotForeseen("a stage sends a tensor of another shape than in the last steps")
+        values = self._own(tensors, header)
+        self._foreseen.add(number, [kind for _, kind in values])
+        self._sent += [(ref(tensor), version_of(tensor)) for tensor, _ in values]
+        return [to_bytes(tensor, kind) for tensor, kind in values]
 
     def _own(self, tensors: Sequence[Tensor], header: Header) -> Values:
         """Return the part of a message for this link: all of it."""
@@ -287,6 +302,22 @@ class Incoming:
             self._bytes = memoryview(bytearray(num_bytes))
             self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
         return Received(header, tensors)
+
+    def captured(self) -> tuple[list[Tensor], Callable[[], Received]]:
+        """Make room for the next message in a run that a graph captures, which has no header.
+
+        Returns:
+            The bytes to receive, and a function for the stream that has waited for them.
+        """
+        number, kinds = self._foreseen.next
+        if number == _UNKNOWN:
+            raise NotForeseen("the last two steps sent tensors of unlike shapes")
+        self._foreseen.add(number, kinds)
+        header = self._headers.read(number, b"")
+        rooms = [room_for(kind, self._device) for kind in kinds]
+        begun = _Rooms(kinds, rooms, [None] * len(kinds))
+        received = [room for room, _ in rooms if room.numel()]
+        return received, lambda: Received(header, self._ended(begun, None))
 
     def payload(self, came: Received) -> Payload:
         """Return the received message; called in the order of messages."""

@@ -1,6 +1,6 @@
-"""One step of a pipeline whose stages are in processes with a GPU each.
+"""Steps of a pipeline whose stages are in processes with a GPU each.
 
-python -m tests.gpu.processes_job FOLDER
+python -m tests.gpu.processes_job FOLDER [graphs]
 """
 
 import sys
@@ -22,9 +22,11 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(256, 64, generator=generator), torch.randn(256, 8, generator=generator)
 
 
-def gradients(pipe: penstock.Pipeline) -> dict[str, Tensor]:
-    """Train one step; return the gradients that this process has."""
-    pipe.train_step(*batch())
+def gradients(pipe: penstock.Pipeline, num_steps: int = 1) -> dict[str, Tensor]:
+    """Train steps on the same batch; return the gradients of the last one that are here."""
+    for _ in range(num_steps):
+        pipe.zero_grad()
+        pipe.train_step(*batch())
     named = pipe.named_parameters()
     return {name: p.grad.cpu() for name, p in named if p.grad is not None}
 
@@ -32,10 +34,17 @@ def gradients(pipe: penstock.Pipeline) -> dict[str, Tensor]:
 def main() -> None:
     """Leave this process's gradients in a file."""
     with penstock.init_mesh(2, device="cuda", timeout_s=60.0) as mesh:
+        graphs = "graphs" in sys.argv
         pipe = penstock.Pipeline(
-            model(), mesh=mesh, num_microbatches=4, loss=nn.functional.mse_loss
+            model(),
+            mesh=mesh,
+            num_microbatches=4,
+            loss=nn.functional.mse_loss,
+            schedule="1f1b",
+            cuda_graphs=graphs,
         )
-        torch.save(gradients(pipe), Path(sys.argv[1]) / f"{mesh.rank}.pt")
+        found = gradients(pipe, num_steps=6 if graphs else 1)
+        torch.save(found, Path(sys.argv[1]) / f"{mesh.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,19 @@ class Capture:
         self._add([output])
         self.replays.append(lambda: output.copy_(make()))
 
+    def use(self, stream: Stream, reads: Any, writes: Any) -> None:
+        """Note what an operation of a stream that has joined the capture uses."""
+        if not self.holds(stream.clock):
+            self.refuse(f"an operation on {stream.name}, which was not forked from the capture")
+        count, memory = stream.issue(), self._tensors.memory
+        uses = ((reads, self.reads, memory.read), (writes, self.written, memory.write))
+        for tensors, noted, note in uses:
+            for tensor in tensors:
+                block = memory.block_of(tensor)
+                assert block is not None, "a tensor of the CPU in an operation of the GPU"
+                note(block, stream, count, "an operation between processes")
+                noted[_key(tensor)] = _alias(tensor)
+
     def _add(self, outputs: Any) -> None:
         for output in outputs:
             self._new[_key(output)] = self.written[_key(output)] = output

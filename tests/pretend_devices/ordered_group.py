@@ -35,15 +35,30 @@ _Job = Callable[[Any], Any]
 
 
 class _Work:
-    """An operation under way; it keeps its tensors until somebody waits, as torch's does."""
+    """An operation under way; it keeps its tensors until somebody waits, as torch's does.
 
-    def __init__(self, streams: Streams, stream: Stream, tensors: Sequence[Tensor]) -> None:
-        self._streams, self._tensors = streams, [*tensors]
+    One that is captured ends in each replay; `in_replay` waits for that.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        stream: Stream,
+        tensors: Sequence[Tensor],
+        in_replay: Callable[[], Any] | None = None,
+    ) -> None:
+        self._streams, self._tensors, self._in_replay = streams, [*tensors], in_replay
         self._device, self._clock = stream.device, dict(stream.clock)
 
     def wait(self, timeout: Any = None) -> bool:
         with self._streams.lock:
-            self._streams.current(self._device).learn(self._clock)
+            current, capture = self._streams.current(self._device), self._streams.capture
+            if self._in_replay is not None:
+                assert capture is not None, "a wait outside for what began inside a capture"
+                capture.replays.append(self._in_replay)
+            elif capture is not None and capture.holds(current.clock):
+                capture.refuse("a wait for a message from outside the capture")
+            current.learn(self._clock)
         self._tensors.clear()
         return True
 
@@ -64,6 +79,8 @@ class _Communicator:
     def begin(self, job: _Job, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> _Work:
         """Queue an operation behind the work that the current stream has so far."""
         streams, stream = self._streams, self._stream
+        if streams.capture is not None:
+            return self._capture(job, reads, writes)
         with streams.lock:
             stream.learn(streams.current(stream.device).clock)
             before, count = dict(stream.clock), stream.issue()
@@ -76,6 +93,21 @@ class _Communicator:
             self._jobs.put((job, before, ended))
             return _Work(streams, stream, [*reads, *writes])
 
+    def _capture(self, job: _Job, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> _Work:
+        """Let each replay queue an operation, in the order of the capture."""
+        streams, stream, latest = self._streams, self._stream, list[threading.Event]()
+        capture: Any = streams.capture
+
+        def again() -> None:
+            latest[:] = [threading.Event()]
+            self._jobs.put((job, {}, latest[0]))
+
+        with streams.lock:
+            stream.learn(streams.current(stream.device).clock)
+            capture.use(stream, reads, writes)
+            capture.replays.append(again)
+            return _Work(streams, stream, [*reads, *writes], lambda: latest[0].wait())
+
     def _serve(self) -> None:
         while True:
             job, before, ended = self._jobs.get()
@@ -87,6 +119,17 @@ class _Communicator:
                 self._aborted.wait()
             ended.set()
             del job, before, ended
+
+
+class _All:
+    """Several works of gloo."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class OrderedGroup(_ProcessGroup):
@@ -135,6 +178,23 @@ class OrderedGroup(_ProcessGroup):
 
         return self._between(self.rank(), peer).begin(job, (), tensors)
 
+    def batch(self, messages: Sequence[Any]) -> Any:
+        """Run sends and receives together, in the queue that all ranks have: as an NCCL group."""
+        sends = [(m.tensor, m.group_peer) for m in messages if m.op is dist.isend]
+        rooms = [(m.tensor, m.group_peer) for m in messages if m.op is dist.irecv]
+
+        def job(gloo: Any) -> Any:
+            works = []
+            for room, peer in rooms:
+                works += [gloo.send([torch.empty(1)], peer, 1), gloo.recv([room], peer, 0)]
+            for content, peer in sends:
+                gloo.recv([torch.empty(1)], peer, 1).wait()  # the receiver has come to it
+                works.append(gloo.send([content], peer, 0))
+            return _All(works)
+
+        reads, writes = ([tensor for tensor, _ in its] for its in (sends, rooms))
+        return self._between(*range(self.size())).begin(job, reads, writes)
+
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
         return self._run(lambda gloo: gloo.allreduce(tensors, options), (), tensors)
 
@@ -165,6 +225,10 @@ def ordered_groups(memory: Memory) -> Iterator[None]:
     def make(store: Any, rank: int, size: int, limit: Any) -> OrderedGroup:
         return OrderedGroup(memory, store, rank, size, limit)
 
+    def batch(messages: Sequence[Any]) -> list[Any]:
+        (group,) = {message.group for message in messages}
+        return [group.batch(messages)]
+
     backends.register_backend(NAME, make, devices=["cpu", "cuda"])
     replaced: dict[str, Any] = {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
@@ -175,6 +239,7 @@ def ordered_groups(memory: Memory) -> Iterator[None]:
     }
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.accelerator, **replaced))
+        stack.enter_context(patch.object(dist, "batch_isend_irecv", batch))
         stack.enter_context(patch.object(torch, "Stream", lambda device: Stream(streams, device)))
         stack.enter_context(patch.dict(backends.default_device_backend_map, cuda=NAME))
         yield

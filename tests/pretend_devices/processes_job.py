@@ -2,8 +2,9 @@
 
 python -m tests.pretend_devices.processes_job FOLDER DEVICE STAGES REPLICAS SHARDS OPTION=VALUE ...
 
-With FATAL=RANK in the environment that process ends in the forward of step 2, as if killed; the
-others leave what they raise.
+With FATAL=RANK in the environment that process ends in the forward of step 2, as if killed, or in
+its second replay; the others leave what they raise.  With ASKS=RANK, the last layer of that
+process asks the GPU for a number.
 """
 
 import os
@@ -22,28 +23,39 @@ from .ordered_group import ordered_groups
 
 SAMPLES = (16, 16, 16, 24, 24)
 """Samples of each step: the third is as foreseen, and the fourth is not."""
+SAMPLES_OF_GRAPHS = (16, 16, 16, 16, 16, 16, 24, 16)
+"""Those with CUDA graphs: of the steps from the fourth on, all but one are replays."""
 
 
 def train(**options: Any) -> dict[str, Any]:
-    """Return the loss of each step, and the gradients of the last one."""
+    """Return the loss and the gradients of each step."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.Tanh()) for _ in range(8)]
-    if os.environ.get("FATAL") == os.environ.get("RANK", "-"):
+    if is_named("FATAL") and "graphs" not in options:
         blocks[-1].register_forward_hook(_Fatal())
+    if is_named("ASKS"):
+        blocks[-1].register_forward_hook(lambda layer, given, output: bool(output.sum()) and None)
     model = nn.Sequential(*blocks, nn.Linear(16, 4))
-    inputs = torch.randn(SAMPLES[-1], 16)
+    samples = SAMPLES_OF_GRAPHS if options.pop("graphs", False) else SAMPLES
+    inputs = torch.randn(max(samples), 16)
     pipe = penstock.Pipeline(
         model, num_microbatches=4, loss=nn.functional.mse_loss, seed=1, **options
     )
     found: dict[str, Any] = {}
-    for step, number in enumerate(SAMPLES):
-        pipe.zero_grad()
-        loss = pipe.train_step(inputs[:number], inputs[:number, :4])
+    for step, number in enumerate(samples):
+        if step % 2 == 0 or options["mesh"].num_replicas == 1:  # else gradients add up
+            pipe.zero_grad()
+        loss = pipe.train_step(inputs[:number], inputs[:number, :4].clone())
         found |= {f"loss {step}": float(loss)}
-    named = pipe.named_parameters()
-    found |= {name: p.grad.cpu() for name, p in named if p.grad is not None}
+        named = [(name, p.grad) for name, p in pipe.named_parameters() if p.grad is not None]
+        found |= {f"{name} {step}": gradient.cpu().clone() for name, gradient in named}
     pipe.close()
     return found
+
+
+def is_named(variable: str) -> bool:
+    """Tell whether a variable of the environment has the number of this process."""
+    return os.environ.get(variable) == os.environ.get("RANK", "-")
 
 
 class _Fatal:
@@ -58,6 +70,21 @@ class _Fatal:
             os._exit(9)
 
 
+def count_replays() -> list[None]:
+    """Return a list that grows by an entry for each replay from now on."""
+    graph, counted = torch.cuda.CUDAGraph, list[None]()
+    replay = graph.replay
+
+    def counting(self: Any) -> None:
+        counted.append(None)
+        if is_named("FATAL") and len(counted) == 2:
+            os._exit(9)
+        replay(self)
+
+    graph.replay = counting  # type: ignore[method-assign]
+    return counted
+
+
 def main() -> None:
     """Leave what this process found, and the races, in a file."""
     folder, device, *numbers = sys.argv[1:6]
@@ -70,11 +97,13 @@ def main() -> None:
         ordered_groups(memory),
         penstock.init_mesh(stages, replicas, shards, device=device, timeout_s=60.0) as mesh,
     ):
+        replays = count_replays()
+        options["cuda_graphs"] = device != "cpu" and options.get("graphs", False)
         try:
             found = train(mesh=mesh, **options)
         except PeerError as error:
             found = {"error": str(error)}
-        torch.save((found, memory.races), Path(folder) / f"{mesh.rank}.pt")
+        torch.save((found, memory.races, len(replays)), Path(folder) / f"{mesh.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A step as one CUDA graph has eager's bits, and is never stale."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, ExecutionWarning
+from penstock.mesh import Mesh
+from penstock.planner.placement import Placement
+from penstock.runtime.graph_driver import check_can_capture
 from penstock.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+from penstock.types import Transport
 
 from .memory import Memory
 
@@ -211,3 +216,22 @@ def test_a_change_is_never_missed(memory: Memory, replays: list[None], change: A
 def test_stages_on_several_devices_are_refused(memory: Memory) -> None:
     with pytest.raises(ConfigError, match="cuda_graphs=True, and"):
         piped(layers(), 2, devices=("cuda:0", "cuda:1"), cuda_graphs=True)
+
+
+def test_processes_that_no_graphs_can_serve_are_refused(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with piped(layers(), 2) as pipe:
+        plan = replace(pipe.plan, transport=Transport.TORCH_DISTRIBUTED)
+    device = [torch.device("cuda:0")]
+    alone = Placement.of(range(2))
+    check_can_capture(plan, device, Mesh(alone))
+    with pytest.raises(ConfigError, match="several processes share a stage"):
+        check_can_capture(plan, device, Mesh(Placement.of(range(2), num_shards=2)))
+    with pytest.raises(ConfigError, match=r"the processes \[2\] have no stage"):
+        check_can_capture(plan, device, Mesh(replace(alone, idle=(2,))))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match="expandable_segments:True"):
+        check_can_capture(plan, device, Mesh(alone))
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    check_can_capture(plan, device, Mesh(alone))

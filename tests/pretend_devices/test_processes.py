@@ -17,6 +17,14 @@ _SLOW = pytest.mark.slow
     ("sizes", "options"),
     [
         pytest.param((2, 1, 1), ["schedule=1f1b"], id="1f1b"),
+        pytest.param((2, 2, 1), ["schedule=1f1b", "graphs=True"], id="graphs"),
+        pytest.param(
+            (3, 1, 1),
+            ["schedule=interleaved_1f1b", "recompute=stage", "graphs=True"],
+            id="interleaved graphs",
+            marks=_SLOW,
+        ),
+        pytest.param((3, 1, 1), ["schedule=zb_v", "graphs=True"], id="zb_v graphs", marks=_SLOW),
         pytest.param((3, 1, 1), ["schedule=interleaved_1f1b"], id="interleaved", marks=_SLOW),
         pytest.param((3, 1, 1), ["schedule=zb_v"], id="zb_v", marks=_SLOW),
         pytest.param((2, 2, 1), ["schedule=gpipe"], id="replicas", marks=_SLOW),
@@ -31,18 +39,32 @@ def test_processes_have_the_bits_of_the_cpu_and_no_race(
     for device in ("cpu", "cuda:0"):
         _run(tmp_path / device, device, sizes, options)
     for rank in range(prod(sizes)):
-        (wanted, _), (found, races) = (
+        (wanted, *_), (found, races, num_replays) = (
             torch.load(tmp_path / device / f"{rank}.pt") for device in ("cpu", "cuda:0")
         )
+        assert num_replays == (4 if "graphs=True" in options else 0)
         assert found.keys() == wanted.keys()
         assert [name for name in found if not _are_equal(found[name], wanted[name])] == []
         assert races == []
+
+
+def test_all_processes_run_eagerly_if_one_cannot_capture(tmp_path: Path) -> None:
+    for device in ("cpu", "cuda:0"):
+        options = ["schedule=1f1b", "graphs=True"]
+        _run(tmp_path / device, device, (2, 1, 1), options, {"ASKS": "1"})
+    for rank in range(2):
+        (wanted, *_), (found, races, num_replays) = (
+            torch.load(tmp_path / device / f"{rank}.pt") for device in ("cpu", "cuda:0")
+        )
+        assert [name for name in wanted if not _are_equal(found[name], wanted[name])] == []
+        assert (races, num_replays) == ([], 0)
 
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
         pytest.param((2, 1, 1), ["schedule=gpipe"], id="messages"),
+        pytest.param((2, 1, 1), ["schedule=1f1b", "graphs=True"], id="replays", marks=_SLOW),
         pytest.param((1, 1, 2), ["sharding=megatron"], id="collectives", marks=_SLOW),
     ],
 )
@@ -51,7 +73,7 @@ def test_a_process_whose_peer_is_killed_says_so_and_waits_no_longer(
 ) -> None:
     with pytest.raises(AssertionError, match="rank 1: 9"):
         _run(tmp_path, "cuda:0", sizes, options, {"FATAL": "1"})
-    found, _ = torch.load(tmp_path / "0.pt")
+    found, *_ = torch.load(tmp_path / "0.pt")
     assert "rank 1" in found["error"]
 
 

@@ -246,10 +246,26 @@ class Stage:
         """Move the BatchNorm running statistics by the moments of all micro-batches."""
         self._norms.commit(run)
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Tell whether replicas or shards sum this stage's gradients."""
+        return self._replicas is not None
+
+    @property
+    def pools_statistics(self) -> bool:
+        """Tell whether replicas pool the statistics of BatchNorm layers of this stage."""
+        return self._norms.are_pooled
+
     def reduce_gradients(self, run: Run) -> None:
         """Sum the gradients over all replicas from now on; `Engine.drive` waits for the sums."""
         assert self._replicas is not None
         self._replicas.begin(self._owned.parameters)
+
+    def reduce_after(self) -> None:
+        """Begin to sum the gradients over all replicas, after all backwards."""
+        if self._replicas is not None:
+            self._replicas.begin(self._owned.parameters)
+            self._replicas.end_backward()
 
     def update_weights(self, run: Run) -> None:
         """Let the optimizer update the weights; free the gradients."""
