@@ -41,9 +41,9 @@ def test_each_count_has_the_plan_of_its_own_search_and_programs_are_made_once(
 ) -> None:
     made = Counter[object]()
 
-    def counted(graph: Any, names: Any, part: Any, ready: Any, costs: Any) -> Search:
+    def counted(graph: Any, names: Any, part: Any, ready: Any, costs: Any, **how: Any) -> Search:
         made[costs.mesh, len(costs.devices) > 2] += 1
-        return Search(graph, names, part, ready, costs)
+        return Search(graph, names, part, ready, costs, **how)
 
     where, own = cluster(2, near=1e12), target()
     asked = Constraints(batch_size=BATCH, num_microbatches=2)
