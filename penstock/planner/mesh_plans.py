@@ -171,7 +171,8 @@ class _Search:
         if len({place.kind for place in places}) > 1:
             return 0.0
         graph, count = self.task.graph_of(number), len(self.task.names)
-        seconds = layers_s(graph, count, LayoutCosts((1,), self.task.cluster, known=self.task.known))
+        costs = LayoutCosts((1,), self.task.cluster, known=self.task.known)
+        seconds = layers_s(graph, count, costs)
         total_s = sum(s * f for s, f in zip(seconds, factors or repeat(1.0), strict=False))
         return even_step_s(total_s, 0.0, len(places), number)
 

@@ -255,6 +255,8 @@ class StageTable:
         for stages in range(1, self.num_stages + 1):
             if stages == 1 or stages - 1 in changes:
                 sizes = np.where(deepest >= stages, size, inf).min(axis=0)
+            if sizes.min() + needed.min() >= best:  # neither gets less with more stages
+                break
             needed = np.append((sizes + needed[:, None]).min(axis=0), inf)
             best = min(best, float(needed[0]))
         return best

@@ -355,14 +355,9 @@ class Search:
         """Return a number that layers with the same programs share, in any layouts at borders."""
         layer, pins = self._layers[place], self._task.pins
         # tensors are named by order of first use, as equal layers share
-        calls = self._graph.of_layer(layer)
+        calls, (entering, leaving) = self._graph.of_layer(layer), self._crossing[place : place + 2]
         met = dict.fromkeys(n for call in calls for n in (*call.takes, *call.gives))
-        entering, leaving = map(set, self._crossing[place : place + 2])
-        places = tuple(
-            (k, n in entering, n in leaving, pins.get(n))
-            for k, n in enumerate(met)
-            if n in entering or n in leaving or n in pins
-        )
+        places = tuple((n in entering, n in leaving, pins.get(n)) for n in met)
         key = self._graph.signature(layer), self._costs.factor(layer), places
         return self._kinds.setdefault(key, len(self._kinds))
 

@@ -28,6 +28,28 @@ FAULTS = (
         "programs_are_made_once",
     ),
     Fault(
+        "a state is planned for without its optimizer's part",
+        "penstock/planner/mesh_plans.py",
+        "(1 + task.state.gradients + task.state.optimizer)",
+        "(1 + task.state.gradients)",
+        "tests/automatic/test_scaling.py",
+        "no_room_for_it",
+    ),
+    Fault(
+        "programs are shared by layers whose values cross at other places",
+        "penstock/sharding/search.py",
+        "tuple((n in entering, n in leaving, pins.get(n)) for n in met)",
+        "tuple(pins.get(n) for n in met)",
+        "tests/sharding/test_borders.py",
+    ),
+    Fault(
+        "calls in any number of parts share their seconds",
+        "penstock/sharding/costs.py",
+        "id(call.operators), parts\n",
+        "id(call.operators)\n",
+        "tests/sharding/test_program.py",
+    ),
+    Fault(
         "a climb of numbers of micro-batches ends with its first number",
         "penstock/planner/mesh_plans.py",
         "misses += self.best_s >= before_s",
