@@ -161,9 +161,7 @@ class Costs:
         """Return measured over roofline seconds of a layer."""
         return self.factors[layer] if self.factors else 1.0
 
-    def forward_s(
-        self, calls: Sequence[Call], plan: LayerSharding, seconds: float
-    ) -> float:
+    def forward_s(self, calls: Sequence[Call], plan: LayerSharding, seconds: float) -> float:
         """Return the part of a layer's seconds that its recompute repeats: its forward.
 
         The seconds are without those of `sums_s`.  Conversions count by the share of the bytes
