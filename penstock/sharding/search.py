@@ -8,7 +8,7 @@ the layouts between them.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cache, partial
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from penstock.costs.counting.graph import Graph
+from penstock.costs.counting.graph import Call, Graph
 from penstock.errors import PlanError
 from penstock.trace.units import bytes_text
 
@@ -113,11 +113,13 @@ class Search:
         self._ranges: dict[float, Ranges] = {}
         self._kinds: dict[object, int] = {}
         self._kind, self._layouts = cache(self._kind_of), cache(self._allowed)
-        self._calls = like._calls if like else cache(partial(routed_calls, graph))
-        self._issued = like._issued if like else cache(lambda n: num_operators(self._calls(n)))
-        self._why_whole = like._why_whole if like else cache(partial(why_whole, graph))
-        beside = pairwise([layers[0] - 1, *layers, layers[-1] + 1])
-        self._crossing = like._crossing if like else [self._between(*both) for both in beside]
+        self._calls: Callable[[int], list[Call]] = cache(partial(routed_calls, graph))
+        self._why_whole: Callable[[int], str] = cache(partial(why_whole, graph))
+        self._issued = cache(lambda n: num_operators(self._calls(n)))
+        if like:
+            self._calls, self._why_whole, self._issued = like._calls, like._why_whole, like._issued
+        beside = [layers[0] - 1, *layers, layers[-1] + 1]
+        self._crossing = [self._between(a, b) for a, b in pairwise(beside)]
         """Tensors at each border, ends included, that only the layers beside it make and use."""
         self._around = part.before, part.after
         self._ends = [self._end(place, mesh) for place, mesh in zip((0, -1), around, strict=True)]

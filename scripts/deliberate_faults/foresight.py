@@ -41,13 +41,15 @@ FAULTS = (
         "tuple((n in entering, n in leaving, pins.get(n)) for n in met)",
         "tuple(pins.get(n) for n in met)",
         "tests/sharding/test_borders.py",
+        "not_along_data",
     ),
     Fault(
         "calls in any number of parts share their seconds",
         "penstock/sharding/costs.py",
         "id(call.operators), parts\n",
         "id(call.operators)\n",
-        "tests/sharding/test_program.py",
+        "tests/automatic/test_choose.py",
+        "all_links_are_fast",
     ),
     Fault(
         "a climb of numbers of micro-batches ends with its first number",
