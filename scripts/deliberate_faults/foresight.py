@@ -36,22 +36,6 @@ FAULTS = (
         "no_room_for_it",
     ),
     Fault(
-        "programs are shared by layers whose values cross at other places",
-        "penstock/sharding/search.py",
-        "tuple((n in entering, n in leaving, pins.get(n)) for n in met)",
-        "tuple(pins.get(n) for n in met)",
-        "tests/sharding/test_borders.py",
-        "not_along_data",
-    ),
-    Fault(
-        "calls in any number of parts share their seconds",
-        "penstock/sharding/costs.py",
-        "id(call.operators), parts\n",
-        "id(call.operators)\n",
-        "tests/automatic/test_choose.py",
-        "all_links_are_fast",
-    ),
-    Fault(
         "a climb of numbers of micro-batches ends with its first number",
         "penstock/planner/mesh_plans.py",
         "misses += self.best_s >= before_s",
