@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.schedules.ir import Recompute
 from penstock.sharding.costs import Costs
 from penstock.sharding.plan import PlannedCall
-from penstock.sharding.routed import routed_calls
+from penstock.sharding.routed import num_operators, routed_calls
 from penstock.sharding.rules import ALIKE
 from penstock.trace.timeline import MemoryKind
 from penstock.trace.units import bytes_text, count_text, number_text, percent_text, time_text
@@ -322,7 +322,7 @@ def _work_s(candidate: OnMeshes, graph: Graph, devices: tuple[int, ...]) -> _Wor
             both_s += costs.call_s(call, own)
             forward_s += costs.call_s(replace(call, operators=forward), own)
         each.append((both_s, forward_s))
-        layers.append(calls)
+        layers.append(num_operators(calls))
     sums = np.cumsum(each, axis=0)
     seconds, forwards_s = np.moveaxis(sums - sums[:-1, None], -1, 0)
     return _Work(*costs.issued(layers, seconds, forwards_s))

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,6 +111,8 @@ class MeshPrices:
     """Measured seconds of each layer by those of the roofline, where layers were measured."""
     state: StateRatio = USUAL_STATE
     """Bytes of weights, gradients and optimizer state for each byte of a weight."""
+    known: dict[object, Any] = field(default_factory=dict)
+    """What `Costs` of all shapes share."""
 
     def begin(self, submeshes: Iterable[Submesh], executor: Executor) -> None:
         """Let an executor solve the programs of all shapes of meshes, from now on."""
@@ -232,9 +234,10 @@ class MeshPrices:
             ready = ready_plan(self.plan)
             devices = self.devices(submesh)
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
-            costs = replace(costs, factors=self.factors, state=self.state)
-            every, names = range(len(self.names)), [*self.names]
-            self.shared[key] = Search(self.graph, names, Part(every), ready, costs)
+            costs = replace(costs, factors=self.factors, state=self.state, known=self.known)
+            how = self.graph, [*self.names], Part(range(len(self.names))), ready, costs
+            like = next(iter(self.shared.values()), None)
+            self.shared[key] = Search(*how, like=like)
         return self.shared[key]
 
     def _where(self, submesh: Submesh) -> object:

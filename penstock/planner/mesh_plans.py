@@ -11,7 +11,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product, repeat
+from itertools import chain, product, repeat
 from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -19,9 +19,11 @@ from typing import Any
 from penstock.errors import PlanError
 from penstock.schedules import gpipe
 from penstock.sharding.costs import Costs as LayoutCosts
+from penstock.sharding.costs import weights_of
 from penstock.sharding.program import layers_s
+from penstock.sharding.routed import routed_calls
 from penstock.trace.progress import say, saying
-from penstock.trace.units import count_text
+from penstock.trace.units import bytes_text, count_text
 
 from .bounds import even_step_s
 from .mesh_candidates import OnMeshes
@@ -29,7 +31,7 @@ from .mesh_costs import MemoryPolicy, hosts_of
 from .mesh_task import MeshTask, Try
 from .shared_cores import num_cores
 from .stage_table import Task
-from .submeshes import Answer, find_stages, submeshes
+from .submeshes import Answer, find_stages, no_room, submeshes
 
 _MOST_ANSWERS = 8
 """Answers of one search that are compared."""
@@ -39,6 +41,8 @@ _NEAR = 1.05
 """Answers are looked at up to this multiple of the best step, by the search's formula."""
 _MARGIN = 1.5
 """Candidates that are not simulated are listed up to this multiple of the best step."""
+_ROUNDED = 1e-9
+"""Share of a sum by which rounding may change it at most."""
 _MOST_MISSES = 2
 """Numbers of micro-batches in a row without a candidate, because others are faster."""
 CUT_SHORT = "the search was interrupted"
@@ -49,6 +53,7 @@ def find_on_meshes(task: MeshTask) -> tuple[list[OnMeshes], str]:
     """Return the candidates on meshes, fastest first, and a line that says so if the search was
     interrupted (Ctrl-C) after it had some.  A PlanError says what is missing if nothing fits.
     """
+    _check_state(task)
     search, ended = _Search(task), ""
     most = len(task.tries)
     try:
@@ -64,6 +69,23 @@ def find_on_meshes(task: MeshTask) -> tuple[list[OnMeshes], str]:
     if not search.candidates:
         raise PlanError(search.missing)
     return sorted(search.candidates, key=attrgetter("step_s", "is_bound")), ended
+
+
+def _check_state(task: MeshTask) -> None:
+    """Raise a PlanError if all devices together have no room for a model's state: nothing fits.
+
+    That is a lower bound.  The devices of a stage have together each of its weights at least once,
+    and as much of gradients and optimizer state, by any ready plan and memory policy; the average
+    device lacks no more than the fullest one.
+    """
+    graph, hosts = task.graph_of(task.numbers[0]), hosts_of(task.cluster)
+    calls = chain.from_iterable(routed_calls(graph, n) for n in range(len(task.names)))
+    weight_bytes = sum(spec.num_bytes for spec in weights_of(graph, [*calls]))
+    state_bytes = (1 + task.state.gradients + task.state.optimizer) * weight_bytes
+    room = sum(own.num_hosts * own.num_devices * own.memory_bytes for own in hosts)
+    lacks = (state_bytes - room) / len(task.cluster.places)
+    if lacks > _ROUNDED * state_bytes:
+        raise PlanError(no_room(f"at least {bytes_text(lacks)}"))
 
 
 class _Search:
@@ -130,7 +152,7 @@ class _Search:
         if self._even_s(number, factors) >= self.best_s:
             return
         shared = task.searches.setdefault((number, sharding, factors), {})
-        how = (task.cluster, number, sharding, policy, shared, factors, task.state)
+        how = task.cluster, number, sharding, policy, shared, factors, task.state, task.known
         prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
         of_stages = cache(partial(prices.of_stages, is_1f1b=tuple(task.families) != (gpipe,)))
         sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)
@@ -149,7 +171,8 @@ class _Search:
         if len({place.kind for place in places}) > 1:
             return 0.0
         graph, count = self.task.graph_of(number), len(self.task.names)
-        seconds = layers_s(graph, count, LayoutCosts((1,), self.task.cluster))
+        costs = LayoutCosts((1,), self.task.cluster, known=self.task.known)
+        seconds = layers_s(graph, count, costs)
         total_s = sum(s * f for s, f in zip(seconds, factors or repeat(1.0), strict=False))
         return even_step_s(total_s, 0.0, len(places), number)
 

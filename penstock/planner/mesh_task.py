@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import inf
+from typing import Any
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
@@ -62,7 +63,7 @@ class MeshTask:
     `graph_of(M)` is the graph of one of M micro-batches, and `names` are its layers.
     `factors_of(M)` are the seconds of each layer over those of the roofline; () means 1.
     `shardings`, `prices` and `policies` restrict the search.  Copies of a task share `searches`,
-    by number of micro-batches, sharding and factors.
+    by number of micro-batches, sharding and factors, and what is `known` to all their costs.
     """
 
     model: Model
@@ -83,6 +84,7 @@ class MeshTask:
     first_number: int | None = None
     """Where a quick search begins to climb numbers of micro-batches; None: it tries all."""
     searches: dict[object, dict[object, Search]] = field(default_factory=dict)
+    known: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
     def of(

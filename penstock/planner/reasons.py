@@ -1,6 +1,7 @@
 """Why a plan is the best of those that were predicted, and why each of the others is not."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 from penstock.trace.rank_times import mean_times, rank_times
 from penstock.trace.units import bytes_text, count_text, number_text, percent_text, time_text
@@ -57,13 +58,13 @@ def slower_than(best: Candidate) -> Callable[[Candidate], str]:
     """Return what says of a candidate on what it spends more or less, as shares of the best one's
     step: all that is worth a line, so that they add up to the difference.
     """
-    others = _kinds(best)
+    kinds_of_best = cache(lambda: _kinds(best))  # not needed beside bounds alone
 
     def why(candidate: Candidate) -> str:
         slower = candidate.step_s / best.step_s - 1
         if candidate.is_bound:
             return f"at least {_than(slower)}"
-        own = _kinds(candidate)
+        own, others = _kinds(candidate), kinds_of_best()
         more = {_WORDS[name]: (own[name] - others[name]) / best.step_s for name in own}
         named = {name: share for name, share in more.items() if abs(share) >= _WORTH_A_WORD}
         rest = sum(more.values()) - sum(named.values())

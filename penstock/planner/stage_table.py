@@ -5,6 +5,7 @@ F[start, stages, devices left]     computed from the last layer on: each end upd
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import compress
 from math import inf
 from typing import Any, NamedTuple
 
@@ -94,26 +95,29 @@ class StageTable:
     """
 
     def __init__(self, task: Task, meshes: Sequence[Submesh], num_stages: int, ahead: int) -> None:
-        # 1. The devices of each mesh, and where a mesh may come.
+        # 1. The meshes that some stage may have, their devices, and where a mesh may come.
         num_layers, hosts, _, num_microbatches = task
         self.num_layers, self.num_stages, self.ahead = num_layers, num_stages, ahead
-        self.hosts, self.meshes = hosts, meshes
+        self.hosts = hosts
         self.devices = tuple(host.num_hosts * host.num_devices for host in hosts)
-        self.sizes = np.zeros((len(meshes), len(hosts)), dtype=int)
+        prices = _prices(task._replace(hosts=tuple(hosts)), tuple(meshes))
+        may_be = np.isfinite(prices[0]).any(axis=(1, 2))
+        may_be |= not may_be.any()
+        prices, self.meshes = prices[:, may_be], [*compress(meshes, may_be)]
+        self.sizes = np.zeros((len(self.meshes), len(hosts)), dtype=int)
         """Devices of each kind that a mesh uses."""
-        for size, mesh in zip(self.sizes, meshes, strict=True):
+        for size, mesh in zip(self.sizes, self.meshes, strict=True):
             size[mesh.kind] = mesh.size
         self.may_be_next = self._host_by_host()
         """By the devices left of each kind, whether the next stage may have a mesh."""
         # 2. Seconds of each stage.
-        prices = _prices(task._replace(hosts=tuple(hosts)), tuple(meshes)).copy()
         prices[3, :, num_layers] = 0.0  # no stage comes after the last layer
         seconds, self.stay, self.kept, handover, once = prices
         self.total = seconds + handover
         self.pace = np.maximum(seconds, self.total / ahead)
         self.total[:, :, 0] += once[:, :, 0]  # the first stage ends last, and so do its sums
         # 3. The most stages from this one on: each of them adds `ahead` micro-batches to keep.
-        self.memory = np.array([hosts[mesh.kind].memory_bytes for mesh in meshes])
+        self.memory = np.array([hosts[mesh.kind].memory_bytes for mesh in self.meshes])
         self.most_in_flight = num_microbatches
         room = self.memory[:, None, None] - self.stay
         many = np.full_like(room, inf)
@@ -251,6 +255,8 @@ class StageTable:
         for stages in range(1, self.num_stages + 1):
             if stages == 1 or stages - 1 in changes:
                 sizes = np.where(deepest >= stages, size, inf).min(axis=0)
+            if sizes.min() + needed.min() >= best:  # neither gets less with more stages
+                break
             needed = np.append((sizes + needed[:, None]).min(axis=0), inf)
             best = min(best, float(needed[0]))
         return best

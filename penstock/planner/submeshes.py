@@ -116,8 +116,8 @@ class _Search:
         """Factor within which bounds count as one, and again by which an answer may be missed."""
         self.devices = tuple(host.num_hosts * host.num_devices for host in task.hosts)
         num_stages = min(task.num_layers, sum(self.devices), MOST_STAGES)
-        self.meshes = submeshes(task.hosts)
-        self.table = StageTable(task, self.meshes, num_stages, ahead)
+        self.table = StageTable(task, submeshes(task.hosts), num_stages, ahead)
+        self.meshes = self.table.meshes
         self.answer_of: dict[tuple[Stage, ...], Answer] = {}
         self.best_s = self.worst_s = limit_s
 
@@ -270,7 +270,12 @@ class _Search:
         most = self.table.least_excess()
         if most == inf:
             return "no stages are on these hosts: no price was given for the meshes they need"
-        return (
-            f"no stages fit: those that need least lack {bytes_text(most)} on their fullest "
-            "device; give more devices or memory, smaller micro-batches, or recompute"
-        )
+        return no_room(bytes_text(most))
+
+
+def no_room(lack: str) -> str:
+    """Return the words for stages of which the best lack bytes, so many in words."""
+    return (
+        f"no stages fit: those that need least lack {lack} on their fullest "
+        "device; give more devices or memory, smaller micro-batches, or recompute"
+    )

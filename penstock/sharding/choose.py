@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import combinations
+from math import prod
 from typing import Any, NamedTuple
 
 import highspy
@@ -150,7 +151,7 @@ def _eliminate(
         for k in [k for k in costs if k not in kept]:
             near = tuple(sorted(_near(pairs, k)))
             sizes = [len(costs[j]) for j in (k, *near)]
-            if len(near) > 2 or numpy.prod(sizes) > _LARGEST:
+            if len(near) > 2 or prod(sizes) > _LARGEST:
                 continue
             total = costs.pop(k).reshape(-1, *(1 for _ in near))
             for place, j in enumerate(near):

@@ -24,7 +24,6 @@ from penstock.costs.roofline import operator_seconds
 from .choose import Numbers
 from .layouts import I, Layout, Move, R, S, State, moves_of, shrunk
 from .plan import BUCKET_BYTES, LayerSharding, PlannedCall
-from .routed import num_operators
 from .rules import ALIKE
 
 _LOCAL = (Move.SLICE, Move.PAD, Move.MASK)
@@ -92,12 +91,12 @@ class Costs:
     """True where a weight is cut between steps, and gathered for each."""
     cuda_graphs: bool = False
     """True where a step is one CUDA graph, so that the host issues no operators one by one."""
+    known: _Cache = field(default_factory=dict, repr=False, compare=False)
+    """Seconds of calls' operators and forms of collectives, by all that they depend on beside the
+    cluster: meshes, graphs and numbers of micro-batches share them.
+    """
     _moves_s: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of moves, by axis, kind and bytes."""
-    _forms: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Forms of collectives, by axis and kind."""
-    _calls_s: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Seconds of calls' forwards and backwards, by operators and number of parts."""
     _tables_s: _Cache = field(default_factory=dict, init=False, repr=False, compare=False)
     """Seconds of conversions, [before, after], by the value and both lists of layouts."""
 
@@ -115,18 +114,19 @@ class Costs:
 
     def _parts_s(self, call: Call, planned: PlannedCall) -> tuple[float, float]:
         parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
-        key = call.operators, parts
-        if key not in self._calls_s:
+        # an identity is far quicker to hash than operators; the entry keeps them, and so it
+        key = self.cluster.places[self._place(0)].kind, id(call.operators), parts
+        if key not in self.known:
             both = [0.0, 0.0]
             for operator in call.operators:
                 both[operator.part is not Part.FORWARD] += self._operator_s(operator, parts)
-            self._calls_s[key] = both[0], both[1]
-        forward_s, rest_s = self._calls_s[key]
+            self.known[key] = *both, call.operators
+        forward_s, rest_s, _ = self.known[key]
         factor = self.factor(call.layer)
         return forward_s * factor, rest_s * factor
 
     def issued(
-        self, layers: Iterable[Sequence[Call]], seconds: Numbers, forward_s: Numbers
+        self, layers: Iterable[tuple[int, int, int]], seconds: Numbers, forward_s: Numbers
     ) -> tuple[Numbers, Numbers]:
         """Return seconds of ranges of layers and of their forwards [first, end], host included.
 
@@ -137,7 +137,7 @@ class Costs:
         operators.
 
         Args:
-            layers: the calls of each layer.
+            layers: the operators of each layer's forward and backward, and its calls.
             seconds: the devices' seconds of a micro-batch, infinite for what cannot be.
             forward_s: the same for its forward.
         """
@@ -146,9 +146,9 @@ class Costs:
             return seconds, forward_s
         is_core = device.torch_type == "cpu"
         counts = [(0.0, 0.0)]
-        for calls in layers:
-            forwards, backwards = (0, 0) if is_core else num_operators(calls)
-            counts.append((forwards + DIVIDED_AS * is_divided * len(calls), backwards))
+        for forwards, backwards, calls in layers:
+            found_s = DIVIDED_AS * is_divided * calls
+            counts.append((found_s, 0) if is_core else (forwards + found_s, backwards))
         before_s = numpy.cumsum(counts, axis=0) * device.issue_s
         forwards_s, backwards_s = numpy.moveaxis(before_s - before_s[:-1, None], -1, 0)
         together = numpy.add if is_core else numpy.maximum
@@ -161,21 +161,18 @@ class Costs:
         """Return measured over roofline seconds of a layer."""
         return self.factors[layer] if self.factors else 1.0
 
-    def forward_s(
-        self, graph: Graph, calls: Sequence[Call], plan: LayerSharding, seconds: float
-    ) -> float:
+    def forward_s(self, calls: Sequence[Call], plan: LayerSharding, seconds: float) -> float:
         """Return the part of a layer's seconds that its recompute repeats: its forward.
 
-        Conversions count by the share of the bytes they send forward.
+        The seconds are without those of `sums_s`.  Conversions count by the share of the bytes
+        they send forward.
         """
-        # without what happens once a step: all-reduces of gradients, all-gathers of weights
-        once_s = self.sums_s(graph, calls, plan.name, plan) / self.num_microbatches
         planned = plan.calls or (PlannedCall("", (ALIKE,) * len(self.mesh)),) * len(calls)
         parts_s = [self._parts_s(*pair) for pair in zip(calls, planned, strict=True)]
         forward_s, rest_s = map(sum, zip(*parts_s, strict=True)) if parts_s else (0.0, 0.0)
         sent = plan.forward_bytes + plan.backward_bytes
         share = plan.forward_bytes / sent if sent else 0.0
-        return forward_s + max(0.0, seconds - once_s - forward_s - rest_s) * share
+        return forward_s + max(0.0, seconds - forward_s - rest_s) * share
 
     def sums_s(self, graph: Graph, calls: Sequence[Call], name: str, plan: LayerSharding) -> float:
         """Return the seconds of a layer's collectives that run once a step, after backwards."""
@@ -340,8 +337,8 @@ class Costs:
 
     def _forms_of(self, axis: int, move: Move) -> tuple[Form, ...]:
         """Return the forms of a collective that all groups of an axis run at once."""
-        key = axis, move.value
-        if key not in self._forms:
+        key = self.devices, self.mesh, axis, move.value
+        if key not in self.known:
             inner, length = prod(self.mesh[axis + 1 :]), self.mesh[axis]
             block = inner * length
             groups = [
@@ -349,8 +346,8 @@ class Costs:
                 for start in range(0, prod(self.mesh), block)
                 for first in range(start, start + inner)
             ]
-            self._forms[key] = forms_of(self.cluster, groups, Collective(move.value))
-        forms: tuple[Form, ...] = self._forms[key]
+            self.known[key] = forms_of(self.cluster, groups, Collective(move.value))
+        forms: tuple[Form, ...] = self.known[key]
         return forms
 
     def _place(self, number: int) -> int:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import inf
 from operator import attrgetter
@@ -149,7 +149,7 @@ class _Choices:
             for axis, choices in enumerate(by_axis)
         ]
         combined = next(filter(None, (together(seen, x, self._mesh) for x in (allowed, by_axis))))
-        options = (PlannedCall(call.function, choices) for choices in combined)
+        options = (_planned(call.function, choices) for choices in combined)
         return replace(site, options=tuple(options))
 
     def _weight_states(self, number: int) -> list[Layout]:
@@ -199,6 +199,7 @@ class LayerProgram:
         choices = task.known[layer]
         self.calls, self._weights = choices.calls, choices.weights
         self.sites, self._states = choices.sites, choices.states
+        self._begun: dict[float, Future[States | None]] = {}
         self._problem = Problem([*choices.seconds])
         for tensor, users in choices.users.items():
             conversions = choices.inner.get(tensor)
@@ -225,6 +226,8 @@ class LayerProgram:
 
     def begin(self, byte_s: float, executor: Executor | None = None) -> "Future[States | None]":
         """Find the states that `solve` returns, in an executor if there is one."""
+        if byte_s in self._begun:
+            return self._begun[byte_s]
         more, gap, known = self._more(byte_s), _GAP if byte_s else 0.0, self._task.solved
         digest = self._problem.digest(more, gap)
         if digest not in known and executor is not None:
@@ -232,7 +235,7 @@ class LayerProgram:
         elif digest not in known:
             known[digest] = Future()
             known[digest].set_result(self._problem.solve(more, gap))
-        return known[digest]
+        return self._begun.setdefault(byte_s, known[digest])
 
     def _more(self, byte_s: float) -> Sequence[Numbers]:
         """Return the price of the bytes of each choice."""
@@ -278,6 +281,10 @@ class LayerProgram:
 
 _GAP = 1e-3
 """Relative optimality gap of programs in which bytes have a price."""
+
+
+_planned = lru_cache(maxsize=1 << 16)(PlannedCall)
+"""Makes calls that programs of any meshes and batches share, with the layouts of their choices."""
 
 
 def _side(places: dict[Layout, int], node: int | None, layouts: Sequence[Layout]) -> Side:

@@ -107,9 +107,9 @@ def whole_bytes(graph: Graph, calls: Sequence[Call]) -> float:
     return whole + sum(call.inner_bytes for call in calls)
 
 
-def num_operators(calls: Sequence[Call]) -> tuple[int, int]:
-    """Return the operators of calls' forwards and backwards."""
+def num_operators(calls: Sequence[Call]) -> tuple[int, int, int]:
+    """Return the operators of calls' forwards and backwards, and the number of calls."""
     both = [0, 0]
     for operator in (own for call in calls for own in call.operators):
         both[operator.part is not Part.FORWARD] += operator.count
-    return both[0], both[1]
+    return both[0], both[1], len(calls)

@@ -162,8 +162,16 @@ def divisions(seen: Seen, mesh: Sequence[int]) -> tuple[tuple[Choice, ...], ...]
 def together(
     seen: Seen, by_axis: Sequence[Sequence[Choice]], mesh: tuple[int, ...]
 ) -> list[tuple[Choice, ...]]:
-    """Return all combinations of a choice per axis that leave each device something."""
-    return [combined for combined in product(*by_axis) if _is_enough(seen, combined, mesh)]
+    """Return all combinations of a choice per axis that leave each device something.
+
+    Each choice alone does, so choices of unlike letters, which cut unlike dimensions, do together.
+    """
+    found = []
+    for combined in product(*by_axis):
+        cuts = [choice.cut for choice in combined if choice.cut]
+        if len(set(cuts)) == len(cuts) or _is_enough(seen, combined, mesh):
+            found.append(combined)
+    return found
 
 
 @lru_cache(maxsize=1 << 16)

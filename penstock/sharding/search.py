@@ -8,7 +8,7 @@ the layouts between them.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cache, partial
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from penstock.costs.counting.graph import Graph
+from penstock.costs.counting.graph import Call, Graph
 from penstock.errors import PlanError
 from penstock.trace.units import bytes_text
 
@@ -27,8 +27,8 @@ from .costs import Costs
 from .layouts import I, Layout, S
 from .named import Ready
 from .plan import LayerSharding
-from .program import Borders, LayerProgram, Task, priced, whole_s
-from .routed import routed_calls, whole_bytes, why_whole
+from .program import LayerProgram, Task, priced, whole_s
+from .routed import num_operators, routed_calls, whole_bytes, why_whole
 from .rules import fits
 
 Mesh = Sequence[int]
@@ -65,10 +65,6 @@ _NUM_SUMS = 8
 """Entries of `Ranges` that are sums over layers: all but the last."""
 
 
-_Sum = tuple[float, ...]
-"""The total to minimise, then the entries of `Ranges` that are sums over layers."""
-
-
 class _Plans(NamedTuple):
     """Plans of all layers of a stage, their seconds and their bytes on a device."""
 
@@ -94,21 +90,34 @@ class Search:
     """The search for one stage."""
 
     def __init__(
-        self, graph: Graph, names: Sequence[str], part: Part, ready: Ready, costs: Costs
+        self,
+        graph: Graph,
+        names: Sequence[str],
+        part: Part,
+        ready: Ready,
+        costs: Costs,
+        *,
+        like: "Search | None" = None,
     ) -> None:
+        """Begin a search; one that it is `like` is of the same graph, whose facts both share."""
         layers, pins, *around = part
         self._graph, self._names, self._layers = graph, names, layers
         costs = replace(costs, keeps=ready.keeps, gathers=ready.gathers)
         self._ready, self._costs = ready, costs
+        self._one_in_flight = replace(costs, num_in_flight=1)
         self._whole: Layout = (I,) * len(costs.mesh)
         self._task = Task(costs=costs, allow=ready.allow, rests=ready.rests, pins=pins)
         self._programs: dict[object, LayerProgram] = {}
         self._known: dict[object, tuple[LayerSharding, Cost]] = {}
-        self._sizes: dict[object, _Sum] = {}
+        self._sizes: dict[object, Numbers] = {}
         self._ranges: dict[float, Ranges] = {}
-        self._keys: dict[tuple[int, Layout, Layout], tuple[object, Borders]] = {}
-        self._calls = cache(partial(routed_calls, graph))
-        self._why_whole = cache(partial(why_whole, graph))
+        self._kinds: dict[object, int] = {}
+        self._kind, self._layouts = cache(self._kind_of), cache(self._allowed)
+        self._calls: Callable[[int], list[Call]] = cache(partial(routed_calls, graph))
+        self._why_whole: Callable[[int], str] = cache(partial(why_whole, graph))
+        self._issued = cache(lambda n: num_operators(self._calls(n)))
+        if like:
+            self._calls, self._why_whole, self._issued = like._calls, like._why_whole, like._issued
         beside = [layers[0] - 1, *layers, layers[-1] + 1]
         self._crossing = [self._between(a, b) for a, b in pairwise(beside)]
         """Tensors at each border, ends included, that only the layers beside it make and use."""
@@ -156,7 +165,7 @@ class Search:
         before, known, completed = self._ends[0], dict[object, LayerSharding](), []
         for place, plan in enumerate(plans):
             after = next(iter(plan.leaving.values()), self._whole)
-            key, _ = self._key(place, before, after)
+            key = self._kind(place), before, after
             if plan.calls and key not in known:
                 program = self._programs[key]  # perhaps of a layer that is alike, with its names
                 known[key] = program.compared(replace(plan, name=self._names[program.layer]))
@@ -179,10 +188,10 @@ class Search:
         for place in range(len(self._layers)) if byte_s not in self._ranges else ():
             after = {self._whole, *self._borders(place)}
             for ends in self._ways(before | {self._cut_here(place)}, after):
-                key, borders = self._key(place, *ends)
+                key = self._kind(place), *ends
                 if key not in begun and self._divides(place):
                     begun.add(key)
-                    self._program(key, place, borders).begin(byte_s, executor)
+                    self._program(place, *ends).begin(byte_s, executor)
             before = after
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
@@ -191,7 +200,7 @@ class Search:
             return self._ranges[byte_s]
         count = len(self._layers)
         sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(_NUM_SUMS)]
-        never = numpy.full((1 + len(sums), count), numpy.inf)  # [_Sum, first layer]
+        never = numpy.full((1 + len(sums), count), numpy.inf)  # [as of `_sized`, first layer]
         best = {self._whole: never.copy()}
         for place in range(count):
             begin, end = (self._cut_here(at) for at in (place, place + 1))
@@ -200,7 +209,7 @@ class Search:
             for table, own in zip(sums, best[end][1:], strict=True):
                 table[: place + 1, place + 1] = own[: place + 1]
         seconds, forward_s, *rest = sums
-        both = self._costs.issued(map(self._calls, self._layers), seconds, forward_s)
+        both = self._costs.issued(map(self._issued, self._layers), seconds, forward_s)
         ranges = Ranges(*[*both, *rest, self._entering()])
         return self._ranges.setdefault(byte_s, ranges)
 
@@ -227,7 +236,7 @@ class Search:
         further: dict[Layout, Numbers] = {}
         for before, after in self._ways(best, {self._whole, *self._borders(place)}):
             sums = self._sized(place, before, after, byte_s)
-            total = best[before] + numpy.array(sums)[:, None]
+            total = best[before] + sums
             old = further.setdefault(after, total)
             further[after] = numpy.where(total[0] < old[0], total, old)
         return further
@@ -240,22 +249,23 @@ class Search:
             if self._whole in both or both[0][0] == both[1][0]:
                 yield both
 
-    def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> _Sum:
-        key = self._key(place, before, after)[0], byte_s
+    def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> Numbers:
+        """Return a layer's total to minimise, then the entries of `Ranges` that are sums."""
+        key = self._kind(place), before, after, byte_s
         if key not in self._sizes:
             plan, cost = self._one(place, before, after, byte_s)
             layer = self._layers[place]
             calls, name = self._calls(layer), self._names[layer]
-            one = replace(self._costs, num_in_flight=1)
+            one = self._one_in_flight
             keeps = one.activation_bytes(self._graph, calls, plan)
             stays = one.resident_bytes(self._graph, calls, name, plan)
             keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
-            forward_s = one.forward_s(self._graph, calls, plan, cost.seconds)
             once_s = one.sums_s(self._graph, calls, name, plan)
-            seconds = max(0.0, cost.seconds - once_s / one.num_microbatches)
+            without_s = cost.seconds - once_s / one.num_microbatches
+            forward_s, seconds = one.forward_s(calls, plan, without_s), max(0.0, without_s)
             updates = one.update_bytes(self._graph, calls, name, plan)
             sums = seconds, forward_s, once_s, *stays, updates, keeps
-            self._sizes[key] = cost.total, *sums
+            self._sizes[key] = numpy.array((cost.total, *sums))[:, None]
         return self._sizes[key]
 
     def _fastest(self, byte_s: float) -> _Plans:
@@ -286,7 +296,7 @@ class Search:
             return
         yield from self._layouts(place + 1)
 
-    def _layouts(self, border: int) -> list[Layout]:
+    def _allowed(self, border: int) -> list[Layout]:
         """Return the layouts that the ready plan allows at a border.
 
         A value stays whole along an axis along which a device would get nothing.
@@ -330,41 +340,39 @@ class Search:
     ) -> tuple[LayerSharding, Cost]:
         """Divide one layer; return its plan and cost, which equal layers share."""
         layer = self._layers[place]
-        key, borders = self._key(place, before, after)
-        if (key, byte_s) not in self._known and not self._divides(place):
+        key = self._kind(place), before, after, byte_s
+        if key not in self._known and not self._divides(place):
             seconds = whole_s(self._graph, layer, self._costs)
             whole = LayerSharding(self._names[layer], (), {})
-            self._known[key, byte_s] = whole, Cost(seconds, seconds)
-        elif (key, byte_s) not in self._known:
-            program = self._program(key, place, borders)
+            self._known[key] = whole, Cost(seconds, seconds)
+        elif key not in self._known:
+            program = self._program(place, before, after)
             solved, name = program.solve(byte_s), self._names[program.layer]
             plan = priced(self._graph, name, self._costs, program.calls, solved, program.borders)
-            self._known[key, byte_s] = plan, Cost(solved.cost, solved.seconds)
-        plan, cost = self._known[key, byte_s]
+            self._known[key] = plan, Cost(solved.cost, solved.seconds)
+        plan, cost = self._known[key]
         return replace(plan, name=self._names[layer]), cost
 
-    def _key(self, place: int, before: Layout, after: Layout) -> tuple[object, Borders]:
-        """Return the key of a layer's program, and the layouts at its borders."""
-        if (place, before, after) in self._keys:
-            return self._keys[place, before, after]
-        # 1. Find the layouts of the tensors that cross the layer's borders.
-        layer = self._layers[place]
-        entering = self._crossing[place] if before != self._whole else []
-        leaving = self._crossing[place + 1] if after != self._whole else []
-        borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
-        # 2. Name these tensors, and pinned weights, by order of first use, as equal layers share.
-        calls, fixed = self._graph.of_layer(layer), {**borders, **self._task.pins}
+    def _kind_of(self, place: int) -> int:
+        """Return a number that layers with the same programs share, in any layouts at borders."""
+        layer, pins = self._layers[place], self._task.pins
+        # tensors are named by order of first use, as equal layers share
+        calls, (entering, leaving) = self._graph.of_layer(layer), self._crossing[place : place + 2]
         met = dict.fromkeys(n for call in calls for n in (*call.takes, *call.gives))
-        places = tuple((k, fixed[n]) for k, n in enumerate(met) if n in fixed)
+        places = tuple((n in entering, n in leaving, pins.get(n)) for n in met)
         key = self._graph.signature(layer), self._costs.factor(layer), places
-        self._keys[place, before, after] = key, borders
-        return key, borders
+        return self._kinds.setdefault(key, len(self._kinds))
 
     def _divides(self, place: int) -> bool:
         return prod(self._costs.mesh) > 1 and not self._why_whole(self._layers[place])
 
-    def _program(self, key: object, place: int, borders: Borders) -> LayerProgram:
+    def _program(self, place: int, before: Layout, after: Layout) -> LayerProgram:
+        key = self._kind(place), before, after
         if key not in self._programs:
+            # the layouts of the tensors that cross the layer's borders
+            entering = self._crossing[place] if before != self._whole else []
+            leaving = self._crossing[place + 1] if after != self._whole else []
+            borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
             layer = self._layers[place]
             self._programs[key] = LayerProgram(self._graph, layer, self._task, borders)
         return self._programs[key]

@@ -28,6 +28,14 @@ FAULTS = (
         "programs_are_made_once",
     ),
     Fault(
+        "a state is planned for without its optimizer's part",
+        "penstock/planner/mesh_plans.py",
+        "(1 + task.state.gradients + task.state.optimizer)",
+        "(1 + task.state.gradients)",
+        "tests/automatic/test_scaling.py",
+        "no_room_for_it",
+    ),
+    Fault(
         "a climb of numbers of micro-batches ends with its first number",
         "penstock/planner/mesh_plans.py",
         "misses += self.best_s >= before_s",

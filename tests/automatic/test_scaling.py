@@ -13,7 +13,7 @@ import torch
 import penstock
 from penstock.automatic.scaling import part_of, scale
 from penstock.automatic.target import Target
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PlanError
 from penstock.planner import mesh_costs
 from penstock.planner.candidates import Constraints
 from penstock.planner.make_plan import choose_on_meshes, plan_profile
@@ -41,9 +41,9 @@ def test_each_count_has_the_plan_of_its_own_search_and_programs_are_made_once(
 ) -> None:
     made = Counter[object]()
 
-    def counted(graph: Any, names: Any, part: Any, ready: Any, costs: Any) -> Search:
+    def counted(graph: Any, names: Any, part: Any, ready: Any, costs: Any, **how: Any) -> Search:
         made[costs.mesh, len(costs.devices) > 2] += 1
-        return Search(graph, names, part, ready, costs)
+        return Search(graph, names, part, ready, costs, **how)
 
     where, own = cluster(2, near=1e12), target()
     asked = Constraints(batch_size=BATCH, num_microbatches=2)
@@ -131,3 +131,19 @@ def test_meshes_of_a_host_of_many_devices_are_powers_of_two_and_divisors() -> No
     assert {prod(shape) for shape in shapes} == {1, 2, 3, 4, 6, 8, 9, 16, 18}
     two = {shape for shape in shapes if len(shape) == 2}
     assert two == {(2, 2), (3, 2), (4, 2), (4, 4), (8, 2), (9, 2)}
+
+
+@pytest.mark.parametrize("spare", [-1, 1])
+def test_a_state_is_refused_before_any_program_where_all_devices_have_no_room_for_it(
+    spare: int,
+) -> None:
+    width, copies = 64, 4  # a weight, its gradient and Adam's two moments
+    with torch.device("meta"):
+        layers = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in "ab"))
+        half_bytes = copies * layers[0].weight.nbytes
+        where = cluster(2, memory_bytes=half_bytes + spare)
+        task = mesh_task(layers, torch.zeros(4, width), where, 2)
+    with pytest.raises(PlanError, match="those that need least lack") as refused:
+        choose_on_meshes(task)
+    is_refused = "at least 1 bytes on" in str(refused.value)
+    assert is_refused == (not task.searches) == (spare < 0)
