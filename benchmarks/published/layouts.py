@@ -8,28 +8,32 @@ from penstock.planner.given_layout import meshes_of
 
 
 class Layout(NamedTuple):
-    """Numbers of devices along tensor, pipeline and data, and stages on a rank of the pipeline."""
+    """Numbers of devices along tensor, pipeline, data and context, and stages on a rank of the
+    pipeline.
+    """
 
     tensor: int
     pipeline: int
     interleaved: int
     data: int
+    context: int = 1
 
     @property
     def on_rank(self) -> int:
         """Devices of a rank of the pipeline."""
-        return self.tensor * self.data
+        return self.tensor * self.data * self.context
 
     def parallelism(self, num_microbatches: int, *, recomputes: bool) -> penstock.Parallelism:
         """Return the layout as Megatron-LM runs it: sequence parallel, a sharded optimizer."""
         return penstock.Parallelism(
             tensor=self.tensor,
             data=self.data,
+            context=self.context,
             pipeline=self.pipeline,
             virtual=self.interleaved,
             num_microbatches=num_microbatches,
             sequence=self.tensor > 1,
-            zero=1 if self.data > 1 else 0,
+            zero=1 if self.data * self.context > 1 else 0,
             recompute="stage" if recomputes else "never",
         )
 

@@ -50,7 +50,7 @@ class Row:
     @property
     def layout(self) -> Layout:
         """The layout of devices and layers."""
-        return Layout(*map(self.number, ("tp", "pp", "vp", "dp")))
+        return Layout(*map(self.number, ("tp", "pp", "vp", "dp", "cp")))
 
     @property
     def cluster(self) -> Cluster:
@@ -61,13 +61,6 @@ class Row:
     def passes_hosts(self) -> bool:
         """Tell if some stage is on several hosts."""
         return self.layout.passes_hosts(self.cluster)
-
-    @property
-    def why_not(self) -> str | None:
-        """The reason why the layout cannot be expressed; None if it can."""
-        if self.number("cp") > 1:
-            return "context parallel: attention over slices of positions has no rule"
-        return None
 
     def predicted_s(self) -> float:
         """Return the seconds of the step of the same layout."""

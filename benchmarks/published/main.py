@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import Column, Report, parser, progress, publish, table_lines
 
-from . import alpa_rows, llama_rows
+from . import alpa_rows, llama_rows, megatron_rows
 
 COLUMNS = (
     Column("model", "model"),
@@ -20,6 +20,7 @@ COLUMNS = (
     Column("pipeline", "pp"),
     Column("chunks", "vp"),
     Column("data", "dp"),
+    Column("context", "cp"),
     Column("M", "M"),
     Column("recompute", "ckpt"),
     Column("a stage passes hosts", "passes_hosts"),
@@ -27,6 +28,19 @@ COLUMNS = (
     Column("predicted: s", "predicted_s", ".2f"),
     Column("predicted / measured", "ratio", ".2f"),
     Column("source's table", "table"),
+)
+OF_MEGATRON = (
+    Column("GPT", "model"),
+    Column("A100", "gpus"),
+    Column("tensor", "tp"),
+    Column("pipeline", "pp"),
+    Column("chunks", "chunks"),
+    Column("data", "data"),
+    Column("samples of a micro-batch", "mbs"),
+    Column("M", "M"),
+    Column("measured: s", "measured_s", ".2f"),
+    Column("predicted: s", "predicted_s", ".2f"),
+    Column("predicted / measured", "ratio", ".2f"),
 )
 OF_ALPA = (
     Column("devices", "devices"),
@@ -74,15 +88,29 @@ def ordered(pairs: Sequence[Pair]) -> tuple[int, int]:
 
 
 def llama_table(rows: Sequence[llama_rows.Row]) -> Iterator[dict[str, Any]]:
-    """Yield the row of each layout that can be expressed."""
+    """Yield the row of each layout."""
     for row in rows:
-        if row.why_not is not None:
-            continue
         progress(f"{row['model']} on {row['gpus']} {row['hardware']}")
         predicted_s = row.predicted_s()
         yield {
             **row.fields,
             "passes_hosts": "yes" if row.passes_hosts else "no",
+            "measured_s": row.measured_s,
+            "predicted_s": predicted_s,
+            "ratio": predicted_s / row.measured_s,
+        }
+
+
+def megatron_table(rows: Sequence[megatron_rows.Row]) -> Iterator[dict[str, Any]]:
+    """Yield the row of each model."""
+    for row in rows:
+        progress(f"GPT of {row.fields['model']} on {row.fields['gpus']} A100")
+        predicted_s, layout = row.predicted_s(), row.layout
+        yield {
+            **row.fields,
+            "chunks": layout.virtual,
+            "data": layout.data,
+            "M": layout.num_microbatches,
             "measured_s": row.measured_s,
             "predicted_s": predicted_s,
             "ratio": predicted_s / row.measured_s,
@@ -104,13 +132,18 @@ def alpa_table(rows: Sequence[alpa_rows.Row]) -> Iterator[dict[str, Any]]:
 
 
 def summaries(
-    llama: Sequence[dict[str, Any]], alpa: Sequence[dict[str, Any]]
+    llama: Sequence[dict[str, Any]],
+    megatron: Sequence[dict[str, Any]],
+    alpa: Sequence[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return the summary of all Llama rows, by passing hosts or not, and of the GPT rows.
+    """Return the summary of all Llama rows, by passing hosts or not, and of both tables of GPT.
 
-    The order of GPT rows is that of systems on equally many devices.
+    The order of Megatron-LM's rows is that of seconds a step, and of Alpa's that of systems on
+    equally many devices.
     """
-    found = []
+    found = [
+        summary("GPT on A100", [Pair(row["measured_s"], row["predicted_s"]) for row in megatron])
+    ]
     for name, wanted in (("Llama", "yes no"), ("stages pass hosts", "yes"), ("or not", "no")):
         own = [row for row in llama if row["passes_hosts"] in wanted.split()]
         found.append(summary(name, [Pair(row["measured_s"], row["predicted_s"]) for row in own]))
@@ -131,18 +164,14 @@ def summaries(
 def run(options: argparse.Namespace) -> None:
     """Predict every row, and print."""
     rows, of_alpa = [*llama_rows.rows()], [*alpa_rows.rows()]
+    of_megatron = [*megatron_rows.rows()]
     if options.smallest:
-        rows, of_alpa = rows[-3:], [*islice(of_alpa, 2)]
+        rows, of_megatron, of_alpa = rows[-3:], of_megatron[:1], [*islice(of_alpa, 2)]
     llama, alpa = [*llama_table(rows)], [*alpa_table(of_alpa)]
-    why_not = [
-        f"- Cannot be expressed: {row['model']} on {row['gpus']} {row['hardware']}, "
-        f"{row['table']}, {row['variant'] or 'plan of the source'}: {row.why_not}."
-        for row in rows
-        if row.why_not is not None
-    ]
+    megatron = [*megatron_table(of_megatron)]
     notes = (
-        *("", *why_not) * bool(why_not),
-        *("", *table_lines(SUMMARY, summaries(llama, alpa))),
+        *("", *table_lines(SUMMARY, summaries(llama, megatron, alpa))),
+        *("", *table_lines(OF_MEGATRON, megatron)),
         *("", *table_lines(OF_ALPA, alpa)),
     )
     report = Report(COLUMNS, tuple(llama), {"fitted constants": "none"}, notes)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _COUNT = click.IntRange(min=1)
 _ONLY_HERE = (
-    *("tensor", "data", "pipeline", "virtual", "expert", "microbatch_size", "sequence", "zero"),
-    *("partition", "batch_size"),
+    *("tensor", "data", "pipeline", "virtual", "expert", "context", "microbatch_size"),
+    *("sequence", "zero", "partition", "batch_size"),
 )
 """Options that only a layout has."""
 _ONLY_OF_UNITS: Mapping[str, str] = {
@@ -46,6 +46,7 @@ def layout_options(command: _F) -> _F:
     counts = {
         "batch-size": "Samples of a step.  [default: the target's, or as --num-microbatches says]",
         "microbatch-size": "Samples of a micro-batch in each row.  [default: 1]",
+        "context": "Devices with slices of the positions of a row.  [default: 1]",
         "expert": "Devices along data among which experts are divided.  [default: 1]",
         "virtual": "Stages on each mesh, interleaved.  [default: 1]",
         "pipeline": "Meshes of the pipeline.  [default: 1]",

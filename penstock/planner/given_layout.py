@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
@@ -68,7 +69,8 @@ def meshes_of(parallelism: Parallelism, cluster: Cluster, rows: int) -> list[Sub
     Raises:
         ConfigError: one has devices of several kinds.
     """
-    size, meshes = rows * parallelism.tensor, []
+    shape, meshes = parallelism.shape(rows), []
+    size = prod(shape)
     kinds = [kind for kind, host in enumerate(cluster.hosts) for _ in range(host.count)]
     for first in range(0, parallelism.pipeline * size, size):
         devices = tuple(range(first, first + size))
@@ -79,7 +81,6 @@ def meshes_of(parallelism: Parallelism, cluster: Cluster, rows: int) -> list[Sub
                 f"devices {first} to {first + size - 1} of {cluster.name} are of several kinds, "
                 f"{' and '.join(of_mesh)}; give a layout whose meshes have one kind each"
             )
-        shape = parallelism.shape(rows)
         meshes.append(Submesh(kinds[hosts[0]], len(hosts), size, devices, shape))
     return meshes
 

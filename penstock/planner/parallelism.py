@@ -28,8 +28,8 @@ class Parallelism:
         penstock.Parallelism(tensor=4, pipeline=12, virtual=8, data=5, num_microbatches=48,
                              sequence=True, zero=1, recompute="layers")
 
-    Rank r of the pipeline has devices r d t to (r + 1) d t - 1, d rows of t neighbours.  See
-    Narayanan et al. 2021, sections 2 and 3.
+    Rank r of the pipeline has devices r d c t to (r + 1) d c t - 1, d rows of c times t
+    neighbours.  See Narayanan et al. 2021, sections 2 and 3.
 
     Args:
         tensor: t, the devices that share each operator (Shoeybi et al. 2019).
@@ -37,6 +37,7 @@ class Parallelism:
         pipeline: p, the meshes that the stages are on.
         virtual: v, the stages of each mesh, if more than one interleaved: stage s on rank s mod p.
         expert: devices among which experts are divided, of those along `data`.
+        context: c, devices of a row that have slices of its positions each: c t devices a row.
         microbatch_size: samples of a micro-batch in each row.
         num_microbatches: M; None: as many as make the batch.
         sequence: True cuts values between products along positions (Korthikanti et al. 2022).
@@ -56,6 +57,7 @@ class Parallelism:
     pipeline: int = 1
     virtual: int = 1
     expert: int = 1
+    context: int = 1
     microbatch_size: int = 1
     num_microbatches: int | None = None
     sequence: bool = False
@@ -65,7 +67,7 @@ class Parallelism:
     partition: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "virtual", "expert", "microbatch_size"):
+        for name in ("tensor", "pipeline", "virtual", "expert", "context", "microbatch_size"):
             check_count(name, getattr(self, name))
         for name in ("data", "num_microbatches"):
             if getattr(self, name) is not None:
@@ -86,6 +88,17 @@ class Parallelism:
             raise ConfigError(
                 f"expert={self.expert} with tensor={self.tensor}: experts are divided along data "
                 "or not at all; give tensor=1, or expert=1"
+            )
+        if self.context > 1 and (self.expert > 1 or self.zero > 1):
+            other = f"expert={self.expert}" if self.expert > 1 else f"zero={self.zero}"
+            raise ConfigError(
+                f"context={self.context} with {other}: weights are whole along the axis of "
+                "positions, but for the optimizer; give expert=1 and zero=0 or 1, or context=1"
+            )
+        if self.context > 1 and self.tensor > 1 and not self.sequence:
+            raise ConfigError(
+                f"context={self.context} with tensor={self.tensor} and sequence=False: values are "
+                "cut along positions on both axes; give sequence=True"
             )
         if self.sequence and self.tensor == 1:
             raise ConfigError(
@@ -130,8 +143,9 @@ class Parallelism:
         Raises:
             ConfigError: the layout does not divide the devices of the cluster.
         """
-        count, of_row = len(cluster.places), self.tensor * self.pipeline
+        count, of_row = len(cluster.places), self.tensor * self.context * self.pipeline
         words = f"tensor={self.tensor} x pipeline={self.pipeline}"
+        words += f" x context={self.context}" if self.context > 1 else ""
         rows = self.data
         if rows is None and count % of_row:
             raise ConfigError(
@@ -153,7 +167,7 @@ class Parallelism:
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """Return the lengths of the axes of a mesh of so many rows."""
-        axes = (rows // self.expert, self.expert) if self.expert > 1 else (rows, self.tensor)
+        axes = rows // self.expert, self.expert, self.context, self.tensor
         return tuple(n for n in axes if n > 1) or (1,)
 
     def sharding(self, rows: int) -> str:
@@ -161,6 +175,9 @@ class Parallelism:
         plus = "+zero1" if self.zero == 1 else ""
         if self.expert > 1:
             return ("expert" if rows == self.expert else "data+expert") + plus
+        if self.context > 1:
+            axes = {"data": rows > 1, "context": True, "sequence": self.tensor > 1}
+            return "+".join(name for name, is_there in axes.items() if is_there) + plus
         if self.tensor == 1:
             return "data" if self.zero == 0 or rows == 1 else f"zero{self.zero}"
         if rows == 1:

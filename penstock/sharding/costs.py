@@ -113,13 +113,15 @@ class Costs:
         return sum(self._parts_s(call, planned))
 
     def _parts_s(self, call: Call, planned: PlannedCall) -> tuple[float, float]:
-        parts = prod(n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
+        cuts = [own for own in zip(self.mesh, planned.choices, strict=True) if own[1].cut]
+        parts, skew = prod(n for n, _ in cuts), prod(2 - 1 / n for n, x in cuts if x.is_skewed)
         # an identity is far quicker to hash than operators; the entry keeps them, and so it
-        key = self.cluster.places[self._place(0)].kind, id(call.operators), parts
+        key = self.cluster.places[self._place(0)].kind, id(call.operators), parts, skew
         if key not in self.known:
             both = [0.0, 0.0]
             for operator in call.operators:
-                both[operator.part is not Part.FORWARD] += self._operator_s(operator, parts)
+                seconds = self._operator_s(operator, parts) * skew
+                both[operator.part is not Part.FORWARD] += seconds
             self.known[key] = *both, call.operators
         forward_s, rest_s, _ = self.known[key]
         factor = self.factor(call.layer)
@@ -312,7 +314,7 @@ class Costs:
     def _operator_s(self, operator: Operator, parts: int) -> float:
         device = self.cluster.device_of(self._place(0))
         dtype = operator.dtype if operator.dtype in device.flops_per_s else "float32"
-        is_attention = operator.name == "attention"  # cut by samples or heads, never by keys
+        is_attention = operator.name == "attention"  # keys are whole
         share = replace(
             operator,
             flops=operator.flops // parts,

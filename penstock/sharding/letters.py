@@ -50,6 +50,8 @@ class Rule:
     """The place of the argument that is added to a product."""
     pieces: tuple[tuple[str, int], ...] = ()
     """Letters whose slices are multiples of a length, with that length; 1 for all others."""
+    skewed: str = ""
+    """Letters along which work grows, as queries of a causal mask."""
 
 
 @dataclass(frozen=True, slots=True)

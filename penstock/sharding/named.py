@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from penstock.costs.counting.graph import TensorSpec
 from penstock.errors import ConfigError
@@ -76,11 +77,11 @@ def _sequence(site: Site, axis: int, choice: Choice) -> bool:
     return not _cuts_samples(choice) if _is_small(site) else _cuts_a_weight(site, choice)
 
 
-def _grid(site: Site, axis: int, choice: Choice) -> bool:
-    """Cut samples along the first axis, weights of products along others (Narayanan et al. 2021),
-    and calls between products as fits.
+def _grid(site: Site, axis: int, choice: Choice, *, first: int = 1) -> bool:
+    """Cut samples or positions along the axes before `first`, weights of products along others
+    (Narayanan et al. 2021), and calls between products as fits.
     """
-    return _cuts_a_weight(site, choice) == (axis > 0 and not _is_small(site))
+    return _cuts_a_weight(site, choice) == (axis >= first and not _is_small(site))
 
 
 def _is_small(site: Site) -> bool:
@@ -113,15 +114,22 @@ def _cuts_samples(choice: Choice) -> bool:
     return S(0) in (*choice.takes, *choice.gives)
 
 
+_POSITIONS: Mapping[State, Sequence[State]] = {S(1): (S(1),)}
 _SAMPLES: Mapping[State, Sequence[State]] = {S(0): (S(0),)}
 _ANY: Mapping[State, Sequence[State]] = {I: (I,), S(0): (I, S(0), S(1)), S(1): (S(1),)}
 _summed_first = _at_rest("R", "RIS")
 READY: dict[str, Ready] = {
     "auto": Ready(allow=lambda *_: True, rests=_at_rest("RIS"), borders=_ANY),
     "megatron": Ready(allow=_megatron, rests=_at_rest("IS")),
-    "sequence": Ready(allow=_sequence, rests=_at_rest("RIS"), borders={S(1): (S(1),)}),
+    "sequence": Ready(allow=_sequence, rests=_at_rest("RIS"), borders=_POSITIONS),
     "grid": Ready(allow=_grid, rests=_summed_first, borders={S(0): (I, S(0), S(1))}),
     "grid+sequence": Ready(allow=_grid, rests=_summed_first, borders={S(0): (S(1),)}),
+    "context": Ready(allow=_data, rests=_at_rest("R"), borders=_POSITIONS),
+    "context+sequence": Ready(allow=_grid, rests=_summed_first, borders=_POSITIONS),
+    "data+context": Ready(allow=_data, rests=_at_rest("R"), borders={S(0): (S(1),)}),
+    "data+context+sequence": Ready(
+        allow=partial(_grid, first=2), rests=_at_rest("R", "RIS"), borders={S(0): (S(1),)}
+    ),
     "expert": Ready(allow=_expert, rests=_experts, borders=_SAMPLES),
     "data": Ready(allow=_data, rests=_at_rest("R"), borders=_SAMPLES),
     "zero2": Ready(allow=_data, rests=_at_rest("S"), borders=_SAMPLES, keeps=True),

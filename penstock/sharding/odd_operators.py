@@ -63,21 +63,21 @@ def einsum(seen: Seen) -> Rule | None:
 
 
 def attention(seen: Seen) -> Rule | None:
-    """Cut sequences, heads (or their groups), and query positions unless the mask is causal."""
+    """Cut sequences, heads (or their groups), and query positions."""
     query, key, value, *masks = seen.takes
     result = seen.gives[0]
     batch = result[:-2]
     letters = named(batch)
-    row = WHOLE if seen.argument(5, "is_causal", default=False) else "y"
-    takes = [ends(query[:-2], letters, batch) + row + WHOLE]
+    takes = [f"{ends(query[:-2], letters, batch)}y{WHOLE}"]
     for shape in (key, value):
         batch_letters = ends(shape[:-2], letters, batch)
         if seen.argument(7, "enable_gqa", default=False) and shape[-3] > 1:
             batch_letters = batch_letters[:-1] + letters[-1]
         takes.append(batch_letters + WHOLE * 2)
     for mask in masks:
-        takes.append(ends(mask, f"{letters}{row}{WHOLE}", (*query[:-1], key[-2])))
-    return Rule(takes=tuple(takes), gives=(f"{letters}{row}{WHOLE}",))
+        takes.append(ends(mask, f"{letters}y{WHOLE}", (*query[:-1], key[-2])))
+    is_causal = seen.argument(5, "is_causal", default=False)
+    return Rule(takes=tuple(takes), gives=(f"{letters}y{WHOLE}",), skewed="y" if is_causal else "")
 
 
 def reduced(seen: Seen) -> Rule:

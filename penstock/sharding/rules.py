@@ -125,6 +125,8 @@ class Choice:
     """The letter that is cut; "" where the call is replicated."""
     piece: int = 1
     """Slices of the first tensor with the letter are multiples of this length."""
+    is_skewed: bool = False
+    """True where the last of n slices has 2 - 1/n times as much work as an equal share."""
 
 
 ALIKE = Choice((), ())
@@ -151,7 +153,8 @@ def _cut(letters: Rule, name: str) -> Choice:
     takes: list[State] = [S(own.index(name)) if name in own else R for own in letters.takes]
     if letters.bias is not None and name not in letters.takes[letters.bias] and P in gives:
         takes[letters.bias] = P
-    return Choice(tuple(takes), gives, name, dict(letters.pieces).get(name, 1))
+    piece = dict(letters.pieces).get(name, 1)
+    return Choice(tuple(takes), gives, name, piece, name in letters.skewed)
 
 
 def divisions(seen: Seen, mesh: Sequence[int]) -> tuple[tuple[Choice, ...], ...]:

@@ -9,9 +9,25 @@ FAULTS = (
     Fault(
         "attention drops weights by a mask of each device's own heads",
         "penstock/runtime/shards/kernels.py",
-        "if not given.dropout_p or not any(",
-        "if given or not any(",
+        "if not dropout_p or not any(",
+        "if query is not None or not any(",
         *_FUZZ,
+    ),
+    Fault(
+        "each slice of queries attends as the first one, under a causal mask",
+        "penstock/runtime/shards/kernels.py",
+        ".tril(end - lengths[0])",
+        ".tril(0)",
+        "tests/sharding/test_program.py",
+        "slice_of_queries",
+    ),
+    Fault(
+        "all slices of queries cost alike, under a causal mask",
+        "penstock/sharding/costs.py",
+        "prod(2 - 1 / n for n, x in cuts if x.is_skewed)",
+        "1.0",
+        "tests/sharding/test_program.py",
+        "later_queries",
     ),
     Fault(
         "a slice along two axes begins where that of the last axis does",

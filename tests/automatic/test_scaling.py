@@ -140,7 +140,7 @@ def test_a_state_is_refused_before_any_program_where_all_devices_have_no_room_fo
     width, copies = 64, 4  # a weight, its gradient and Adam's two moments
     with torch.device("meta"):
         layers = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in "ab"))
-        half_bytes = copies * layers[0].weight.nbytes
+        half_bytes = copies * next(layers.parameters()).nbytes
         where = cluster(2, memory_bytes=half_bytes + spare)
         task = mesh_task(layers, torch.zeros(4, width), where, 2)
     with pytest.raises(PlanError, match="those that need least lack") as refused:

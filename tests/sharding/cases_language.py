@@ -36,12 +36,20 @@ class OwnAttention(nn.Module):
 class Attends(nn.Module):
     """Attention of torch: 4 heads look at as many or at fewer, in all its variants."""
 
-    def __init__(self, *, causal: bool = False, num_others: int = 4, mask: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        causal: bool = False,
+        num_others: int = 4,
+        mask: str = "",
+        dropout: float = 0.2,
+    ) -> None:
         super().__init__()
         self.query, self.output = nn.Linear(8, 8), nn.Linear(8, 8)
         self.key_value = nn.Linear(8, 4 * num_others)
         self.slope = nn.Parameter(torch.ones(4, 1, 1))
         self.causal, self.mask, self.num_others = causal, mask, num_others
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         query = self.query(x).unflatten(-1, (4, -1)).transpose(1, 2)
@@ -59,7 +67,7 @@ class Attends(nn.Module):
             key,
             value,
             attn_mask=mask,
-            dropout_p=0.2 if self.training else 0.0,
+            dropout_p=self.dropout if self.training else 0.0,
             is_causal=self.causal,
             enable_gqa=self.num_others < 4,
         )
@@ -228,6 +236,12 @@ SHAPE, OTHERS = (4, 6, 8), ((3, 5, 8), (1, 4, 8))
 CASES = [
     Case("own attention", OwnAttention, SHAPE, OTHERS),
     Case("causal attention", partial(Attends, causal=True), SHAPE, OTHERS),
+    Case(
+        "causal attention in groups",
+        partial(Attends, causal=True, num_others=2, dropout=0.0),
+        SHAPE,
+        OTHERS,
+    ),
     Case("attention in groups", partial(Attends, num_others=2, mask="bool"), SHAPE, OTHERS),
     Case("attention with a bias", partial(Attends, mask="bias"), SHAPE, OTHERS),
     Case("products", Products, SHAPE, OTHERS),

@@ -47,7 +47,7 @@ FAMILIES = {
     "llava": "vision and language, an image among the words",
 }
 """Families by name, and what each is there for."""
-PLANS = (*READY, "zero1")
+PLANS = (*(name for name in READY if name == "context" or "context" not in name), "zero1")
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,10 @@ def between(model: Any, num_samples: int, mesh: Sequence[int], sharding: str) ->
         ("data", 2, {(S(0), I)}),
         ("data", 8, {(S(0), S(0))}),
         ("sequence", 2, {(S(1), S(1))}),
+        ("context", 1, {(S(1), S(1))}),
+        ("context+sequence", 1, {(S(1), S(1))}),
+        ("data+context", 2, {(S(0), S(1))}),
+        slow("data+context+sequence", 2, {(S(0), S(1), S(1))}),
         ("megatron", 8, {()}),
     ],
 )

@@ -25,12 +25,14 @@ from penstock.errors import PlanError
 from penstock.mesh.collectives import Collectives
 from penstock.model.layer_list import as_layers
 from penstock.runtime.shards.divided import DividedLayer
+from penstock.runtime.shards.kernels import kernel_of
+from penstock.runtime.shards.sizes import Local, Sized
 from penstock.sharding.choose import Problem, Side
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.letters import Seen, base_name
 from penstock.sharding.named import ready_plan
-from penstock.sharding.plan import BUCKET_BYTES, Sharding
+from penstock.sharding.plan import BUCKET_BYTES, PlannedCall, Sharding
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import TABLE, Choice, choices, divisions, fits, together
 from penstock.sharding.search import Part, Search
@@ -315,6 +317,45 @@ def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
     assert num_bytes(plan_sharding("auto", graph, names, costs, None, limit)) <= limit
     with pytest.raises(PlanError, match="the least found is"):
         plan_sharding("auto", graph, names, costs, None, limit // 10)
+
+
+class Attends(nn.Module):
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Any:
+        query, key, value = x.unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind()
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+
+
+@pytest.mark.parametrize("causal", (True, False))
+def test_later_queries_of_a_causal_mask_have_more_to_do(causal: bool) -> None:
+    graph = graph_of(Attends(causal=causal), shape=(4, 512, 96))
+    (call,) = (each for each in graph.of_layer(1) if "attention" in each.function)
+    costs = Costs((4,), Cluster.load("dgx-a100"))
+    options = choices(Seen.of(graph, call), 4)
+    by_cut = {x.gives[0].dim: x for x in options if isinstance(x.gives[0], S)}
+    sequences, queries = (
+        costs.call_s(call, PlannedCall(call.function, (by_cut[dim],))) for dim in (0, 2)
+    )
+    assert queries / sequences == pytest.approx(2 - 1 / 4 if causal else 1.0)
+
+
+@pytest.mark.parametrize("heads", (4, 2))
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_slice_of_queries_attends_to_what_comes_before_it(rank: int, heads: int) -> None:
+    """Seven positions in slices of 4 and 3; four heads of queries, and as many or two of keys."""
+    query, key, value = torch.randn(4, 7, 8), torch.randn(heads, 7, 8), torch.randn(heads, 7, 8)
+    how: Any = {"is_causal": True, "enable_gqa": heads < 4}
+    whole = F.scaled_dot_product_attention(query, key, value, **how)
+    kernel = kernel_of("torch.nn.functional.scaled_dot_product_attention")
+    layout = (S(1, (4, 3)),)
+    local: Any = Local(Sized(((),), (layout,)), (Collectives(rank=rank, ranks=range(2)),))
+    here = slice(0, 4) if rank == 0 else slice(4, 7)
+    assert kernel is not None
+    found = kernel(F.scaled_dot_product_attention, (query[:, here], key, value), how, local)
+    assert torch.allclose(found, whole[:, here], atol=1e-6)
 
 
 def test_what_is_done_once_a_step_is_in_no_microbatch() -> None:

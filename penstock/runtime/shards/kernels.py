@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from penstock.costs.counting.opaque_modules import OPAQUE
 from penstock.sharding.layouts import Layout, S, Shape
@@ -119,24 +120,46 @@ class _Attention(NamedTuple):
     enable_gqa: bool = False
 
 
+def _causal(query: Tensor, key: Tensor, end: int, *, fused: bool) -> Tensor:
+    """Return the mask of a causal attention for the last queries of `end`.
+
+    With `fused` a GPU's fused kernel knows the mask without its values.
+    """
+    lengths = query.shape[-2], key.shape[-2]
+    if fused and query.is_cuda and lengths[1] == end:
+        return causal_lower_right(*lengths)
+    return torch.ones(lengths, dtype=torch.bool, device=query.device).tril(end - lengths[0])
+
+
 def _attention(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
-    """Draw the dropout mask of all heads, so that the numbers are those of one device."""
+    """Attend from a slice of the queries, or of sequences and heads.
+
+    Queries of a causal mask attend to the keys up to the last of them.  The dropout mask is drawn
+    for all heads and queries, so that the numbers are those of one device.
+    """
     given, (layout,) = _Attention(*args, **kwargs), local.sized.gives
-    if not given.dropout_p or not any(isinstance(state, S) for state in layout):
-        return func(*args, **kwargs)
+    query, key, value, allowed, dropout_p, is_causal, scale, gqa = given
+    row = query.dim() - 2
+    if is_causal and local.is_cut(layout, row):
+        end = local.start(layout, row) + query.shape[-2]
+        if not dropout_p:
+            key, value = key[..., :end, :], value[..., :end, :]
+        allowed, is_causal = _causal(query, key, end, fused=not dropout_p), False
+    if not dropout_p or not any(isinstance(state, S) for state in layout):
+        its = query, key, value, allowed, dropout_p, is_causal
+        result: Tensor = func(*its, scale=scale, enable_gqa=gqa)
+        return result
     # 1. Repeat keys and values for the query heads that share them.
-    query, key, value, allowed, *_ = given
-    if given.enable_gqa and key.shape[-3] != query.shape[-3]:
+    if gqa and key.shape[-3] != query.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
     # 2. Compute the scores as torch does without a fused kernel, and add the mask as 0 and -inf.
     # Both factors are scaled by the root: the product of half-precision numbers stays small.
-    scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     half = abs(scale) ** 0.5
     scores = (query * (-half if scale < 0 else half)) @ (key.transpose(-2, -1) * half)
-    if given.is_causal:
-        lengths = query.shape[-2], key.shape[-2]
-        allowed = torch.ones(lengths, dtype=torch.bool, device=query.device).tril()
+    if is_causal:
+        allowed = _causal(query, key, query.shape[-2], fused=False)
     if allowed is not None and allowed.dtype is torch.bool:
         zeros = torch.zeros_like(allowed, dtype=query.dtype)
         allowed = zeros.masked_fill(~allowed, float("-inf"))
@@ -145,7 +168,7 @@ def _attention(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
     no_key = (scores == float("-inf")).all(-1, keepdim=True)
     weights = scores.masked_fill(no_key, 0.0).softmax(-1).masked_fill(no_key, 0.0)
     # 4. Drop weights by this device's part of the whole mask.
-    mixed: Tensor = weights * _dropout_mask(weights, layout, local, given.dropout_p) @ value
+    mixed: Tensor = weights * _dropout_mask(weights, layout, local, dropout_p) @ value
     return mixed
 
 

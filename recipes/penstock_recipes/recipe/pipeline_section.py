@@ -87,8 +87,8 @@ class PipelineSection(Section):
     sharding: Annotated[str | dict[str, Any], BeforeValidator(_check_sharding), Mark.LAYOUT] = (
         "auto"
     )
-    """Layouts of operators: a ready plan (auto, megatron, sequence, grid, grid+sequence, data,
-    zero2, zero3, expert), also with "+zero1", or a table of weights' names and layouts."""
+    """Layouts of operators: a ready plan (auto, megatron, sequence, grid, grid+sequence, context,
+    data, zero2, zero3, expert), also with "+zero1", or a table of weights' names and layouts."""
     num_microbatches: Count = 1
     """M, the number of micro-batches; each replica takes M / D of them.  Required without plan =
     "auto", which keeps to a given number."""
