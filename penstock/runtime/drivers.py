@@ -14,7 +14,7 @@ from penstock.schedules.ir import Instruction, ReduceGradients, Schedule
 from penstock.schedules.walk import walk
 from penstock.transport.captured import CapturedChannels
 from penstock.transport.channels import LoopbackChannels
-from penstock.transport.processes import ProcessChannels
+from penstock.transport.processes import LatestMessages, ProcessChannels
 
 from .caller import CallerContext
 from .executor import Executor
@@ -52,8 +52,14 @@ class CanCapture(AbstractDriver):
     """A driver whose runs a CUDA graph can capture."""
 
     @abstractmethod
-    def drive_captured(self, work: Work) -> None:
-        """Execute all programs while a graph captures, but for the sums over replicas."""
+    def drive_captured(self, work: Work, messages: Any) -> None:
+        """Execute all programs while a graph captures, but for the sums over replicas.
+
+        `messages` are those of an eager run with the same key.
+        """
+
+    def messages(self) -> Any:
+        """Describe the messages of the latest run, to compare; None if there are none."""
 
     def forget(self) -> None:
         """Forget a capture that has failed in some process; all processes call this."""
@@ -81,7 +87,7 @@ class CallerDriver(CanCapture):
         for executor in executors:
             executor.finish()
 
-    def drive_captured(self, work: Work) -> None:
+    def drive_captured(self, work: Work, messages: Any) -> None:
         self.drive(work)
 
 
@@ -97,12 +103,16 @@ class ProcessDriver(CanCapture):
         program = programs[self._rank] if self._rank < len(programs) else ()  # an idle process
         self._run(work, program, self._channels)
 
-    def drive_captured(self, work: Work) -> None:
+    def messages(self) -> LatestMessages:
+        return self._channels.latest()
+
+    def drive_captured(self, work: Work, messages: LatestMessages) -> None:
         program = work.schedule.programs[self._rank]
         local = [x for x in program if not isinstance(x, ReduceGradients)]
         channels: Any = self._channels
         if (wires := channels.wires) is not None:
-            channels = CapturedChannels(channels, wires, work.schedule, self._rank)
+            how = work.schedule, self._rank, messages
+            channels = CapturedChannels(channels, wires, *how)
         self._run(work, local, channels)
 
     def _run(self, work: Work, program: Sequence[Instruction], channels: Any) -> None:

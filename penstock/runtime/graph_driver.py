@@ -31,6 +31,7 @@ from .drivers import AbstractDriver, CanCapture, Work
 from .graphs import (
     Leaves,
     NotCaptured,
+    Noted,
     NotingGenerators,
     StepGraph,
     modules_of,
@@ -117,11 +118,11 @@ class Key(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A key of this process: its number, and the layer calls that drew in its `num_warm` steps."""
+    """A key of this process: its number, and what was noted alike in its `num_warm` steps."""
 
     number: int
     num_warm: int = 0
-    calls: Sequence[Any] = ()
+    noted: Noted = Noted()  # noqa: RUF009 - it is never changed
 
 
 class GraphDriver(AbstractDriver):
@@ -187,7 +188,7 @@ class GraphDriver(AbstractDriver):
             changed = self._difference(key)
             why = f"there are {MOST_GRAPHS} graphs already; {changed} changed again"
         try:
-            graph = None if why else StepGraph(self._eager, work, leaves, known.calls)
+            graph = None if why else StepGraph(self._eager, work, leaves, known.noted)
         except NotCaptured as error:
             why = str(error)
         reasons = self._world.gather(why, "for their captures of this step")
@@ -208,9 +209,9 @@ class GraphDriver(AbstractDriver):
         noting = work.run.generators = NotingGenerators()
         self._eager.drive(work)
         is_ready = not (noting.seeded or work.run.looks)
-        is_same = list(known.calls) == noting.calls
-        known.num_warm = is_ready * (known.num_warm * is_same + 1)
-        known.calls = noting.calls
+        noted = Noted(noting.calls, self._eager.messages())
+        known.num_warm = is_ready * (known.num_warm * (noted == known.noted) + 1)
+        known.noted = noted
 
     def _difference(self, key: Key) -> str:
         """Name the first facts of this process that differ from the last step with another key."""

@@ -8,7 +8,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
@@ -128,6 +128,13 @@ class Leaves:
         return Leaves([new[place] for place in self._places], self.structure)
 
 
+class Noted(NamedTuple):
+    """The layer calls that drew in an eager step, and its messages, by the driver's own words."""
+
+    calls: Sequence[Any] = ()
+    messages: Any = None
+
+
 class StepGraph:
     """The graph of a step's run, with the tensors that it reads and writes.
 
@@ -136,9 +143,7 @@ class StepGraph:
     replicas sum them, `.grad` has copies: these may be kept for a sum with those of a later step.
     """
 
-    def __init__(
-        self, driver: CanCapture, work: Work, leaves: Leaves, calls: Sequence[Any]
-    ) -> None:
+    def __init__(self, driver: CanCapture, work: Work, leaves: Leaves, noted: "Noted") -> None:
         """Capture the run of `work`; nothing of it has run afterwards.
 
         Raises:
@@ -148,7 +153,7 @@ class StepGraph:
         weights, where = work.run.batch.weights, devices[0].device
         self._inputs = leaves.static(where)
         self._loss_gradients = torch.ones(len(weights), dtype=torch.float64, device=where)
-        self._random = GraphGenerators(calls)
+        self._random = GraphGenerators(noted.calls)
         self._stream = torch.cuda.Stream(where)
         self._graph = torch.cuda.CUDAGraph()
         for generator in self._random.generators:
@@ -177,7 +182,7 @@ class StepGraph:
             with torch.cuda.graph(self._graph, **mode):  # type: ignore[arg-type]
                 for device in devices:
                     device.wait_for_caller()
-                driver.drive_captured(replace(work, run=run))
+                driver.drive_captured(replace(work, run=run), noted.messages)
                 for device in devices:
                     device.make_caller_wait()
 

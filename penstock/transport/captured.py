@@ -5,11 +5,12 @@
 
 The messages of a rank run one after another, in the groups of `message_groups`: so no rank waits
 for ever when the graph is replayed.  A group begins at its first message.  No headers travel: both
-ends foresee those of the last two runs.
+ends know those of the last run of this kind.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,12 @@ from penstock.schedules.message_groups import message_groups
 
 from .channels import AbstractChannels
 from .headers import Payload
-from .processes import ProcessChannels
-from .torch_distributed import Received
+from .processes import LatestMessages, ProcessChannels
+from .torch_distributed import Described, Incoming, NotForeseen, Outgoing, Received
 
 
-class _Group(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
     """A group that has begun, as the `number`th, from a stream; `sent` is what it sends."""
 
     number: int
@@ -46,9 +48,15 @@ class CapturedChannels(AbstractChannels):
     """
 
     def __init__(
-        self, links: ProcessChannels, wires: PointToPoint, schedule: Schedule, rank: int
+        self,
+        links: ProcessChannels,
+        wires: PointToPoint,
+        schedule: Schedule,
+        rank: int,
+        latest: LatestMessages,
     ) -> None:
         self._links, self._wires = links, wires
+        self._known = {link: iter(messages) for link, messages in latest.items()}
         self._messages_with: dict[Message, list[Any]] = {}
         for group in message_groups(schedule)[rank]:
             messages = [communication(schedule.programs[rank], position) for position in group]
@@ -88,16 +96,24 @@ class CapturedChannels(AbstractChannels):
             if isinstance(each, Send):
                 assert payload is not None, "a group begins with its send"
                 (outgoing,) = self._links.outgoing_of(each.message)
-                sends += [(content, outgoing.rank) for content in outgoing.captured(payload)]
+                contents = outgoing.captured(payload, self._next(outgoing))
+                sends += [(content, outgoing.rank) for content in contents]
             else:
                 incoming: Any = self._links.incoming_of(each.message)
-                received, coming[each.message] = incoming.captured()
+                known = self._next(incoming)
+                received, coming[each.message] = incoming.captured(known)
                 rooms += [(room, incoming.rank) for room in received]
         works = self._wires.exchange(sends, rooms)
         group = _Group(self._num_begun, torch.cuda.current_stream(), works, [c for c, _ in sends])
         self._num_begun += 1
         self._held.append(group)
         self._coming |= {each: (group, came) for each, came in coming.items()}
+
+    def _next(self, link: Incoming | Outgoing) -> Described:
+        known = next(self._known.get(link, iter(())), None)
+        if known is None:
+            raise NotForeseen("the stages exchange more messages than in the last steps")
+        return known
 
     def _release(self, groups: list[_Group]) -> None:
         """Free what groups have sent, in a stream that comes after them."""

@@ -20,10 +20,14 @@ from penstock.sharding.layouts import as_on
 from .channels import AbstractChannels
 from .crossing import IncomingShares, outgoing_shares, shares
 from .headers import Payload
-from .torch_distributed import Incoming, Outgoing
+from .torch_distributed import Described, Incoming, Outgoing
 
 _WHAT_SENDS = "for stage {} to take what was sent to it"
 """Completes "rank 1 waited ..."."""
+
+
+LatestMessages = dict[Incoming | Outgoing, list[Described]]
+"""The messages of a run on each link, in order."""
 
 
 class ProcessChannels(AbstractChannels):
@@ -152,6 +156,11 @@ class ProcessChannels(AbstractChannels):
                 self.wires.open(_channel(source, target), shares(sides))
         if self._captures:
             self.wires.open_queue()
+
+    def latest(self) -> LatestMessages:
+        """Describe the messages of the latest run; links between several shards are left out."""
+        links = (*self._incoming.values(), *chain.from_iterable(self._outgoing.values()))
+        return {link: link.latest for link in links if isinstance(link, Incoming | Outgoing)}
 
     def forget_links(self) -> None:
         """Describe all messages anew from now on; all processes do so between two runs."""

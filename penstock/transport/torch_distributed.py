@@ -69,6 +69,10 @@ Values = list[tuple[Tensor, TensorKind]]
 """Tensors to send."""
 
 
+Described = tuple[int, list[TensorKind]]
+"""The number of a message's header, and the tensors that travel on a link."""
+
+
 class _Foreseen:
     """The headers of an edge's messages on an accelerator, as both ends foresee them in a run.
 
@@ -77,30 +81,31 @@ class _Foreseen:
     """
 
     def __init__(self) -> None:
-        self._last: list[tuple[int, list[TensorKind]]] = []
-        self._now: list[tuple[int, list[TensorKind]]] = []
+        self.latest: list[Described] = []
+        """The messages of the last run that had some."""
+        self._now: list[Described] = []
         self._are_alike = False
 
     def end_run(self) -> None:
         """Compare the run with the last one; a run without messages changes nothing."""
         if self._now:
-            numbers = [[number for number, _ in run] for run in (self._last, self._now)]
+            numbers = [[number for number, _ in run] for run in (self.latest, self._now)]
             self._are_alike = numbers[0] == numbers[1]
-            self._last, self._now = self._now, []
+            self.latest, self._now = self._now, []
 
     @property
-    def next(self) -> tuple[int, list[TensorKind]]:
+    def next(self) -> Described:
         """The next message; number -1, and no tensors, if it is not foreseen."""
         place = len(self._now)
-        is_known = self._are_alike and place < len(self._last)
-        return self._last[place] if is_known else (_UNKNOWN, [])
+        is_known = self._are_alike and place < len(self.latest)
+        return self.latest[place] if is_known else (_UNKNOWN, [])
 
     def add(self, number: int, kinds: list[TensorKind]) -> None:
         self._now.append((number, kinds))
 
 
 class NotForeseen(Exception):
-    """A run cannot be captured: a message is not as it was in the last two runs."""
+    """A run cannot be captured: a message is not as it was in the last runs of its kind."""
 
 
 class Received(NamedTuple):
@@ -184,13 +189,17 @@ class Outgoing:
             self._sent.append((ref(tensor), version_of(tensor)))
         self._foreseen.add(number, [kind for _, kind in values])
 
-    def captured(self, payload: Payload) -> list[Tensor]:
-        """Return the bytes to send in a captured run; NotForeseen if they need a header."""
+    @property
+    def latest(self) -> "list[Described]":
+        """The messages of the latest run that had some."""
+        return self._foreseen.latest
+
+    def captured(self, payload: Payload, known: "Described") -> list[Tensor]:
+        """Return the bytes to send in a captured run; NotForeseen if they need another header."""
         number, _, tensors, header = self._headers.write(payload)
-        if number != self._foreseen.next[0]:
+        if number != known[0]:
             raise NotForeseen("a stage sends a tensor of another shape than in the last steps")
         values = self._own(tensors, header)
-        self._foreseen.add(number, [kind for _, kind in values])
         self._sent += [(ref(tensor), version_of(tensor)) for tensor, _ in values]
         return [to_bytes(tensor, kind) for tensor, kind in values]
 
@@ -303,16 +312,18 @@ class Incoming:
             self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
         return Received(header, tensors)
 
-    def captured(self) -> tuple[list[Tensor], Callable[[], Received]]:
-        """Make room for the next message in a run that a graph captures, which has no header.
+    @property
+    def latest(self) -> "list[Described]":
+        """The messages of the latest run that had some."""
+        return self._foreseen.latest
+
+    def captured(self, known: "Described") -> tuple[list[Tensor], Callable[[], Received]]:
+        """Make room for a message in a run that a graph captures, which sends no header.
 
         Returns:
             The bytes to receive, and a function for the stream that has waited for them.
         """
-        number, kinds = self._foreseen.next
-        if number == _UNKNOWN:
-            raise NotForeseen("the last two steps sent tensors of unlike shapes")
-        self._foreseen.add(number, kinds)
+        number, kinds = known
         header = self._headers.read(number, b"")
         rooms = [room_for(kind, self._device) for kind in kinds]
         begun = _Rooms(kinds, rooms, [None] * len(kinds))
