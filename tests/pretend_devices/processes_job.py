@@ -35,7 +35,11 @@ def train(**options: Any) -> dict[str, Any]:
         blocks[-1].register_forward_hook(_Fatal())
     if is_named("ASKS"):
         blocks[-1].register_forward_hook(lambda layer, given, output: bool(output.sum()) and None)
-    model = nn.Sequential(*blocks, nn.Linear(16, 4))
+    norms = [nn.BatchNorm1d(16)] if options.pop("norms", False) else []
+    model: Any = nn.Sequential(*blocks, *norms, nn.Linear(16, 4))
+    if options.pop("tied", False):
+        blocks[-1][0].weight = blocks[0][0].weight
+        model = penstock.capture(model, torch.zeros(2, 16))
     samples = SAMPLES_OF_GRAPHS if options.pop("graphs", False) else SAMPLES
     inputs = torch.randn(max(samples), 16)
     pipe = penstock.Pipeline(
