@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,13 @@ _ALONE = Control()
 """The control of an axis with one process."""
 
 
+class HoldsGraphs(Protocol):
+    """The interface of drivers that hold CUDA graphs with messages inside."""
+
+    def close(self) -> None:
+        """Let go of them."""
+
+
 @dataclass(slots=True, eq=False)
 class Processes:
     """The threads and connections of a process; its first use makes `point_to_point`."""
@@ -36,6 +45,8 @@ class Processes:
     background: Background
     lifelines: Lifelines
     point_to_point: PointToPoint | None = None
+    holders: "WeakSet[HoldsGraphs]" = field(default_factory=WeakSet)
+    """All that holds CUDA graphs: NCCL may wait for ever for the end of a graph that uses it."""
 
     @property
     def have_ended(self) -> bool:
@@ -209,6 +220,8 @@ class Mesh(Shared):
         """End the threads and process groups of the mesh; the end of the process does the same."""
         if (processes := self.processes) is None:
             return
+        for holder in tuple(processes.holders):
+            holder.close()
         processes.background.end_saves()
         processes.lifelines.close()
         processes.background.close()

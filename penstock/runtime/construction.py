@@ -147,7 +147,7 @@ def _shared_parts(layers: Layers, loss: Any, plan: Plan, mesh: Mesh, cuda_graphs
     driver: AbstractDriver = (in_caller := CallerDriver(plan.threads_per_stage))
     if cuda_graphs:
         eager = ProcessDriver(mesh, plan, captures=True) if connects else in_caller
-        driver = GraphDriver(eager, mesh.world)
+        driver = GraphDriver(eager, mesh)
     elif connects:
         driver = ProcessDriver(mesh, plan)
     elif plan.transport is not Transport.LOOPBACK:

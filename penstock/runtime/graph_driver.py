@@ -23,7 +23,6 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, ExecutionWarning
 from penstock.mesh import Mesh
-from penstock.mesh.control import Control
 from penstock.planner.plan import Plan
 from penstock.types import Trace
 
@@ -128,19 +127,25 @@ class _Known:
 class GraphDriver(AbstractDriver):
     """Runs the ranks of this process, as a graph where there is one of the step's keys.
 
-    A step's keys are the numbers of each process's key.  All processes of `world` hold graphs of
-    the same keys; None instead of one that could not be captured.
+    A step's keys are the numbers of each process's key.  All processes of the mesh hold graphs of
+    the same keys; None instead of one that could not be captured.  The end of the mesh closes it.
     """
 
-    def __init__(self, eager: CanCapture, world: Control) -> None:
-        self._eager, self._world = eager, world
+    def __init__(self, eager: CanCapture, mesh: Mesh) -> None:
+        self._eager, self._mesh, self._world = eager, mesh, mesh.world
+        if mesh.processes is not None:
+            mesh.processes.holders.add(self)
         self._known: dict[Key, _Known] = {}
         self._graphs: dict[_Keys, StepGraph | None] = {}
         self._num_eager = self._num_keys = 0
         self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return GraphDriver, (self._eager, self._world)  # a copied pipeline captures its own
+        return GraphDriver, (self._eager, self._mesh)  # a copied pipeline captures its own
+
+    def close(self) -> None:
+        """Free the graphs with their memory; later steps begin with warm-ups again."""
+        self._graphs, self._known = {}, {}
 
     def drive(self, work: Work) -> None:
         # 1. Tell all processes this one's key, and in how many steps it was alike.

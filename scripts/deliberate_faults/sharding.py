@@ -159,7 +159,7 @@ FAULTS = (
         "penstock/sharding/costs.py",
         "1 / self.num_microbatches if self.keeps else 1 + is_saved",
         "1 + is_saved",
-        "tests/sharding/test_program.py::test_what_is_done_once_a_step_is_shared_by_its_microbatches",
+        "tests/sharding/test_program.py::test_what_is_done_once_a_step_is_in_no_microbatch",
     ),
     Fault(
         "operators of a layer that was measured take what is estimated",

@@ -291,4 +291,12 @@ FAULTS = (
         _PROCESSES,
         "cannot_capture",
     ),
+    Fault(
+        "graphs: the mesh ends its communicators before the graphs that use them",
+        "penstock/mesh/mesh.py",
+        "            holder.close()\n",
+        "            pass\n",
+        _PROCESSES,
+        "graphs",
+    ),
 )

@@ -14,7 +14,9 @@ import penstock
 from penstock.runtime.pipeline_module import parts_of
 from tests.gpu.models import Subject, language
 
-WAYS = [(sharding, dropout) for sharding in ("megatron", "zero1", "zero3") for dropout in (0, 0.1)]
+PLANS = ("megatron", "zero1", "zero3", "context")
+"""Ready plans that are run."""
+WAYS = [(sharding, dropout) for sharding in PLANS for dropout in (0, 0.1)]
 """How operators are divided, and what dropout drops."""
 
 

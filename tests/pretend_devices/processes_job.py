@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ SAMPLES = (16, 16, 16, 24, 24)
 """Samples of each step: the third is as foreseen, and the fourth is not."""
 SAMPLES_OF_GRAPHS = (16, 24, 16, 24, 16, 16, 16, 16, 24)
 """Those with CUDA graphs: the last four are replays, of two graphs."""
+
+KEPT: list[penstock.Pipeline] = []
+"""Pipelines that nobody closes."""
 
 
 def train(**options: Any) -> dict[str, Any]:
@@ -53,7 +57,7 @@ def train(**options: Any) -> dict[str, Any]:
         found |= {f"loss {step}": float(loss)}
         named = [(name, p.grad) for name, p in pipe.named_parameters() if p.grad is not None]
         found |= {f"{name} {step}": gradient.cpu().clone() for name, gradient in named}
-    pipe.close()
+    KEPT.append(pipe)
     return found
 
 
@@ -74,13 +78,14 @@ class _Fatal:
             os._exit(9)
 
 
-def count_replays() -> list[None]:
-    """Return a list that grows by an entry for each replay from now on."""
+def count_replays(graphs: WeakSet[Any]) -> list[None]:
+    """Return a list that grows by an entry for each replay from now on; add all graphs."""
     graph, counted = torch.cuda.CUDAGraph, list[None]()
     replay = graph.replay
 
     def counting(self: Any) -> None:
         counted.append(None)
+        graphs.add(self)
         if is_named("FATAL") and len(counted) == 2:
             os._exit(9)
         replay(self)
@@ -96,18 +101,20 @@ def main() -> None:
     stages, replicas, shards = map(int, numbers)
     if shards > 1:
         options["example_inputs"] = torch.randn(SAMPLES[0], 16)
+    graphs = WeakSet[Any]()
     with (
         pretended_devices(1) as memory,
         ordered_groups(memory),
         penstock.init_mesh(stages, replicas, shards, device=device, timeout_s=60.0) as mesh,
     ):
-        replays = count_replays()
+        replays = count_replays(graphs)
         options["cuda_graphs"] = device != "cpu" and options.get("graphs", False)
         try:
             found = train(mesh=mesh, **options)
         except PeerError as error:
             found = {"error": str(error)}
         torch.save((found, memory.races, len(replays)), Path(folder) / f"{mesh.rank}.pt")
+    assert not graphs, "a graph outlives its communicators"
 
 
 if __name__ == "__main__":

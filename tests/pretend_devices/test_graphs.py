@@ -189,6 +189,17 @@ def test_a_layer_that_asks_for_a_number_runs_eagerly_after_one_warning(
     assert len(warned) == 1 and replays == []
 
 
+def test_a_closed_pipeline_captures_again(memory: Memory, replays: list[None]) -> None:
+    with piped(with_dropout(), 2) as pipe:
+        wanted = train(pipe), train(pipe)
+    with piped(with_dropout(), 2, cuda_graphs=True) as pipe:
+        found = train(pipe)
+        num_replays = len(replays)
+        pipe.close()
+        assert (found, train(pipe)) == wanted
+    assert 0 < num_replays < len(replays) < 2 * NUM_STEPS - 2
+
+
 def raise_p(pipe: Any) -> None:
     for module in pipe.modules():
         if isinstance(module, nn.Dropout):

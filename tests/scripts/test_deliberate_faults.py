@@ -15,8 +15,13 @@ def test_what_each_fault_replaces_is_in_the_code_once() -> None:
     assert {name: count for name, count in places.items() if count != 1} == {}
 
 
-def test_each_fault_names_the_file_of_its_test() -> None:
-    assert [f.name for f in FAULTS if not (ROOT / f.test.partition("::")[0]).is_file()] == []
+def test_each_fault_names_the_file_of_its_test_and_a_test_in_it() -> None:
+    def is_there(fault: Fault) -> bool:
+        path, _, test = fault.test.partition("::")
+        name = test.partition("[")[0]
+        return (ROOT / path).is_file() and f"def {name}" in (ROOT / path).read_text()
+
+    assert [fault.name for fault in FAULTS if not is_there(fault)] == []
 
 
 def test_ten_parts_have_each_fault_once() -> None:

@@ -144,7 +144,7 @@ def _attention(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
         end = local.start(layout, row) + query.shape[-2]
         if not dropout_p:
             key, value = key[..., :end, :], value[..., :end, :]
-        allowed, is_causal = _causal(query, key, end, fused=not dropout_p), False
+        allowed, is_causal = _causal(query, key, end, fused=not (dropout_p or gqa)), False
     if not dropout_p or not any(isinstance(state, S) for state in layout):
         its = query, key, value, allowed, dropout_p, is_causal
         result: Tensor = func(*its, scale=scale, enable_gqa=gqa)
