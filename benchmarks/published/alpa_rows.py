@@ -4,7 +4,6 @@ Each system is the planner restricted to what the system can plan (`benchmarks.a
 its plans recompute layer by layer, as those of the rows do.
 """
 
-import csv
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from penstock.planner.mesh_costs import MEMORY_POLICIES
 from penstock.planner.mesh_task import MeshTask
 
 from .gpt_of_2021 import STATE_OF_ALPA, STATE_OF_MEGATRON, XLA_MEMORY, AsItRan
+from .layouts import rows_of
 
 FILE = Path(__file__).with_name("alpa_gpt.tsv")
 _BASELINE = {"Megatron-LM": "megatron", "intra-op only": "intra", "inter-op only": "inter"}
@@ -57,11 +57,9 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Yield the rows of the table, which stands below a line with its source."""
-    with FILE.open(newline="") as file:
-        lines = (line for line in file if not line.startswith("#"))
-        for row in csv.DictReader(lines, delimiter="\t"):
-            yield Row(int(row["devices"]), row["system"], float(row["TFLOPS per device"]))
+    """Yield the rows of the table."""
+    for row in rows_of(FILE):
+        yield Row(int(row["devices"]), row["system"], float(row["TFLOPS per device"]))
 
 
 @cache

@@ -1,5 +1,8 @@
-"""Layouts of published rows by the words of `penstock.Parallelism`, and which hosts they touch."""
+"""Published rows: how they are read, their layouts, and the steps that are predicted."""
 
+import csv
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import penstock
@@ -41,3 +44,19 @@ class Layout(NamedTuple):
         """Tell if the devices of some rank of the pipeline are on several hosts."""
         meshes = meshes_of(self.parallelism(1, recomputes=False), cluster, self.data)
         return any(mesh.num_hosts > 1 for mesh in meshes)
+
+
+def rows_of(table: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table, which stands below lines with its source."""
+    with table.open(newline="") as file:
+        lines = (line for line in file if not line.startswith("#"))
+        yield from csv.DictReader(lines, delimiter="\t")
+
+
+def step_s(
+    profile: penstock.Profile, cluster: Cluster, parallelism: penstock.Parallelism
+) -> float:
+    """Return the predicted seconds of a layout's step."""
+    plan = penstock.plan(profile, cluster, parallelism=parallelism)
+    assert plan.predicted_step_s is not None, "it was planned"
+    return plan.predicted_step_s

@@ -1,6 +1,5 @@
 """The rows of llama_h800.tsv: what was measured, and what is predicted for the same layout."""
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,7 +10,7 @@ import torch
 import penstock
 from penstock.costs.cluster import Cluster, Link
 
-from .layouts import Layout
+from .layouts import Layout, rows_of, step_s
 from .llama import llama
 
 FILE = Path(__file__).with_name("llama_h800.tsv")
@@ -67,16 +66,12 @@ class Row:
         profile = profile_of(self.sizes, self.layout.data, self.number("seq"))
         is_again = self["ckpt"] == "full"
         layout = self.layout.parallelism(self.number("M"), recomputes=is_again)
-        plan = penstock.plan(profile, self.cluster, parallelism=layout)
-        assert plan.predicted_step_s is not None, "it was planned"
-        return plan.predicted_step_s
+        return step_s(profile, self.cluster, layout)
 
 
 def rows() -> Iterator[Row]:
-    """Yield the rows of the table, which stands below lines with its source."""
-    with FILE.open(newline="") as file:
-        lines = (line for line in file if not line.startswith("#"))
-        yield from map(Row, csv.DictReader(lines, delimiter="\t"))
+    """Yield the rows of the table."""
+    yield from map(Row, rows_of(FILE))
 
 
 @cache

@@ -138,8 +138,7 @@ def summaries(
 ) -> list[dict[str, Any]]:
     """Return the summary of all Llama rows, by passing hosts or not, and of both tables of GPT.
 
-    The order of Megatron-LM's rows is that of seconds a step, and of Alpa's that of systems on
-    equally many devices.
+    Alpa's rows are compared among systems on equally many devices, all others by seconds a step.
     """
     found = [
         summary("GPT on A100", [Pair(row["measured_s"], row["predicted_s"]) for row in megatron])

@@ -3,7 +3,6 @@
 Shapes: B sequences, T positions, H heads, C channels of a head, D = H C channels between blocks.
 """
 
-import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.automatic.scaling import part_of
 from penstock.costs.cluster import Cluster
+
+from .layouts import rows_of, step_s
 
 FILE = Path(__file__).with_name("megatron_a100.tsv")
 NUM_WORDS, LENGTH = 51_200, 2048
@@ -104,13 +105,9 @@ class Row:
             words = torch.zeros(layout.microbatch_size * (layout.data or 1), LENGTH).long()
         profile = penstock.profile(model, words, measure=False, compile=True)
         cluster = part_of(Cluster.load("dgx-a100"), self.number("gpus"))
-        plan = penstock.plan(profile, cluster, parallelism=layout)
-        assert plan.predicted_step_s is not None, "it was planned"
-        return plan.predicted_step_s
+        return step_s(profile, cluster, layout)
 
 
 def rows() -> Iterator[Row]:
-    """Yield the rows of the table, which stands below lines with its source."""
-    with FILE.open(newline="") as file:
-        lines = (line for line in file if not line.startswith("#"))
-        yield from map(Row, csv.DictReader(lines, delimiter="\t"))
+    """Yield the rows of the table."""
+    yield from map(Row, rows_of(FILE))

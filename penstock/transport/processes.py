@@ -160,7 +160,8 @@ class ProcessChannels(AbstractChannels):
     def latest(self) -> LatestMessages:
         """Describe the messages of the latest run; links between several shards are left out."""
         links = (*self._incoming.values(), *chain.from_iterable(self._outgoing.values()))
-        return {link: link.latest for link in links if isinstance(link, Incoming | Outgoing)}
+        whole = (link for link in links if isinstance(link, Incoming | Outgoing))
+        return {link: link.foreseen.latest for link in whole}
 
     def forget_links(self) -> None:
         """Describe all messages anew from now on; all processes do so between two runs."""

@@ -73,7 +73,7 @@ Described = tuple[int, list[TensorKind]]
 """The number of a message's header, and the tensors that travel on a link."""
 
 
-class _Foreseen:
+class Foreseen:
     """The headers of an edge's messages on an accelerator, as both ends foresee them in a run.
 
     Foreseen are those of the two last runs with messages, if they were alike.  A message has the
@@ -128,7 +128,10 @@ _NOTHING = _Rooms([], [], [])
 
 
 class Outgoing:
-    """The sending end of `stage`, to process `rank`; a thread of the mesh waits for slow sends."""
+    """The sending end of `stage`, to process `rank`; a thread of the mesh waits for slow sends.
+
+    `foreseen` has the headers that both ends of the link expect.
+    """
 
     def __init__(self, mesh: Mesh, stage: int, rank: int, channel: int) -> None:
         self._stage, self.rank = stage, rank
@@ -138,13 +141,13 @@ class Outgoing:
         self._device = mesh.device
         self._begun: list[_Begun] = []
         self._held_bytes, self._room_bytes = 0, _ROOM_BYTES
-        self._foreseen = _Foreseen()
+        self.foreseen = Foreseen()
         self._sent: list[tuple[ref[Tensor], int]] = []
 
     def forget_lasting(self) -> None:
         """Begin or end a run: parameters change between runs."""
         self._headers.forget_lasting()
-        self._foreseen.end_run()
+        self.foreseen.end_run()
 
     def send(self, payload: Payload, microbatch: int) -> None:
         """Begin to send; ConnectionError or PeerError if the connection or a process is gone."""
@@ -179,7 +182,7 @@ class Outgoing:
         """Send a header by the CPU, and values from the device's memory, which nobody keeps."""
         if encoded:
             self._begin(bytearray(encoded))
-        foreseen, kinds = self._foreseen.next
+        foreseen, kinds = self.foreseen.next
         for kind in kinds if foreseen != number else ():  # the receiver has begun to receive these
             zeros = torch.zeros(kind.num_bytes, dtype=torch.uint8, device=self._device)
             self._wires.send_on_device(zeros, self.rank, self._tag)
@@ -187,14 +190,9 @@ class Outgoing:
             content = to_bytes(tensor, kind).to(self._device)
             self._wires.send_on_device(content, self.rank, self._tag)
             self._sent.append((ref(tensor), version_of(tensor)))
-        self._foreseen.add(number, [kind for _, kind in values])
+        self.foreseen.add(number, [kind for _, kind in values])
 
-    @property
-    def latest(self) -> "list[Described]":
-        """The messages of the latest run that had some."""
-        return self._foreseen.latest
-
-    def captured(self, payload: Payload, known: "Described") -> list[Tensor]:
+    def captured(self, payload: Payload, known: Described) -> list[Tensor]:
         """Return the bytes to send in a captured run; NotForeseen if they need another header."""
         number, _, tensors, header = self._headers.write(payload)
         if number != known[0]:
@@ -243,7 +241,8 @@ class Outgoing:
 class Incoming:
     """The receiving end, from process `rank`; any thread may call `bring`, one at a time.
 
-    `expects_much`: the next message may be large, and is better received in a thread.
+    `expects_much`: the next message may be large, and is better received in a thread.  `foreseen`
+    has the headers that both ends of the link expect.
     """
 
     def __init__(self, mesh: Mesh, rank: int, channel: int) -> None:
@@ -253,18 +252,18 @@ class Incoming:
         self._bytes = memoryview(bytearray(_ROOM_BYTES))
         self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
         self._next: Any = None
-        self._foreseen, self._early = _Foreseen(), _NOTHING
+        self.foreseen, self._early = Foreseen(), _NOTHING
 
     def forget_lasting(self) -> None:
         """Begin or end a run, as the sender does."""
         self._headers.forget_lasting()
-        self._foreseen.end_run()
+        self.foreseen.end_run()
 
     def post(self) -> None:
         """Begin to receive the next message, beside computation; `bring` waits for it."""
         if self._next is None:
             self._next = self._wires.receive(self._room, self.rank, self._tag)
-            if kinds := self._foreseen.next[1]:
+            if kinds := self.foreseen.next[1]:
                 self._early = self._begun(kinds)
 
     def receive(self, microbatch: int, timeout_s: float | None = None) -> Payload:
@@ -312,12 +311,7 @@ class Incoming:
             self._room = torch.frombuffer(self._bytes, dtype=torch.uint8)
         return Received(header, tensors)
 
-    @property
-    def latest(self) -> "list[Described]":
-        """The messages of the latest run that had some."""
-        return self._foreseen.latest
-
-    def captured(self, known: "Described") -> tuple[list[Tensor], Callable[[], Received]]:
+    def captured(self, known: Described) -> tuple[list[Tensor], Callable[[], Received]]:
         """Make room for a message in a run that a graph captures, which sends no header.
 
         Returns:
@@ -358,9 +352,9 @@ class Incoming:
         """Let the current stream wait for the values; begin to receive them if `post` has not."""
         early, self._early = self._early, _NOTHING
         tensors = self._ended(early, None)
-        if self._foreseen.next[0] != number:  # what came, if anything, are zeros
+        if self.foreseen.next[0] != number:  # what came, if anything, are zeros
             tensors = self._ended(self._begun(kinds), None)
-        self._foreseen.add(number, kinds)
+        self.foreseen.add(number, kinds)
         return tensors
 
     def _begun(self, kinds: list[TensorKind]) -> _Rooms:

@@ -166,8 +166,8 @@ FAULTS = (
     Fault(
         "streams: a receiver takes zeros for the values after them",
         "penstock/transport/torch_distributed.py",
-        "if self._foreseen.next[0] != number:",
-        "if self._foreseen.next[0] < 0:",
+        "if self.foreseen.next[0] != number:",
+        "if self.foreseen.next[0] < 0:",
         _PROCESSES,
         "1f1b",
     ),
