@@ -553,7 +553,7 @@ FAULTS = (
         "is_first and self._has_compiled",
         "False",
         "tests/laws/test_compiled.py",
-        "compiles_each_layer",
+        "in_the_thread_that_calls",
     ),
     Fault(
         "equal layers are compiled each for itself",

@@ -211,6 +211,22 @@ def test_a_pipeline_compiles_each_layer_and_equals_the_unsplit_model(
         assert counting.runs
 
 
+def test_layers_are_compiled_in_the_thread_that_calls_the_pipeline() -> None:
+    """Torch seeds Python's generator while it compiles: two threads would mix their seeds."""
+    threads = set()
+
+    def backend(graph: Any, example: Any) -> Any:
+        threads.add(threading.current_thread())
+        return graph
+
+    options: Any = {"partition": (5, 1), "num_microbatches": 3, "loss": F.mse_loss}
+    x, target = torch.ones(6, 6), torch.ones(6, 3)
+    with penstock.Pipeline(blocks(), compile={"backend": backend}, **options) as pipe:
+        for _ in range(2):
+            pipe.train_step(x, target)
+    assert threads == {threading.current_thread()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_pipeline_compiled_by_inductor_equals_the_compiled_unsplit_model(
