@@ -83,6 +83,7 @@ def num_blocks(plan: Plan) -> list[int]:
     return [sum("blocks" in name for name in names[start:end]) for start, end in pairs]
 
 
+@pytest.mark.slow
 def test_the_unrestricted_plan_is_at_least_as_fast_as_each_baseline(task, plans) -> None:
     own = step_s(plan_on_meshes(task))
     assert {n: step_s(p) for n, p in plans.items() if step_s(p) < own} == {}

@@ -124,6 +124,7 @@ def cannot_run(rank: int, work: Work, counts: tuple[int, ...]) -> dict[Key, Part
     raise ImportError(f"process {rank} finds no such module")
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_run_says_why() -> None:
     with pytest.raises(RuntimeError, match="rank 1: ImportError: process 1 finds no such module"):
         Processes(cannot_run, SMALLEST, (2,))

@@ -135,6 +135,7 @@ def test_which_model_gains_more_is_predicted_with_many_micro_batches() -> None:
         assert wanted in crossover_line(*both)
 
 
+@pytest.mark.slow
 def test_an_amoebanet_is_cut_by_flops_with_all_its_layers() -> None:
     profile = amoebanet(3, 32, image=64).profile((2,))
     partition = by_flops(profile, 4)

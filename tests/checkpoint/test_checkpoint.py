@@ -176,6 +176,7 @@ def test_a_saved_checkpoint_is_all_that_a_save_leaves(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_saves_leaves_no_broken_checkpoint(tmp_path: Path) -> None:
     program = (
         "import itertools, sys, penstock\n"

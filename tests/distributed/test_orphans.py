@@ -104,9 +104,10 @@ def test_a_process_ends_when_its_launcher_is_killed_while_it_waits_for_the_other
     assert not left, left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("told", "launcher"),
-    [((), LAUNCHER), pytest.param(BY_TORCHRUN, WRAPPER, marks=pytest.mark.slow)],
+    [((), LAUNCHER), (BY_TORCHRUN, WRAPPER)],
     ids=["by-hand", "by-a-wrapper"],
 )
 def test_a_process_stays_that_its_parent_need_not_outlive(told, launcher, port) -> None:

@@ -126,6 +126,7 @@ def test_a_model_without_lists_is_clustered_and_is_the_unsplit_model(tmp_path: P
         assert torch.allclose(mine, own, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_alone_it_is_a_pipeline_of_one_stage() -> None:
     pipe = penstock.parallelize(made(0), WORDS, loss=loss, cluster=cluster_of(1), seed=3)
     assert (pipe.num_stages, pipe.plan.sharding) == (1, None)

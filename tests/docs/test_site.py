@@ -38,6 +38,7 @@ def test_the_reference_names_each_public_name_once() -> None:
     assert sorted(map(hooks()._public_name, shown())) == sorted(public)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_missing_repeated_or_private_is_told() -> None:
     pytest.importorskip("griffe", reason="NOT RUN: make docs installs griffe")
     problems, names = hooks().problems, shown()

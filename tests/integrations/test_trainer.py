@@ -158,6 +158,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_a_resume_has_the_bits_of_the_run_that_went_on(tmp_path: Path) -> None:
     """With dropout, whose random streams go on where they were."""
     whole, resumed = twice(Mesh.of_one_process(2), str(tmp_path))
@@ -223,6 +224,7 @@ def test_a_loss_of_the_callers_trains_too(tmp_path: Path) -> None:
     assert not torch.equal(pipe.original.state_dict()["transformer.h.0.mlp.c_fc.weight"], before)
 
 
+@pytest.mark.slow
 def test_bf16_is_autocast_in_every_stage(tmp_path: Path) -> None:
     found = []
     for bf16 in (False, True):

@@ -49,7 +49,7 @@ def num_plain_operators(dropout: float) -> int:
 
 
 @pytest.mark.parametrize("dropout", (0.0, 0.1))  # also in attention, which is no dropout module
-@pytest.mark.parametrize("num_stages", (1, 3))
+@pytest.mark.parametrize("num_stages", (1, pytest.param(3, marks=pytest.mark.slow)))
 def test_a_step_adds_less_than_two_per_cent(num_stages: int, dropout: float) -> None:
     words = torch.randint(NUM_WORDS, (NUM_MICROBATCHES, 8))
     how: dict[str, Any] = {"num_microbatches": NUM_MICROBATCHES, "recompute": "never"}

@@ -94,6 +94,7 @@ def test_the_peak_of_every_stage_is_predicted(num_stages: int) -> None:
             check(name, num_stages, family, POLICIES[(n // 3 + num_stages) % 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute",
     [

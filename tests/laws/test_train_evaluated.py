@@ -57,6 +57,7 @@ def scores_after(folder: Path, epoch: int) -> dict[str, Any]:
     return {name: score for name, score in line.items() if name.startswith("test_")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["as-trained", "one-stage", "three-stages"])
 def test_scores_are_those_of_the_run_for_any_number_of_stages(digits: Path, layout) -> None:
     best = json.loads((digits / "best.json").read_text())["epoch"]
@@ -106,6 +107,7 @@ def test_an_image_file_is_seen_as_the_test_images_are(digits: Path, tmp_path: Pa
             list(predict_by(digits, [str(tmp_path / name)], Which.BEST))
 
 
+@pytest.mark.slow
 def test_lines_are_translated_as_the_test_texts_were(texts: dict[str, Path]) -> None:
     lines = (texts["names"] / "translations.tsv").read_text().splitlines()
     rows = [line.split("\t") for line in lines][::5]  # of all languages, mixed

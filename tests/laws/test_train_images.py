@@ -86,14 +86,12 @@ def uninterrupted(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         ["pipeline.num_stages=1", "pipeline.partition=[8]"],
-        pytest.param(
-            ["pipeline.num_stages=3", "pipeline.partition=auto", "data.num_workers=1"],
-            marks=pytest.mark.slow,
-        ),
+        ["pipeline.num_stages=3", "pipeline.partition=auto", "data.num_workers=1"],
     ],
     ids=" ".join,
 )
@@ -105,6 +103,7 @@ def test_a_run_on_images_goes_on_bit_by_bit(recipe, uninterrupted, tmp_path, cha
     assert scores[0]["test_accuracy"] == scores[1]["test_accuracy"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_decoded_is_named_and_counts_nothing(uninterrupted: Path) -> None:
     named = (uninterrupted / "skipped.txt").read_text().splitlines()
     assert sorted(Path(name).parts[-3:] for name in named) == [
@@ -115,11 +114,13 @@ def test_what_cannot_be_decoded_is_named_and_counts_nothing(uninterrupted: Path)
     assert accuracy in {right / 8 for right in range(1, 8)}  # of nine, one cannot be read
 
 
+@pytest.mark.slow
 def test_what_cannot_be_decoded_is_counted(recipe: Path, uninterrupted: Path) -> None:
     lines = [m for m in RunFolder(uninterrupted).read_metrics() if m["kind"] == "epoch"]
     assert lines[-1]["num_skipped"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_images_that_it_began_with(recipe, uninterrupted, tmp_path) -> None:
     """Wherever they are now."""
     moved, folder = tmp_path / "moved", tmp_path / "run"

@@ -22,6 +22,7 @@ def epochs_of(folder: Path) -> list[dict[str, float]]:
     return [line for line in curve(folder) if line["kind"] == "epoch"]
 
 
+@pytest.mark.slow
 def test_a_longer_run_is_the_straight_one_where_the_learning_rate_is_the_same(
     tmp_path: Path,
 ) -> None:
@@ -34,6 +35,7 @@ def test_a_longer_run_is_the_straight_one_where_the_learning_rate_is_the_same(
     assert_same_run(longer, straight)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_of_a_longer_run_is_its_own_from_then_on(tmp_path: Path) -> None:
     long, longer = tmp_path / "long", tmp_path / "longer"
     assert start(DIGITS, [*SMALL, "train.epochs=3"], long).finished
@@ -54,6 +56,7 @@ def test_fewer_epochs_than_are_trained_are_refused(tmp_path: Path) -> None:
         resume(folder.path, ["train.epochs=3", "optimizer.lr=0.1"])
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
     changes = [*SMALL, "train.keep_checkpoints=1", "train.epochs=4", "optimizer.lr=0.05"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -78,6 +81,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert_same_run(broken, whole)
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_it_gets_no_better_and_goes_on_counting_with_more_patience(
     tmp_path: Path,
 ) -> None:

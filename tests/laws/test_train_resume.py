@@ -60,6 +60,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_for_any_other_layout(
     assert_same_run(folder.path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_run_of_lower_precision_goes_on_bit_by_bit_with_its_loss_scale(tmp_path: Path) -> None:
     changes = [*SMALL, "train.precision=float16", "train.max_grad_norm=0.5"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -96,6 +97,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(uninterrupted,
     assert "1 damaged lines of" in console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_without_any_checkpoint_starts_again(uninterrupted: Path, tmp_path: Path) -> None:
     folder = create(tmp_path / "run", recipe_to_toml(read_recipe(DIGITS, SMALL)))
     folder.append_metrics({"kind": "step", "step": 1, "loss": 0.0})
@@ -169,6 +171,7 @@ def test_a_checkpoint_that_no_run_saved_is_refused(tmp_path: Path) -> None:
         resume(folder.path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     ours, theirs = (tmp_path / name for name in ("ours", "theirs"))
     for path, changes in ((ours, []), (theirs, ["train.seed=1", "optimizer.lr=0.5"])):
@@ -184,6 +187,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path: Path
     assert curve(ours) == before and len(RunFolder(ours).checkpoints()) == 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     words = ["-u", *TRAIN, *sets(*SMALL, "train.epochs=2000")]  # each line is seen at once
     process = begin(words, tmp_path, stderr=subprocess.PIPE)
@@ -243,7 +247,7 @@ STASHED += ["optimizer.lr=0.001"]
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(TWO, id="pipedream_2bw"),
+        pytest.param(TWO, id="pipedream_2bw", marks=pytest.mark.slow),
         pytest.param(STASHED, id="pipedream", marks=pytest.mark.slow),
     ],
 )
@@ -261,6 +265,7 @@ def test_a_run_goes_on_bit_by_bit_from_where_a_window_ended(changes, tmp_path) -
     assert_same_run(broken, whole)
 
 
+@pytest.mark.slow
 def test_windows_of_one_batch_are_synchronous_training(uninterrupted, tmp_path) -> None:
     window = tmp_path / "window"
     assert start(DIGITS, [*SMALL, "pipeline.schedule=pipedream_2bw"], window).finished

@@ -89,6 +89,7 @@ def test_a_fine_tuned_run_without_a_sound_checkpoint_begins_with_the_same_weight
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_begins_again_with_the_checkpoint_it_began_with_or_not_at_all(
     finished: Path, tmp_path: Path
 ) -> None:

@@ -46,13 +46,14 @@ ONE = ["pipeline.num_stages=1"]
 THREE = ["pipeline.num_stages=3", "pipeline.schedule=one_f_one_b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stop", "changes"),
     [
         ("names", 4, ONE),
         ("text", 4, THREE),
-        pytest.param("names", 1, THREE, marks=pytest.mark.slow),
-        pytest.param("text", 6, ONE, marks=pytest.mark.slow),
+        ("names", 1, THREE),
+        ("text", 6, ONE),
     ],
 )
 def test_it_goes_on_bit_by_bit(recipes, uninterrupted, tmp_path, name, stop, changes) -> None:
@@ -164,6 +165,7 @@ def test_weights_that_have_learnt_what_is_held_out_are_refused(
         Trainer(read_recipe(recipes[name], given))
 
 
+@pytest.mark.slow
 def test_a_fine_tuned_run_goes_on_without_the_run_that_it_began_with(
     recipes: dict[str, Path], uninterrupted: dict[str, Path], tmp_path: Path
 ) -> None:

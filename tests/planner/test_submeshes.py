@@ -191,6 +191,7 @@ def gpus(num_layers: int, hosts: Hosts, num_microbatches: int) -> Task:
     return task_of(num_layers, [hosts], price, num_microbatches)
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_are_searched_in_seconds() -> None:
     began = perf_counter()
     best = find_stages(gpus(100, Hosts(125, 8, 80e9), 256))

@@ -18,7 +18,7 @@ POOLS = "batch_norm_over_replicas=True"
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        pytest.param((2, 1, 1), ["schedule=1f1b"], id="1f1b"),
+        pytest.param((2, 1, 1), ["schedule=1f1b"], id="1f1b", marks=_SLOW),
         pytest.param((2, 2, 1), ["schedule=1f1b", "graphs=True"], id="graphs"),
         pytest.param(
             (3, 1, 1),
@@ -57,6 +57,7 @@ def test_processes_have_the_bits_of_the_cpu_and_no_race(
         assert races == []
 
 
+@pytest.mark.slow
 def test_all_processes_run_eagerly_if_one_cannot_capture(tmp_path: Path) -> None:
     for device in ("cpu", "cuda:0"):
         options = ["schedule=1f1b", "graphs=True"]

@@ -285,6 +285,7 @@ def test_tensors_with_values_may_meet_those_without() -> None:
     assert sum(o.count for o in count_one(Masked(), 2, 4).operators) > 3
 
 
+@pytest.mark.slow
 def test_a_hundred_billion_parameters_are_counted_without_memory_for_them() -> None:
     with torch.device("meta"):
         model = transformer_lm(100, width=9216, ff_width=4 * 9216, num_heads=72)

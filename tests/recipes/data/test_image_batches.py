@@ -99,6 +99,7 @@ def test_an_epoch_resumes_at_any_batch() -> None:
         assert_same(list(other.epoch(2, first_batch)), whole[first_batch:])
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_batches_also_after_an_epoch_that_was_left() -> None:
     alone = ImageLoader(TRAINED, seed=0, batch_size=2)
     helped = ImageLoader(TRAINED, seed=0, batch_size=2, num_workers=2)

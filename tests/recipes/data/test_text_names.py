@@ -33,6 +33,7 @@ def pairs_of(part: TextPart) -> Iterator[tuple[str, str, str]]:
             yield language, source, target
 
 
+@pytest.mark.slow
 def test_there_are_names_in_more_than_60_languages(corpus: ParallelCorpus) -> None:
     assert len(corpus.languages) == len(NAME_LANGUAGES) > 60
     assert corpus.languages == NAME_LANGUAGES

@@ -43,6 +43,7 @@ def test_a_byte_order_mark_is_no_text(file: Path) -> None:
         load_text(file)
 
 
+@pytest.mark.slow
 @given(st.text(min_size=20), st.integers(1, 7))
 def test_windows_give_back_the_text(text: str, length: int) -> None:
     vocabulary = ByteVocabulary()

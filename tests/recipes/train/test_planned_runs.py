@@ -101,6 +101,7 @@ def test_a_run_keeps_within_its_limit_and_computes_the_same(finished, tmp_path, 
     assert max(plan.predicted_peak_bytes) <= 500_000
 
 
+@pytest.mark.slow
 def test_a_run_that_plans_itself_may_measure_its_layers_first(tmp_path: Path) -> None:
     text = TEXT.replace("PATH", str(tmp_path / "text.txt"))
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 400)

@@ -225,6 +225,7 @@ def large() -> Reader:
     return Reader(page)
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_fit_and_what_is_left_out_is_said(large: Reader) -> None:
     said = " ".join(large.text)
     assert f"{MOST_LANES} of 1,000 ranks are drawn, evenly chosen" in said
