@@ -14,7 +14,7 @@ from penstock.costs.counting.count import count_layers
 from penstock.costs.counting.layer_weights import gradient_bytes
 from penstock.costs.layer_costs import by_roofline
 from penstock.costs.layer_facts import LayerFacts
-from penstock.costs.measuring.measure import How, measure
+from penstock.costs.measuring.measure import TO_BALANCE, How, measure
 from penstock.errors import ConfigError, PlanError, check_kind, shown
 from penstock.mesh import Mesh
 from penstock.mesh.start import accelerators
@@ -160,7 +160,7 @@ def balance(plan: Plan, layers: Layers, part: Any, free: Sequence[int] | None = 
             roots = [result for result in results if result.requires_grad]
             unsplit.extend(why_unsplit([(step.index, step.module)], divide(roots, set())))
 
-        how = How(threads=plan.threads_per_stage, call=StageCalls)
+        how = How(threads=plan.threads_per_stage, call=StageCalls, repeats=TO_BALANCE)
         left = left_bytes if plan.memory_limit_bytes is not None or free else None
         result = measure(layers, part, how, look=look, left=left)
     plan = replace(plan, unsplit=tuple(unsplit))
