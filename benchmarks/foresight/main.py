@@ -14,7 +14,7 @@ from benchmarks.foresight.subjects import SMALLEST, SUBJECTS, Subject
 from benchmarks.report import Column, Load, Report, counts, parser, progress, publish
 from penstock import Cluster, Profile
 from penstock.doctor.calibration import calibrate
-from penstock.doctor.calibration.work import TINY
+from penstock.doctor.calibration.figures import TINY
 from penstock.planner.predict import Prediction
 
 COLUMNS = (

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from benchmarks.blocks import transformer
 from benchmarks.two_hosts.hosts import sent_bytes
 from penstock import Mesh, Pipeline, init_mesh, schedules
-from penstock.doctor.edges import measure_edges
+from penstock.doctor.findings import measure_edges
 
 TIMEOUT_S = 120.0
 

@@ -16,9 +16,16 @@ from penstock.errors import PenstockError
 from penstock.mesh import Mesh, init_mesh
 from penstock.trace.units import bytes_text, columns, count_text, time_text
 
-from .edges import bits_text, check_edges, measure_edges
 from .facts import RankFacts, gather_facts
-from .settings import Environment, Finding, check_network, check_together
+from .findings import (
+    Environment,
+    Finding,
+    bits_text,
+    check_edges,
+    check_network,
+    check_together,
+    measure_edges,
+)
 
 _FAILURES = (PenstockError, RuntimeError)
 """Errors that become findings."""

@@ -61,7 +61,6 @@ class RankFacts:
 
     rank: int
     host: str
-    pid: int
     machine: str
     python: str
     torch: str
@@ -84,7 +83,6 @@ def gather_facts(rank: int) -> RankFacts:
     return RankFacts(
         rank=rank,
         host=socket.gethostname(),
-        pid=os.getpid(),
         machine=machine_id(),
         python=platform.python_version(),
         torch=torch.__version__,

@@ -16,10 +16,18 @@ from penstock.doctor.calibration.calibrate import (
     calibrate,
     measure_device,
 )
-from penstock.doctor.calibration.figures import Figure, Spread, comment_of, seconds_of
+from penstock.doctor.calibration.figures import (
+    TINY,
+    Figure,
+    Spread,
+    comment_of,
+    rates,
+    seconds_of,
+    share_at,
+    shares_alone,
+)
 from penstock.doctor.calibration.links import MeasuredLink, measure_threads
 from penstock.doctor.calibration.remembered import facts_of, path_of
-from penstock.doctor.calibration.work import TINY, rates, share_at, shares_alone
 from penstock.planner.shared_cores import num_cores
 
 CPU = torch.device("cpu")

@@ -20,8 +20,7 @@ from penstock.doctor.calibration.card import (
     compared_lines,
     file_values,
 )
-from penstock.doctor.calibration.figures import Figure, Spread
-from penstock.doctor.calibration.work import Run
+from penstock.doctor.calibration.figures import Figure, Run, Spread
 
 CPU = torch.device("cpu")
 ONE = CardSizes(

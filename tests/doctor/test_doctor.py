@@ -9,10 +9,16 @@ import pytest
 
 from penstock.cli.main import run
 from penstock.doctor import Report
-from penstock.doctor.edges import Edge, check_edges, pairs
 from penstock.doctor.examine import judge
 from penstock.doctor.facts import RankFacts, gather_facts
-from penstock.doctor.settings import Finding, check_network, check_together
+from penstock.doctor.findings import (
+    Edge,
+    Finding,
+    check_edges,
+    check_network,
+    check_together,
+    pairs,
+)
 from penstock.equality import CheckReport
 from penstock.equality.report import CheckRow
 

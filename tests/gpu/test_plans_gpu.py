@@ -12,8 +12,7 @@ import torch
 import penstock
 from penstock.costs.counting.count import record_graph
 from penstock.doctor.calibration.calibrate import calibrate
-from penstock.doctor.calibration.figures import comment_of
-from penstock.doctor.calibration.work import TINY
+from penstock.doctor.calibration.figures import TINY, comment_of
 from penstock.model.capture.capture import resolve_layers
 from tests.few_devices import cluster
 from tests.gpu.models import Subject, gradients, language, products, unlike, unsplit
@@ -60,7 +59,7 @@ def test_one_line_plans_for_the_gpu_that_is_here(device: str) -> None:
     subject = products(device)
     model = copy.deepcopy(subject.model)
     with (
-        patch("penstock.automatic.hosts.calibrate", QUICK),
+        patch("penstock.doctor.calibration.remembered.calibrate", lambda _budget_s: QUICK()),
         penstock.parallelize(model, subject.inputs, loss=subject.loss) as pipe,
     ):
         assert {d.type for d in pipe.devices} == {subject.inputs.device.type}

@@ -18,20 +18,22 @@ from penstock.costs.cluster import Cluster, Device, Host
 from penstock.doctor.facts import memory_bytes, quota_cores
 from penstock.planner.shared_cores import num_cores
 
-from .figures import Figure, rounded, seconds_of
-from .links import MeasuredLink, measure_gpus, measure_processes, measure_threads
-from .work import (
+from .figures import (
     CHAIN,
     LARGE,
     USUAL,
+    Figure,
     Sizes,
     copy_work,
     gemm_work,
     issue_work,
     mixed_work,
+    rounded,
+    seconds_of,
     share_at,
     shares_alone,
 )
+from .links import MeasuredLink, measure_gpus, measure_processes, measure_threads
 
 BUDGET_S = 16.0
 """Seconds that measuring takes, about, without the start of two processes."""

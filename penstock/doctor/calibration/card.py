@@ -23,8 +23,18 @@ from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 from penstock.trace.units import columns, percent_text
 
-from .figures import Figure, Spread, rounded, seconds_of, value_text
-from .work import CHAIN, Run, copy_work, gemm_work, issue_work
+from .figures import (
+    CHAIN,
+    Figure,
+    Run,
+    Spread,
+    copy_work,
+    gemm_work,
+    issue_work,
+    rounded,
+    seconds_of,
+    value_text,
+)
 
 Measure = Callable[[Run, float, Callable[[], None]], Spread]
 """Times a run for a budget of seconds, as `seconds_of`."""

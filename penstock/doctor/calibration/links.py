@@ -35,8 +35,7 @@ from penstock.transport.channels import Gradient
 from penstock.transport.headers import Payload
 from penstock.transport.torch_distributed import Incoming, Outgoing
 
-from .figures import LEAST_TIMES, Figure, Spread, rounded, seconds_of
-from .work import gemm_work
+from .figures import LEAST_TIMES, Figure, Spread, gemm_work, rounded, seconds_of
 
 _SMALL_BYTES = 64
 """Bytes of a small message."""
@@ -70,11 +69,9 @@ class MeasuredLink(NamedTuple):
     """Seconds that messages take, of a few bytes and of `num_bytes`.
 
     `small_s` and `large_s` are from the begin of a send to the end of its receive, which waited.
-    In
-    `overhead_s` an end is busy with a small message, in `busy_s` with a large one; None if nobody
-    copies it.  `crossing_s` is `large_s` with another message the other way; None if both never
-    meet.
-    `collective_s` is a small all-reduce between products; None if there is none.
+    In `overhead_s` an end is busy with a small message, in `busy_s` with a large one; None if
+    nobody copies it.  `crossing_s` is `large_s` with another message the other way; None if both
+    never meet.  `collective_s` is a small all-reduce between products; None if there is none.
     """
 
     num_bytes: int
