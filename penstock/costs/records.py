@@ -3,7 +3,8 @@
 Equal layers share a `LayerKind`; `AtSize` has the kind of each layer.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar, Self
@@ -45,6 +46,14 @@ class Operator:
     dtype: str = "float32"
     count: int = 1
     """Number of these operators."""
+
+
+def flops_of(operators: Iterable[Operator]) -> tuple[int, str]:
+    """Return the FLOPs of operators, and the dtype that has most of them; "" without any."""
+    by_dtype = Counter[str]()
+    for operator in operators:
+        by_dtype[operator.dtype] += operator.flops * operator.count
+    return by_dtype.total(), max(by_dtype, key=by_dtype.__getitem__, default="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from functools import cache, cached_property
 
 from penstock.costs.cluster import Cluster, Device
-from penstock.costs.cluster.collectives import all_reduce_s
+from penstock.costs.cluster.collectives import Collective, collective_s
 from penstock.costs.layer_costs import layer_costs
 from penstock.costs.profile import Profile
 from penstock.costs.records import AtSize, LayerKind, LayerSeconds, LayerWeights
@@ -39,9 +39,8 @@ class Pricing:
         return self.cluster.between_processes()
 
     def _sum_s(self, group: tuple[int, ...], num_bytes: int, *, processes: bool) -> float:
-        return all_reduce_s(
-            self.between_processes if processes else self.cluster, group, num_bytes
-        )
+        cluster = self.between_processes if processes else self.cluster
+        return collective_s(cluster, [group], Collective.ALL_REDUCE, num_bytes)
 
     def _prices(self, kind: str, microbatch_size: int) -> AtSize:
         devices, measured_on = self.cluster.devices, self.profile.measured_on

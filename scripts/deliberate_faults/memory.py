@@ -35,7 +35,7 @@ FAULTS = (
     ),
     Fault(
         "layers are counted on views of leaves",
-        "penstock/costs/measuring/measure_bytes.py",
+        "penstock/costs/measuring/measure.py",
         "copy = no_leaf(copy.requires_grad_())",
         "copy = copy.requires_grad_().view_as(copy)",
         "tests/laws/test_drawn_limits.py",

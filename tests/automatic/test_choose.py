@@ -10,7 +10,6 @@ from torch import nn
 
 import penstock
 from benchmarks.alpa_paper.baselines import BASELINES
-from penstock.costs.cluster.collectives import all_gather_s
 from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
@@ -24,6 +23,7 @@ from penstock.sharding.search import Search
 from penstock.trace.units import time_text
 from penstock.types import Recompute
 from penstock_recipes.zoo import gpt
+from tests.costs.cluster.collective_seconds import all_gather_s
 from tests.few_devices import cluster
 from tests.mesh_tasks import mesh_task, plan_meshes, plan_on_meshes
 

@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.costs.cluster import Cluster
-from penstock.costs.cluster.collectives import (
-    Collective,
-    all_gather_s,
-    all_reduce_s,
-    collective_s,
-)
+from penstock.costs.cluster.collectives import Collective, collective_s
 from penstock.costs.counting.count import record_graph
 from penstock.costs.counting.graph import Graph, TensorSpec
 from penstock.errors import PlanError
@@ -38,6 +33,7 @@ from penstock.sharding.rules import TABLE, Choice, choices, divisions, fits, tog
 from penstock.sharding.search import Part, Search
 from penstock.sharding.stages import plan_sharding
 from penstock_recipes.zoo import transformer_lm
+from tests.costs.cluster.collective_seconds import all_gather_s, all_reduce_s
 from tests.costs.counting.counted import layers_of
 from tests.model_parts import Does
 

@@ -37,8 +37,7 @@ from .files import (
     read_text,
     write_text,
 )
-from .hosts import Device, Host, Link
-from .routes import Place, Route, route_between
+from .hosts import Device, Host, Link, Place, Route, route_between
 
 _SEVERAL = re.compile(r"(?P<times>\d{1,9}) x (?P<name>.+)")
 

@@ -38,8 +38,7 @@ from typing import NamedTuple
 from penstock.errors import ConfigError
 
 from .cluster import Cluster
-from .hosts import NcclLink
-from .routes import Lane
+from .hosts import Lane, NcclLink
 
 
 class Collective(StrEnum):
@@ -140,26 +139,6 @@ def forms_of(
     if placed[0].size == 1:
         return ()
     return tuple(_forms(cluster, placed, kind))
-
-
-def all_reduce_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds until each device of a group has the sum of what all have."""
-    return collective_s(cluster, [group], Collective.ALL_REDUCE, num_bytes)
-
-
-def all_gather_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds until each device has all parts of a value, `num_bytes` together."""
-    return collective_s(cluster, [group], Collective.ALL_GATHER, num_bytes)
-
-
-def reduce_scatter_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds until each device has its part of the sum of `num_bytes`."""
-    return collective_s(cluster, [group], Collective.REDUCE_SCATTER, num_bytes)
-
-
-def all_to_all_s(cluster: Cluster, group: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds until each device has sent an equal part of `num_bytes` to each."""
-    return collective_s(cluster, [group], Collective.ALL_TO_ALL, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

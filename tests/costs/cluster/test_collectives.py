@@ -7,17 +7,16 @@ from itertools import pairwise
 import pytest
 
 from penstock.costs.cluster import Cluster, Link
-from penstock.costs.cluster.collectives import (
-    Collective,
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    collective_s,
-    reduce_scatter_s,
-)
+from penstock.costs.cluster.collectives import Collective, collective_s
 from penstock.costs.cluster.hosts import NcclLink
 from penstock.errors import ConfigError
 from tests.costs.cluster.clusters import LINKS, cluster_of, host
+from tests.costs.cluster.collective_seconds import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    reduce_scatter_s,
+)
 
 ALPHA_S, BETA = 1e-6, 8e9
 ALL = (all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s)

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock import Layer, Layers, capture
 from penstock.costs.counting.count import count_layers
-from penstock.costs.measuring.measure_bytes import measure_bytes
+from penstock.costs.measuring.measure import measure_bytes
 from penstock.costs.records import Part, Value
 from penstock.errors import BatchError, ConfigError
 from penstock.model.layer_list import as_layers
