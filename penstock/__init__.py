@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import schedules as schedules
-    from .automatic.hosts import measure_cluster as measure_cluster
-    from .automatic.hosts import plan_mesh as plan_mesh
+    from .automatic.parallelize import measure_cluster as measure_cluster
     from .automatic.parallelize import parallelize as parallelize
+    from .automatic.parallelize import plan_mesh as plan_mesh
     from .automatic.plan_model import plan as plan
-    from .automatic.simulate_model import simulate as simulate
+    from .automatic.plan_model import simulate as simulate
     from .automatic.target import Target as Target
     from .checkpoint import CheckpointReader as CheckpointReader
     from .checkpoint import async_save_checkpoint as async_save_checkpoint
@@ -94,16 +94,16 @@ _HOME = {
     "layer_facts": "penstock.runtime.planning",
     "load_checkpoint": "penstock.checkpoint",
     "load_pretrained": "penstock.checkpoint",
-    "measure_cluster": "penstock.automatic.hosts",
+    "measure_cluster": "penstock.automatic.parallelize",
     "microbatch_sizes": "penstock.runtime.microbatches",
     "parallelize": "penstock.automatic.parallelize",
     "plan": "penstock.automatic.plan_model",
-    "plan_mesh": "penstock.automatic.hosts",
+    "plan_mesh": "penstock.automatic.parallelize",
     "profile": "penstock.runtime.profiling",
     "save_checkpoint": "penstock.checkpoint",
     "save_pretrained": "penstock.checkpoint",
     "shard": "penstock.runtime.shard",
-    "simulate": "penstock.automatic.simulate_model",
+    "simulate": "penstock.automatic.plan_model",
 }
 
 _WITHOUT_TORCH = (
@@ -112,7 +112,6 @@ _WITHOUT_TORCH = (
     "penstock.errors",
     "penstock.planner.candidates",
     "penstock.automatic.plan_model",
-    "penstock.automatic.simulate_model",
     "penstock.planner.parallelism",
     "penstock.planner.placement",
     "penstock.planner.plan",

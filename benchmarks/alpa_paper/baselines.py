@@ -27,7 +27,7 @@ from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.stage_table import Numbers, Submesh
+from penstock.planner.stage_table import Hosts, Numbers, Submesh
 from penstock.schedules import gpipe
 
 Allow = Callable[[int, int, Submesh], bool]
@@ -36,19 +36,15 @@ Allow = Callable[[int, int, Submesh], bool]
 
 @dataclass(frozen=True)
 class RestrictedPrices(MeshPrices):
-    """Prices of the stages that are allowed; with a `shape`, of meshes arranged so."""
+    """Prices of the stages that are allowed."""
 
     allow: Allow = lambda start, end, submesh: True
-    shape: tuple[int, ...] | None = None
 
     def _may_be(self, submesh: Submesh) -> Numbers:
         found = super()._may_be(submesh)
         for start, end in np.argwhere(found).tolist():
             found[start, end] = self.allow(start, end, submesh)
         return found
-
-    def _shapes(self, submesh: Submesh) -> Sequence[tuple[int, ...]]:
-        return super()._shapes(submesh) if self.shape is None else [self.shape]
 
 
 def _intra(task: MeshTask) -> Iterator[MeshTask]:
@@ -107,7 +103,7 @@ def _megatron(task: MeshTask) -> Iterator[MeshTask]:
             plan = "data" if tensor == 1 else "megatron" if data == 1 else "grid"
             allow = partial(_is_one_of, stages, size=size)
             shape = (size,) if 1 in (tensor, data) else (data, tensor)
-            prices = partial(RestrictedPrices, allow=allow, shape=shape)
+            prices = partial(RestrictedPrices, allow=allow, shapes=partial(_only, shape))
             yield replace(task, shardings=(plan,), prices=prices, policies=_WITHOUT_BYTES)
 
 
@@ -153,6 +149,10 @@ def step_s(plan: Plan) -> float:
 
 def _allowing(task: MeshTask, allow: Allow) -> MeshTask:
     return replace(task, prices=partial(RestrictedPrices, allow=allow))
+
+
+def _only(shape: tuple[int, ...], submesh: Submesh, hosts: Hosts) -> list[tuple[int, ...]]:
+    return [shape]
 
 
 def _is_one_of(

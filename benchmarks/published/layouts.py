@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import penstock
 from penstock.costs.cluster import Cluster
-from penstock.planner.given_layout import meshes_of
+from penstock.planner.mesh_plans import meshes_of
 
 
 class Layout(NamedTuple):

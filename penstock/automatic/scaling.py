@@ -5,18 +5,22 @@ profile ──► task ──► plan for 8 ──► plan for 16 ──► ... 
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
+from penstock.costs.records import flops_of
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.candidates import Constraints
 from penstock.planner.make_plan import Choice, mesh_task, plan_profile
 from penstock.planner.mesh_candidates import OnMeshes
+from penstock.trace.page import Page, Section, Table
+from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, rounded
+from penstock.trace.page.page import Figure
 from penstock.trace.progress import say
 from penstock.trace.units import count_text, number_text, percent_text, time_text
 
@@ -245,10 +249,60 @@ def part_of(cluster: Cluster, num_devices: int) -> Cluster:
 def _flops(profile: Profile, cluster: Cluster) -> tuple[float, float]:
     """Return the FLOPs of a sample, and the peak of a device for the dtype that has most."""
     size = profile.sizes[-1]
-    by_dtype = defaultdict[str, float](float)
-    for kind in (size.layer(n) for n in range(len(profile.layers))):
-        for operator in kind.operators:
-            by_dtype[operator.dtype] += operator.flops * operator.count
-    most = max(by_dtype, key=lambda dtype: by_dtype[dtype], default="")
-    peak = cluster.device_of(0).flops_per_s.get(most, 0.0)
-    return sum(by_dtype.values()) / size.microbatch_size, peak
+    layers = (size.layer(n).operators for n in range(len(profile.layers)))
+    flops, dtype = flops_of(chain(*layers))
+    return flops / size.microbatch_size, cluster.device_of(0).flops_per_s.get(dtype, 0.0)
+
+
+_HEIGHT_PX = 380
+
+
+def scale_page(scaling: Scaling, num_samples: int | None = None) -> Page:
+    """Return the page; device-hours are those of so many samples, or else of 1,000 steps."""
+    heads, *rows = scaling.rows(num_samples)
+    what = "1,000 steps" if num_samples is None else count_text(num_samples, "sample")
+    table = Table(heads, tuple(rows), f"Plans; device-hours of {what}")
+    figures = (scale_figure(scaling),) if scaling.figures else ()
+    batch = f"batches of {count_text(scaling.batch_size, 'sample')}, predicted"
+    sections = (Section("Speed by devices", (*figures, table)),)
+    return Page(f"{scaling.model} on {scaling.cluster}", batch, sections=sections)
+
+
+def scale_figure(scaling: Scaling) -> Figure:
+    """Draw samples or tokens a second by devices, both axes as logarithms, with the ideal line."""
+    counts, found = [*scaling.figures], [*scaling.figures.values()]
+    times = scaling.sample_tokens or 1
+    unit = "tokens/s" if scaling.sample_tokens else "samples/s"
+    rates = [own.samples_per_s * times for own in found]
+    words = {own.num_devices: own.words for own in scaling.counts}
+    ideal = [rates[0] * count / counts[0] for count in counts]
+    planned: Trace = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "planned",
+        "marker": {"size": 7},
+        "line": {"color": COLOURS[0], "width": 2},
+        "x": counts,
+        "y": [*map(rounded, rates)],
+        "customdata": [
+            f"{own.efficiency:.0%} of ideal<br>{words[count]}"
+            for count, own in zip(counts, found, strict=True)
+        ],
+        "hovertemplate": f"%{{x:,}} devices<br><b>%{{y:.4g}}</b> {unit}, %{{customdata}}"
+        "<extra></extra>",
+    }
+    line: Trace = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": f"ideal: that of {count_text(counts[0], 'device')} times their number",
+        "line": {"color": COLOURS[1], "width": 1.5, "dash": "dash"},
+        "x": counts,
+        "y": [*map(rounded, ideal)],
+        "hoverinfo": "skip",
+    }
+    layout = layout_of(_HEIGHT_PX)
+    ticks: dict[str, Any] = {"tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}
+    layout["xaxis"] = axis_of("devices", type="log", **ticks)
+    layout["yaxis"] = axis_of(unit, type="log", exponentformat="SI", minorloglabels="none")
+    label = f"{unit} at {', '.join(map(str, counts))} devices, with the ideal line"
+    return Figure("scale", (planned, line), layout, label=label)

@@ -3,18 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
 
 from penstock.costs.cluster import Cluster
 from penstock.errors import ConfigError, check_count
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.names import SCHEDULE_NAMES, families_for, schedule_name, suits
-from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
 from penstock.types import Transport, word_of
-
-from .plan import Plan
 
 _FEW = 16
 """Up to so many devices every number of stages is looked at; beyond, those that divide evenly."""
@@ -22,50 +18,6 @@ _MOST_FOR_LISTS = 4096
 """Stages times micro-batches up to which families are looked at that are made for their costs."""
 _ENOUGH_PER_RANK, _ENOUGH_IN_ALL, _LEAST_PER_STAGE = 32, 1 << 14, 4
 _LEAN = ("one_f_one_b", "interleaved_1f1b")
-
-
-class Candidate(Protocol):
-    """A plan that may be chosen, with its predicted step and texts for the table."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan, with the seconds of its step."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step, optimizer included."""
-
-    @property
-    def is_bound(self) -> bool:
-        """True if the step was not simulated, and takes at least so long."""
-
-    @property
-    def update_s(self) -> float:
-        """Seconds of the optimizer after the step."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """The predicted step."""
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that it keeps busy."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that a device keeps."""
-
-    @property
-    def decisions(self) -> dict[str, object]:
-        """What was decided, by name."""
-
-    @property
-    def stages_text(self) -> str:
-        """The stages in words."""
-
-    @property
-    def recompute_text(self) -> str:
-        """What is recomputed, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
-"""The figures of a given layout's predicted step, and several layouts by their seconds."""
+"""The figures of a given layout's predicted step; several layouts, and their page."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -12,18 +13,21 @@ import numpy as np
 from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
 from penstock.costs.profile import Profile
-from penstock.costs.records import Part
+from penstock.costs.records import Part, flops_of
 from penstock.errors import PenstockError
 from penstock.schedules.ir import Recompute
 from penstock.sharding.costs import Costs
 from penstock.sharding.plan import PlannedCall
 from penstock.sharding.routed import num_operators, routed_calls
 from penstock.sharding.rules import ALIKE
+from penstock.trace.page import Fact, Page, Section, Step, Table, Text, with_step
+from penstock.trace.page.charts import memory_chart
+from penstock.trace.page.lane_chart import lane_chart
 from penstock.trace.timeline import MemoryKind
 from penstock.trace.units import bytes_text, count_text, number_text, percent_text, time_text
 
-from .given_layout import on_layout
 from .mesh_candidates import OnMeshes
+from .mesh_plans import on_layout
 from .parallelism import Parallelism
 from .stage_table import Numbers
 
@@ -39,6 +43,10 @@ NOTE = (
     "stages count both ways, though other work may hide them. Both are seconds of a step on the "
     "device that has most."
 )
+_MOST_DRAWN = 4
+"""Layouts whose steps are drawn."""
+_NOTE = "A rank of the timeline stands for all devices of a mesh; steps end before the optimizer."
+_FACTS = ("MFU", "collectives", "between stages", "memory")
 _WORDS = {"int64", "int32"}
 """The dtypes of inputs that are tokens."""
 
@@ -94,15 +102,12 @@ class LayoutFigures:
         """FLOPs of forwards and backwards without recomputes, by those that the devices could do
         in a step at the peak of the dtype with most FLOPs; None if no device states that peak.
         """
-        flops = Counter[str]()
-        for operator in chain(*(call.operators for call in self._graph.calls)):
-            flops[operator.dtype] += operator.flops * operator.count
-        dtype = max(flops, key=flops.__getitem__, default="")
+        flops, dtype = flops_of(chain(*(call.operators for call in self._graph.calls)))
         device_of = self.own.task.cluster.device_of
         peaks = [device_of(n).flops_per_s.get(dtype, 0.0) for n in self.devices]
-        if not all(peaks) or not flops.total():
+        if not all(peaks) or not flops:
             return None
-        return flops.total() * self._number / (self.step_s * sum(peaks))
+        return flops * self._number / (self.step_s * sum(peaks))
 
     @cached_property
     def bubble(self) -> float:
@@ -140,7 +145,7 @@ class LayoutFigures:
             forward_s = max(0.0, part.forward_s - work_forward_s)
             back_s = max(0.0, part.backward_s - (both_s - work_forward_s))
             each_s = self._number * (forward_s + back_s) + again[n] * forward_s
-            seconds[devices] += each_s + part.price.once_s
+            seconds[devices] += each_s + part.once_s
         return max(seconds.values())
 
     @property
@@ -148,13 +153,13 @@ class LayoutFigures:
         """Seconds of a step's messages to next stages and back, on the device that has most."""
         seconds = defaultdict[object, float](float)
         for devices, segments in zip(self.own.answer.devices, self.own.segments, strict=True):
-            seconds[devices] += sum(part.price.handover_s for part in segments)
+            seconds[devices] += sum(part.handover_s for part in segments)
         return max(seconds.values()) * self._number
 
-    @cached_property
+    @property
     def peak_bytes(self) -> int:
         """The most bytes of a device."""
-        return max(self._peaks, default=0) or self.own.peak_bytes
+        return max(self._peaks)
 
     @cached_property
     def _peaks(self) -> Sequence[int]:
@@ -162,8 +167,8 @@ class LayoutFigures:
 
     @cached_property
     def peak_by_kind(self) -> Mapping[MemoryKind, int]:
-        """The peak of each kind on the fullest device; empty if the timeline has no memory."""
-        rank = self._peaks.index(max(self._peaks))
+        """The peak of each kind on the fullest device."""
+        rank = self._peaks.index(self.peak_bytes)
         by_kind = self.own.timeline.peak_bytes_by_kind()
         return {kind: own[rank] for kind, own in by_kind.items()}
 
@@ -326,3 +331,56 @@ def _work_s(candidate: OnMeshes, graph: Graph, devices: tuple[int, ...]) -> _Wor
     sums = np.cumsum(each, axis=0)
     seconds, forwards_s = np.moveaxis(sums - sums[:-1, None], -1, 0)
     return _Work(*costs.issued(layers, seconds, forwards_s))
+
+
+def layout_page(own: LayoutFigures) -> Page:
+    """Return the page of one layout that can be."""
+    cluster, cells = own.own.task.cluster, own.cells
+    limits = (own.limit_bytes,) * len(set(own.own.answer.devices))
+    step = Step(
+        predicted=own.own.timeline, optimizer_s=own.own.update_s, memory_limits_bytes=limits
+    )
+    page = with_step(Page(f"{own.name} on {cluster.name}", str(own.layout)), step)
+    facts = [Fact(f"{own.unit}/s a device", cells["per device"].split(" ")[0])]
+    facts += [Fact(name, cells[name]) for name in _FACTS]
+    heads, *rows = (tuple(row) for row in own.own.plan.rows)
+    stages = Section("Stages", (Table(heads, tuple(rows)),))
+    sections = *page.sections, stages, _cluster(cluster)
+    return replace(page, facts=(*page.facts, *facts), sections=sections, notes=(_NOTE, NOTE))
+
+
+def layouts_page(name: str, cluster: Cluster, figures: Sequence[LayoutFigures]) -> Page:
+    """Return the page of the layouts of a model by its name, in the order given."""
+    heads, *rows = rows_of(figures)
+    told = tuple((own.name, str(own.layout)) for own in figures)
+    sections = (
+        Section("Layouts", (Text(best_in_words(figures)), Table(heads, tuple(rows)))),
+        *_steps(figures),
+        Section("Words of the layouts", (Table(("name", "words"), told),)),
+        _cluster(cluster),
+    )
+    title = f"{name} on {cluster.name}"
+    return Page(title, count_text(len(figures), "layout"), sections=sections, notes=(NOTE,))
+
+
+def _steps(figures: Sequence[LayoutFigures]) -> Iterator[Section]:
+    """Yield the timelines of the fastest layouts, and their memory."""
+    can = [own for own in figures if own.candidate is not None]
+    if not can:
+        return
+    drawn = {escape(own.name): own.own.timeline for own in can[:_MOST_DRAWN]}
+    bubbles = {escape(own.name): own.bubble for own in can}
+    left = f" The {len(drawn)} fastest are drawn." if len(drawn) < len(can) else ""
+    yield Section("Timelines", (lane_chart(drawn, bubbles), Text(_NOTE + left, "note")))
+    charts = [
+        replace(
+            memory_chart(own.own.timeline, (own.limit_bytes,) * len(own.devices), f"memory-{n}"),
+            title=own.name,  # escaped by the page
+        )
+        for n, own in enumerate(can[:_MOST_DRAWN])
+    ]
+    yield Section("Memory", tuple(charts))
+
+
+def _cluster(cluster: Cluster) -> Section:
+    return Section("Cluster", (Text(str(cluster), "code"),))

@@ -73,7 +73,7 @@ class OnMeshes:
             if onto.kind != before.submesh.kind or onto.devices:
                 where = before.submesh, onto.kind, onto.devices
                 handover_s = self.prices.handover_s(before.end, *where)
-                own[-1] = own[-1]._replace(price=own[-1].price._replace(handover_s=handover_s))
+                own[-1] = own[-1]._replace(handover_s=handover_s)
         return found
 
     @cached_property
@@ -98,13 +98,13 @@ class OnMeshes:
             is_whole = not work[n].halves  # else nobody knows which part is waited for
             back_s = is_whole * sum(part.backward_s for part in parts)
             busy_s = float(self.of_stages(stage.submesh)[0, stage.start, stage.end])
-            handover_s = parts[-1].price.handover_s
+            handover_s = parts[-1].handover_s
             awaited_s, handover_s = (busy_s, handover_s) if is_whole else (forward_s, 0.0)
             loads.append(
                 Load(n, forward_s, back_s, awaited_s, busy_s, handover_s, self.in_flight[n])
             )
         # the first stage's first segment is summed after the last backward of all
-        once_s = self.segments[0][0].price.once_s
+        once_s = self.segments[0][0].once_s
         return least_step_s(loads, self.prices.num_microbatches) + once_s + self.update_s
 
     def fits(self) -> bool:
@@ -113,8 +113,8 @@ class OnMeshes:
         kept = dict[tuple[int, tuple[int, ...]], float]()
         on = zip(self.answer.stages, self.answer.devices, strict=True)
         for (stage, places), own, number in zip(on, self.stages, self.in_flight, strict=True):
-            where, size = (stage.submesh.kind, places), own.price.microbatch_bytes
-            kept[where] = kept.get(where, 0.0) + own.price.stay_bytes + number * size
+            where, size = (stage.submesh.kind, places), own.microbatch_bytes
+            kept[where] = kept.get(where, 0.0) + own.stay_bytes + number * size
         return all(size <= rooms[kind] for (kind, _), size in kept.items())
 
     def simulated(self) -> "OnMeshes":
@@ -135,7 +135,7 @@ class OnMeshes:
         kept = [
             Kept(
                 graph=round(own.graph_bytes),
-                inputs=round(own.price.microbatch_bytes) if recomputes else 0,
+                inputs=round(own.microbatch_bytes) if recomputes else 0,
                 weights=0,
             )
             for own in segments
@@ -170,12 +170,10 @@ class OnMeshes:
             ranks=ranks,
             transfers=tuple(Transfer(producer=a, consumer=b) for a, b in crossing),
             recompute=frozenset(range(count)) if self.prices.policy.recomputes else frozenset(),
-            reduces=any(segment.price.once_s for segment in segments),
+            reduces=any(segment.once_s for segment in segments),
         )
         one_way_s = {
-            edge: segments[a].price.handover_s / 2
-            for a, b in crossing
-            for edge in ((a, b), (b, a))
+            edge: segments[a].handover_s / 2 for a, b in crossing for edge in ((a, b), (b, a))
         }
         forward_s = tuple(segment.forward_s for segment in segments)
         costs = Costs(
@@ -183,7 +181,7 @@ class OnMeshes:
             backward_s=tuple(segment.backward_s for segment in segments),
             recompute_s=forward_s,
             transfer_s=one_way_s or 0,
-            reduce_s=tuple(segment.price.once_s for segment in segments),
+            reduce_s=tuple(segment.once_s for segment in segments),
         )
         return how, costs
 
@@ -273,7 +271,7 @@ class OnMeshes:
             transport=Transport.THREADS if is_alone else Transport.TORCH_DISTRIBUTED,
             balanced_by=BalancedBy.HAND if self.given else BalancedBy.TIME,
             why=(f"the layout was given: {self.given}",) * bool(self.given),
-            predicted_s=tuple(own.price.seconds for own in chain(*self.segments)),
+            predicted_s=tuple(own.seconds for own in chain(*self.segments)),
             predicted_step_s=self.step_s,
             batch_size=task.batch_size,
             cluster=task.cluster,
@@ -287,14 +285,14 @@ class OnMeshes:
         for stage, segments, number in zip(*per_stage, strict=True):
             largest = max(segments, key=attrgetter("graph_bytes"))
             for own in segments:
-                is_last, price = own is segments[-1], own.price
-                kept = number * price.microbatch_bytes
+                is_last = own is segments[-1]
+                kept = number * own.microbatch_bytes
                 kept += own.graph_bytes if prices.policy.recomputes and own is largest else 0
                 sent = prices.entering_bytes(stage.end) if is_last else 0
                 yield PredictedStage(
                     own.forward_s,
                     own.backward_s,
-                    price.handover_s if is_last else 0.0,
+                    own.handover_s if is_last else 0.0,
                     *(round(size) for size in (own.state_bytes, kept, sent)),
                 )
 

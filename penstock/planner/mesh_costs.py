@@ -5,7 +5,7 @@ layers x sub-mesh     the best of the logical shapes of its devices, by a memory
 a shape               one integer program for each kind of layer, composed for all ranges
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,7 +25,7 @@ from penstock.sharding.resharding import FEW_BYTES
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
 
-from .stage_table import Hosts, Price, Stage, Submesh
+from .stage_table import Hosts, Stage, Submesh
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
@@ -55,13 +55,17 @@ MEMORY_POLICIES = (
 
 
 class OnMesh(NamedTuple):
-    """A stage on a mesh: its price, the lengths of the axes of its shards, and how many layers it
-    has; the seconds of its forward and its backward for a micro-batch; and a device's bytes of
-    weights, of gradients and of the optimizer, those that the optimizer moves once a step, and
-    those of the largest graph of a segment.
+    """A stage on a mesh: its prices, as those of a `Task`, the lengths of the axes of its shards,
+    and how many layers it has; the seconds of its forward and its backward for a micro-batch; and
+    a device's bytes of weights, of gradients and of the optimizer, those that the optimizer moves
+    once a step, and those of the largest graph of a segment.
     """
 
-    price: Price
+    seconds: float
+    stay_bytes: float
+    microbatch_bytes: float
+    handover_s: float
+    once_s: float
     shape: tuple[int, ...]
     num_layers: int
     forward_s: float
@@ -113,6 +117,8 @@ class MeshPrices:
     """Bytes of weights, gradients and optimizer state for each byte of a weight."""
     known: dict[object, Any] = field(default_factory=dict)
     """What `Costs` of all shapes share."""
+    shapes: "Shapes" = lambda submesh, hosts: every_shape(submesh)
+    """The shapes in which meshes are tried."""
 
     def begin(self, submeshes: Iterable[Submesh], executor: Executor) -> None:
         """Let an executor solve the programs of all shapes of meshes, from now on."""
@@ -154,10 +160,10 @@ class MeshPrices:
     def _may_be(self, submesh: Submesh) -> Numbers:
         """Tell which stages [start, end] there may be on a mesh: their ends are cuts."""
         is_cut = np.isin(np.arange(len(self.names) + 1), [*self._cuts])
-        return np.triu(is_cut[:-1, None] & is_cut, 1)
+        return np.triu(is_cut[:-1, None] & is_cut, 1) & bool(self._shapes(submesh))
 
     def _shapes(self, submesh: Submesh) -> Sequence[tuple[int, ...]]:
-        return [submesh.shape] if submesh.shape else [*shapes_of(submesh)]
+        return self.shapes(submesh, self._hosts[submesh.kind])
 
     def _best_shapes_on(self, submesh: Submesh) -> tuple[Sequence[tuple[int, ...]], Numbers]:
         """Return the shapes of a mesh, and for stages which is the fastest, of those that fit if
@@ -185,9 +191,8 @@ class MeshPrices:
     def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
         every = self._table(submesh, shape)[:, start, end].tolist()
         seconds, stay_bytes, keeps, forward_s, once_s, *rest = every
-        handover_s = self.handover_s(end, submesh, submesh.kind)
-        price = Price(seconds, stay_bytes, keeps, handover_s, once_s)
-        return OnMesh(price, shape, end - start, forward_s, *rest)
+        price = seconds, stay_bytes, keeps, self.handover_s(end, submesh, submesh.kind), once_s
+        return OnMesh(*price, shape, end - start, forward_s, *rest)
 
     def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> Numbers:
         """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
@@ -326,10 +331,36 @@ class MeshPrices:
         return found
 
 
-def shapes_of(submesh: Submesh) -> Iterator[tuple[int, ...]]:
-    """Yield the lengths of axes along which a mesh's devices may be arranged, one or two."""
-    count = submesh.size
-    yield (count,)
-    for inner in range(2, submesh.num_devices + 1):
-        if count % inner == 0 and submesh.num_devices % inner == 0 and inner < count:
-            yield count // inner, inner
+Shapes = Callable[[Submesh, Hosts], Sequence[tuple[int, ...]]]
+"""Returns the lengths of axes along which a mesh's devices are arranged, for each shape that is
+tried, by the hosts of its kind; nothing if no stage is to be on such a mesh.
+"""
+
+
+def every_shape(submesh: Submesh) -> list[tuple[int, ...]]:
+    """Return the given shape of a mesh, or all that there are of one axis or two."""
+    if submesh.shape:
+        return [submesh.shape]
+    count, inside = submesh.size, submesh.num_devices
+    inners = (n for n in range(2, inside + 1) if count % n == inside % n == 0 and n < count)
+    return [(count,), *((count // inner, inner) for inner in inners)]
+
+
+def few_shapes(submesh: Submesh, hosts: Hosts) -> list[tuple[int, ...]]:
+    """Return shapes of fewer meshes, for hosts or clusters of many devices.
+
+    Parts of a host, and numbers of hosts, are powers of two or divide the whole: Alpa takes powers
+    of two and whole hosts (section 5.2).  Of two axes the inner one is a power of two: the shorter
+    one in a host, and the longest two that fit one, or all of it, on several.
+    """
+    number, most = submesh.num_devices, hosts.num_devices
+    if submesh.num_hosts > 1:
+        number, most = submesh.num_hosts, hosts.num_hosts
+    is_taken = number & (number - 1) == 0 or most % number == 0
+    if submesh.shape or submesh.num_devices == 1 or not is_taken:
+        return every_shape(submesh) if is_taken else []
+    size, inside = submesh.size, submesh.num_devices
+    powers = [1 << n for n in range(1, inside.bit_length()) if inside % (1 << n) == 0]
+    if submesh.num_hosts > 1:
+        return [(size // n, n) for n in sorted({*powers, inside})[-2:]]
+    return [(size,), *((size // n, n) for n in powers if n * n <= size)]

@@ -4,6 +4,8 @@ number of micro-batches  x  memory policy
     search     stages and meshes by the formula of a pipeline's step    (submeshes.py)
     prices     integer programs for each kind of layer and shape        (mesh_costs.py)
 the best few of each  x  schedules  ──►  the simulator says which is fastest
+
+A given layout is priced and simulated in the same way (`on_layout`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +14,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product, repeat
-from math import inf
+from math import inf, prod
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from penstock.errors import PlanError
+from penstock.costs.cluster import Cluster
+from penstock.costs.counting.graph import Graph
+from penstock.costs.profile import Profile
+from penstock.errors import ConfigError, PlanError
 from penstock.schedules import gpipe
 from penstock.sharding.costs import Costs as LayoutCosts
 from penstock.sharding.costs import weights_of
+from penstock.sharding.letters import base_name
 from penstock.sharding.program import layers_s
 from penstock.sharding.routed import routed_calls
 from penstock.trace.progress import say, saying
@@ -29,8 +35,9 @@ from .bounds import even_step_s
 from .mesh_candidates import OnMeshes
 from .mesh_costs import MemoryPolicy, hosts_of
 from .mesh_task import MeshTask, Try
+from .parallelism import Parallelism, near_divisors
 from .shared_cores import num_cores
-from .stage_table import Task
+from .stage_table import Stage, Submesh, Task
 from .submeshes import Answer, find_stages, no_room, submeshes
 
 _MOST_ANSWERS = 8
@@ -148,12 +155,9 @@ class _Search:
     def look(self, number: int, sharding: str, policy: MemoryPolicy) -> None:
         """Add the candidates of so many micro-batches, a ready plan and a memory policy."""
         task = self.task
-        factors = task.factors_of(number)
-        if self._even_s(number, factors) >= self.best_s:
+        if self._even_s(number) >= self.best_s:
             return
-        shared = task.searches.setdefault((number, sharding, factors), {})
-        how = task.cluster, number, sharding, policy, shared, factors, task.state, task.known
-        prices = task.prices(task.graph_of(number), task.names, task.model.spans, *how)
+        prices = task.prices_of(number, sharding, policy)
         of_stages = cache(partial(prices.of_stages, is_1f1b=tuple(task.families) != (gpipe,)))
         sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)
         try:
@@ -165,14 +169,14 @@ class _Search:
             return
         self._compare(answers, partial(OnMeshes, task, prices=prices, of_stages=of_stages))
 
-    def _even_s(self, number: int, factors: tuple[float, ...]) -> float:
+    def _even_s(self, number: int) -> float:
         """Return a step's seconds that all devices share evenly, no messages; 0 if they differ."""
         places = self.task.cluster.places
         if len({place.kind for place in places}) > 1:
             return 0.0
         graph, count = self.task.graph_of(number), len(self.task.names)
         costs = LayoutCosts((1,), self.task.cluster, known=self.task.known)
-        seconds = layers_s(graph, count, costs)
+        seconds, factors = layers_s(graph, count, costs), self.task.factors_of(number)
         total_s = sum(s * f for s, f in zip(seconds, factors or repeat(1.0), strict=False))
         return even_step_s(total_s, 0.0, len(places), number)
 
@@ -211,3 +215,74 @@ def _executor() -> Iterator[Executor]:
         except BaseException:
             executor.shutdown(cancel_futures=True)
             raise
+
+
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def on_layout(
+    parallelism: Parallelism, profile: Profile, cluster: Cluster, batch_size: int | None = None
+) -> OnMeshes:
+    """Return a layout with its predicted step, memory and plan.
+
+    Raises:
+        ConfigError: the layout does not divide the heads, layers, batch or devices; the profile is
+            from a file, which has no operators.
+    """
+    # 1. Divide the devices, the batch and the layers.
+    if profile.operators is None:
+        raise ConfigError(
+            f"nobody knows the operators of {profile.name}, which a layout divides; give the "
+            "model instead of a profile from a file"
+        )
+    rows = parallelism.rows(cluster)
+    number = parallelism.microbatches(rows, batch_size)
+    samples = parallelism.microbatch_size * rows * number
+    task = MeshTask.of(profile, cluster, samples, number)
+    _check_heads(parallelism, task.graph_of(number), task.names)
+    meshes = meshes_of(parallelism, cluster, rows)
+    places = [n % parallelism.pipeline for n in range(parallelism.num_stages)]
+    ends = parallelism.stages(profile.layers)
+    stages = tuple(Stage(*own, meshes[place]) for own, place in zip(ends, places, strict=True))
+    # 2. Price each stage on its mesh, and simulate the schedule.
+    prices = task.prices_of(number, parallelism.sharding(rows), parallelism.policy)
+    answer = Answer(stages, 0.0, tuple(own.submesh.devices for own in stages))
+    of_stages = partial(prices.of_stages, is_1f1b=False)
+    own = OnMeshes(task, answer, parallelism.family, prices, of_stages, given=str(parallelism))
+    return own.simulated()
+
+
+def meshes_of(parallelism: Parallelism, cluster: Cluster, rows: int) -> list[Submesh]:
+    """Return the mesh of each rank of the pipeline, in order of devices.
+
+    Raises:
+        ConfigError: one has devices of several kinds.
+    """
+    shape, meshes = parallelism.shape(rows), []
+    size = prod(shape)
+    kinds = [kind for kind, host in enumerate(cluster.hosts) for _ in range(host.count)]
+    for first in range(0, parallelism.pipeline * size, size):
+        devices = tuple(range(first, first + size))
+        hosts = sorted({cluster.places[n].host for n in devices})
+        of_mesh = sorted({cluster.places[n].kind for n in devices})
+        if len(of_mesh) > 1:
+            raise ConfigError(
+                f"devices {first} to {first + size - 1} of {cluster.name} are of several kinds, "
+                f"{' and '.join(of_mesh)}; give a layout whose meshes have one kind each"
+            )
+        meshes.append(Submesh(kinds[hosts[0]], len(hosts), size, devices, shape))
+    return meshes
+
+
+def _check_heads(parallelism: Parallelism, graph: Graph, names: Sequence[str]) -> None:
+    """Raise a ConfigError if the heads of attention do not divide among the devices."""
+    for call in graph.calls if parallelism.tensor > 1 else ():
+        if base_name(call.function) != _ATTENTION:
+            continue
+        for tensor in call.takes[:2]:  # queries, and keys, of which there may be fewer
+            heads = graph.tensors[tensor].shape[-3]
+            if heads % parallelism.tensor:
+                raise ConfigError(
+                    f"tensor={parallelism.tensor} does not divide the {heads} heads of layer "
+                    f"{names[call.layer]!r}; {near_divisors(parallelism.tensor, heads)}"
+                )

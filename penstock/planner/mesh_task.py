@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import inf
 from typing import Any
@@ -17,43 +17,14 @@ from penstock.sharding.program import layers_s
 from penstock.sharding.search import Search
 
 from .arguments import Model
-from .mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
+from .mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices, few_shapes
 from .pricing import Pricing, weights_together
-from .stage_table import Numbers, Submesh
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
 """Ready plans that are tried: weights that are gathered once a step are in none but theirs."""
 Try = tuple[int, str, MemoryPolicy]
 """A number of micro-batches, a ready plan and a memory policy."""
-
-
-@dataclass(frozen=True)
-class FewMeshes(MeshPrices):
-    """Prices of stages on fewer meshes, for hosts or clusters of many devices.
-
-    Parts of a host, and numbers of hosts, are powers of two or divide the whole: Alpa takes powers
-    of two and whole hosts (section 5.2).  Of two axes the inner one is a power of two: the shorter
-    one in a host, and the longest two that fit one, or all of it, on several.
-    """
-
-    def _may_be(self, submesh: Submesh) -> Numbers:
-        num_hosts, num_devices, _ = self._hosts[submesh.kind]
-        number, most = submesh.num_devices, num_devices
-        if submesh.num_hosts > 1:
-            number, most = submesh.num_hosts, num_hosts
-        is_taken = number & (number - 1) == 0 or most % number == 0
-        found: Numbers = super()._may_be(submesh) & is_taken
-        return found
-
-    def _shapes(self, submesh: Submesh) -> Sequence[tuple[int, ...]]:
-        if submesh.shape or submesh.num_devices == 1:
-            return super()._shapes(submesh)
-        size, inside = submesh.size, submesh.num_devices
-        powers = [1 << n for n in range(1, inside.bit_length()) if inside % (1 << n) == 0]
-        if submesh.num_hosts > 1:
-            return [(size // n, n) for n in sorted({*powers, inside})[-2:]]
-        return [(size,), *((size // n, n) for n in powers if n * n <= size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +100,16 @@ class MeshTask:
 
     def quick(self, first_number: int) -> "MeshTask":
         """Return the task of a search on few meshes, which climbs numbers of micro-batches."""
-        return replace(self, prices=FewMeshes, first_number=first_number)
+        return replace(
+            self, prices=partial(MeshPrices, shapes=few_shapes), first_number=first_number
+        )
+
+    def prices_of(self, number: int, sharding: str, policy: MemoryPolicy) -> MeshPrices:
+        """Return the prices of stages for so many micro-batches, by a ready plan and a policy."""
+        factors = self.factors_of(number)
+        shared = self.searches.setdefault((number, sharding, factors), {})
+        how = self.cluster, number, sharding, policy, shared, factors, self.state, self.known
+        return self.prices(self.graph_of(number), self.names, self.model.spans, *how)
 
     @property
     def numbers(self) -> list[int]:

@@ -22,10 +22,9 @@ from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, round
 from penstock.trace.page.page import Figure
 from penstock.trace.units import bytes_text, count_text
 
-from .make_plan import Choice
+from .make_plan import HEADS, Choice
 from .plan import Plan
 from .plan_sharding import sharding_of
-from .reasons import HEADS
 from .stage_rows import (
     devices_text,
     mesh_text,

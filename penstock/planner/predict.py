@@ -208,8 +208,7 @@ class Prediction:
         if self.plan.by_layers:
             schedule = lower_unproved(self._lowering, self.plan.num_microbatches, make=made)
             divides = (x.stage for x in schedule.instructions if isinstance(x, BackwardInput))
-        sizes = self._bytes.sizes(self.plan.partition, self.plan.recompute, set(divides))
-        return sizes.of_stages(self.plan.num_stages)
+        return self._bytes.kept_by(self.plan.partition, self.plan.recompute, set(divides))
 
     @cached_property
     def weights(self) -> tuple[StageWeights, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.costs.records import AtSize, Value
-from penstock.schedules.memory import Kept, Sizes
+from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
@@ -211,23 +211,17 @@ class StageBytes:
             total += self._of_loss + add(self._saved_by_loss)
         return total, max(most, total)
 
-    def sizes(
+    def kept_by(
         self,
         partition: Sequence[int],
         recompute: Sequence[RecomputePolicy],
         divides: Collection[int] = (),
-    ) -> Sizes:
-        """Return the bytes that stages keep; those of `divides` divide backwards."""
+    ) -> tuple[Kept, ...]:
+        """Return the bytes that each stage keeps; those of `divides` divide backwards."""
         runs = pairwise(accumulate(partition, initial=0))
-        stages = [
+        return tuple(
             self.kept(run, policy, divides=stage in divides)
             for stage, (run, policy) in enumerate(zip(runs, recompute, strict=True))
-        ]
-        return Sizes(
-            kept_bytes=tuple(kept.graph for kept in stages),
-            input_bytes=tuple(kept.inputs for kept in stages),
-            weight_bytes=tuple(kept.weights for kept in stages),
-            stay_bytes=tuple(kept.stays for kept in stages),
         )
 
     def messages(self, partition: Sequence[int]) -> tuple[Message, ...]:

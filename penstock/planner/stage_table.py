@@ -50,27 +50,17 @@ class Stage(NamedTuple):
     submesh: Submesh
 
 
-class Price(NamedTuple):
-    """Costs of some layers as a stage on a mesh; bytes are those of the fullest device.
-
-    `seconds` are of a micro-batch's forward and backward; `stay_bytes` of weights, gradients and
-    the optimizer; `microbatch_bytes` what each micro-batch in flight keeps; `handover_s` seconds
-    to hand a micro-batch's values to the next stage and to get its gradients; `once_s` seconds of
-    collectives that run once a step, after the stage's last backward.
-    """
-
-    seconds: float
-    stay_bytes: float
-    microbatch_bytes: float
-    handover_s: float = 0.0
-    once_s: float = 0.0
-
-
 class Task(NamedTuple):
     """A search for stages: the layers, the hosts, and the prices of stages on meshes.
 
-    `prices(submesh)` are the fields of `Price` of layers [start, end), as [field, start, end];
-    infinite for an impossible stage.
+    `prices(submesh)` are five prices of layers [start, end) as a stage on a mesh, as
+    [price, start, end], infinite for an impossible stage; bytes are those of the fullest device:
+
+    - seconds of a micro-batch's forward and backward
+    - bytes of weights, gradients and the optimizer
+    - bytes that each micro-batch in flight keeps
+    - seconds to hand a micro-batch's values to the next stage and to get its gradients
+    - seconds of collectives that run once a step, after the stage's last backward
     """
 
     num_layers: int

@@ -220,9 +220,8 @@ class Tuner:
         # 1. Subtract the weights from the memory of each rank, and compare with one micro-batch.
         size, num_stages = self._size(cut), len(partition)
         prices = self.evaluator.prices(size, critical_path(ranks=cut.ranks), None)
-        kept = prices.of_stages.sizes(partition, (Recompute.NEVER,) * num_stages)
+        of_stages = prices.of_stages.kept_by(partition, (Recompute.NEVER,) * num_stages)
         limits, needed = [*self.evaluator.limits_of(size)], [0] * size.num_ranks
-        of_stages = kept.of_stages(num_stages)
         stages = zip(cut.ranks, runs_of(partition), of_stages, strict=True)
         for rank, (start, end), stage_bytes in stages:
             limits[rank] -= sum(prices.lasting[start:end])

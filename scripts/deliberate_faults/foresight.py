@@ -45,7 +45,7 @@ FAULTS = (
     ),
     Fault(
         "all sizes of meshes are looked at on a host of many devices",
-        "penstock/planner/mesh_task.py",
+        "penstock/planner/mesh_costs.py",
         "is_taken = number & (number - 1) == 0 or most % number == 0",
         "is_taken = True",
         "tests/automatic/test_scaling.py",
@@ -181,7 +181,7 @@ FAULTS = (
     ),
     Fault(
         "a rank of a given layout begins where the hosts of the one before end",
-        "penstock/planner/given_layout.py",
+        "penstock/planner/mesh_plans.py",
         "devices = tuple(range(first, first + size))",
         "devices = tuple(range(first, first + size - 1))",
         "tests/planner/test_parallelism.py",
@@ -190,7 +190,7 @@ FAULTS = (
     Fault(
         "sums of gradients on meshes cost nothing once a step",
         "penstock/planner/mesh_candidates.py",
-        "reduce_s=tuple(segment.price.once_s for segment in segments)",
+        "reduce_s=tuple(segment.once_s for segment in segments)",
         "reduce_s=0",
         "tests/planner/test_parallelism.py",
         "sums_of_gradients",

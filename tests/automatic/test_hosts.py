@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.automatic.hosts import check_hosts
+from penstock.automatic.parallelize import check_hosts
 from penstock.errors import ConfigError
 from tests.few_devices import cluster
 

@@ -82,7 +82,7 @@ def test_a_part_of_a_layer_takes_its_share_of_what_was_measured(num_devices: int
         own = MeshPrices(*given, factors=factors(slow, len(task.names)))
         found = own.on_mesh(layer, layer + 1, mesh)
         assert found is not None
-        return found.price.seconds
+        return found.seconds
 
     whole_s = layer_s(task.graph_of(M), SLOW, Costs((1,), task.cluster))
     one_s, two_s, three_s = (seconds(slow, SLOW) for slow in (1, 2, 3))

@@ -76,12 +76,12 @@ def test_a_stage_costs_what_its_layers_cost_as_stages_and_keeps_one_graph(shards
             each += every
             assert (every[0].num_layers, len(every)) == (b - a, 1)
         assert cut.segments(Stage(start, end, submesh), own.shape) == each
-        assert own.price.seconds == pytest.approx(sum(x.price.seconds for x in each))
+        assert own.seconds == pytest.approx(sum(x.seconds for x in each))
         graph = max(x.graph_bytes for x in each)
-        assert own.price.stay_bytes == pytest.approx(sum(x.state_bytes for x in each) + graph)
+        assert own.stay_bytes == pytest.approx(sum(x.state_bytes for x in each) + graph)
         entering = len([n for n in [start, *inner] if n]) * CROSSES / shards
         entering += 0 if start else ENTERS
-        assert own.price.microbatch_bytes == entering
+        assert own.microbatch_bytes == entering
 
 
 def test_a_plan_has_a_stage_for_each_segment_and_a_row_for_each_mesh() -> None:
@@ -117,14 +117,14 @@ def test_what_a_mesh_keeps_is_no_less_than_its_schedule_does(family: str) -> Non
     own = [segment for of_stage in best.segments for segment in of_stage]
     sizes = Sizes(
         kept_bytes=tuple(round(x.graph_bytes) for x in own),
-        input_bytes=tuple(round(x.price.microbatch_bytes) for x in own),
+        input_bytes=tuple(round(x.microbatch_bytes) for x in own),
     )
     schedule = add_recompute(plan.schedule(plan.num_stages, M))
     assert plan.predicted_stages is not None
     for rank, kept in enumerate(peak_bytes(schedule, sizes)):
         stages = [n for n, place in enumerate(schedule.ranks) if place == rank]
         told = sum(plan.predicted_stages[n].kept_bytes for n in stages)
-        entering = sum(own[n].price.microbatch_bytes for n in stages)
+        entering = sum(own[n].microbatch_bytes for n in stages)
         assert told - entering <= kept <= told
 
 

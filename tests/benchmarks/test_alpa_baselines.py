@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.alpa_paper.baselines import (
     BASELINES,
-    RestrictedPrices,
     equal_stages,
     even_stages,
     plan_baseline,
@@ -141,7 +140,7 @@ def test_deepspeed_keeps_more_in_slices_where_less_does_not_fit(wanted: str) -> 
     for plan in ("data", "zero1", "zero2", "zero3"):
         own = MeshPrices(small.graph_of(16), *whole, plan).on_mesh(0, len(small.names), mesh)
         assert own is not None
-        found[plan] = own.price
+        found[plan] = own
     prices = [*found.values()]
     needs = {n: p.stay_bytes + p.microbatch_bytes for n, p in zip(found, prices, strict=True)}
     assert sorted(needs.values(), reverse=True) == [*needs.values()]
@@ -156,12 +155,11 @@ def test_a_grid_keeps_less_than_data_and_more_than_megatron(task: MeshTask) -> N
     kept = []
     for plan, shape in (("data", (4,)), ("grid", (2, 2)), ("megatron", (4,))):
         graph, how = task.graph_of(16), (task.names, task.model.spans, task.cluster, 16, plan)
-        found = RestrictedPrices(graph, *how, shape=shape).on_mesh(
-            0, len(task.names), Submesh(0, 1, 4)
-        )
+        mesh = Submesh(0, 1, 4, shape=shape)
+        found = MeshPrices(graph, *how).on_mesh(0, len(task.names), mesh)
         assert found is not None
         assert found.shape == shape
-        kept.append(found.price.stay_bytes)
+        kept.append(found.stay_bytes)
     whole, half, quarter = kept
     assert whole > half > quarter
 
@@ -174,8 +172,8 @@ def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) ->
     assert own is not None
     every = prices.of_stages(mesh)
     assert (found[:, :, :last] == every[:, :, :last]).all()
-    assert tuple(every[:, 3, last]) == own.price
-    assert found[0, 3, last] == own.forward_s + own.backward_s < own.price.seconds
+    assert tuple(every[:, 3, last]) == own[:5]
+    assert found[0, 3, last] == own.forward_s + own.backward_s < own.seconds
 
 
 @pytest.mark.parametrize(

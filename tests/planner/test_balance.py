@@ -189,8 +189,7 @@ def peaks(
     schedule = add_offload(add_recompute(schedule, twice, by_layers), away)
     divides = {x.stage for x in schedule.instructions if isinstance(x, BackwardInput)}
     of_stages = StageBytes(at, copies_weights=False)  # between threads
-    sizes = of_stages.sizes(asked.partition, recompute, divides)
-    kept = sizes.of_stages(asked.num_stages)
+    kept = of_stages.kept_by(asked.partition, recompute, divides)
     return [max(live_bytes(program, kept)) for program in schedule.programs]
 
 

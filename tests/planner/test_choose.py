@@ -12,11 +12,10 @@ from penstock.costs.profile import Profile
 from penstock.costs.records import LayerKind, Operator, Part, Value
 from penstock.errors import ConfigError
 from penstock.planner.candidates import Constraints, Size, families, sizes
-from penstock.planner.make_plan import plan_profile
+from penstock.planner.make_plan import plan_profile, slower_than
 from penstock.planner.plan import Plan
 from penstock.planner.predict import Prediction, simulate
 from penstock.planner.rank import find_plans
-from penstock.planner.reasons import slower_than
 from penstock.planner.search import Evaluator
 from penstock.schedules.costs import UNIT_COSTS
 from penstock.trace.units import bytes_text

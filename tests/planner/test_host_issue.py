@@ -55,13 +55,11 @@ def test_host_and_devices_overlap_over_a_whole_stage() -> None:
 def test_the_host_of_each_device_issues_all_operators_and_finds_the_shards_of_calls(
     policy: MemoryPolicy,
 ) -> None:
-    issue_s = stage(0.0, (0, 2)).price.seconds
+    issue_s = stage(0.0, (0, 2)).seconds
     one, two = (stage(issue_s, (0, 2), devices, policy=policy) for devices in (1, 2))
     assert two.forward_s == pytest.approx(one.forward_s + NUM_CALLS * DIVIDED_AS * issue_s)
     assert one.backward_s == two.backward_s
-    assert one.price.seconds == pytest.approx(
-        (1 + policy.recomputes) * one.forward_s + one.backward_s
-    )
+    assert one.seconds == pytest.approx((1 + policy.recomputes) * one.forward_s + one.backward_s)
     with torch.device("meta"):
         calls = mesh_task(layers(), torch.zeros(16, WIDTH), where(0.0), 2).graph_of(2).calls
     every = [operator for call in calls for operator in call.operators]

@@ -12,7 +12,7 @@ import penstock
 from penstock import Parallelism
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError
-from penstock.planner.given_layout import meshes_of
+from penstock.planner.mesh_plans import meshes_of
 from penstock.schedules import ReduceGradients
 from penstock.trace.timeline import MemoryKind
 from tests.few_devices import cluster

@@ -16,7 +16,7 @@ from penstock.planner.stage_bytes import StageBytes
 from penstock.planner.stage_work import steady
 from penstock.schedules import gpipe, one_f_one_b, pipedream, zb_h1
 from penstock.schedules.family import Family
-from penstock.schedules.memory import peak_bytes, version_bytes
+from penstock.schedules.memory import live_bytes, version_bytes
 from penstock.schedules.passes import add_recompute
 from penstock.types import Recompute
 from tests.planner.at_sizes import chain, drawn
@@ -69,8 +69,9 @@ def test_a_stage_fits_where_the_peak_of_its_rank_does(family: Family) -> None:
         fits = [False] * num_stages
         for policy in (Recompute.NEVER, Recompute.STAGE):
             twice = range(num_stages) if policy is Recompute.STAGE else []
-            of_cut = of_stages.sizes(sizes, (policy,) * num_stages)
-            peaks = peak_bytes(add_recompute(schedule, twice), of_cut)
+            kept = of_stages.kept_by(sizes, (policy,) * num_stages)
+            programs = add_recompute(schedule, twice).programs
+            peaks = [max(live_bytes(program, kept)) for program in programs]
             for stage, bounds in enumerate(pairwise(ends)):
                 there = sum(each.total_bytes for each in weights[slice(*bounds)])
                 fits[stage] |= peaks[stage] + there + older[stage] <= limit

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.costs.records import AtSize, Value
 from penstock.planner.stage_bytes import MODEL_INPUT, StageBytes
+from penstock.schedules.memory import Kept
 from penstock.types import Recompute
 from tests.planner.at_sizes import chain, drawn
 
@@ -116,11 +117,9 @@ def test_a_value_crosses_each_edge_of_its_way_once_and_its_gradient_comes_back()
 
 
 def test_the_stages_of_a_chain_keep_what_the_paper_says() -> None:
-    sizes = StageBytes(chain(4)).sizes((1, 3), (Recompute.STAGE, Recompute.layers(2)))
-    assert sizes.kept_bytes == (110, 230)
-    assert sizes.input_bytes == (10, 230)
-    assert sizes.weight_bytes == (5, 15)
-    assert sizes.stay_bytes == (10, 0)
+    kept = StageBytes(chain(4)).kept_by((1, 3), (Recompute.STAGE, Recompute.layers(2)))
+    first = Kept(graph=110, inputs=10, weights=5, stays=10)
+    assert kept == (first, Kept(graph=230, inputs=230, weights=15))
 
 
 def test_a_skip_goes_from_producer_to_consumer_directly() -> None:

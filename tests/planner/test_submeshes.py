@@ -6,15 +6,26 @@ from functools import cache
 from itertools import combinations, product
 from math import inf
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from penstock.errors import ConfigError, PlanError
-from penstock.planner.stage_table import Hosts, Numbers, Price, Stage, Submesh, Task
+from penstock.planner.stage_table import Hosts, Numbers, Stage, Submesh, Task
 from penstock.planner.submeshes import find_stages, submeshes
 
 MEMORY = 100.0
+
+
+class Price(NamedTuple):
+    """The prices of a stage, in the order of a task's."""
+
+    seconds: float
+    stay_bytes: float
+    microbatch_bytes: float
+    handover_s: float = 0.0
+    once_s: float = 0.0
 
 
 def drawn_task(seed: int, hosts: Sequence[Hosts], most_layers: int) -> Task:
