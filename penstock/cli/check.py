@@ -7,7 +7,7 @@ import click
 from penstock.schedules.names import ASYNCHRONOUS_NAMES, SCHEDULE_NAMES
 from penstock.types import Recompute
 
-from .options import ScheduleName, require_torch, set_option, stages_per_rank_option
+from .options import COUNT, ScheduleName, require_torch, set_option, stages_per_rank_option
 
 _NAMES = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS_NAMES]
 """The families whose training step equals the unsplit model's."""
@@ -16,11 +16,11 @@ _NAMES = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS_NAMES]
 @click.command()
 @click.argument("target")
 @set_option
-@click.option("--num-stages", type=click.IntRange(min=1), help="K.  [default: the recipe's, or 2]")
+@click.option("--num-stages", type=COUNT, help="K.  [default: the recipe's, or 2]")
 @stages_per_rank_option
 @click.option(
     "--num-microbatches",
-    type=click.IntRange(min=1),
+    type=COUNT,
     help="M.  [default: the recipe's, or 4; fewer where BatchNorm needs it]",
 )
 @click.option(

@@ -9,7 +9,7 @@ import click
 
 from penstock.types import LONGEST_TIMEOUT_S
 
-from .options import launch, num_processes_option, refuse_inside_torchrun, require_torch
+from .options import FILE, launch, num_processes_option, refuse_inside_torchrun, require_torch
 
 if TYPE_CHECKING:
     from penstock.doctor import Report
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--save",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="With --calibrate: write the cluster as TOML.",
 )

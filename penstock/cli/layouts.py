@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, UnreadableError, shown
 from penstock.trace.progress import say
 from penstock.trace.units import columns, count_text, time_text
 
-from .options import given_options, require_torch
+from .options import COUNT, given_options, require_torch
 
 if TYPE_CHECKING:
     from penstock.costs.cluster import Cluster
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from penstock.planner.parallelism import Parallelism
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_COUNT = click.IntRange(min=1)
 _ONLY_HERE = (
     *("tensor", "data", "pipeline", "virtual", "expert", "context", "microbatch_size"),
     *("sequence", "zero", "partition", "batch_size"),
@@ -64,7 +63,7 @@ def layout_options(command: _F) -> _F:
         ),
         click.option("--sequence", is_flag=True, help="Cut positions where operators are whole."),
         *(
-            click.option(f"--{name}", metavar="N", type=_COUNT, help=text)
+            click.option(f"--{name}", metavar="N", type=COUNT, help=text)
             for name, text in counts.items()
         ),
         click.option(
@@ -207,13 +206,10 @@ def simulate_layout(name: str, layout: "Parallelism", values: Mapping[str, Any])
         ConfigError: the layout cannot be on the cluster.
     """
     from penstock.costs.cluster import Cluster
+    from penstock.planner.layout_figures import layout_page
+    from penstock.trace.page import write_page
 
     cluster, html = Cluster.load(values["cluster_name"]), values["html"]
-    if html is not None:
-        from penstock.planner.layouts_page import layout_page
-        from penstock.trace.page.page import check_page, write_page
-
-        check_page(html)
     batch_size, overrides = values["batch_size"], values["overrides"]
     (own,) = figures_for(name, overrides, cluster, {name: layout}, batch_size=batch_size)
     if own.candidate is None:
@@ -232,14 +228,10 @@ def simulate_layout(name: str, layout: "Parallelism", values: Mapping[str, Any])
 
 def compare_layouts(name: str, cluster: "Cluster", path: Path, values: Mapping[str, Any]) -> None:
     """Print the layouts of a file, the fastest first; `values` are the options of `plan`."""
-    from penstock.planner.layout_figures import best_in_words, rows_of
+    from penstock.planner.layout_figures import best_in_words, layouts_page, rows_of
+    from penstock.trace.page import write_page
 
     html, layouts = values["html"], layouts_in(path)
-    if html is not None:
-        from penstock.planner.layouts_page import layouts_page
-        from penstock.trace.page.page import check_page, write_page
-
-        check_page(html)
     options = {key: values[key] for key in ("batch_size", "memory_share")}
     figures = figures_for(name, values["overrides"], cluster, layouts, **options)
     if html is not None:

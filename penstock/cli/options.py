@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -21,6 +22,10 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 RECIPES_PACKAGE = "penstock-recipes"
 """The package that trains the papers' tasks; the library does not need it."""
+COUNT = click.IntRange(min=1)
+"""A number of things, of which there is at least one."""
+FILE = click.Path(dir_okay=False, path_type=Path)
+"""A file to read or to write."""
 
 
 class ScheduleName(click.Choice[str]):
@@ -66,7 +71,7 @@ def launch(num_processes: int, max_restarts: int, arguments: Sequence[str]) -> i
 
 num_processes_option = click.option(
     "--num-processes",
-    type=click.IntRange(min=1),
+    type=COUNT,
     help="Run in so many processes of this host instead of one; to train, K x D of them.",
 )
 
@@ -80,16 +85,47 @@ set_option = click.option(
 
 stages_per_rank_option = click.option(
     "--stages-per-rank",
-    type=click.IntRange(min=1),
+    type=COUNT,
     help=f"Stages in each thread: {stages_on_ranks()}; 1 for all others.  [default: the least]",
+)
+
+
+batch_size_option = click.option(
+    "--batch-size",
+    metavar="N",
+    type=COUNT,
+    help="Samples of a step over all replicas.  [default: the target's]",
+)
+
+
+def _checked_page(_context: Any, _option: Any, path: Path | None) -> Path | None:
+    """Check the file of a page before anything slow runs."""
+    if path is not None:
+        from penstock.trace.page.page import check_page
+
+        check_page(path)
+    return path
+
+
+html_option = click.option(
+    "--html", metavar="FILE", type=FILE, callback=_checked_page, help="Write a page there."
+)
+
+sharding_option = click.option(
+    "--sharding",
+    metavar="NAME",
+    callback=lambda _context, _option, name: None if name == "none" else name or "auto",
+    help="The ready plan by which the devices of a stage share it, such as megatron; none: each "
+    "stage has one device.  [default: the target's, or whatever is fastest]",
 )
 
 
 def given_options(*names: str) -> list[str]:
     """Return those of these options that are on the command line, as they are written there."""
-    source = click.get_current_context().get_parameter_source
-    given = [name for name in names if source(name) is ParameterSource.COMMANDLINE]
-    return [f"--{name.replace('_', '-')}" for name in given]
+    context = click.get_current_context()
+    source = context.get_parameter_source
+    written = {own.name: own.opts[0] for own in context.command.params}
+    return [written[name] for name in names if source(name) is ParameterSource.COMMANDLINE]
 
 
 def require_torch() -> None:

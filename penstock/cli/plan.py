@@ -10,13 +10,20 @@ from penstock.trace.progress import say
 from penstock.trace.units import count_text
 
 from .layouts import compare_layouts
-from .options import ScheduleName, given_options, require_torch, set_option
+from .options import (
+    COUNT,
+    FILE,
+    ScheduleName,
+    batch_size_option,
+    given_options,
+    html_option,
+    require_torch,
+    set_option,
+    sharding_option,
+)
 
 if TYPE_CHECKING:
     from penstock.planner.placement import Placement
-
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_COUNT = click.IntRange(min=1)
 
 
 @click.command()
@@ -35,22 +42,17 @@ _COUNT = click.IntRange(min=1)
     "--profile",
     "profiles",
     metavar="FILE",
-    type=_FILE,
+    type=FILE,
     multiple=True,
     help="Take what the layers cost from there instead of from TARGET; several: one model, "
     "measured with several numbers of threads.",
 )
-@click.option(
-    "--batch-size",
-    metavar="N",
-    type=_COUNT,
-    help="Samples of a step over all replicas.  [default: the target's]",
-)
+@batch_size_option
 @click.option(
     "--microbatch-size",
     "sizes",
     metavar="N",
-    type=_COUNT,
+    type=COUNT,
     multiple=True,
     help="Samples for which TARGET's layers are profiled.  [default: a few up to the batch]",
 )
@@ -61,15 +63,10 @@ _COUNT = click.IntRange(min=1)
     help="Choose nothing, but price the layouts of this file: a table for each, such as [mine] "
     "with tensor = 2 and pipeline = 4, the keys of penstock.Parallelism.",
 )
-@click.option("--num-ranks", type=_COUNT, help="Devices of one replica.")
-@click.option("--num-replicas", type=_COUNT, help="D.")
-@click.option("--num-microbatches", type=_COUNT, help="M, of each replica.")
-@click.option(
-    "--sharding",
-    metavar="NAME",
-    help="The ready plan by which the devices of a stage share it, such as megatron; none: each "
-    "stage has one device.  [default: the target's, or whatever is fastest]",
-)
+@click.option("--num-ranks", type=COUNT, help="Devices of one replica.")
+@click.option("--num-replicas", type=COUNT, help="D.")
+@click.option("--num-microbatches", type=COUNT, help="M, of each replica.")
+@sharding_option
 @click.option(
     "--measure",
     is_flag=True,
@@ -91,21 +88,16 @@ _COUNT = click.IntRange(min=1)
     help="Of a device's memory, what may be used: allocators need the rest.",
 )
 @click.option("--no-offload", is_flag=True, help="Move nothing to the memory of hosts.")
-@click.option("--best", type=_COUNT, default=5, show_default=True, help="Rows of the table.")
+@click.option("--best", type=COUNT, default=5, show_default=True, help="Rows of the table.")
 @click.option(
     "--save",
     metavar="FILE.json",
-    type=_FILE,
+    type=FILE,
     help="Write the plan there, and its timeline beside it (FILE.predicted.json), which the "
     "report of a run with --plan FILE.json shows above the measured one.",
 )
-@click.option("--html", metavar="FILE", type=_FILE, help="Write a page with its timeline there.")
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Write the plan as JSON, and no table.",
-)
+@html_option
+@click.option("--json", "as_json", is_flag=True, help="Write the plan as JSON, and no table.")
 def plan(  # noqa: PLR0913 - one for each option
     target_name: str | None,
     overrides: tuple[str, ...],
@@ -146,18 +138,13 @@ def plan(  # noqa: PLR0913 - one for each option
     from penstock.planner.make_plan import save_prediction
     from penstock.planner.shared_cores import num_cores
 
-    # 1. Check files and options before anything slow runs.
+    # 1. Check the options before anything slow runs.
     cluster = Cluster.load(cluster_name)
     if compare is not None:
         _refuse_beside_compare(target_name)
         values = click.get_current_context().params
         compare_layouts(str(target_name), cluster, compare, values)
         return
-    if html is not None:
-        from penstock.planner.plan_page import plan_page
-        from penstock.trace.page.page import check_page, write_page
-
-        check_page(html)
     if (target_name is None) == (not profiles):
         raise click.UsageError("give either a TARGET or --profile")
     # 2. Find the model: a target, or saved profiles, which need no PyTorch.
@@ -182,7 +169,7 @@ def plan(  # noqa: PLR0913 - one for each option
         sizes=sizes,
         threads=sorted({1, num_cores()}) if on_cores(cluster) else (),
         measure=measure or None,
-        sharding=None if sharding == "none" else sharding or "auto",
+        sharding=sharding,
     )
     # 4. Save and print it.
     if save is not None:
@@ -191,6 +178,9 @@ def plan(  # noqa: PLR0913 - one for each option
         run = _run_command(target_name, save, choice.plan.placement)
         click.echo(f"{save} is written; it is run by: {run}", err=True)
     if html is not None:
+        from penstock.planner.plan_page import plan_page
+        from penstock.trace.page import write_page
+
         write_page(plan_page(choice), html)
     click.echo(choice.plan.to_json() if as_json else str(choice), nl=False)
 
@@ -224,13 +214,10 @@ def _refuse_beside_compare(name: str | None) -> None:
             "have; give a TARGET"
         )
     chosen = ("profiles", "sizes", "num_ranks", "num_replicas", "num_microbatches", "sharding")
-    beside = given_options(*chosen, "measure", "schedules", "no_offload", "best", "save")
-    if beside:
-        names = {"--profiles": "--profile", "--sizes": "--microbatch-size"}
-        names["--schedules"] = "--schedule"
+    if beside := given_options(*chosen, "measure", "schedules", "no_offload", "best", "save"):
         raise click.UsageError(
-            f"{names.get(beside[0], beside[0])} is for a plan that is chosen, and the layouts of "
-            "--compare are given; leave one of the two out"
+            f"{beside[0]} is for a plan that is chosen, and the layouts of --compare are given; "
+            "leave one of the two out"
         )
 
 

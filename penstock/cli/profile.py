@@ -7,7 +7,7 @@ import click
 
 from penstock.trace.progress import say
 
-from .options import require_torch, set_option
+from .options import COUNT, require_torch, set_option
 
 if TYPE_CHECKING:
     from penstock.costs.cluster import Device
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "--microbatch-size",
     "sizes",
     metavar="N",
-    type=click.IntRange(min=1),
+    type=COUNT,
     multiple=True,
     help="Samples in a micro-batch; several may be given.  [default: the target's]",
 )

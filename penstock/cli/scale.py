@@ -6,10 +6,15 @@ import click
 
 from penstock.trace.units import columns
 
-from .options import require_torch, set_option
+from .options import (
+    COUNT,
+    batch_size_option,
+    html_option,
+    require_torch,
+    set_option,
+    sharding_option,
+)
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_COUNT = click.IntRange(min=1)
 _AND_SO_ON = "..."
 
 
@@ -50,27 +55,17 @@ def _counts(text: str) -> tuple[int, ...]:
     required=True,
     help="Numbers of devices; 8,...,1024 is 8 and its doubles up to 1024.",
 )
-@click.option(
-    "--batch-size",
-    metavar="N",
-    type=_COUNT,
-    help="Samples of a step, for all numbers of devices.  [default: the target's]",
-)
-@click.option("--num-microbatches", type=_COUNT, help="M, for all.  [default: planned]")
-@click.option(
-    "--sharding",
-    metavar="NAME",
-    help="The ready plan by which the devices of a stage share it; none: each stage has one "
-    "device.  [default: the target's, or whatever is fastest]",
-)
+@batch_size_option
+@click.option("--num-microbatches", type=COUNT, help="M, for all.  [default: planned]")
+@sharding_option
 @click.option(
     "--samples",
     "num_samples",
     metavar="N",
-    type=_COUNT,
+    type=COUNT,
     help="Give the device-hours of so many samples.  [default: of 1,000 steps]",
 )
-@click.option("--html", metavar="FILE", type=_FILE, help="Write a page with a curve there.")
+@html_option
 @click.option("--json", "as_json", is_flag=True, help="Write JSON, with each plan, and no table.")
 def scale(  # noqa: PLR0913 - one for each option
     target_name: str,
@@ -97,15 +92,12 @@ def scale(  # noqa: PLR0913 - one for each option
     from penstock.costs.cluster import Cluster
     from penstock.planner.candidates import Constraints
 
-    # 1. Check files and options before anything slow runs.
+    # 1. Check the options before anything slow runs.
     cluster = Cluster.load(cluster_name)
-    if html is not None:
-        from penstock.trace.page.page import check_page
-
-        check_page(html)
     require_torch()
-    from penstock.automatic.scaling import part_of
+    from penstock.automatic.scaling import part_of, scale_page
     from penstock.automatic.scaling import scale as scaled
+    from penstock.trace.page import write_page
 
     for count in counts:
         part_of(cluster, count)
@@ -120,17 +112,12 @@ def scale(  # noqa: PLR0913 - one for each option
         counts,
         batch_size,
         constraints=Constraints(batch_size=batch_size, num_microbatches=num_microbatches),
-        sharding=None if sharding == "none" else sharding or "auto",
+        sharding=sharding,
     )
     # 3. Write and print them.
     if html is not None:
-        from penstock.automatic.scale_page import scale_page
-        from penstock.trace.page import write_page
-
         write_page(scale_page(scaling, num_samples), html)
     if as_json:
         click.echo(scaling.to_json(num_samples))
         return
-    heads, *rows = scaling.rows(num_samples)
-    for line in columns([heads, *rows]):
-        click.echo(line)
+    click.echo("\n".join(columns([*scaling.rows(num_samples)])))

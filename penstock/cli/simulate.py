@@ -17,8 +17,10 @@ from penstock.types import Recompute
 
 from .layouts import layout_given, layout_options, simulate_layout
 from .options import (
+    COUNT,
     ScheduleName,
     given_options,
+    html_option,
     require_torch,
     set_option,
     stages_per_rank_option,
@@ -75,14 +77,12 @@ class _Simulate(click.Command):
 @click.argument("target", metavar="[TARGET]", required=False)
 @set_option
 @click.option("--schedule", type=ScheduleName(_NAMES), default="one_f_one_b", show_default=True)
-@click.option("--num-stages", type=click.IntRange(min=1), default=4, show_default=True, help="K.")
+@click.option("--num-stages", type=COUNT, default=4, show_default=True, help="K.")
 @stages_per_rank_option
-@click.option(
-    "--num-microbatches", type=click.IntRange(min=1), default=8, show_default=True, help="M."
-)
+@click.option("--num-microbatches", type=COUNT, default=8, show_default=True, help="M.")
 @click.option(
     "--window",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=1,
     show_default=True,
     help="Mini-batches of M, one after the other without a flush, for pipedream, pipedream_2bw.",
@@ -97,12 +97,7 @@ class _Simulate(click.Command):
 )
 @click.option("--csv", metavar="FILE", type=_TO_READ, help="Take the schedule from there.")
 @click.option("--write-csv", metavar="FILE", type=_TO_WRITE, help="Write the schedule there.")
-@click.option(
-    "--html",
-    metavar="FILE",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write a page with the timeline there.",
-)
+@html_option
 @_cost_option("forward", 1, "a forward takes")
 @_cost_option("backward-input", 1, "the part of a backward takes that gives gradients of inputs")
 @_cost_option("backward-weight", 1, "the other part takes; a whole backward takes both")
@@ -174,10 +169,6 @@ def simulate(  # noqa: PLR0913 - one for each option
     # 2. Write it, if that is asked for.
     if write_csv is not None:
         _write_csv(program, write_csv)
-    if html is not None:
-        from penstock.trace.page.page import check_page
-
-        check_page(html)
     # 3. Simulate, and print JSON, a grid, or a summary of what is too long to draw.
     _say("simulating its instructions", sum(map(len, program.programs)))
     program = add_recompute(program) if recompute == Recompute.STAGE.value else program
