@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
-from penstock.errors import ConfigError, shown
+from penstock.errors import ConfigError, check_kind, shown
 from penstock.planner.candidates import Constraints
-from penstock.planner.checks import check_cluster
+from penstock.planner.checks import check_cluster, check_costs
 from penstock.planner.make_plan import Choice, plan_profile
 from penstock.planner.mesh_candidates import OnMeshes
 from penstock.planner.mesh_plans import on_layout
 from penstock.planner.parallelism import Parallelism
 from penstock.planner.plan import Plan
-from penstock.planner.predict import simulate as simulate_plan
+from penstock.planner.predict import Prediction
 from penstock.trace.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -210,7 +210,9 @@ def simulate(  # noqa: PLR0913 - the front door: each a keyword with a default
     if isinstance(model, Plan):
         model, cluster, how = cast(Any, cluster), cast(Any, how), cast(Any, model)
     if not isinstance(how, Parallelism):
-        return simulate_plan(how, model, cluster, batch_size=batch_size)
+        check_kind("plan", how, Plan, "a plan, such as penstock.Plan.load(path)")
+        check_costs(model, cluster)
+        return Prediction(how, model, cluster, batch_size).timeline
     check_cluster(cluster)
     given = (example_inputs, targets, loss)
     return layout_of(model, cluster, how, batch_size, given).timeline

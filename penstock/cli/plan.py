@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from penstock.errors import PlanError
 from penstock.schedules.names import SCHEDULE_NAMES
 from penstock.trace.progress import say
 from penstock.trace.units import count_text
@@ -24,6 +25,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from penstock.planner.placement import Placement
+    from penstock.trace.timeline import Timeline
 
 
 @click.command()
@@ -135,7 +137,6 @@ def plan(  # noqa: PLR0913 - one for each option
     from penstock.automatic.plan_model import choose, on_cores
     from penstock.costs.cluster import Cluster
     from penstock.planner.candidates import Constraints
-    from penstock.planner.make_plan import save_prediction
     from penstock.planner.shared_cores import num_cores
 
     # 1. Check the options before anything slow runs.
@@ -174,7 +175,7 @@ def plan(  # noqa: PLR0913 - one for each option
     # 4. Save and print it.
     if save is not None:
         choice.plan.save(save)
-        save_prediction(save, choice.timeline)
+        _save_prediction(save.with_suffix(".predicted.json"), choice.timeline)
         run = _run_command(target_name, save, choice.plan.placement)
         click.echo(f"{save} is written; it is run by: {run}", err=True)
     if html is not None:
@@ -219,6 +220,14 @@ def _refuse_beside_compare(name: str | None) -> None:
             f"{beside[0]} is for a plan that is chosen, and the layouts of --compare are given; "
             "leave one of the two out"
         )
+
+
+def _save_prediction(path: Path, timeline: "Timeline") -> None:
+    """Write what was predicted for a plan; a PlanError if it cannot be written."""
+    try:
+        path.write_text(timeline.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _run_command(name: str | None, path: Path, placement: "Placement") -> str:

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError
 from penstock.model.output_loss import loss_in
 from penstock.model.pytree import flatten
 from penstock.planner.cuts import balance_spans
+from penstock.planner.predict import costs_of
 from penstock.runtime.microbatches import microbatch_sizes
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
@@ -153,17 +154,7 @@ def measured_schedule(target: Target, num_minibatches: int) -> tuple[Schedule, C
         times_s = [layer.forward_s + layer.backward_s for layer in layers]
         partition = balance_spans([times_s] * options["num_stages"], profile.spans)
     runs = [layers[a:b] for a, b in pairwise(accumulate(partition, initial=0))]
-
-    def sums(name: str) -> tuple[float, ...]:
-        return tuple(sum(getattr(layer, name) for layer in run) for run in runs)
-
-    costs = Costs(
-        forward_s=sums("forward_s"),
-        backward_s=sums("backward_s"),
-        recompute_s=sums("recompute_s"),
-        backward_input_s=sums("input_s"),
-        backward_weight_s=sums("weight_s"),
-    )
+    costs = costs_of(runs)
     # 3. Make the schedule for these costs.
     given: Family = options["schedule"]
     family = named_schedule(given.name, len(runs), given.stages_per_rank, costs)

@@ -5,7 +5,7 @@ size that the profile lacks lies on the line through the two nearest sizes.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,10 +13,8 @@ from penstock.errors import ConfigError, check_count
 
 from .cluster import Device
 from .profile import Profile
-from .records import AtSize, LayerKind, LayerSeconds, Part
+from .records import PARTS, AtSize, LayerKind, LayerSeconds, Part
 from .roofline import operators_seconds
-
-_SECONDS = tuple(field.name for field in fields(LayerSeconds) if field.name.endswith("_s"))
 
 
 class _Line(NamedTuple):
@@ -117,7 +115,7 @@ def _scaled(
         known: float = getattr(there, name)
         return seconds * getattr(here, name) / known if known else seconds
 
-    return replace(measured, **{name: scaled(name) for name in _SECONDS})  # type: ignore[arg-type]
+    return replace(measured, **{name: scaled(name) for name in PARTS})  # type: ignore[arg-type]
 
 
 def by_roofline(kind: LayerKind, device: Device | None) -> LayerSeconds:
@@ -138,7 +136,7 @@ def by_roofline(kind: LayerKind, device: Device | None) -> LayerSeconds:
 
 def _of_nothing(costs: AtSize) -> AtSize:
     """Return the costs of 0 samples: only weights have bytes."""
-    zeros = dict.fromkeys(_SECONDS, 0.0)
+    zeros = dict.fromkeys(PARTS, 0.0)
 
     def empty(kind: LayerKind) -> LayerKind:
         assert kind.seconds is not None, "they are known on the device"
@@ -183,7 +181,7 @@ def _between(low: AtSize, high: AtSize, wanted: int) -> AtSize:
 def _kind_between(low: LayerKind, high: LayerKind, line: _Line) -> LayerKind:
     one, other = low.seconds, high.seconds
     assert one is not None and other is not None, "they are known on the device"
-    seconds = {name: line.at(getattr(one, name), getattr(other, name)) for name in _SECONDS}
+    seconds = {name: line.at(getattr(one, name), getattr(other, name)) for name in PARTS}
     return replace(
         high,
         inner_bytes=round(line.at(low.inner_bytes, high.inner_bytes)),

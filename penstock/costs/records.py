@@ -56,6 +56,10 @@ def flops_of(operators: Iterable[Operator]) -> tuple[int, str]:
     return by_dtype.total(), max(by_dtype, key=by_dtype.__getitem__, default="")
 
 
+PARTS = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
+"""The parts of a step in `LayerSeconds`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:
     """Seconds of one layer for one micro-batch, measured (medians over repeats) or by a roofline.
@@ -77,8 +81,7 @@ class LayerSeconds:
 
     def plus(self, other: "LayerSeconds") -> "LayerSeconds":
         """Return the seconds of both, one after the other."""
-        names = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
-        return LayerSeconds(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return LayerSeconds(**{name: getattr(self, name) + getattr(other, name) for name in PARTS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

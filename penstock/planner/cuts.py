@@ -14,7 +14,7 @@ bounds never make the sum greater: intervals of bounds are halved until they hol
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,16 +215,10 @@ class Search:
         self, level: Iterable[_State], stage: int
     ) -> Iterator[tuple[_State, Setting, _State]]:
         """Yield the states, what the next stage may be on in each, and the state after it."""
-        for state in level:
-            for setting, then in self._moves(state, stage):
-                yield state, setting, then
-
-    def _moves(self, state: _State, stage: int) -> Iterator[tuple[Setting, _State]]:
-        """Yield what the next stage may be on, and the state after it."""
-        for kind, count in enumerate(self.counts):
+        for state, (kind, count) in product(level, enumerate(self.counts)):
             if state[kind] < count:
                 used = tuple(n + (k == kind) for k, n in enumerate(state))
-                yield Setting(stage, kind), used
+                yield state, Setting(stage, kind), used
 
     def _block(self, setting: Setting) -> _Block:
         """Return the costs for those starts and ends that leave something for all other stages."""

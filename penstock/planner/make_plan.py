@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
-from pathlib import Path
 from typing import cast
 
 from penstock.costs.cluster import Cluster
@@ -216,20 +215,6 @@ def _room(cluster: Cluster, asked: Constraints) -> Cluster:
         for name, device in cluster.devices.items()
     }
     return replace(cluster, devices=room)
-
-
-def save_prediction(path: Path, timeline: Timeline) -> None:
-    """Write what was predicted for a plan beside its file; a PlanError if it cannot be written."""
-    beside = prediction_path(path)
-    try:
-        beside.write_text(timeline.to_json(), encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write {beside}: {error.strerror}") from None
-
-
-def prediction_path(path: Path) -> Path:
-    """Return the file beside a plan's that has its predicted timeline."""
-    return path.with_suffix(".predicted.json")
 
 
 def candidate_rows(candidates: Sequence[Candidate]) -> Iterator[tuple[str, ...]]:

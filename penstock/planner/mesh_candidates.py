@@ -13,11 +13,10 @@ from typing import Any
 from penstock.schedules import segmented
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
-from penstock.schedules.lower import Lowering, lower_unproved
+from penstock.schedules.lower import Lowering
 from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
 from penstock.sharding.request import ShardingRequest
-from penstock.simulator.engine import Compiled, compiled
 from penstock.simulator.memory import StageWeights, memory_of
 from penstock.simulator.simulate import simulate, step_s
 from penstock.trace.timeline import Timeline
@@ -31,7 +30,7 @@ from .placement import Placement
 from .plan import BalancedBy, Plan
 from .stage_rows import PredictedStage
 from .stage_table import Numbers, Submesh
-from .stage_work import StageWork, made, work_of
+from .stage_work import StageWork, program_of, work_of
 from .submeshes import Answer
 
 _FEW_STAGES = 4
@@ -120,7 +119,7 @@ class OnMeshes:
     def simulated(self) -> "OnMeshes":
         """Return the same with the step of the simulator."""
         how, costs = self.lowered
-        program = _compiled_schedule(how, self.prices.num_microbatches)
+        program = program_of(how, self.prices.num_microbatches)
         return replace(self, step_s=step_s(program, costs) + self.update_s, is_bound=False)
 
     @cached_property
@@ -129,7 +128,7 @@ class OnMeshes:
         that of one of the mesh's devices, without messages.
         """
         how, costs = self.lowered
-        program = _compiled_schedule(how, self.prices.num_microbatches)
+        program = program_of(how, self.prices.num_microbatches)
         timeline = simulate(program.schedule, costs)
         segments, recomputes = [*chain(*self.segments)], self.prices.policy.recomputes
         kept = [
@@ -310,8 +309,3 @@ def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[i
     few = min(num_microbatches, _FEW * num_stages)
     kept = (own.most_kept for own in _work(family, num_stages, num_microbatches))
     return tuple(num_microbatches if own == few else own for own in kept)
-
-
-@lru_cache(maxsize=16)
-def _compiled_schedule(how: Lowering, num_microbatches: int) -> Compiled:
-    return compiled(lower_unproved(how, num_microbatches, make=made))

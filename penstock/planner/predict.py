@@ -5,59 +5,62 @@ simulated; the others run alike beside it, and share cores and links with it.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
 from penstock.costs.records import LayerSeconds
-from penstock.errors import ConfigError, PlanError, check_kind
+from penstock.errors import ConfigError, PlanError
 from penstock.schedules.costs import Costs
 from penstock.schedules.ir import BackwardInput, Schedule
 from penstock.schedules.lower import Lowering, lower, lower_unproved
 from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
-from penstock.simulator import Sharing, Way
-from penstock.simulator import simulate as simulate_schedule
-from penstock.simulator.engine import Compiled, Edge, compiled
+from penstock.simulator import Sharing, Way, simulate
+from penstock.simulator.engine import Edge
 from penstock.simulator.memory import StageWeights, memory_of
 from penstock.simulator.simulate import step_s
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
 
-from .checks import check_costs
 from .plan import Plan
 from .pricing import Pricing, commit_seconds, update_seconds, weights_together
 from .shared_cores import shared_cores
 from .stage_bytes import Message, StageBytes
-from .stage_work import made
+from .stage_work import made, program_of
 
 
-def simulate(
-    plan: Plan, profile: Profile, cluster: Cluster, *, batch_size: int | None = None
-) -> Timeline:
-    """Predict one training step: when each instruction runs, and what memory holds.
+def costs_of(runs: Sequence[Sequence[LayerSeconds]]) -> Costs:
+    """Return the costs of stages by the seconds of their layers, of which a recompute runs all."""
+
+    def sums(name: str) -> tuple[float, ...]:
+        return tuple(sum(getattr(layer, name) for layer in run) for run in runs)
+
+    return Costs(
+        forward_s=sums("forward_s"),
+        backward_s=sums("backward_s"),
+        recompute_s=sums("recompute_s"),
+        backward_input_s=sums("input_s"),
+        backward_weight_s=sums("weight_s"),
+    )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted step, and the plan, profile and cluster that it depends on.
 
     Rank r of the plan runs on device r of the cluster; on a host whose ranks share cores
     (`busy_speed`), ranks beyond its devices begin with the first again.  `batch_size` are the
-    samples of a step over all replicas; left out, those that the plan was made for.
-
-    The timeline ends before the optimizer; `Prediction(...).optimizer_s` has its seconds.
+    samples of a step over all replicas; left out, those that the plan was made for.  The timeline
+    ends before the optimizer; `optimizer_s` has its seconds.
 
     Raises:
         PlanError: the plan is of another model than the profile; names the first layer.
         ConfigError: the cluster has too few devices, or the batch does not fit the plan.
     """
-    check_kind("plan", plan, Plan, "a plan, such as penstock.Plan.load(path)")
-    check_costs(profile, cluster)
-    return Prediction(plan, profile, cluster, batch_size).timeline
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A predicted step, and the plan, profile and cluster that it depends on; see `simulate`."""
 
     plan: Plan
     profile: Profile
@@ -87,7 +90,7 @@ class Prediction:
     @cached_property
     def timeline(self) -> Timeline:
         """When each instruction runs, and what each stage holds."""
-        timeline = simulate_schedule(self.schedule, self.costs, sharing=self.sharing)
+        timeline = simulate(self.schedule, self.costs, sharing=self.sharing)
         memory = memory_of(timeline, self.kept, self.weights, self.sharing.num_bytes)
         return replace(timeline, memory=memory)
 
@@ -129,7 +132,7 @@ class Prediction:
     @property
     def quick_step_s(self) -> float:
         """`step_s`, to the last bit, but faster: without a proof and a timeline."""
-        program = _program(self._lowering, self.plan.num_microbatches)
+        program = program_of(self._lowering, self.plan.num_microbatches)
         return step_s(program, self.costs, self.sharing) + self.update_s
 
     @cached_property
@@ -179,22 +182,15 @@ class Prediction:
         """Seconds of each instruction on each stage."""
         stages = range(self.plan.num_stages)
         layers = [self._seconds_of(stage) for stage in stages]
-
-        def sums(name: str) -> tuple[float, ...]:
-            return tuple(sum(getattr(layer, name) for layer in run) for run in layers)
-
         starts = [run.start for run in self._runs]
         # A stage runs only its recomputed layers again.
         again = (
             sum(layers[stage][n - starts[stage]].recompute_s for n in self.plan.recomputed(stage))
             for stage in stages
         )
-        return Costs(
-            forward_s=sums("forward_s"),
-            backward_s=sums("backward_s"),
+        return replace(
+            costs_of(layers),
             recompute_s=tuple(again),
-            backward_input_s=sums("input_s"),
-            backward_weight_s=sums("weight_s"),
             reduce_s=tuple(self._reduce_s(stage) for stage in stages),
             commit_s=tuple(self._commit_s(stage) for stage in stages),
             offload_s=(moving_s := tuple(self._moving_s(stage) for stage in stages)),
@@ -334,8 +330,3 @@ class Prediction:
             receive_s=first.busy_s(num_bytes),
             blocks=first.blocks,
         )
-
-
-@lru_cache(maxsize=256)
-def _program(how: Lowering, num_microbatches: int) -> Compiled:
-    return compiled(lower_unproved(how, num_microbatches, make=made))

@@ -19,8 +19,10 @@ from penstock.costs.records import LayerSeconds
 from penstock.schedules import ir
 from penstock.schedules.family import Family
 from penstock.schedules.ir import Program, Schedule
+from penstock.schedules.lower import Lowering, lower_unproved
 from penstock.schedules.memory import Kept, live_bytes
 from penstock.schedules.passes import add_offload, add_recompute
+from penstock.simulator.engine import Compiled, compiled
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .cuts import Matrix, Window
@@ -176,6 +178,12 @@ def most_on_way(work: Sequence[StageWork], num_microbatches: int) -> list[OnWay]
 
 made = lru_cache(maxsize=16)(Family.__call__)
 """The cached schedule of a family, which is counted here, and lowered and priced elsewhere."""
+
+
+@lru_cache(maxsize=256)
+def program_of(how: Lowering, num_microbatches: int) -> Compiled:
+    """Return a lowered schedule as the simulator runs it."""
+    return compiled(lower_unproved(how, num_microbatches, make=made))
 
 
 def steady(family: Family, num_stages: int, num_microbatches: int) -> Schedule:

@@ -7,7 +7,6 @@ import pytest
 
 from penstock.cli.main import run
 from penstock.costs.profile import Profile
-from penstock.planner.make_plan import prediction_path
 from penstock.planner.plan import Plan
 from penstock.schedules import one_f_one_b
 from penstock.trace import Timeline
@@ -44,7 +43,7 @@ def test_a_plan_that_is_saved_can_be_read_and_was_predicted(files, capsys) -> No
     assert run((*files, "--save", "plan.json", "--json")) == 0
     plan = Plan.load("plan.json")
     assert plan == Plan.from_json(capsys.readouterr().out)
-    told = Timeline.from_json(prediction_path(Path("plan.json")).read_text())
+    told = Timeline.from_json(Path("plan.predicted.json").read_text())
     assert plan.predicted_step_s is not None
     assert 0 < told.step_s <= plan.predicted_step_s
 

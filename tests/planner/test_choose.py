@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from penstock import plan
+from penstock.automatic.plan_model import simulate
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
 from penstock.costs.records import LayerKind, Operator, Part, Value
@@ -14,7 +15,7 @@ from penstock.errors import ConfigError
 from penstock.planner.candidates import Constraints, Size, families, sizes
 from penstock.planner.make_plan import plan_profile, slower_than
 from penstock.planner.plan import Plan
-from penstock.planner.predict import Prediction, simulate
+from penstock.planner.predict import Prediction
 from penstock.planner.rank import find_plans
 from penstock.planner.search import Evaluator
 from penstock.schedules.costs import UNIT_COSTS

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.automatic.plan_model import simulate
 from penstock.costs.records import LayerSeconds
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.placement import Placement
 from penstock.planner.plan import Plan
-from penstock.planner.predict import Prediction, simulate
+from penstock.planner.predict import Prediction
 from penstock.schedules import Family, gpipe, interleaved_1f1b, one_f_one_b, zb_v
 from penstock.trace import MemoryKind
 from penstock.types import Recompute, Transport

@@ -6,11 +6,11 @@ from random import Random
 import pytest
 
 from penstock import plan
+from penstock.automatic.plan_model import simulate
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError
 from penstock.planner.candidates import Constraints, Size
 from penstock.planner.plan import Plan
-from penstock.planner.predict import simulate
 from penstock.planner.rank import find_plans
 from penstock.planner.search import Evaluator
 from penstock.planner.together import Tuner

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.costs.counting.layer_calls import kind_of
-from penstock.costs.records import LayerSeconds
+from penstock.costs.records import PARTS, LayerSeconds
 from penstock.model.entries import Entry
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten
@@ -53,8 +53,6 @@ def seconds_between(start: Mark, end: Mark) -> float:
     return float(start.elapsed_time(end)) / 1_000
 
 
-PARTS = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s")
-"""Parts of a step, as in `LayerSeconds`."""
 _BOTH = "forward and backward"
 """Key of their sum."""
 
