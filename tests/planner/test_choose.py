@@ -186,7 +186,7 @@ def test_no_plan_of_the_list_is_above_its_limit_of_memory_by_its_own_simulation(
             assert "lacks -" not in str(error)
             continue
         for each in (*choices.best, *filter(None, [choices.unsplit_model])):
-            peaks = simulate(each.plan, found, here).peak_bytes_of_ranks()
+            peaks = simulate(found, here, each.plan).peak_bytes_of_ranks()
             for rank, peak in enumerate(peaks):
                 devices = [here.device_of(place) for place in each.predicted.places]
                 room = min(x.memory_bytes for x in devices[rank :: len(peaks)])

@@ -38,7 +38,7 @@ def planned(
 
 def test_a_step_takes_what_its_layers_do_and_its_messages() -> None:
     free = chain([1.0] * 8, weight_bytes=0)
-    told = simulate(planned(gpipe, (4, 4), 3), free, cluster(2, bytes_per_s=100, latency_s=0.5))
+    told = simulate(free, cluster(2, bytes_per_s=100, latency_s=0.5), planned(gpipe, (4, 4), 3))
     # 4 forwards of a micro-batch, 3 of them and 1 more; a message takes 1 + 0.5 seconds
     assert told.step_s == pytest.approx((3 + 1) * (4 + 8) + 2 * 1.5)
 
@@ -50,7 +50,7 @@ def test_a_step_has_the_samples_that_the_plan_was_made_for() -> None:
     assert Prediction(plan, several, cluster(2)).microbatch_size == 1
     assert Prediction(plan, several, cluster(2), 6).microbatch_size == 2
     with pytest.raises(ConfigError, match="batch_size is not known"):
-        simulate(replace(plan, batch_size=None), several, cluster(2))
+        simulate(several, cluster(2), replace(plan, batch_size=None))
 
 
 @pytest.mark.parametrize("num_microbatches", (1, 4))
@@ -65,8 +65,8 @@ def test_a_measured_backward_adds_gradients_but_for_the_first_micro_batch(
 
 
 def test_replicas_add_their_gradients_up_at_the_end() -> None:
-    one = simulate(planned(gpipe, (4, 4), 3), SECOND, cluster(4))
-    two = simulate(planned(gpipe, (4, 4), 3, 2), SECOND, cluster(4))
+    one = simulate(SECOND, cluster(4), planned(gpipe, (4, 4), 3))
+    two = simulate(SECOND, cluster(4), planned(gpipe, (4, 4), 3, 2))
     ring_s = 2 * (0.01 + 4 * 4000 / 2 / 1e6)
     assert two.step_s == pytest.approx(one.step_s + ring_s)
 
@@ -79,7 +79,7 @@ def test_running_statistics_move_once_a_step_in_small_operators() -> None:
     here = cluster(1)
     here = replace(here, devices={n: replace(d, gap_s=0.1) for n, d in here.devices.items()})
     plan = planned(gpipe, (8,), 8)
-    plain, moving = (simulate(plan, each, here).step_s for each in (SECOND, with_norms))
+    plain, moving = (simulate(each, here, plan).step_s for each in (SECOND, with_norms))
     assert moving == pytest.approx(plain + 2 * 36 * 0.1)
     told = Prediction(plan, with_norms, here)
     assert told.quick_step_s == pytest.approx(told.step_s)
@@ -88,8 +88,8 @@ def test_running_statistics_move_once_a_step_in_small_operators() -> None:
 def test_ranks_beyond_the_cores_of_a_host_share_them() -> None:
     free = chain([1.0] * 8, weight_bytes=0)
     plan = planned(gpipe, (2, 2, 2, 2), 12)
-    alone = simulate(plan, free, cluster(4, busy_speed=(1.0, 1.0, 1.0, 1.0))).step_s
-    shared = simulate(plan, free, cluster(2, busy_speed=(1.0, 1.0))).step_s
+    alone = simulate(free, cluster(4, busy_speed=(1.0, 1.0, 1.0, 1.0)), plan).step_s
+    shared = simulate(free, cluster(2, busy_speed=(1.0, 1.0)), plan).step_s
     assert alone == pytest.approx(15 * 6, abs=0.2)
     assert 12 * 4 * 6 / 2 <= shared < alone * 2
 
@@ -123,8 +123,8 @@ def test_layers_that_were_measured_on_busy_cores_say_themselves_how_slow_these_a
 def test_replicas_slow_each_other_down_on_the_same_host() -> None:
     free = chain([1.0] * 8, weight_bytes=0)
     slow = cluster(4, busy_speed=(1.0, 0.5))
-    one = simulate(planned(gpipe, (8,), 3), free, slow).step_s
-    two = simulate(planned(gpipe, (8,), 3, 2), free, slow).step_s
+    one = simulate(free, slow, planned(gpipe, (8,), 3)).step_s
+    two = simulate(free, slow, planned(gpipe, (8,), 3, 2)).step_s
     assert two == pytest.approx(2 * one)
 
 
@@ -152,7 +152,7 @@ def test_the_quick_way_finds_the_same_step_to_the_last_digit(
 
 
 def test_memory_is_weights_and_what_micro_batches_keep() -> None:
-    told = simulate(planned(one_f_one_b, (4, 4), 3), SECOND, cluster(2))
+    told = simulate(SECOND, cluster(2), planned(one_f_one_b, (4, 4), 3))
     # stage 0 keeps two micro-batches, stage 1 one: inner bytes of four layers and the input
     assert told.peak_bytes() == {0: 2 * (4 * 1000 + 100), 1: 4 * 1000 + 100}
     of_weights = {s.kept_bytes for s in told.memory if s.kind is MemoryKind.WEIGHTS}
@@ -162,15 +162,15 @@ def test_memory_is_weights_and_what_micro_batches_keep() -> None:
 def test_a_plan_of_another_model_is_refused_by_its_first_layer() -> None:
     other = chain([1.0] * 9)
     with pytest.raises(PlanError, match=r"layer 8, '8' .* is in the model only"):
-        simulate(planned(gpipe, (4, 4), 3), other, cluster(2))
+        simulate(other, cluster(2), planned(gpipe, (4, 4), 3))
 
 
 def test_too_few_devices_and_samples_are_refused() -> None:
     plan = planned(gpipe, (4, 4), 3)
     with pytest.raises(PlanError, match="for 2 ranks, and the cluster here has 1 device;"):
-        simulate(plan, SECOND, cluster(1))
+        simulate(SECOND, cluster(1), plan)
     with pytest.raises(ConfigError, match="batch_size=2 for 1 replica of 3 micro-batches"):
-        simulate(plan, SECOND, cluster(2), batch_size=2)
+        simulate(SECOND, cluster(2), plan, batch_size=2)
 
 
 def test_processes_post_receives_and_use_the_hosts_other_link() -> None:
@@ -181,8 +181,8 @@ def test_processes_post_receives_and_use_the_hosts_other_link() -> None:
     here = replace(
         here, hosts=(replace(host, processes="slow"),), links={**here.links, "slow": slow}
     )
-    threads = simulate(planned(gpipe, (4, 4), 3), SECOND, here).step_s
-    assert simulate(between, SECOND, here).step_s == pytest.approx(threads + 2 * (7.0 - 0.01))
+    threads = simulate(SECOND, here, planned(gpipe, (4, 4), 3)).step_s
+    assert simulate(SECOND, here, between).step_s == pytest.approx(threads + 2 * (7.0 - 0.01))
 
 
 def test_processes_update_their_weights_at_once_and_threads_one_stage_after_the_other() -> None:

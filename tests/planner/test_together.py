@@ -38,8 +38,8 @@ def test_with_a_heavy_embedding_and_head_it_is_ahead_of_every_named_schedule() -
     steps_s = {}
     for name in NAMED:
         made = best_of(profile, 2, m, name)
-        steps_s[name] = simulate(made, profile, cluster(2)).step_s
-    own_s = simulate(chosen, profile, cluster(2)).step_s
+        steps_s[name] = simulate(profile, cluster(2), made).step_s
+    own_s = simulate(profile, cluster(2), chosen).step_s
     assert chosen.schedule.name == "critical_path"
     assert own_s < min(steps_s.values()) / 1.05
     assert own_s >= m * 3 * sum(HEAVY_ENDS) / 2
@@ -70,7 +70,7 @@ def test_what_is_tuned_is_faster_and_fits_and_its_bound_is_one(seed: int) -> Non
     assert 0 <= tuner.left < 40
     if found is not None:
         _, better = found
-        timeline = simulate(better.plan, profile, here)
+        timeline = simulate(profile, here, better.plan)
         assert better.quick_step_s < start.step_s
         limits = evaluator.limits_of(Size(3, 1, 6))
         assert all(map(le, timeline.peak_bytes_of_ranks(), limits))
