@@ -224,7 +224,9 @@ class Pipeline(PipelineModule):
             alike = {"check_batches": check_batches, "compile": compiled}
             alike |= {"cuda_graphs": cuda_graphs}
             plan, number, undecided = agree(plan, resolved, mesh, part, alike, undecided)
-            divided = make_sharding(plan, resolved, part, mesh)  # of the stages that are agreed on
+            # the stages are agreed on: divide their layers
+            to_loss = loss is not None and not computes
+            divided = make_sharding(plan, resolved, part, mesh, to_loss=to_loss)
             how: Any = {"draws": draws, "sharding": divided, "cuda_graphs": cuda_graphs}
             engine = make_engine(resolved, loss, plan, mesh, **how)
             super().__init__()

@@ -16,9 +16,13 @@ from .plan import Plan
 from .stage_work import work_of
 
 
-def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
+def sharding_of(
+    plan: Plan, graph: Graph, names: Sequence[str], *, to_loss: bool = False
+) -> Sharding:
     """Divide each layer among the ranks of its stage; `graph` is that of a micro-batch.  A pin
     that cannot be is a ConfigError, a layer that cannot be divided so a PlanError.
+
+    With `to_loss` the output may leave the last layer in slices, which a loss takes.
     """
     assert plan.sharding is not None, "stages have several ranks"
     meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]
@@ -38,7 +42,8 @@ def sharding_of(plan: Plan, graph: Graph, names: Sequence[str]) -> Sharding:
         replace(costs, mesh=m, num_in_flight=num_kept[n], devices=plan.devices_of(n))
         for n, m in enumerate(meshes)
     ]
-    return divide(ShardingRequest.of(plan.sharding), graph, names, of_stages, stages=stages)
+    request, how = ShardingRequest.of(plan.sharding), {"stages": stages, "to_loss": to_loss}
+    return divide(request, graph, names, of_stages, **how)
 
 
 def divide(

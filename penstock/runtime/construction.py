@@ -30,6 +30,7 @@ from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
 from .scale_history import warn_of_scale_history
 from .shards.divided import Shards
+from .shards.loss import DividedLoss
 from .stage.stage import Stage
 from .workers import ThreadDriver
 
@@ -85,6 +86,9 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     shards = Shards(sharding, mesh) if before is None else before.shards
     cuts = sharding is not None and before is None
     layers.place(mine, plan.seed, draws=draws, placed=shards.place if cuts else None)
+
+    if shards.calls and loss is not None:
+        shards.calls[len(layers)] = DividedLoss(len(layers), loss, mesh.shard_axes).call
 
     def stage_on(p: StagePlan, device: torch.device) -> Stage:
         store = store_on(device, plan.offload_folder) if p.index in plan.offloading else None

@@ -113,8 +113,12 @@ def check_sharding(plan: Plan, part: Any) -> None:
         )
 
 
-def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding | None:
+def make_sharding(
+    plan: Plan, layers: Layers, part: Any, mesh: Mesh, *, to_loss: bool
+) -> Sharding | None:
     """Return the sharding of all layers; None without a sharding.
+
+    With `to_loss` the output may leave the last layer in slices, which a loss takes.
 
     All processes of the mesh choose the same one, for the micro-batch sizes of rank 0.
 
@@ -132,7 +136,7 @@ def make_sharding(plan: Plan, layers: Layers, part: Any, mesh: Mesh) -> Sharding
     graph = record_graph(layers, _sized_as_first(part, mesh))
     names = [step.path for step in layers]
     mesh.world.require_same("Pipeline", dict(_operators(graph, names)))
-    return sharding_of(plan, graph, names)
+    return sharding_of(plan, graph, names, to_loss=to_loss)
 
 
 def _operators(graph: Graph, names: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -2,11 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from math import prod
 
 from penstock.costs.counting.graph import Call, Graph
 from penstock.costs.records import Part
 
+from .layouts import Layout, S, Shape, State
 from .letters import base_name
+from .rules import fits
 
 
 def routed_calls(graph: Graph, layer: int) -> list[Call]:
@@ -47,6 +50,34 @@ def used_outside(graph: Graph, calls: Sequence[Call]) -> set[int]:
     uses, outputs = Counter(n for call in calls for n in call.takes), {*graph.outputs}
     made = {n for call in calls for n in call.gives}
     return {n for n in made if n in outputs or uses[n] < graph.num_uses[n]}
+
+
+def between(graph: Graph, maker: Sequence[Call], user: Sequence[Call] | None) -> list[int]:
+    """Return the tensors that calls of one layer make and only those of the next one use.
+
+    Without a `user` they are the model's outputs, which only the loss uses.
+    """
+    calls, outputs = [*maker, *(user or ())], {*graph.outputs}
+    made = {n for call in maker for n in call.gives}
+    used = Counter(n for call in calls for n in call.takes)
+    taken = outputs if user is None else {n for call in user for n in call.takes} - outputs
+    return sorted(n for n in made & taken if used[n] == graph.num_uses[n])
+
+
+def for_loss(
+    shapes: Sequence[Shape], allowed: Sequence[Layout], mesh: Sequence[int]
+) -> list[Layout]:
+    """Return the layouts in which a model may leave its outputs for the loss.
+
+    They are those `allowed` between layers, and slices of the last dimension, a vocabulary, along
+    all axes or all but the first.  An output without values for some device stays whole.
+    """
+    if not shapes or not all(shapes) or prod(mesh) == 1:
+        return []
+    words: State = S(min(map(len, shapes)) - 1)
+    more = [(layout[0], *(words,) * (len(mesh) - 1)) for layout in allowed]
+    layouts = dict.fromkeys([*allowed, *more, (words,) * len(mesh)])
+    return [own for own in layouts if all(fits(shape, own, tuple(mesh)) for shape in shapes)]
 
 
 def why_whole(graph: Graph, layer: int) -> str:

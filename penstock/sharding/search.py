@@ -7,13 +7,13 @@ Equal layers between equal layouts are planned once.  The shortest path through 
 the layouts between them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise, product
 from math import lcm, prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy
@@ -28,7 +28,7 @@ from .layouts import I, Layout, S
 from .named import Ready
 from .plan import LayerSharding
 from .program import LayerProgram, Task, priced, whole_s
-from .routed import num_operators, routed_calls, whole_bytes, why_whole
+from .routed import between, for_loss, num_operators, routed_calls, whole_bytes, why_whole
 from .rules import fits
 
 Mesh = Sequence[int]
@@ -84,6 +84,8 @@ class Part(NamedTuple):
     """The mesh of the previous stage, if there is one."""
     after: Mesh | None = None
     """The mesh of the next stage, if there is one."""
+    to_loss: bool = False
+    """True if the last layer may leave its output in slices: a loss takes it."""
 
 
 class Search:
@@ -100,7 +102,7 @@ class Search:
         like: "Search | None" = None,
     ) -> None:
         """Begin a search; one that it is `like` is of the same graph, whose facts both share."""
-        layers, pins, *around = part
+        layers, pins, *around, self._to_loss = part
         self._graph, self._names, self._layers = graph, names, layers
         costs = replace(costs, keeps=ready.keeps, gathers=ready.gathers)
         self._ready, self._costs = ready, costs
@@ -124,6 +126,8 @@ class Search:
         self._around = part.before, part.after
         self._ends = [self._end(place, mesh) for place, mesh in zip((0, -1), around, strict=True)]
         """The layouts of values that enter the stage and that leave it."""
+        shapes = [graph.tensors[n].shape for n in self._crossing[-1]] if self._to_loss else []
+        self._for_loss = for_loss(shapes, self._layouts(len(layers)), costs.mesh)
 
     def within(self, limit: int | None) -> list[LayerSharding]:
         """Return the fastest plan within a limit of bytes, of the best plans for prices of a byte.
@@ -274,13 +278,14 @@ class Search:
         best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {begin: (Cost(0.0, 0.0), [])}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
-            for before, after in self._ways(best, self._borders(place)):
+            ways = product if self._for_loss and place == len(self._layers) - 1 else self._ways
+            for before, after in ways(best, self._borders(place)):
                 plan, cost = self._one(place, before, after, byte_s)
                 total = Cost(*(a + b for a, b in zip(best[before][0], cost, strict=True)))
                 if after not in further or total < further[after][0]:
                     further[after] = total, [*best[before][1], plan]
             best = further
-        cost, plans = best[end]
+        cost, plans = min((best[x] for x in (end, *self._for_loss)), key=itemgetter(0))
         num_bytes = sum(
             self._costs.layer_bytes(self._graph, self._calls(n), self._names[n], plan)
             for n, plan in zip(self._layers, plans, strict=True)
@@ -290,6 +295,7 @@ class Search:
     def _borders(self, place: int) -> Iterator[Layout]:
         if place == len(self._layers) - 1:
             yield self._ends[1]
+            yield from self._for_loss
             return
         if not self._crossing[place + 1] or prod(self._costs.mesh) == 1:
             yield self._whole
@@ -378,18 +384,11 @@ class Search:
         return self._programs[key]
 
     def _between(self, maker: int, user: int) -> list[int]:
-        """Return the tensors that one layer makes and only the next one uses."""
-        graph = self._graph
-        if maker < 0 or user == len(self._names):
+        """Return the tensors that one layer makes and only the next one, or the loss, uses."""
+        layers = [maker] if (is_end := user == len(self._names)) else [maker, user]
+        if maker < 0 or (is_end and not self._to_loss) or any(map(self._why_whole, layers)):
             return []
-        if self._why_whole(maker) or self._why_whole(user):
-            return []
-        both = [*self._calls(maker), *self._calls(user)]
-        made = {n for call in self._calls(maker) for n in call.gives}
-        used = Counter(n for call in both for n in call.takes)
-        crossing = made & {n for call in self._calls(user) for n in call.takes}
-        between = {n for n in crossing if used[n] == graph.num_uses[n]}
-        return sorted(between - set(graph.outputs))
+        return between(self._graph, self._calls(maker), None if is_end else self._calls(user))
 
 
 _BYTE_S = 1e-13

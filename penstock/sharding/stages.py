@@ -28,6 +28,7 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     pins: Mapping[str, str] | None = None,
     *,
     compares: bool = False,
+    to_loss: bool = False,
 ) -> Sharding:
     """Return a plan for the layers of a model.
 
@@ -40,6 +41,7 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
         memory_limit_bytes: limit of weights, gradients, optimizer state and activations.
         pins: layouts of weights at rest by patterns of names, of which the first match counts.
         compares: add the next best choice of each call.
+        to_loss: the last layer may leave its output in slices, which a loss takes.
 
     Raises:
         ConfigError: there is no plan of this name, or a weight cannot be held as it is pinned.
@@ -55,9 +57,10 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     pinned = {mesh: _pinned(pins or {}, graph, may_be_cut, mesh) for mesh in meshes}
     # 1. Search the best plan of each stage.
     of_layer: dict[int, LayerSharding] = {}
+    last = len(stages) - 1
     for n, (stage, stage_costs) in enumerate(zip(stages, of_stages, strict=True)):
         around = (meshes[k] if 0 <= k < len(meshes) else None for k in (n - 1, n + 1))
-        part = Part(stage, pinned[stage_costs.mesh], *around)
+        part = Part(stage, pinned[stage_costs.mesh], *around, to_loss and n == last)
         search = Search(graph, layers, part, ready, stage_costs)
         chosen = search.within(memory_limit_bytes)
         chosen = search.compared(chosen) if compares else chosen

@@ -220,8 +220,6 @@ class Replay(Pass):
         if self._stage < self._last_stage and not self._is_over:
             self._end()  # the model skipped later blocks; the last stage returns the output
         self._doing = "the model's output"
-        if self._has_slices:
-            self._make_whole(END, ghosts_in(output))
         leaves, structure = flatten(output)
         reals = [self._unwrapped(leaf) for leaf in leaves]
         return unflatten(told_structure(structure, END), reals)

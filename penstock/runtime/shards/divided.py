@@ -184,7 +184,7 @@ def called_whole(multiple: int, function: "partial[Any]", noted: dict[int, Any])
     return result
 
 
-def _called_alike(index: int | None, axes: Axes, function: "partial[Any]", noted: Noted) -> Any:
+def called_alike(index: int | None, axes: Axes, function: "partial[Any]", noted: Noted) -> Any:
     """Run a layer on all devices alike; gather inputs in slices first, on all devices at once.
 
     Without an `index` it is an operation between layers.
@@ -269,8 +269,8 @@ class Shards:
         assert self.sharding is not None
         cut: dict[Tensor, Cut] = {}
         if prod(axis.size for axis in self._axes) > 1:
-            alike = {n: partial(_called_alike, n, self._axes) for n in (s.index for s in steps)}
-            self.calls |= {NO_LAYER: partial(_called_alike, None, self._axes), **alike}
+            alike = {n: partial(called_alike, n, self._axes) for n in (s.index for s in steps)}
+            self.calls |= {NO_LAYER: partial(called_alike, None, self._axes), **alike}
         for step in steps:
             plan = self.sharding.layers[step.index]
             if plan.is_divided:

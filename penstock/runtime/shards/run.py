@@ -64,6 +64,9 @@ class ShardedTensor(Tensor):
         tensors = _tensors_of(args, kwargs)
         run = next(t.run for t in tensors.values() if type(t) is ShardedTensor)
         with without_torch_function():
+            if run.is_over:
+                args, kwargs = _with_locals(args, kwargs, run.wholes(tensors))
+                return func(*args, **kwargs)
             return run.call(func, args, kwargs, tensors)
 
     @classmethod
@@ -162,6 +165,8 @@ class LayerRun:
     ) -> None:
         self._plan, self._axes, self._next, self._sites = plan, axes, 0, sites
         self._whole = (I,) * len(axes)
+        self.is_over = False
+        """True once the layer has returned: its values are used whole from then on."""
 
     def wrapped(self, local: Tensor, layout: Layout | None = None) -> ShardedTensor:
         """Wrap this device's part of a tensor, in a layout with sizes; None for a whole tensor.
@@ -208,10 +213,18 @@ class LayerRun:
         mark_layout(local, layout)
         return local
 
+    def wholes(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return tensors by id, with the whole of each that a device has a shard of."""
+        return {
+            key: self._held_as(tensor, self._whole) if type(tensor) is ShardedTensor else tensor
+            for key, tensor in tensors.items()
+        }
+
     def check_ended(self) -> None:
         """Raise OtherPathError for a forward with fewer calls than its plan."""
         if self._next != len(self._plan.calls):
             raise self._other_path("ended")
+        self.is_over = True
 
     def call(self, func: Any, args: Any, kwargs: Any, tensors: Mapping[int, Tensor]) -> Any:
         """Run a function of torch on shards, as planned; `tensors` are those of its arguments."""

@@ -7,7 +7,7 @@ peer ──► Activation ──► entries   exported leaves ──► Activati
 peer ◄── Gradient ◄──── entries   exported leaves ◄── Gradient ◄──── peer
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress, count
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import BoundaryError
+from penstock.model.capture.forward_pass import unchanged
 from penstock.model.copies import faithful_copy, no_leaf
 from penstock.model.entries import (
     LASTING,
@@ -35,6 +36,7 @@ from penstock.runtime.devices import Event, StageDevice
 from penstock.runtime.gradient_dtype import widen_gradients
 from penstock.runtime.random.drawing import Drawing, LayerCall
 from penstock.runtime.run import Run, StageRun
+from penstock.runtime.shards.divided import NO_LAYER, Called
 from penstock.torch_private import has_tensor_hooks
 from penstock.transport.channels import Activation, Gradient, check_still_as_sent
 
@@ -108,7 +110,7 @@ class Handover:
     """Receives and sends the values and gradients of a stage, and computes the loss.
 
     `changes` knows the values that layers change in place.  The loss draws as layer number
-    `loss_index`.
+    `loss_index`.  `divided` are the calls in shards by number, of the loss too.
     """
 
     def __init__(
@@ -118,9 +120,10 @@ class Handover:
         changes: InPlaceChanges,
         drawing: Drawing,
         loss_index: int,
+        divided: Mapping[int, Called],
     ) -> None:
         self._plan, self._device, self._changes = plan, device, changes
-        self._drawing, self._loss_index = drawing, loss_index
+        self._drawing, self._loss_index, self._divided = drawing, loss_index, divided
 
     def bring_activation(self, activation: Activation) -> Activation:
         """Bring received values to this stage's device."""
@@ -294,6 +297,8 @@ class Handover:
         """Store the output of a micro-batch for the caller, or its loss."""
         microbatch = tape.microbatch
         if run.loss is None:
+            if (gathered := self._divided.get(NO_LAYER)) is not None:
+                output = gathered(partial(unchanged, output), {})
             tape.output, structure = flatten(output)
             if not are_plain(tape.output):
                 check_classes(tape.output, "leaves the last stage")
@@ -318,6 +323,8 @@ class Handover:
         training = getattr(run.loss, "training", True)
         call = LayerCall(run, tape, self._loss_index, training)
         compute = partial(run.loss, output, target)
+        if (divided := self._divided.get(self._loss_index)) is not None:
+            compute = partial(divided, compute, tape.layouts)
         try:
             is_silent = (self._loss_index, training) in self._drawing.silent
             loss: Tensor = compute() if is_silent else self._drawing.run(call, compute)

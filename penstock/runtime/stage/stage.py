@@ -89,8 +89,8 @@ class Stage:
         pools = replicas is not None and replicas.pools_statistics
         self._norms = Norms(plan.index, modules, replicas.pool if replicas and pools else None)
         self._drawing = Drawing(layers, device)
-        self._changes = InPlaceChanges(plan.index)
-        self.handover = Handover(plan, self.device, self._changes, self._drawing, loss_index)
+        self._changes = changes = InPlaceChanges(plan.index)
+        self.handover = Handover(plan, self.device, changes, self._drawing, loss_index, divided)
         # 3. Activation memory: what may be offloaded, dropped and counted.
         outliving = OutlivingTensors(owned, computes_loss=bool(plan.output))
         self._dropped_layers = dropped_layers
