@@ -224,9 +224,8 @@ class Pipeline(PipelineModule):
             alike = {"check_batches": check_batches, "compile": compiled}
             alike |= {"cuda_graphs": cuda_graphs}
             plan, number, undecided = agree(plan, resolved, mesh, part, alike, undecided)
-            # the stages are agreed on: divide their layers
-            to_loss = loss is not None and not computes
-            divided = make_sharding(plan, resolved, part, mesh, to_loss=to_loss)
+            # the stages are agreed on; a loss of the model's own is among its layers
+            divided = make_sharding(plan, resolved, part, mesh, None if computes else loss)
             how: Any = {"draws": draws, "sharding": divided, "cuda_graphs": cuda_graphs}
             engine = make_engine(resolved, loss, plan, mesh, **how)
             super().__init__()

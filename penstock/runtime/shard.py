@@ -22,7 +22,7 @@ from penstock.sharding.plan import LayerSharding, Sharding
 from penstock.sharding.request import ShardingRequest
 from penstock.trace.units import count_text
 
-from .microbatches import first_microbatch
+from .microbatches import LossFunction, first_microbatch
 
 
 def shard(  # noqa: PLR0913 - the front door: each a keyword with a default
@@ -114,11 +114,11 @@ def check_sharding(plan: Plan, part: Any) -> None:
 
 
 def make_sharding(
-    plan: Plan, layers: Layers, part: Any, mesh: Mesh, *, to_loss: bool
+    plan: Plan, layers: Layers, part: Any, mesh: Mesh, loss: LossFunction | None
 ) -> Sharding | None:
     """Return the sharding of all layers; None without a sharding.
 
-    With `to_loss` the output may leave the last layer in slices, which a loss takes.
+    With a loss the output may leave the last layer in slices.
 
     All processes of the mesh choose the same one, for the micro-batch sizes of rank 0.
 
@@ -136,7 +136,7 @@ def make_sharding(
     graph = record_graph(layers, _sized_as_first(part, mesh))
     names = [step.path for step in layers]
     mesh.world.require_same("Pipeline", dict(_operators(graph, names)))
-    return sharding_of(plan, graph, names, to_loss=to_loss)
+    return sharding_of(plan, graph, names, to_loss=loss is not None)
 
 
 def _operators(graph: Graph, names: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -228,23 +228,25 @@ def _of_cut_vocabulary(given: _Named, local: Local, class_dim: int, *, is_log: b
     scores, target, layout = values["input"], values["target"], layouts["input"]
     smoothing = 0.0 if is_log else values.get("label_smoothing", 0.0)
     start, here = local.start(layout, class_dim), scores.shape[class_dim]
+    count = local.whole_shape(scores.shape, layout)[class_dim]
     # 1. Take the score of each target that is a word of this device.
     # A target on another device scores 0 here; the sum over devices has its score once.
-    places = target - start
+    # A target that is no word fails in `gather`, on all devices.
+    places, is_ignored = target - start, target == values.get("ignore_index", -100)
     is_other = (places < 0) | (places >= here)
+    is_other &= is_ignored | ((target >= 0) & (target < count))
     index = places.masked_fill(is_other, 0).unsqueeze(class_dim)
     scored = scores.gather(class_dim, index).squeeze(class_dim).masked_fill(is_other, 0)
     losses = (smoothing - 1) * scored
     # 2. Add the other terms of the loss: label smoothing, and the term of all words.
     if smoothing:
-        count = local.whole_shape(scores.shape, layout)[class_dim]
         losses = losses - smoothing / count * scores.sum(class_dim)
     if not is_log:
         pairs = zip(local.axes, layout, strict=True)
         axes = [axis for axis, x in pairs if isinstance(x, S) and x.dim == class_dim]
         of_all = _log_sum_exp(scores, class_dim, axes)  # replicated: only the first device adds it
         losses = losses + convert(of_all, (I,) * len(axes), (P,) * len(axes), axes)
-    counted: Tensor = losses.masked_fill(target == values.get("ignore_index", -100), 0)
+    counted: Tensor = losses.masked_fill(is_ignored, 0)
     return counted
 
 

@@ -93,7 +93,9 @@ class DividedLoss:
             plan = _plan(as_layers([self._layer]), pair, layouts, self._axes)
         except Exception:  # of any class: it is the user's code, which now runs on whole values
             return None
-        return plan and DividedLayer(self._index, self._layer, plan, self._axes)
+        if plan is None:
+            return None
+        return DividedLayer(self._index, self._layer, plan, self._axes)
 
 
 def _plan(layers: Layers, pair: Any, layouts: Layouts, axes: Axes) -> LayerSharding | None:
