@@ -3,6 +3,7 @@
 from .fault import Fault
 
 _FUZZ = "tests/sharding/test_fuzz.py", "short"
+_LOSS = "tests/sharding/test_loss.py", "unsplit"
 _BORDERS = "tests/sharding/test_borders.py", "not along_data"
 
 FAULTS = (
@@ -233,6 +234,34 @@ FAULTS = (
         "        if False:\n",
         "tests/sharding/test_whole.py",
         "code_between",
+    ),
+    Fault(
+        "a loss gathers an output that it could take in slices",
+        "penstock/runtime/shards/loss.py",
+        "        if divided is not None:\n",
+        "        if divided is not None and not layouts:\n",
+        *_LOSS,
+    ),
+    Fault(
+        "a loss that took another path has drawn random numbers twice",
+        "penstock/runtime/shards/loss.py",
+        "or any(call.draws for call in graph.calls)",
+        "or not graph.calls",
+        *_LOSS,
+    ),
+    Fault(
+        "what a loss keeps aside counts as a call of its plan",
+        "penstock/runtime/shards/run.py",
+        "            if run.is_over:\n",
+        "            if run.is_over is None:\n",
+        *_LOSS,
+    ),
+    Fault(
+        "a caller gets a slice of the output, which the loss would take",
+        "penstock/runtime/stage/handover.py",
+        "output = gathered(partial(unchanged, output), {})",
+        "gathered(partial(unchanged, output), {})",
+        *_LOSS,
     ),
     Fault(
         "what a model's own cache has made is divided with the layer that meets it",
