@@ -59,8 +59,8 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     of_layer: dict[int, LayerSharding] = {}
     last = len(stages) - 1
     for n, (stage, stage_costs) in enumerate(zip(stages, of_stages, strict=True)):
-        around = (meshes[k] if 0 <= k < len(meshes) else None for k in (n - 1, n + 1))
-        part = Part(stage, pinned[stage_costs.mesh], *around, to_loss and n == last)
+        before, after = (meshes[k] if 0 <= k < len(meshes) else None for k in (n - 1, n + 1))
+        part = Part(stage, pinned[stage_costs.mesh], before, after, to_loss and n == last)
         search = Search(graph, layers, part, ready, stage_costs)
         chosen = search.within(memory_limit_bytes)
         chosen = search.compared(chosen) if compares else chosen

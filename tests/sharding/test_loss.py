@@ -14,6 +14,8 @@ from penstock import Mesh, Pipeline, Recompute, Transport
 from penstock.model.pytree import flatten
 from penstock.planner.placement import Placement
 from penstock.runtime.pipeline_module import parts_of
+from penstock.sharding.layouts import I, Layout, S
+from penstock.sharding.routed import for_loss
 from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
 
@@ -178,10 +180,7 @@ def test_a_target_that_is_no_word_is_refused_by_all(tmp_path: Path) -> None:
 
 
 def test_layouts_for_a_loss_leave_each_device_a_part_and_others_whole() -> None:
-    from penstock.sharding.layouts import I, S
-    from penstock.sharding.routed import for_loss
-
-    allowed = [(I, I), (S(0), I)]
+    allowed: list[Layout] = [(I, I), (S(0), I)]
     found = for_loss([(4, 8, 6)], allowed, (2, 2))
     assert found == [(I, I), (S(0), I), (I, S(2)), (S(0), S(2)), (S(2), S(2))]
     assert for_loss([(4, 8, 3)], allowed, (2, 2)) == found[:-1]  # no slices for 4 of 3 words
