@@ -9,7 +9,6 @@ activations    bytes saved by all micro-batches in flight
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +21,7 @@ from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 
 from .choose import Numbers
-from .layouts import I, Layout, Move, R, S, State, moves_of, shrunk
+from .layouts import I, Layout, Move, R, S, State, moves_between, shrunk
 from .plan import BUCKET_BYTES, LayerSharding, PlannedCall
 from .rules import ALIKE
 
@@ -196,12 +195,14 @@ class Costs:
         value = spec.num_bytes, spec.wants_gradient, times
         key = value, tuple(before), tuple(after)
         if key not in self._tables_s:
-            moves, places, differs = _moves_between(tuple(before), tuple(after))
-            each_s = [
-                self._move_s(axis, move, spec.num_bytes / prod(self.mesh[n] for n in cut))
-                for axis, cut, move in moves
-            ]
-            both_s = numpy.array(each_s)[places].sum(axis=-1)  # [before, after, value or gradient]
+            moves, places, differs = moves_between(tuple(before), tuple(after))
+            each_s = numpy.array(
+                [
+                    self._move_s(axis, move, spec.num_bytes / prod(self.mesh[n] for n in cut))
+                    for axis, cut, move in moves
+                ]
+            )
+            both_s = sum(each_s[step] for step in places)  # [before, after, value or gradient]
             seconds = both_s @ (times, float(spec.wants_gradient))
             self._tables_s[key] = seconds + _EACH_CONVERSION_S * differs
         return self._tables_s[key]
@@ -376,24 +377,3 @@ def _saved(graph: Graph, call: Call, planned: PlannedCall) -> Iterator[tuple[int
 def _slices(layout: Layout) -> Layout:
     """Return the layout with I in the place of R and P: a device holds as many bytes."""
     return tuple(state if isinstance(state, S) else I for state in layout)
-
-
-@lru_cache(maxsize=1 << 12)
-def _moves_between(
-    before: tuple[Layout, ...], after: tuple[Layout, ...]
-) -> tuple[list[tuple[int, tuple[int, ...], Move]], Any, Any]:
-    """Return the moves of conversions, the moves that each one needs, and where one is needed.
-
-    A move is (axis, other axes that cut the value, kind); move 0 does nothing.  The second result
-    has places of moves by [before, after, value or gradient, step], the third [before, after].
-    """
-    nothing: tuple[int, tuple[int, ...], Move] = 0, (), Move.NONE
-    known, steps_of = {nothing: 0}, [[moves_of(old, new) for new in after] for old in before]
-    num_steps = max(len(row_steps) for row in steps_of for row_steps in row)
-    places = numpy.zeros((len(before), len(after), 2, num_steps), dtype=int)
-    for i, j in numpy.ndindex(len(before), len(after)):
-        for step, (axis, cut, both) in enumerate(steps_of[i][j]):
-            for way, move in enumerate(both):
-                places[i, j, way, step] = known.setdefault((axis, cut, move), len(known))
-    differs = numpy.array([[old != new for new in after] for old in before])
-    return [*known], places, differs

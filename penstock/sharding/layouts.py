@@ -15,8 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy
+
+Numbers = numpy.ndarray[Any, Any]
 
 
 class Whole(Enum):
@@ -196,6 +201,66 @@ def moves_of(before: Layout, after: Layout) -> list[tuple[int, Shape, tuple[Move
         conversion.append((axis, tuple(others), moves(old, new)))
         current[axis] = new
     return conversion
+
+
+Step = tuple[int, Shape, Move]
+"""A move along an axis, and the other axes that cut the value."""
+
+
+@lru_cache(maxsize=1 << 12)
+def moves_between(
+    before: tuple[Layout, ...], after: tuple[Layout, ...]
+) -> tuple[list[Step], list[Numbers], Numbers]:
+    """Return `moves_of` for all pairs of two lists of layouts, as arrays.
+
+    Three axes have hundreds of layouts, and a table a hundred thousand pairs.
+
+    Returns:
+        The different moves.  For each step of any conversion, the numbers of its moves by
+        [before, after, value or gradient]; conversions without it have a move of kind NONE there.
+        The pairs that differ, [before, after].
+    """
+    num_axes, kinds = len(before[0]), [*Move]
+    states = {state: n for n, state in enumerate(dict.fromkeys((I, *chain(*before, *after))))}
+    dims = numpy.array([state.dim if isinstance(state, S) else -1 for state in states])
+    pairs = [[[kinds.index(x) for x in moves(old, new)] for new in states] for old in states]
+    kind_of, is_cut = numpy.array(pairs), dims >= 0
+    rows, columns = (numpy.array([[states[x] for x in own] for own in way]) for way in (before, after))
+    current, wanted = [*rows.T[:, :, None]], columns.T[:, None, :]
+    differs = (rows[:, None] != columns).any(axis=-1)
+    taken = [numpy.zeros((*differs.shape, 2), dtype=int)]
+
+    def take(where: Numbers, axis: int, new: Numbers) -> None:
+        if where.any():
+            number = kind_of[current[axis], new] + (axis << num_axes) * len(kinds)
+            for other in {*range(num_axes)} - {axis}:
+                number = number + (is_cut[current[other]] * (len(kinds) << other))[..., None]
+            taken.append(numpy.where(where[..., None], number, 0))
+            current[axis] = numpy.where(where, new, current[axis])
+
+    for axis in range(num_axes):
+        # as in `steps`
+        is_other = current[axis] != wanted[axis]
+        old, new = dims[current[axis]], dims[wanted[axis]]
+        for later in range(axis + 1, num_axes):
+            own = dims[current[later]]
+            take(is_other & (own >= 0) & ((own == old) | (own == new)), later, states[I])
+        take(is_other & (old == new) & (old >= 0), axis, states[I])
+        take(is_other, axis, wanted[axis])
+    is_used = numpy.zeros(num_axes * len(kinds) << num_axes, dtype=bool)
+    for one in taken:
+        is_used[one] = True
+    found = [
+        (key // len(kinds) >> num_axes, _bits(key // len(kinds), num_axes), kinds[key % len(kinds)])
+        for key in map(int, numpy.flatnonzero(is_used))
+    ]
+    places = numpy.cumsum(is_used) - 1
+    return found, [places[one].astype(numpy.uint8) for one in taken], differs
+
+
+def _bits(number: int, count: int) -> tuple[int, ...]:
+    """Return the places of a number's bits, of the first `count`, that are 1."""
+    return tuple(n for n in range(count) if number >> n & 1)
 
 
 class Slice(NamedTuple):
