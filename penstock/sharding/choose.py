@@ -12,19 +12,27 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import combinations
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import highspy
 import numpy
 
-Numbers = numpy.ndarray[Any, Any]
+from .bounds import Bounds
+from .layouts import Numbers
+
 States = dict[int, int]
 """The state of each node."""
 _LARGEST = 2_000_000
 """Entries of the largest table that elimination makes."""
 _MOST_USERS = 6
 """Most users of a conversion that is eliminated: there are 203 ways to part 6 into sets."""
+_MANY = 100
+"""States of a node above which states are dropped by bounds, before a problem is solved."""
+_FEW = 8
+"""States of each node among which a first answer is found."""
+_SWEEPS = 3
+"""Times that bounds are tightened below the first answer."""
 _WHOLE = 1e-6
 """Largest distance from a whole number at which a variable counts as whole."""
 _SCALE = 1e6
@@ -103,9 +111,47 @@ class Problem:
 
         `more` are further costs of nodes, if there are any.
         """
+        costs = [own + more[k] if more else own for k, own in enumerate(self.costs)]
+        problem = Problem(costs, self.pairs, self.shared)
+        if max(map(len, costs), default=0) <= _MANY:
+            return problem._solve(gap)
+        # 1. Bound the cost from below, and from above by the best of a few states of each node.
+        below = problem._in_pairs()
+        bounds = Bounds(below.costs, below.pairs)
+        bounds.tighten(inf)
+        few = [numpy.sort(least.argsort(kind="stable")[:_FEW]) for least in bounds.least]
+        states = problem._among(few, gap)
+        # 2. Solve for the states whose lower bound is below it.
+        most = inf if states is None else problem.cost(states)
+        for _ in range(_SWEEPS):
+            bounds.tighten(most)
+        return problem._among(bounds.kept, gap)
+
+    def _in_pairs(self) -> "Problem":
+        """Return a problem without shared conversions that costs at most as much in any states.
+
+        Each user pays an equal share of its own conversion.
+        """
+        below = Problem([*self.costs], dict(self.pairs))
+        for before, users, seconds in self.shared:
+            for user in users:
+                below.convert(before, [user], seconds / len(users))
+        return below
+
+    def _among(self, kept: Sequence[Numbers], gap: float) -> States | None:
+        """Solve for some of the states of each node."""
+        pairs = {(i, j): x[numpy.ix_(kept[i], kept[j])] for (i, j), x in self.pairs.items()}
+        shared = [
+            Shared(_only(before, kept), [_only(user, kept) for user in users], seconds)
+            for before, users, seconds in self.shared
+        ]
+        costs = [own[k] for own, k in zip(self.costs, kept, strict=True)]
+        states = Problem(costs, pairs, shared)._solve(gap)
+        return states and {k: int(kept[k][state]) for k, state in states.items()}
+
+    def _solve(self, gap: float) -> States | None:
         # 1. Eliminate nodes, then the users of shared conversions, as long as any can be.
-        costs = {k: own + more[k] if more else own for k, own in enumerate(self.costs)}
-        pairs, shared = dict(self.pairs), list(self.shared)
+        costs, pairs, shared = dict(enumerate(self.costs)), dict(self.pairs), list(self.shared)
         gone = _eliminate(costs, pairs, set(_nodes(shared)))
         while joined := next(filter(None, (_join(costs, pairs, shared, x) for x in shared)), None):
             gone += joined + _eliminate(costs, pairs, set(_nodes(shared)))
@@ -117,6 +163,10 @@ class Problem:
         for k, near, best in reversed(gone):
             states[k] = int(best[tuple(states[j] for j in near)])
         return states
+
+
+def _only(side: Side, kept: Sequence[Numbers]) -> Side:
+    return side if side.node is None else Side(side.node, side.which[kept[side.node]])
 
 
 def _layout(side: Side, states: Mapping[int, int]) -> int:
