@@ -6,14 +6,14 @@
                                                  sum, and the bound rises.
 
 Sweeps over all nodes, there and back, are sequential tree-reweighted message passing (Kolmogorov
-2006); the bound of a problem without cycles is exact.
+2006).  Each user of a shared conversion pays a share of its own, and what one does not need for
+its bound is for the others.
 """
-
-from collections.abc import Mapping, Sequence
 
 import numpy
 
 from .layouts import Numbers
+from .problem import Problem, Side
 
 _ROUNDED = 1e-9
 """Share of a cost below which a difference is rounding."""
@@ -22,15 +22,32 @@ _ROUNDED = 1e-9
 class Bounds:
     """The states of nodes that a best choice may have, and a bound of each."""
 
-    def __init__(self, costs: Sequence[Numbers], pairs: Mapping[tuple[int, int], Numbers]) -> None:
-        """Copy the costs of the states of nodes and of pairs (i, j), i < j; all are finite."""
-        self._costs = [own.copy() for own in costs]
-        self._pairs = {pair: table.copy() for pair, table in pairs.items()}
-        self._near = [[j for pair in pairs if k in pair for j in pair if j != k] for k in range(len(costs))]
-        self.kept: list[Numbers] = [numpy.arange(len(own)) for own in costs]
+    def __init__(self, problem: Problem) -> None:
+        """Begin with all states of a problem; its costs are finite and not negative."""
+        alone = Problem([*problem.costs], dict(problem.pairs))
+        self._shares: list[tuple[Side, list[tuple[Side, Numbers]]]] = []
+        """Conversions between nodes: the maker, and users with their shares of its seconds."""
+        for before, users, seconds in problem.shared:
+            shares = [(user, seconds / len(users)) for user in users]
+            for user, share in shares:
+                alone.convert(before, [user], share)
+            if before.node is not None:
+                self._shares.append((before, [own for own in shares if own[0].node is not None]))
+        self._costs = [own.copy() for own in alone.costs]
+        self._pairs = {pair: table.copy() for pair, table in alone.pairs.items()}
+        self._near = [
+            [j for pair in self._pairs if k in pair for j in pair if j != k]
+            for k in range(len(self._costs))
+        ]
+        self.kept: list[Numbers] = [numpy.arange(len(own)) for own in self._costs]
         """Numbers of each node's states that are left."""
-        self.least = [own.copy() for own in costs]
+        self.least = [own.copy() for own in self._costs]
         """The bounds of these states."""
+
+    @property
+    def num_states(self) -> int:
+        """The number of states that are left of all nodes."""
+        return sum(map(len, self.kept))
 
     def tighten(self, most: float) -> None:
         """Sweep over all nodes; drop the states that no choice has which costs `most` or less."""
@@ -40,24 +57,45 @@ class Bounds:
         for order in (nodes, nodes[::-1]):
             for place, node in enumerate(order):
                 # 1. Take from pairs what every choice with a state pays there.
-                rows = {k: self._rows(node, k) for k in self._near[node]}
-                for table in rows.values():
-                    spare = table.min(axis=1, keepdims=True)
-                    self._costs[node] += spare[:, 0]
-                    table -= spare
-                # 2. Drop states by the least of all other tables.
-                least |= {(node,): 0.0, **{_pair(node, k): 0.0 for k in rows}}
+                near = self._near[node]
+                for table in (self._rows(node, k) for k in near):
+                    spare = table.min(axis=1)
+                    self._costs[node] += spare
+                    table -= spare[:, None]
+                # 2. Drop states, by the least of all other tables.
+                least |= {(node,): 0.0, **{_pair(node, k): 0.0 for k in near}}
                 self.least[node] = self._costs[node] + sum(least.values())
                 self._keep(node, self.least[node] <= most * (1 + _ROUNDED))
                 # 3. Give to pairs with later nodes, so that these can take.
-                later = {*order[place + 1 :]}.intersection(rows)
-                share = 1 / max(len(later), len(rows) - len(later), 1)
+                later = {*order[place + 1 :]}.intersection(near)
+                share = 1 / max(len(later), len(near) - len(later), 1)
                 for k in later:
                     table = self._rows(node, k)
                     table += share * self._costs[node][:, None]
                     least[_pair(node, k)] = table.min()
                 self._costs[node] *= 1 - share * len(later)
                 least[node,] = self._costs[node].min()
+        self._share()
+
+    def _share(self) -> None:
+        """Divide evenly what users of a conversion can spare of their shares, by its layouts."""
+        for before, shares in self._shares:
+            rows, spared = self._layouts(before)[:, None], list[Numbers]()
+            for user, share in shares:
+                table, columns = self._rows(before.node, user.node), self._layouts(user)
+                spare = share.copy()  # all of it where no state is left
+                numpy.minimum.at(spare, (rows, columns), table)
+                table -= spare[rows, columns]
+                share -= spare
+                spared.append(spare)
+            even = sum(spared) / max(len(spared), 1)
+            for user, share in shares:
+                share += even
+                table = self._rows(before.node, user.node)
+                table += even[rows, self._layouts(user)]
+
+    def _layouts(self, side: Side) -> Numbers:
+        return side.which[self.kept[side.node]]
 
     def _rows(self, node: int, other: int) -> Numbers:
         """Return a view of a pair's costs, [state of the node, state of the other]."""

@@ -9,175 +9,67 @@ The rest is a linear program.  Its answer is mostly whole; if not, the integer p
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
 from itertools import combinations
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import highspy
 import numpy
 
 from .bounds import Bounds
 from .layouts import Numbers
+from .problem import Problem, Shared, States, add
 
-States = dict[int, int]
-"""The state of each node."""
 _LARGEST = 2_000_000
 """Entries of the largest table that elimination makes."""
 _MOST_USERS = 6
 """Most users of a conversion that is eliminated: there are 203 ways to part 6 into sets."""
-_MANY = 100
-"""States of a node above which states are dropped by bounds, before a problem is solved."""
 _FEW = 8
 """States of each node among which a first answer is found."""
-_SWEEPS = 3
-"""Times that bounds are tightened below the first answer."""
+_FEWER = 0.9
+"""Share of states to which bounds are tightened on."""
 _WHOLE = 1e-6
 """Largest distance from a whole number at which a variable counts as whole."""
 _SCALE = 1e6
 """Solver's units in a second: it takes costs below 1e-7 for none."""
 
 
-class Side(NamedTuple):
-    """One side of a conversion: a value's layout for each state of a node."""
+def solve(problem: Problem, more: Sequence[Numbers], gap: float) -> States | None:
+    """Return states at most a share `gap` worse than the best; None if the solver finds none.
 
-    node: int | None
-    """The node; None if the layout is fixed, the first of `which`."""
-    which: Numbers
-    """Place of the layout, by state."""
-
-
-class Shared(NamedTuple):
-    """Conversions of a value for several users; one that several need is paid once."""
-
-    before: Side
-    users: Sequence[Side]
-    seconds: Numbers
-    """Seconds by [layout before, layout after]."""
-
-
-@dataclass(slots=True)
-class Problem:
-    """Costs of the states of nodes, of states of pairs of nodes, and of shared conversions."""
-
-    costs: list[Numbers]
-    pairs: dict[tuple[int, int], Numbers] = field(default_factory=dict)
-    shared: list[Shared] = field(default_factory=list)
-
-    def convert(self, before: Side, users: Sequence[Side], seconds: Numbers) -> None:
-        """Add the costs of conversions of a value."""
-        if len(users) > 1:
-            self.shared.append(Shared(before, users, seconds))
-            return
-        (after,) = users
-        table = seconds[before.which][:, after.which]
-        if before.node is not None and after.node is not None:
-            _add(self.pairs, (before.node, after.node), table)
-        elif after.node is not None:
-            self.costs[after.node] = self.costs[after.node] + table[0]
-        elif before.node is not None:
-            self.costs[before.node] = self.costs[before.node] + table[:, 0]
-
-    def around(self, nodes: Collection[int]) -> "Problem":
-        """Return the part of the costs that depends on the states of some nodes."""
-        near = {pair: x for pair, x in self.pairs.items() if not set(nodes).isdisjoint(pair)}
-        shared = [x for x in self.shared if any(s.node in nodes for s in (x.before, *x.users))]
-        return Problem(
-            [x if k in nodes else x * 0 for k, x in enumerate(self.costs)], near, shared
-        )
-
-    def cost(self, states: Mapping[int, int]) -> float:
-        total = sum(float(costs[states[k]]) for k, costs in enumerate(self.costs))
-        total += sum(float(table[states[i], states[j]]) for (i, j), table in self.pairs.items())
-        for before, users, seconds in self.shared:
-            row = seconds[_layout(before, states)]
-            total += sum(float(row[n]) for n in {_layout(user, states) for user in users})
-        return total
-
-    def digest(self, more: Sequence[Numbers], gap: float) -> bytes:
-        """Return a digest of all numbers that `solve` reads."""
-        sides = [side for own in self.shared for side in (own.before, *own.users)]
-        tables = [*self.costs, *self.pairs.values(), *(own.seconds for own in self.shared)]
-        tables += [*(side.which for side in sides), *more]
-        nodes = [*self.pairs], [len(own.users) for own in self.shared], [x.node for x in sides]
-        digest = sha256(repr((nodes, [(x.shape, x.dtype.num) for x in tables], gap)).encode())
-        for table in tables:
-            digest.update(table.tobytes())
-        return digest.digest()
-
-    def solve(self, more: Sequence[Numbers], gap: float) -> States | None:
-        """Return states at most a share `gap` worse than the best; None if the solver finds none.
-
-        `more` are further costs of nodes, if there are any.
-        """
-        costs = [own + more[k] if more else own for k, own in enumerate(self.costs)]
-        problem = Problem(costs, self.pairs, self.shared)
-        if max(map(len, costs), default=0) <= _MANY:
-            return problem._solve(gap)
-        # 1. Bound the cost from below, and from above by the best of a few states of each node.
-        below = problem._in_pairs()
-        bounds = Bounds(below.costs, below.pairs)
-        bounds.tighten(inf)
-        few = [numpy.sort(least.argsort(kind="stable")[:_FEW]) for least in bounds.least]
-        states = problem._among(few, gap)
-        # 2. Solve for the states whose lower bound is below it.
-        most = inf if states is None else problem.cost(states)
-        for _ in range(_SWEEPS):
-            bounds.tighten(most)
-        return problem._among(bounds.kept, gap)
-
-    def _in_pairs(self) -> "Problem":
-        """Return a problem without shared conversions that costs at most as much in any states.
-
-        Each user pays an equal share of its own conversion.
-        """
-        below = Problem([*self.costs], dict(self.pairs))
-        for before, users, seconds in self.shared:
-            for user in users:
-                below.convert(before, [user], seconds / len(users))
-        return below
-
-    def _among(self, kept: Sequence[Numbers], gap: float) -> States | None:
-        """Solve for some of the states of each node."""
-        pairs = {(i, j): x[numpy.ix_(kept[i], kept[j])] for (i, j), x in self.pairs.items()}
-        shared = [
-            Shared(_only(before, kept), [_only(user, kept) for user in users], seconds)
-            for before, users, seconds in self.shared
-        ]
-        costs = [own[k] for own, k in zip(self.costs, kept, strict=True)]
-        states = Problem(costs, pairs, shared)._solve(gap)
-        return states and {k: int(kept[k][state]) for k, state in states.items()}
-
-    def _solve(self, gap: float) -> States | None:
-        # 1. Eliminate nodes, then the users of shared conversions, as long as any can be.
-        costs, pairs, shared = dict(enumerate(self.costs)), dict(self.pairs), list(self.shared)
-        gone = _eliminate(costs, pairs, set(_nodes(shared)))
-        while joined := next(filter(None, (_join(costs, pairs, shared, x) for x in shared)), None):
-            gone += joined + _eliminate(costs, pairs, set(_nodes(shared)))
-        # 2. Solve the rest as a linear or integer program.
-        states = _of_the_rest(costs, pairs, shared, gap)
-        if states is None:
-            return None
-        # 3. Look up the eliminated nodes' best states, the last eliminated first.
-        for k, near, best in reversed(gone):
-            states[k] = int(best[tuple(states[j] for j in near)])
-        return states
+    `more` are further costs of nodes, if there are any.
+    """
+    costs = [own + more[k] if more else own for k, own in enumerate(problem.costs)]
+    problem = Problem(costs, problem.pairs, problem.shared)
+    # 1. Bound costs from below, and the best cost from above by an answer among a few states.
+    bounds = Bounds(problem)
+    bounds.tighten(inf)
+    few = [numpy.sort(least.argsort(kind="stable")[:_FEW]) for least in bounds.least]
+    states = _solved(problem, few, gap)
+    most, before = inf if states is None else problem.cost(states), inf
+    # 2. Drop the states above it while they become fewer; solve for the rest.
+    while bounds.num_states < _FEWER * before:
+        before = bounds.num_states
+        bounds.tighten(most)
+    return _solved(problem, bounds.kept, gap)
 
 
-def _only(side: Side, kept: Sequence[Numbers]) -> Side:
-    return side if side.node is None else Side(side.node, side.which[kept[side.node]])
-
-
-def _layout(side: Side, states: Mapping[int, int]) -> int:
-    return int(side.which[0 if side.node is None else states[side.node]])
-
-
-def _add(pairs: dict[tuple[int, int], Numbers], pair: tuple[int, int], table: Numbers) -> None:
-    i, j = pair
-    if i > j:
-        i, j, table = j, i, table.T
-    pairs[i, j] = pairs.get((i, j), 0.0) + table
+def _solved(problem: Problem, kept: Sequence[Numbers], gap: float) -> States | None:
+    """Solve a problem for some states of each node."""
+    own = problem.among(kept)
+    # 1. Eliminate nodes, then the users of shared conversions, as long as any can be.
+    costs, pairs, shared = dict(enumerate(own.costs)), own.pairs, own.shared
+    gone = _eliminate(costs, pairs, set(_nodes(shared)))
+    while joined := next(filter(None, (_join(costs, pairs, shared, x) for x in shared)), None):
+        gone += joined + _eliminate(costs, pairs, set(_nodes(shared)))
+    # 2. Solve the rest as a linear or integer program.
+    states = _of_the_rest(costs, pairs, shared, gap)
+    if states is None:
+        return None
+    # 3. Look up the eliminated nodes' best states, the last eliminated first.
+    for k, near, best in reversed(gone):
+        states[k] = int(best[tuple(states[j] for j in near)])
+    return {k: int(kept[k][state]) for k, state in states.items()}
 
 
 # -- elimination ----------------------------------------------------------------------------------
@@ -213,7 +105,7 @@ def _eliminate(
             if len(near) == 1:
                 costs[near[0]] = costs[near[0]] + total.min(axis=0)
             elif near:
-                _add(pairs, (near[0], near[1]), total.min(axis=0))
+                add(pairs, (near[0], near[1]), total.min(axis=0))
     return gone
 
 
@@ -268,7 +160,7 @@ def _join(
     left = tuple(k for k in (maker, end) if k is not None)
     shape = [len(costs[k]) for k in left]
     if len(left) == 2:
-        _add(pairs, (left[0], left[1]), least)
+        add(pairs, (left[0], left[1]), least)
     elif left:
         costs[left[0]] = costs[left[0]] + least.reshape(shape)
     return [_Gone(node, left, best[place].reshape(shape)) for place, node in free]

@@ -20,8 +20,7 @@ from penstock.costs.counting.graph import Call, Graph, TensorSpec
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 
-from .choose import Numbers
-from .layouts import I, Layout, Move, R, S, State, moves_between, shrunk
+from .layouts import I, Layout, Move, Numbers, R, S, State, moves_between, shrunk
 from .plan import BUCKET_BYTES, LayerSharding, PlannedCall
 from .rules import ALIKE
 

@@ -26,11 +26,12 @@ import numpy
 from penstock.costs.counting.graph import Call, Graph, TensorSpec
 from penstock.errors import PlanError
 
-from .choose import Numbers, Problem, Side, States
+from .choose import solve
 from .costs import Costs, weights_of
-from .layouts import I, Layout, S, State
+from .layouts import I, Layout, Numbers, S, State
 from .letters import Seen
 from .plan import Instead, LayerSharding, PlannedCall, conversion_bytes
+from .problem import Problem, Side, States
 from .routed import own_weights, routed_calls, used_outside
 from .rules import ALIKE, Choice, divisions, fits, together
 
@@ -231,10 +232,10 @@ class LayerProgram:
         more, gap, known = self._more(byte_s), _GAP if byte_s else 0.0, self._task.solved
         digest = self._problem.digest(more, gap)
         if digest not in known and executor is not None:
-            known[digest] = executor.submit(self._problem.solve, more, gap)
+            known[digest] = executor.submit(solve, self._problem, more, gap)
         elif digest not in known:
             known[digest] = Future()
-            known[digest].set_result(self._problem.solve(more, gap))
+            known[digest].set_result(solve(self._problem, more, gap))
         return self._begun.setdefault(byte_s, known[digest])
 
     def _more(self, byte_s: float) -> Sequence[Numbers]:

@@ -22,9 +22,8 @@ from penstock.costs.counting.graph import Call, Graph
 from penstock.errors import PlanError
 from penstock.trace.units import bytes_text
 
-from .choose import Numbers
 from .costs import Costs
-from .layouts import I, Layout, S
+from .layouts import I, Layout, Numbers, S
 from .named import Ready
 from .plan import LayerSharding
 from .program import LayerProgram, Task, priced, whole_s

@@ -22,12 +22,13 @@ from penstock.model.layer_list import as_layers
 from penstock.runtime.shards.divided import DividedLayer
 from penstock.runtime.shards.kernels import kernel_of
 from penstock.runtime.shards.sizes import Local, Sized
-from penstock.sharding.choose import Problem, Side
+from penstock.sharding.choose import solve
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.letters import Seen, base_name
 from penstock.sharding.named import ready_plan
 from penstock.sharding.plan import BUCKET_BYTES, PlannedCall, Sharding
+from penstock.sharding.problem import Problem, Side
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import TABLE, Choice, choices, divisions, fits, together
 from penstock.sharding.search import Part, Search
@@ -256,7 +257,7 @@ def test_the_best_of_all_states_is_found(seed: int, ends: Any, monkeypatch) -> N
     def cost(states: Mapping[int, int]) -> float:
         return problem.cost(states) + sum(own[states[k]] for k, own in enumerate(added))
 
-    found = problem.solve(more, 0.0)
+    found = solve(problem, more, 0.0)
     assert found is not None
     every = itertools.product(*map(range, sizes))
     assert cost(found) == pytest.approx(min(cost(dict(enumerate(own))) for own in every))
