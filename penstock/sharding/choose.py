@@ -4,11 +4,12 @@
      \\     |        all of their states, and its cost is added to the pair of them.
       d - e         So are the users of a shared conversion that meet in at most one other node.
 
-The rest is a linear program.  Its answer is mostly whole; if not, the integer program is solved.
+Of the rest, states are dropped that no best choice has (`bounds`).  Others make a linear program.
+Its answer is mostly whole; if not, the integer program is solved.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import inf, prod
 from typing import NamedTuple
@@ -25,7 +26,7 @@ _LARGEST = 2_000_000
 _MOST_USERS = 6
 """Most users of a conversion that is eliminated: there are 203 ways to part 6 into sets."""
 _FEW = 8
-"""States of each node among which a first answer is found."""
+"""States of each node among which a first answer is found, before bounds drop others."""
 _FEWER = 0.9
 """Share of states to which bounds are tightened on."""
 _WHOLE = 1e-6
@@ -34,42 +35,66 @@ _SCALE = 1e6
 """Solver's units in a second: it takes costs below 1e-7 for none."""
 
 
+_Rest = Callable[
+    [dict[int, Numbers], dict[tuple[int, int], Numbers], list[Shared], float], States | None
+]
+"""Solves costs of nodes, pairs and conversions up to a gap."""
+
+
 def solve(problem: Problem, more: Sequence[Numbers], gap: float) -> States | None:
     """Return states at most a share `gap` worse than the best; None if the solver finds none.
 
     `more` are further costs of nodes, if there are any.
     """
     costs = [own + more[k] if more else own for k, own in enumerate(problem.costs)]
-    problem = Problem(costs, problem.pairs, problem.shared)
-    # 1. Bound costs from below, and the best cost from above by an answer among a few states.
-    bounds = Bounds(problem)
-    bounds.tighten(inf)
-    few = [numpy.sort(least.argsort(kind="stable")[:_FEW]) for least in bounds.least]
-    states = _solved(problem, few, gap)
-    most, before = inf if states is None else problem.cost(states), inf
-    # 2. Drop the states above it while they become fewer; solve for the rest.
-    while bounds.num_states < _FEWER * before:
-        before = bounds.num_states
-        bounds.tighten(most)
-    return _solved(problem, bounds.kept, gap)
+    return _best(Problem(costs, problem.pairs, problem.shared), gap, _bounded)
 
 
-def _solved(problem: Problem, kept: Sequence[Numbers], gap: float) -> States | None:
-    """Solve a problem for some states of each node."""
-    own = problem.among(kept)
+def _best(problem: Problem, gap: float, solve_rest: _Rest) -> States | None:
     # 1. Eliminate nodes, then the users of shared conversions, as long as any can be.
-    costs, pairs, shared = dict(enumerate(own.costs)), own.pairs, own.shared
+    costs, pairs = dict(enumerate(problem.costs)), dict(problem.pairs)
+    shared = [*problem.shared]
     gone = _eliminate(costs, pairs, set(_nodes(shared)))
     while joined := next(filter(None, (_join(costs, pairs, shared, x) for x in shared)), None):
         gone += joined + _eliminate(costs, pairs, set(_nodes(shared)))
-    # 2. Solve the rest as a linear or integer program.
-    states = _of_the_rest(costs, pairs, shared, gap)
+    # 2. Solve the rest.
+    states = solve_rest(costs, pairs, shared, gap) if costs else {}
     if states is None:
         return None
     # 3. Look up the eliminated nodes' best states, the last eliminated first.
     for k, near, best in reversed(gone):
         states[k] = int(best[tuple(states[j] for j in near)])
-    return {k: int(kept[k][state]) for k, state in states.items()}
+    return states
+
+
+def _bounded(
+    costs: dict[int, Numbers],
+    pairs: dict[tuple[int, int], Numbers],
+    shared: list[Shared],
+    gap: float,
+) -> States | None:
+    """Drop states that no best choice has, where nodes have more than a few; solve for the rest."""
+    if max(map(len, costs.values())) <= _FEW:
+        return _by_solver(costs, pairs, shared, gap)
+    # 1. Bound costs from below, and the best cost from above by an answer among a few states.
+    numbers = range(max(costs) + 1)  # an eliminated node has one state here
+    problem = Problem([costs.get(k, numpy.zeros(1)) for k in numbers], pairs, shared)
+    bounds = Bounds(problem)
+    bounds.tighten(inf)
+    few = [numpy.sort(least.argsort(kind="stable")[:_FEW]) for least in bounds.least]
+    states = _among(problem, few, gap)
+    most, before = inf if states is None else problem.cost(states), inf
+    # 2. Drop the states above it while they become fewer.
+    while bounds.num_states < _FEWER * before:
+        before = bounds.num_states
+        bounds.tighten(most)
+    return _among(problem, bounds.kept, gap)
+
+
+def _among(problem: Problem, kept: Sequence[Numbers], gap: float) -> States | None:
+    """Solve for some states of each node."""
+    states = _best(problem.among(kept), gap, _by_solver)
+    return states and {k: int(kept[k][state]) for k, state in states.items()}
 
 
 # -- elimination ----------------------------------------------------------------------------------
@@ -304,14 +329,12 @@ class _Table:
         return model
 
 
-def _of_the_rest(
+def _by_solver(
     costs: Mapping[int, Numbers],
     pairs: Mapping[tuple[int, int], Numbers],
     shared: Sequence[Shared],
     gap: float,
 ) -> States | None:
-    if not costs:
-        return {}
     table, none = _Table(), numpy.zeros(0, dtype=int)
     # 1. Add a variable for each state of a node, and for each pair of states that has a cost.
     nodes = {k: table.one_of(node_costs) for k, node_costs in costs.items()}

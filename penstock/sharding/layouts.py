@@ -225,7 +225,7 @@ def moves_between(
     dims = numpy.array([state.dim if isinstance(state, S) else -1 for state in states])
     pairs = [[[kinds.index(x) for x in moves(old, new)] for new in states] for old in states]
     kind_of, is_cut = numpy.array(pairs), dims >= 0
-    rows, columns = (numpy.array([[states[x] for x in own] for own in way]) for way in (before, after))
+    rows, columns = (numpy.array([[states[x] for x in y] for y in way]) for way in (before, after))
     current, wanted = [*rows.T[:, :, None]], columns.T[:, None, :]
     differs = (rows[:, None] != columns).any(axis=-1)
     taken = [numpy.zeros((*differs.shape, 2), dtype=int)]
@@ -250,17 +250,13 @@ def moves_between(
     is_used = numpy.zeros(num_axes * len(kinds) << num_axes, dtype=bool)
     for one in taken:
         is_used[one] = True
-    found = [
-        (key // len(kinds) >> num_axes, _bits(key // len(kinds), num_axes), kinds[key % len(kinds)])
-        for key in map(int, numpy.flatnonzero(is_used))
-    ]
+    found = list[Step]()
+    for number in map(int, numpy.flatnonzero(is_used)):
+        axis_and_cut, kind = divmod(number, len(kinds))
+        cut = tuple(n for n in range(num_axes) if axis_and_cut >> n & 1)
+        found.append((axis_and_cut >> num_axes, cut, kinds[kind]))
     places = numpy.cumsum(is_used) - 1
     return found, [places[one].astype(numpy.uint8) for one in taken], differs
-
-
-def _bits(number: int, count: int) -> tuple[int, ...]:
-    """Return the places of a number's bits, of the first `count`, that are 1."""
-    return tuple(n for n in range(count) if number >> n & 1)
 
 
 class Slice(NamedTuple):

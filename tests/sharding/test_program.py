@@ -236,7 +236,8 @@ BLOCK = ((None, 0, 6), (0, 1), (1, 2, 3, 4), (2, 5), (3, 5), (4, 5), (5, 6), (6,
 @pytest.mark.parametrize("ends", [RING, BLOCK], ids=["ring", "block"])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_best_of_all_states_is_found(seed: int, ends: Any, monkeypatch) -> None:
-    """That of a block needs no linear program."""
+    """That of a block needs no linear program.  In some rings, bounds drop states before it."""
+    monkeypatch.setattr("penstock.sharding.choose._FEW", 1 + 7 * (seed % 3 == 0))
     if ends is BLOCK:
         monkeypatch.setattr("penstock.sharding.choose._Table.solve", pytest.fail)
     rng = numpy.random.default_rng(seed)
