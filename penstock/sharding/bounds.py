@@ -49,6 +49,11 @@ class Bounds:
         """The number of states that are left of all nodes."""
         return sum(map(len, self.kept))
 
+    def first(self, count: int) -> list[Numbers]:
+        """Return the numbers of so many states of each node, those with the least bounds."""
+        pairs = zip(self.kept, self.least, strict=True)
+        return [kept[numpy.sort(least.argsort(kind="stable")[:count])] for kept, least in pairs]
+
     def tighten(self, most: float) -> None:
         """Sweep over all nodes; drop the states that no choice has which costs `most` or less."""
         nodes = range(len(self._costs))

@@ -28,7 +28,9 @@ _MOST_USERS = 6
 _FEW = 8
 """States of each node among which a first answer is found, before bounds drop others."""
 _FEWER = 0.9
-"""Share of states to which bounds are tightened on."""
+"""Share of the states that has to be left for bounds to be tightened again."""
+_SWEEPS = 3
+"""Times that bounds are tightened below one answer."""
 _WHOLE = 1e-6
 """Largest distance from a whole number at which a variable counts as whole."""
 _SCALE = 1e6
@@ -76,18 +78,17 @@ def _bounded(
     """Drop states that no best choice has, where nodes have more than a few; solve for the rest."""
     if max(map(len, costs.values())) <= _FEW:
         return _by_solver(costs, pairs, shared, gap)
-    # 1. Bound costs from below, and the best cost from above by an answer among a few states.
     numbers = range(max(costs) + 1)  # an eliminated node has one state here
     problem = Problem([costs.get(k, numpy.zeros(1)) for k in numbers], pairs, shared)
-    bounds = Bounds(problem)
-    bounds.tighten(inf)
-    few = [numpy.sort(least.argsort(kind="stable")[:_FEW]) for least in bounds.least]
-    states = _among(problem, few, gap)
-    most, before = inf if states is None else problem.cost(states), inf
-    # 2. Drop the states above it while they become fewer.
+    bounds, most, before = Bounds(problem), inf, inf
+    bounds.tighten(most)
     while bounds.num_states < _FEWER * before:
         before = bounds.num_states
-        bounds.tighten(most)
+        # the best answer among a few states is above the best cost, and bounds are below it
+        states = _among(problem, bounds.first(_FEW), gap)
+        most = most if states is None else min(most, problem.cost(states))
+        for _ in range(_SWEEPS):
+            bounds.tighten(most)
     return _among(problem, bounds.kept, gap)
 
 

@@ -271,4 +271,20 @@ FAULTS = (
         "tests/sharding/test_whole.py",
         "rotary",
     ),
+    Fault(
+        "bounds drop states that a best choice has",
+        "penstock/sharding/bounds.py",
+        "                    table -= spare[:, None]\n",
+        "",
+        "tests/sharding/test_problems.py",
+        "best_of_all_states",
+    ),
+    Fault(
+        "each user of a conversion pays all that any can spare",
+        "penstock/sharding/bounds.py",
+        "sum(spared) / max(len(spared), 1)",
+        "sum(spared)",
+        "tests/sharding/test_problems.py",
+        "best_of_all_states",
+    ),
 )

@@ -12,7 +12,7 @@ from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
 from penstock.runtime.shards.convert import convert
 from penstock.runtime.shards.sizes import Local, Sized
-from penstock.sharding.layouts import I, Move, P, R, S, State, even, moves, steps
+from penstock.sharding.layouts import I, Move, P, R, S, State, even, moves, moves_between, moves_of, steps
 from tests.distributed.call import call
 
 STATES: list[State] = [I, R, P, S(0), S(1)]
@@ -79,6 +79,21 @@ def test_a_later_axis_that_cuts_the_same_dimension_is_made_whole_first() -> None
 def test_other_slices_of_the_same_dimension_come_from_the_whole() -> None:
     before, after = S(0, (3, 2)), S(0, (2, 3))
     assert list(steps((before,), (after,))) == [(0, before, I), (0, I, after)]
+
+
+@pytest.mark.parametrize("num_axes", [1, 2, 3])
+def test_tables_of_conversions_have_the_moves_of_each(num_axes: int) -> None:
+    every = (*product((*STATES, S(2)), repeat=num_axes),)
+    before, after = every[:: num_axes**2], every[num_axes - 1 :: num_axes**2]
+    found, places, differs = moves_between(before, after)
+    for (i, old), (j, new) in product(enumerate(before), enumerate(after)):
+        assert differs[i, j] == (old != new)
+        for way in (0, 1):
+            own = [found[place[i, j, way]] for place in places]
+            wanted = [(axis, cut, both[way]) for axis, cut, both in moves_of(old, new)]
+            assert [x for x in own if x[2] is not Move.NONE] == [
+                x for x in wanted if x[2] is not Move.NONE
+            ]
 
 
 def test_slices_differ_by_one_at_most() -> None:
