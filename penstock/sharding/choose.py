@@ -75,7 +75,7 @@ def _bounded(
     shared: list[Shared],
     gap: float,
 ) -> States | None:
-    """Drop states that no best choice has, where nodes have more than a few; solve for the rest."""
+    """Drop states that no best choice has, if nodes have more than a few; solve for others."""
     if max(map(len, costs.values())) <= _FEW:
         return _by_solver(costs, pairs, shared, gap)
     numbers = range(max(costs) + 1)  # an eliminated node has one state here

@@ -12,7 +12,19 @@ from penstock.mesh.collectives import Collectives
 from penstock.planner.placement import Placement
 from penstock.runtime.shards.convert import convert
 from penstock.runtime.shards.sizes import Local, Sized
-from penstock.sharding.layouts import I, Move, P, R, S, State, even, moves, moves_between, moves_of, steps
+from penstock.sharding.layouts import (
+    I,
+    Move,
+    P,
+    R,
+    S,
+    State,
+    even,
+    moves,
+    moves_between,
+    moves_of,
+    steps,
+)
 from tests.distributed.call import call
 
 STATES: list[State] = [I, R, P, S(0), S(1)]

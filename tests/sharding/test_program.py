@@ -1,12 +1,10 @@
 """The program finds what people divide by hand, and rules say what they may."""
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,13 +20,11 @@ from penstock.model.layer_list import as_layers
 from penstock.runtime.shards.divided import DividedLayer
 from penstock.runtime.shards.kernels import kernel_of
 from penstock.runtime.shards.sizes import Local, Sized
-from penstock.sharding.choose import solve
 from penstock.sharding.costs import Costs
 from penstock.sharding.layouts import I, P, R, S
 from penstock.sharding.letters import Seen, base_name
 from penstock.sharding.named import ready_plan
 from penstock.sharding.plan import BUCKET_BYTES, PlannedCall, Sharding
-from penstock.sharding.problem import Problem, Side
 from penstock.sharding.routed import routed_calls
 from penstock.sharding.rules import TABLE, Choice, choices, divisions, fits, together
 from penstock.sharding.search import Part, Search
