@@ -10,6 +10,8 @@ Sweeps over all nodes, there and back, are sequential tree-reweighted message pa
 its bound is for the others.
 """
 
+from typing import Any
+
 import numpy
 
 from .layouts import Numbers
@@ -57,7 +59,8 @@ class Bounds:
     def tighten(self, most: float) -> None:
         """Sweep over all nodes; drop the states that no choice has which costs `most` or less."""
         nodes = range(len(self._costs))
-        least = {(k,): own.min() for k, own in enumerate(self._costs)}
+        least: dict[tuple[int, ...], Any] = {}
+        least |= {(k,): own.min() for k, own in enumerate(self._costs)}
         least |= {pair: table.min() for pair, table in self._pairs.items()}
         for order in (nodes, nodes[::-1]):
             for place, node in enumerate(order):
@@ -68,7 +71,7 @@ class Bounds:
                     self._costs[node] += spare
                     table -= spare[:, None]
                 # 2. Drop states, by the least of all other tables.
-                least |= {(node,): 0.0, **{_pair(node, k): 0.0 for k in near}}
+                least |= dict.fromkeys([(node,), *(_pair(node, k) for k in near)], 0.0)
                 self.least[node] = self._costs[node] + sum(least.values())
                 self._keep(node, self.least[node] <= most * (1 + _ROUNDED))
                 # 3. Give to pairs with later nodes, so that these can take.
@@ -93,17 +96,19 @@ class Bounds:
                 table -= spare[rows, columns]
                 share -= spare
                 spared.append(spare)
-            even = sum(spared) / max(len(spared), 1)
+            even: Any = sum(spared) / max(len(spared), 1)
             for user, share in shares:
                 share += even
                 table = self._rows(before.node, user.node)
                 table += even[rows, self._layouts(user)]
 
     def _layouts(self, side: Side) -> Numbers:
+        assert side.node is not None
         return side.which[self.kept[side.node]]
 
-    def _rows(self, node: int, other: int) -> Numbers:
+    def _rows(self, node: int | None, other: int | None) -> Numbers:
         """Return a view of a pair's costs, [state of the node, state of the other]."""
+        assert node is not None and other is not None
         return self._pairs[node, other] if node < other else self._pairs[other, node].T
 
     def _keep(self, node: int, which: Numbers) -> None:

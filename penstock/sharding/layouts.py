@@ -230,7 +230,7 @@ def moves_between(
     differs = (rows[:, None] != columns).any(axis=-1)
     taken = [numpy.zeros((*differs.shape, 2), dtype=int)]
 
-    def take(where: Numbers, axis: int, new: Numbers) -> None:
+    def take(where: Numbers, axis: int, new: Numbers | int) -> None:
         if where.any():
             number = kind_of[current[axis], new] + (axis << num_axes) * len(kinds)
             for other in {*range(num_axes)} - {axis}:
