@@ -1,8 +1,19 @@
-"""Group the messages of each rank for a run with one queue of messages per rank."""
+"""Group the messages of each rank for a run with one queue of messages per rank.
 
-from .ir import Message, Schedule, Send
-from .laws.one_queue import Groups, cannot_run, communication, message_positions
+`walk` lets a send leave its message and go on.  In a CUDA graph a send waits for its receiver.
+"""
 
+from collections.abc import Mapping
+
+from penstock.errors import ScheduleError
+
+from .ir import Communication, Message, Program, Receive, Schedule, Send
+from .text import marked_text
+
+Group = tuple[int, ...]
+"""The program positions of messages that run together, in order."""
+Groups = tuple[tuple[Group, ...], ...]
+"""The groups of each rank, in order."""
 Place = tuple[int, int]
 """(rank, program position) of a send or a receive."""
 
@@ -22,8 +33,8 @@ def message_groups(schedule: Schedule) -> Groups:
     Each message is alone in its group, and groups are in program order, until all ranks wait.
     Then the receive of a send that runs joins the group that runs on its rank: the one that stands
     nearest to that in its program.  A receive needs nothing but room, and it has what it waits for
-    at once, so the group ends no later.  The same schedule always gives the same groups; the law
-    `OneQueue` proves them.
+    at once, so the group ends no later.  The same schedule always gives the same groups; tests
+    prove them of all schedules.
 
     Args:
         schedule: lowered, and proved with `verify`.
@@ -112,3 +123,38 @@ class _Queues:
             tuple(tuple(n for _, n in sorted(group, key=order)) for group in own)
             for own in self.begun
         )
+
+
+def message_positions(schedule: Schedule) -> list[list[int]]:
+    """List, for each rank, the positions of its messages with other ranks, in order."""
+    rank_of = schedule.ranks
+    return [
+        [n for n, x in enumerate(program) if isinstance(x, Communication) and rank_of[x.peer] != r]
+        for r, program in enumerate(schedule.programs)
+    ]
+
+
+def communication(program: Program, position: int) -> Send | Receive:
+    """Return the send or the receive at a position."""
+    x = program[position]
+    assert isinstance(x, Send | Receive)
+    return x
+
+
+def cannot_run(schedule: Schedule, spots: Mapping[int, int], advice: str) -> ScheduleError:
+    """Make the error that names the message at which each rank waits, and its peer.
+
+    Args:
+        schedule: the schedule that does not end.
+        spots: the program position of that message, by rank.
+        advice: what to change, a clause.
+    """
+    waits = []
+    for rank, position in spots.items():
+        x = communication(schedule.programs[rank], position)
+        waits.append(f"rank {rank} waits at {x} for rank {schedule.ranks[x.peer]}")
+    return ScheduleError(
+        f"the schedule cannot run with one queue of messages per rank: {', '.join(waits)}. In a "
+        f"CUDA graph a send ends only when its receive runs; {advice}.\n"
+        f"{marked_text(schedule, dict(spots))}"
+    )

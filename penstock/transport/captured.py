@@ -17,8 +17,7 @@ from torch import Tensor
 
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.schedules.ir import Instruction, Message, Schedule, Send
-from penstock.schedules.laws.one_queue import communication
-from penstock.schedules.message_groups import message_groups
+from penstock.schedules.message_groups import communication, message_groups
 
 from .channels import AbstractChannels
 from .headers import Payload

@@ -1,57 +1,18 @@
-"""The law of captured runs: with one queue of messages per rank, every program ends.
-
-`walk` lets a send leave its message and go on.  In a CUDA graph a send waits for its receiver.
-"""
+"""The law of captured runs: with one queue of messages per rank, every program ends."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
-from penstock.schedules.ir import Communication, Message, Program, Receive, Schedule, Send
-from penstock.schedules.text import marked_text
-
-from .lanes import Lanes
-
-Group = tuple[int, ...]
-"""The program positions of messages that run together, in order."""
-Groups = tuple[tuple[Group, ...], ...]
-"""The groups of each rank, in order."""
-
-
-def message_positions(schedule: Schedule) -> list[list[int]]:
-    """List, for each rank, the positions of its messages with other ranks, in order."""
-    rank_of = schedule.ranks
-    return [
-        [n for n, x in enumerate(program) if isinstance(x, Communication) and rank_of[x.peer] != r]
-        for r, program in enumerate(schedule.programs)
-    ]
-
-
-def communication(program: Program, position: int) -> Send | Receive:
-    """Return the send or the receive at a position."""
-    x = program[position]
-    assert isinstance(x, Send | Receive)
-    return x
-
-
-def cannot_run(schedule: Schedule, spots: Mapping[int, int], advice: str) -> ScheduleError:
-    """Make the error that names the message at which each rank waits, and its peer.
-
-    Args:
-        schedule: the schedule that does not end.
-        spots: the program position of that message, by rank.
-        advice: what to change, a clause.
-    """
-    waits = []
-    for rank, position in spots.items():
-        x = communication(schedule.programs[rank], position)
-        waits.append(f"rank {rank} waits at {x} for rank {schedule.ranks[x.peer]}")
-    return ScheduleError(
-        f"the schedule cannot run with one queue of messages per rank: {', '.join(waits)}. In a "
-        f"CUDA graph a send ends only when its receive runs; {advice}.\n"
-        f"{marked_text(schedule, dict(spots))}"
-    )
+from penstock.schedules.ir import Message, Program, Receive, Schedule, Send
+from penstock.schedules.laws import Lanes
+from penstock.schedules.message_groups import (
+    Group,
+    Groups,
+    cannot_run,
+    communication,
+    message_positions,
+)
 
 
 @dataclass(frozen=True, slots=True)
