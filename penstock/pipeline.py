@@ -31,6 +31,7 @@ from penstock.runtime.compiled import Compile, compile_layers
 from penstock.runtime.construction import described, make_engine, plan_after_move
 from penstock.runtime.gradient_dtype import check_gradient_dtype, name_of_dtype
 from penstock.runtime.memory.stores import folder_for_files
+from penstock.runtime.microbatch_warnings import warn_of_other_reduction
 from penstock.runtime.microbatches import (
     Call,
     LossFunction,
@@ -44,7 +45,6 @@ from penstock.runtime.module_form import (
     evaluate,
     run_as_module,
 )
-from penstock.runtime.own_loss import warn_of_other_reduction
 from penstock.runtime.pipeline_module import PipelineModule
 from penstock.runtime.planning import (
     Devices,

@@ -25,10 +25,10 @@ from .drivers import AbstractDriver, CallerDriver, ProcessDriver
 from .engine import Engine, Shared, StepLock
 from .graph_driver import GraphDriver, check_can_capture
 from .memory.stores import store_on
+from .microbatch_warnings import warn_of_scale_history
 from .microbatches import Splitter
 from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
-from .scale_history import warn_of_scale_history
 from .shards.divided import Shards
 from .shards.loss import DividedLoss
 from .stage.stage import Stage

@@ -18,7 +18,7 @@ from penstock.transport.processes import LatestMessages, ProcessChannels
 
 from .caller import CallerContext
 from .executor import Executor
-from .memory.out_of_memory import note_out_of_memory
+from .memory.kept_bytes import note_out_of_memory
 from .run import Run
 from .stage.stage import Stage
 

@@ -27,7 +27,7 @@ from penstock.transport.channels import AbstractChannels, Activation, Gradient, 
 from penstock.types import Trace
 
 from .devices import Clock
-from .memory.out_of_memory import note_out_of_memory
+from .memory.kept_bytes import note_out_of_memory
 from .run import Run
 from .stage.stage import Stage
 

@@ -5,7 +5,7 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "out of memory: the failing micro-batch counts as one that the stage keeps",
-        "penstock/runtime/memory/out_of_memory.py",
+        "penstock/runtime/memory/kept_bytes.py",
         "    kept, storages = len(others), dict[int, int]()\n",
         "    kept, storages = len(others) + 1, dict[int, int]()\n",
         "tests/runtime/test_out_of_memory.py",

@@ -6,6 +6,8 @@ weights       the parameters and buffers that the stage owns
 gradients     their `.grad`
 not counted   other gradients, the caller's batch beyond the views kept, temporary memory of
               operators, the optimizer's state
+
+An out-of-memory error gets a note of what the stage keeps.
 """
 
 import time
@@ -20,10 +22,20 @@ from penstock.runtime.run import Run
 from penstock.runtime.stage.guards import Context, LayersGuard
 from penstock.runtime.stage.tape import Tape
 from penstock.runtime.stage.weights import Weights
+from penstock.schedules.ir import Instruction
 from penstock.torch_private import NEVER_COMPUTES
 from penstock.trace.timeline import MemoryKind, MemorySample
 
 from .offload import OutlivingTensors
+
+_REMEDIES = (
+    'To keep less, try in this order: recompute="layers"; a larger num_microbatches; a schedule '
+    'that keeps fewer micro-batches ("1f1b", "v-half"); memory_limit_bytes=...; offload=True'
+)
+_FRAGMENTED = (
+    ". If much memory is reserved but unallocated, set "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, but not with CUDA graphs and NCCL together"
+)
 
 
 class KeptBytes(LayersGuard):
@@ -118,6 +130,27 @@ class KeptBytes(LayersGuard):
                 sample = MemorySample(self._stage, time_s, num_bytes, kind)
                 run.recorded.memory.append(sample)
         last.update(now)
+
+
+def note_out_of_memory(error: RuntimeError, instruction: Instruction, run: Run) -> None:
+    """Add the note if a device, or torch's allocator on the CPU, had no memory left.
+
+    The bytes that the stage keeps are known if the run traces memory; each storage counts once.
+    """
+    text = str(error)
+    if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text):
+        return
+    here = run.stages[instruction.stage]
+    others = here.tapes.keys() - {getattr(instruction, "microbatch", None)}
+    kept, storages = len(others), dict[int, int]()
+    for microbatch in others:
+        storages.update(here.kept_bytes.get(microbatch, {}))
+    size = f" ({sum(storages.values()):,} bytes in all)" if storages else ""
+    error.add_note(
+        f"out of memory at {instruction} on stage {instruction.stage}, which keeps the "
+        f"activations of {kept} other micro-batch{'' if kept == 1 else 'es'}{size}. {_REMEDIES}"
+        f"{_FRAGMENTED if 'reserved by PyTorch but unallocated' in text else ''}"
+    )
 
 
 def _size(tensors: Iterable[Tensor | None]) -> int:

@@ -1,13 +1,14 @@
-"""Warn if a model's own loss reduces otherwise than micro-batches weigh."""
+"""Warn of models whose results depend on how a batch is divided into micro-batches."""
 
 import math
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.errors import BatchError, OutputWarning
+from penstock.errors import BatchError, OutputWarning, StatisticsWarning
 from penstock.model.batch import samples, undeclared
 from penstock.model.capture.inputs import as_call
 from penstock.model.capture.outer_state import as_it_was
@@ -19,6 +20,8 @@ from .microbatches import Call, raw_weights, shares
 
 _ROUNDING = 1e-3
 """Relative difference that rounding may cause between two sums, also in half precision."""
+_HISTORY = "amax_history"
+"""Part of the names of tensors with the largest values of earlier micro-batches."""
 
 
 def warn_of_other_reduction(layers: Layers, example_inputs: Any, call: Call) -> None:
@@ -75,3 +78,33 @@ def _text(model: nn.Module, factor: float, call: Call) -> str:
         f"and gradients over {call.num_microbatches} micro-batches are not the whole batch's. If "
         f"it {remedy}; if it compares samples with each other, use num_microbatches=1"
     )
+
+
+def warn_of_scale_history(modules: Iterable[nn.Module]) -> None:
+    """Warn once if modules keep a history of largest values, as delayed scaling does.
+
+    Known are tensors named "...amax_history...", and the `fp8_meta` of TransformerEngine, unless
+    its recipe is one that scales by the tensor at hand.
+    """
+    everyone = dict.fromkeys(m for root in modules for m in root.modules())
+    kinds = {type(module).__name__ for module in everyone if _keeps_history(module)}
+    if kinds:
+        warnings.warn(
+            f"float8 scales of {', '.join(sorted(kinds))} may come from a history of earlier "
+            "micro-batches (delayed scaling), so the bits depend on the number of stages and the "
+            "schedule. Use a recipe that scales by the tensor at hand: torchao's Float8Linear, or "
+            "Float8CurrentScaling or MXFP8BlockScaling of TransformerEngine",
+            StatisticsWarning,
+            stacklevel=5,
+        )
+
+
+def _keeps_history(module: nn.Module) -> bool:
+    attributes = vars(module)
+    if any(_HISTORY in name for name in (*attributes, *dict(module.named_buffers(recurse=False)))):
+        return True
+    meta: Any = attributes.get("fp8_meta")
+    if not isinstance(meta, dict):
+        return False
+    recipe = meta.get("recipe")  # there from the first forward on
+    return recipe is None or f"{_HISTORY}_len" in dir(recipe)
