@@ -6,13 +6,14 @@
 
 Many processes write folders model/ and optimizer/ of such files instead, a shard each, so that no
 file has two writers: at most 2 K + 1 files for K processes.  state.json names the tensors of each
-file and the slices among them, so that a reader opens only files that it needs (pieces.py).  The
+file and the slices among them, so that a reader opens only files that it needs (reader.py).  The
 folder is written under a hidden name beside its place, forced to the disk, and renamed.
 """
 
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Set
 from pathlib import Path, PurePath
 from typing import Any
@@ -169,3 +170,18 @@ def force_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint; it disappears whole, however the deletion ends."""
+    path = Path(path)
+    doomed = path.with_name(f".{path.name}{UNFINISHED}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_unfinished(folder: str | os.PathLike[str]) -> None:
+    """Delete the remains of interrupted saves in a folder; no save may be under way there."""
+    for path in Path(folder).glob(f".*{UNFINISHED}"):
+        remove_checkpoint(path)

@@ -18,8 +18,7 @@ from penstock.sharding.layouts import Slice
 
 from .files import damaged
 from .optimizer_state import check_optimizer, select, unpack_optimizer
-from .pieces import Pieces, Shape, files_for, read_pieces
-from .reader import CheckpointReader
+from .reader import CheckpointReader, Pieces, Shape, files_for, read_pieces
 from .together import Share, agreed, begin, refuse_foreign
 
 

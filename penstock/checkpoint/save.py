@@ -31,8 +31,7 @@ from .files import (
     write_state,
 )
 from .optimizer_state import merge_optimizers, pack_optimizer
-from .pieces import header_of, refuse_wide, save_tensors
-from .reader import CheckpointReader
+from .reader import CheckpointReader, header_of, refuse_wide, save_tensors
 from .together import Digests, Saving, Share, agreed, begin, write_together
 
 _Files = dict[str, tuple[dict[str, Tensor], Mapping[str, Slice]]]

@@ -128,7 +128,7 @@ FAULTS = (
     ),
     Fault(
         "a slice is read from the beginning of what a file has",
-        "penstock/checkpoint/pieces.py",
+        "penstock/checkpoint/reader.py",
         "values = opened.read(name, _within(both, part))",
         "values = opened.read(name, _within(both, both))",
         "tests/checkpoint/test_pieces.py",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint.files import digest_of
-from penstock.checkpoint.pieces import Piece, read_pieces
+from penstock.checkpoint.reader import Piece, read_pieces
 from penstock.errors import CheckpointError
 from penstock.sharding.layouts import Slice
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-from penstock.checkpoint.pieces import Own, files_for, find_pieces, header_of, read_pieces
+from penstock.checkpoint.reader import Own, files_for, find_pieces, header_of, read_pieces
 from penstock.sharding.layouts import Shape, Slice
 
 

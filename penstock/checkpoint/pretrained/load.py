@@ -18,8 +18,7 @@ from penstock.model.materialize import may_be_absent
 from penstock.runtime.shards.at_rest import CutWeights
 from penstock.sharding.layouts import Slice
 
-from .folder import Folder, Read, Source, as_it_is
-from .library import as_loaded, fits, patterns_of
+from .folder import Folder, Read, Source, as_it_is, as_loaded, fits, patterns_of
 
 
 class Sources:

@@ -12,9 +12,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.checkpoint.files import force_to_disk, refuse_existing
-from penstock.checkpoint.pieces import refuse_wide
-from penstock.checkpoint.pretrained.folder import EXTRA, INDEX, MODEL
-from penstock.checkpoint.pretrained.library import as_saved, fits, patterns_of
+from penstock.checkpoint.pretrained.folder import (
+    EXTRA,
+    INDEX,
+    MODEL,
+    as_saved,
+    fits,
+    patterns_of,
+)
+from penstock.checkpoint.reader import refuse_wide
 from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, begin, write_together
 from penstock.errors import check_count
