@@ -18,7 +18,7 @@ from typing import cast
 from penstock.costs.cluster import Cluster
 from penstock.costs.profile import Profile
 from penstock.errors import ConfigError, PlanError
-from penstock.trace.rank_times import mean_times, rank_times
+from penstock.trace.breakdown import mean_times, rank_times
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import (
     bytes_text,

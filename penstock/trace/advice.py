@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .breakdown import share
-from .rank_times import RankTimes, mean_times, rank_times
+from .breakdown import RankTimes, mean_times, rank_times, share
 from .timeline import MemoryKind, Timeline
 from .units import bytes_text, count_text, percent_text
 

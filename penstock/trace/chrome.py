@@ -8,7 +8,7 @@ from typing import Any
 from penstock.schedules import ir
 
 from .looks import look_of
-from .timeline import MemoryKind, Timeline
+from .timeline import MemoryKind, Timeline, message_spans
 
 Event = dict[str, Any]
 """One event of the trace format; `ts` and `dur` are microseconds."""
@@ -62,14 +62,10 @@ def _slices(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
 
 def _arrows(timeline: Timeline, to_us: Clock) -> Iterator[Event]:
     """Yield a flow from each send's start to the end of its receive."""
-    sends = {ir.sent_message(span.instruction): span for span in timeline.spans}
-    sends.pop(None, None)  # those that send nothing
-    for number, span in enumerate(timeline.spans):
-        send = sends.get(ir.awaited_message(span.instruction))
-        if send is not None:
-            flow = {"pid": 0, "id": number, "cat": "message", "name": "message"}
-            yield {**flow, "ph": "s", "tid": send.rank, "ts": to_us(send.start_s)}
-            yield {**flow, "ph": "f", "bp": "e", "tid": span.rank, "ts": to_us(span.end_s)}
+    for number, (send, receive) in enumerate(message_spans(timeline)):
+        flow = {"pid": 0, "id": number, "cat": "message", "name": "message"}
+        yield {**flow, "ph": "s", "tid": send.rank, "ts": to_us(send.start_s)}
+        yield {**flow, "ph": "f", "bp": "e", "tid": receive.rank, "ts": to_us(receive.end_s)}
 
 
 def _name(instruction: ir.Instruction) -> str:

@@ -1,12 +1,12 @@
 """Timelines: one value for the executor's measured steps and the simulator's predicted ones."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.schedules.ir import Instruction, Schedule, sent_message
+from penstock.schedules.ir import Instruction, Schedule, awaited_message, sent_message
 from penstock.schedules.text import parse_instruction
 
 if TYPE_CHECKING:
@@ -184,3 +184,13 @@ class Timeline:
                 for stage, time_s, size, *kind in data["memory"]
             ),
         )
+
+
+def message_spans(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
+    """Yield the send and the receive of each message that has both, in the order of receives."""
+    sends = {sent_message(span.instruction): span for span in timeline.spans}
+    sends.pop(None, None)  # spans that send nothing
+    for receive in timeline.spans:
+        send = sends.get(awaited_message(receive.instruction))
+        if send is not None:
+            yield send, receive

@@ -109,7 +109,7 @@ FAULTS = (
     ),
     Fault(
         "load imbalance is the whole idle time",
-        "penstock/trace/rank_times.py",
+        "penstock/trace/breakdown.py",
         "max(0, (step_s - work_s) - (equal_step_s - equal_work_s))",
         "max(0, step_s - work_s)",
         "tests/trace/test_rank_times.py",

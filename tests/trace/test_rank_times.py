@@ -9,8 +9,7 @@ from penstock.schedules.family import Family
 from penstock.schedules.ir import CommitStatistics
 from penstock.schedules.passes import add_recompute
 from penstock.simulator import UNIT_COSTS, Costs, simulate
-from penstock.trace.breakdown import share
-from penstock.trace.rank_times import KINDS, RankTimes, mean_times, rank_times
+from penstock.trace.breakdown import KINDS, RankTimes, mean_times, rank_times, share
 from penstock.trace.timeline import Span, Timeline
 
 UNEVEN = Costs(

@@ -7,8 +7,8 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from penstock.trace.breakdown import RankTimes, kinds_of
 from penstock.trace.looks import MEMORY, PARTS
-from penstock.trace.rank_times import RankTimes, kinds_of
 from penstock.trace.timeline import MemoryKind, MemorySample, Timeline
 from penstock.trace.units import bytes_text, number_text, percent_text, unit_for
 

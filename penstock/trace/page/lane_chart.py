@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock.schedules import ir
 from penstock.trace.breakdown import waits_s
 from penstock.trace.looks import LOOKS, WAIT, Look, look_of
-from penstock.trace.timeline import Span, Timeline
+from penstock.trace.timeline import Span, Timeline, message_spans
 from penstock.trace.units import (
     Unit,
     bytes_text,
@@ -193,14 +193,10 @@ def _arrows(timeline: Timeline, lanes: Lanes, unit: Unit, axis: str) -> Iterator
     """
     # 1. Find the messages between drawn ranks, evenly chosen if there are many.
     lane_of = {rank: n for n, rank in enumerate(lanes.ranks)}
-    sends = {ir.sent_message(x.instruction): x for x in timeline.spans if x.rank in lane_of}
-    sends.pop(None, None)
     pairs = [
-        (sends[awaited], span)
-        for span in timeline.spans
-        if span.rank in lane_of
-        and (awaited := ir.awaited_message(span.instruction)) in sends
-        and sends[awaited].rank != span.rank
+        (send, receive)
+        for send, receive in message_spans(timeline)
+        if send.rank != receive.rank and {send.rank, receive.rank} <= lane_of.keys()
     ]
     pairs = [pairs[n] for n in spread(len(pairs), _MOST_ARROWS)]
     if not pairs:

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.trace.advice import advice
-from penstock.trace.breakdown import Breakdown
+from penstock.trace.breakdown import Breakdown, RankTimes, kinds_of, mean_times, rank_times
 from penstock.trace.looks import PARTS
-from penstock.trace.rank_times import RankTimes, kinds_of, mean_times, rank_times
 from penstock.trace.timeline import MemoryKind, Span, Timeline
 from penstock.trace.units import percent_text, time_text, unit_for
 
