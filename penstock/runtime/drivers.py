@@ -12,9 +12,8 @@ from penstock.mesh import Mesh
 from penstock.planner.plan import Plan
 from penstock.schedules.ir import Instruction, ReduceGradients, Schedule
 from penstock.schedules.walk import walk
-from penstock.transport.captured import CapturedChannels
 from penstock.transport.channels import LoopbackChannels
-from penstock.transport.processes import LatestMessages, ProcessChannels
+from penstock.transport.processes import CapturedChannels, LatestMessages, ProcessChannels
 
 from .caller import CallerContext
 from .executor import Executor

@@ -12,7 +12,7 @@ On an accelerator first and header go by the CPU, and values from device to devi
 in a row had the same headers, both ends foresee those of the next run: a receiver then begins to
 receive values before it knows the header.  Where a sender has another header, it sends zeros in
 the place of what was foreseen, and its own values after them.  Where a graph captures a run, no
-first and no header travels: `captured` names the values, which `transport.captured` moves.
+first and no header travels: `captured` names the values, which `CapturedChannels` moves.
 """
 
 import struct

@@ -261,7 +261,7 @@ FAULTS = (
     ),
     Fault(
         "graphs: a replay waits for no message",
-        "penstock/transport/captured.py",
+        "penstock/transport/processes.py",
         "        group, came = self._coming.pop(message)\n        group.wait()\n",
         "        group, came = self._coming.pop(message)\n",
         _PROCESSES,
