@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, repeat
 from operator import attrgetter
-from typing import assert_never
 
 from penstock.schedules import ir
 from penstock.schedules.costs import Costs, per_edge, per_stage
@@ -88,7 +87,7 @@ def _ends_s(program: Compiled, costs: Costs, sharing: Sharing | None) -> list[li
     seconds = _seconds(costs, num_stages)
     way_of = _ways(costs, num_stages) if sharing is None else sharing.way_of
     ways = [None if ranks[edge[1]] == ranks[edge[2]] else way_of(edge) for edge in program.edges]
-    prices = [seconds(x)[x.stage] for x in program.prices]
+    prices = [seconds[type(x)][x.stage] for x in program.prices]
     engine = Engine(program, prices, ways, () if sharing is None else sharing.pools)
     engine.run()
     if any(p < len(codes) for p, codes in zip(engine.position, program.codes, strict=True)):
@@ -164,49 +163,23 @@ def _spans(
         yield from map(_span, fields)
 
 
-def _seconds(  # noqa: C901 - one flat match
-    costs: Costs, num_stages: int
-) -> Callable[[ir.Instruction], tuple[float, ...]]:
-    """Return the function from an instruction to the seconds of its kind on each stage."""
-    # Read all costs once; the inner function only looks up.
-    nothing = (0,) * num_stages
-    forward_s = per_stage(costs.forward_s, num_stages, "forward_s")
-    backward_s = per_stage(costs.backward_s, num_stages, "backward_s")
+def _seconds(costs: Costs, num_stages: int) -> dict[type[ir.Instruction], tuple[float, ...]]:
+    """Return the seconds of each kind of instruction on each stage.
+
+    Messages take none: the ways of their edges have their times.  Sums run beside the rest.
+    """
     input_s, weight_s = costs.parts(num_stages)
-    recompute_s = costs.again(num_stages)
-    offload_s = per_stage(costs.offload_s, num_stages, "offload_s")
-    commit_s = per_stage(costs.commit_s, num_stages, "commit_s")
-    update_s = per_stage(costs.update_s, num_stages, "update_s")
-    fetch_s = per_stage(costs.fetch_s, num_stages, "fetch_s")
-
-    def seconds(instruction: ir.Instruction) -> tuple[float, ...]:  # noqa: C901, PLR0912
-        # Sends and receives take no seconds here: the ways of their edges have their times.
-        match instruction:
-            case ir.Forward():
-                return forward_s
-            case ir.Recompute():
-                return recompute_s
-            case ir.Backward():
-                return backward_s
-            case ir.BackwardInput():
-                return input_s
-            case ir.BackwardWeight():
-                return weight_s
-            case ir.UpdateWeights():
-                return update_s
-            case ir.Offload():
-                return offload_s
-            case ir.Fetch():
-                return fetch_s
-            case ir.CommitStatistics():
-                return commit_s
-            case ir.PostReceive() | ir.ReduceGradients():  # sums run beside the rest
-                return nothing
-            case ir.SendActivation() | ir.SendGradient():
-                return nothing
-            case ir.ReceiveActivation() | ir.ReceiveGradient():
-                return nothing
-            case _:
-                assert_never(instruction)
-
-    return seconds
+    nothing = (0,) * num_stages
+    return {
+        ir.Forward: per_stage(costs.forward_s, num_stages, "forward_s"),
+        ir.Recompute: costs.again(num_stages),
+        ir.Backward: per_stage(costs.backward_s, num_stages, "backward_s"),
+        ir.BackwardInput: input_s,
+        ir.BackwardWeight: weight_s,
+        ir.UpdateWeights: per_stage(costs.update_s, num_stages, "update_s"),
+        ir.Offload: per_stage(costs.offload_s, num_stages, "offload_s"),
+        ir.Fetch: per_stage(costs.fetch_s, num_stages, "fetch_s"),
+        ir.CommitStatistics: per_stage(costs.commit_s, num_stages, "commit_s"),
+        ir.PostReceive: nothing,
+        ir.ReduceGradients: nothing,
+    }
