@@ -8,7 +8,6 @@ from .costs import Costs
 from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
 from .family import Family
-from .gpipe import gpipe
 from .interleaved import breadth_first, interleaved_1f1b, wave
 from .ir import (
     Backward,
@@ -40,7 +39,7 @@ from .names import (
     schedule_name,
     suits,
 )
-from .one_f_one_b import eager_1f1b, one_f_one_b
+from .one_f_one_b import eager_1f1b, gpipe, one_f_one_b
 from .pipedream import pipedream, pipedream_2bw
 from .searched import searched
 from .segmented import segmented

@@ -14,10 +14,9 @@ from .costs import Costs
 from .critical_path import critical_path
 from .dualpipe_v import dualpipe_v
 from .family import Build, Chosen, Family, check_size
-from .gpipe import gpipe
 from .interleaved import breadth_first, interleaved_1f1b, wave
 from .ir import Schedule
-from .one_f_one_b import eager_1f1b, one_f_one_b
+from .one_f_one_b import eager_1f1b, gpipe, one_f_one_b
 from .pipedream import pipedream, pipedream_2bw
 from .searched import searched
 from .segmented import segmented
@@ -51,9 +50,12 @@ ASYNCHRONOUS_FAMILIES: tuple[Family | Maker, ...] = (pipedream, pipedream_2bw)
 _EVERY_FAMILY = (*SYNCHRONOUS_FAMILIES, *ASYNCHRONOUS_FAMILIES)
 
 
-def by_default(family: Family | Maker) -> Family:
-    """Return a family, one with arguments with their defaults."""
-    return family if isinstance(family, Family) else family()
+def by_default(family: Family | Maker, **values: Any) -> Family:
+    """Return a family, a maker's by its defaults but for those of `values` that it takes."""
+    if isinstance(family, Family):
+        return family
+    taken = signature(family).parameters.keys() & values.keys()
+    return family(**{name: values[name] for name in taken if values[name]})
 
 
 _NAMED = {by_default(family).name: family for family in _EVERY_FAMILY}
@@ -111,11 +113,8 @@ def argument_types(name: str) -> Mapping[str, Any]:
 
 def families_for(costs: Costs, stages_per_rank: int) -> Iterator[Family]:
     """Yield the synchronous families with so many stages on a rank, made for these costs."""
-    arguments = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
-    for family in SYNCHRONOUS_FAMILIES:
-        if not isinstance(family, Family):
-            taken = signature(family).parameters.keys() & arguments.keys()
-            family = family(**{name: arguments[name] for name in taken})
+    for maker in SYNCHRONOUS_FAMILIES:
+        family = by_default(maker, costs=costs, stages_per_rank=stages_per_rank)
         if family.stages_per_rank == stages_per_rank:
             yield family
 
@@ -132,17 +131,12 @@ def named_schedule(
         ConfigError: it does not run so many stages on a rank, or they are not dealt out evenly.
     """
     # 1. Make the family with those of the values that it takes.
-    types = argument_types(name)
-    if stages_per_rank == 1 and _STAGES_PER_RANK in types:
+    if stages_per_rank == 1 and _STAGES_PER_RANK in argument_types(name):
         raise ConfigError(
             f"schedule {name} runs several stages on each rank, and stages per rank is 1; make it "
             "2 or more"
         )
-    values: dict[str, Any] = {"costs": costs, _STAGES_PER_RANK: stages_per_rank}
-    taken = types.keys() & {key for key, value in values.items() if value}
-    family = _IN_FILES[name]
-    if not isinstance(family, Family):
-        family = family(**{key: values[key] for key in taken})
+    family = by_default(_IN_FILES[name], costs=costs, stages_per_rank=stages_per_rank)
     # 2. Check that the stages per rank suit it, and that ranks have equally many.
     expected = family.stages_per_rank
     if expected != (stages_per_rank or expected):

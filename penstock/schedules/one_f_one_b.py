@@ -1,6 +1,8 @@
 """1F1B: GPipe's length with at most p - s live micro-batches on stage s (PipeDream-Flush).
 
 Eager 1F1B: forwards run ahead, so that no stage waits for a message on its way.
+
+GPipe: all forwards, then all backwards (Huang et al. 2019, section 2.2).
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,3 +60,20 @@ def _eager(num_stages: int, num_microbatches: int) -> Schedule:
 
 eager_1f1b = Family("eager_1f1b", _eager)
 """1F1B with a longer warm-up, so that messages arrive before they are needed."""
+
+
+def _gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """Run every forward, then every backward; a stage keeps all m micro-batches.
+
+    p = 3, m = 4:   stage 0 | F0 F1 F2 F3             B0 B1 B2 B3
+                    stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
+                    stage 2 |       F0 F1 F2 F3 B0 B1 B2 B3
+
+    Backwards run in micro-batch order, not reversed as in the paper.  Gradients then add up in the
+    order of the unsplit model, bit by bit.  The length of the step is the same.
+    """
+    return _alternating([num_microbatches] * num_stages, num_microbatches)
+
+
+gpipe = Family("gpipe", _gpipe)
+"""GPipe: all forwards, then all backwards.  A rank keeps all M micro-batches."""

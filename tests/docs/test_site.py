@@ -122,8 +122,8 @@ def _page_in_no_menu(checkout: Path) -> None:
 
 
 def _public_name_without_docstring(checkout: Path) -> None:
-    file = checkout / "penstock/schedules/gpipe.py"
-    before, line, _ = file.read_text().rpartition('gpipe = Family("gpipe", _schedule)\n')
+    file = checkout / "penstock/schedules/one_f_one_b.py"
+    before, line, _ = file.read_text().rpartition('gpipe = Family("gpipe", _gpipe)\n')
     file.write_text(before + line)
 
 
