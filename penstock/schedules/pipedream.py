@@ -4,15 +4,12 @@ A mini-batch of the paper is a micro-batch here: each makes an update.
 PipeDream-2BW: no flush, gradients one mini-batch old, two versions (Narayanan et al. 2021).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from .family import Family, Updates
 from .ir import Backward, Forward, Instruction, Schedule, UpdateWeights
 from .laws import ASYNCHRONOUS
-from .laws.updates import Sees
-
-Version = Callable[[int, int], int]
-"""(stage, micro-batch) -> how many updates of the stage its forward is to see."""
+from .laws.updates import Sees, Version
 
 
 def _without_flush(
@@ -28,9 +25,10 @@ def _without_flush(
         for i in range(num_microbatches):
             # up to `warmup` forwards ahead, as far as their versions are there
             while forwards < num_microbatches and forwards <= i + warmup:
-                if version(stage, forwards) > updates:
+                seen = version(stage, forwards, microbatches_per_update, num_stages)
+                if seen > updates:
                     break
-                yield Forward(stage, forwards, version=version(stage, forwards))
+                yield Forward(stage, forwards, version=seen)
                 forwards += 1
             yield Backward(stage, i)
             if (i + 1) % microbatches_per_update == 0:
@@ -72,12 +70,7 @@ def _schedule(
     stage 2 | F0 B0 U F1 B1 U F2 B2 U F3@1 B3 U
     """
     version = _synchronised if vertical_sync else _newest
-    return _without_flush(
-        num_stages,
-        num_microbatches * num_minibatches,
-        1,
-        lambda stage, i: version(stage, i, 1, num_stages),
-    )
+    return _without_flush(num_stages, num_microbatches * num_minibatches, 1, version)
 
 
 def _newest(stage: int, microbatch: int, per_update: int, num_stages: int) -> int:
@@ -103,12 +96,7 @@ def _schedule_2bw(num_stages: int, num_microbatches: int, num_minibatches: int) 
     With fewer micro-batches than stages, a forward waits until its version is there.
     """
     number = num_microbatches * num_minibatches
-    return _without_flush(
-        num_stages,
-        number,
-        num_microbatches,
-        lambda stage, i: _version_2bw(stage, i, num_microbatches, num_stages),
-    )
+    return _without_flush(num_stages, number, num_microbatches, _version_2bw)
 
 
 def _version_2bw(stage: int, microbatch: int, per_update: int, num_stages: int) -> int:
