@@ -40,7 +40,7 @@ _MOST_NAMED = 8
 """Absent ranks that an error names."""
 
 
-def join(timeout_s: float, backends: str = "gloo") -> None:
+def join(timeout_s: float, backends: str) -> None:
     """Initialize torch.distributed with these backends, unless that is done.
 
     Raises:

@@ -15,9 +15,9 @@ _LOG = logging.getLogger("penstock")
 
 
 @contextmanager
-def saying(work: str, after_s: float | None = None) -> Iterator[None]:
-    """Report `work` if the block takes longer than `after_s` (None: `AFTER_S`)."""
-    timer = Timer(AFTER_S if after_s is None else after_s, say, (work,))
+def saying(work: str) -> Iterator[None]:
+    """Report `work` if the block takes longer than `AFTER_S`."""
+    timer = Timer(AFTER_S, say, (work,))
     timer.daemon = True
     timer.start()
     try:

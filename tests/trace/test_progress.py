@@ -32,7 +32,8 @@ class Terminal(io.StringIO):
 def test_what_takes_long_is_said_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress.saying("counting", after_s=0.0):
+    monkeypatch.setattr(progress, "AFTER_S", 0.0)
+    with progress.saying("counting"):
         assert terminal.was_written.wait(60)
         assert terminal.getvalue() == "penstock: counting ...\n"
 
@@ -40,7 +41,8 @@ def test_what_takes_long_is_said_while_it_does(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_quick_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress.saying("counting", after_s=3600.0):
+    monkeypatch.setattr(progress, "AFTER_S", 3600.0)
+    with progress.saying("counting"):
         pass
     assert terminal.getvalue() == ""
 
