@@ -33,8 +33,8 @@ def message_groups(schedule: Schedule) -> Groups:
     Each message is alone in its group, and groups are in program order, until all ranks wait.
     Then the receive of a send that runs joins the group that runs on its rank: the one that stands
     nearest to that in its program.  A receive needs nothing but room, and it has what it waits for
-    at once, so the group ends no later.  The same schedule always gives the same groups; tests
-    prove them of all schedules.
+    at once, so the group ends no later.  The same schedule always gives the same groups; the law
+    `OneQueue` proves them before each capture.
 
     Args:
         schedule: lowered, and proved with `verify`.

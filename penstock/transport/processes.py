@@ -26,6 +26,8 @@ from penstock.mesh import Mesh
 from penstock.mesh.background import WAIT_FAILURES, Slot
 from penstock.mesh.point_to_point import PointToPoint
 from penstock.schedules.ir import Instruction, Message, Schedule, Send, sent_message
+from penstock.schedules.laws import Lanes
+from penstock.schedules.laws.one_queue import OneQueue
 from penstock.schedules.message_groups import communication, message_groups
 from penstock.sharding.layouts import as_on
 
@@ -228,7 +230,9 @@ class CapturedChannels(AbstractChannels):
         self._links, self._wires = links, wires
         self._known = {link: iter(messages) for link, messages in latest.items()}
         self._messages_with: dict[Message, list[Any]] = {}
-        for group in message_groups(schedule)[rank]:
+        groups = message_groups(schedule)
+        OneQueue(groups)(Lanes(schedule, ()))  # the proof that no replay hangs
+        for group in groups[rank]:
             messages = [communication(schedule.programs[rank], position) for position in group]
             self._messages_with |= {each.message: messages for each in messages}
         self._coming: dict[Message, tuple[_Group, Callable[[], Received]]] = {}

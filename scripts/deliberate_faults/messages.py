@@ -62,7 +62,7 @@ FAULTS = (
     ),
     Fault(
         "the law of one queue lets a send run before its value is computed",
-        "tests/schedules/one_queue.py",
+        "penstock/schedules/laws/one_queue.py",
         "max(self.sends[self.num_ended], default=-1) < self._computed()",
         "self._computed() >= 0",
         "tests/schedules/test_message_groups.py",
@@ -70,7 +70,7 @@ FAULTS = (
     ),
     Fault(
         "the law of one queue lets a group end though a message is not received",
-        "tests/schedules/one_queue.py",
+        "penstock/schedules/laws/one_queue.py",
         "all(began[m] == 2 for m in self.messages[self.num_ended])",
         "True",
         "tests/schedules/test_message_groups.py",

@@ -13,6 +13,7 @@ from penstock.errors import ScheduleError
 from penstock.schedules import Backward, Family, Forward, Schedule, gpipe, one_f_one_b, parse
 from penstock.schedules.ir import Communication, Instruction, Message, Receive, Send
 from penstock.schedules.laws import Lanes, verify
+from penstock.schedules.laws.one_queue import OneQueue
 from penstock.schedules.lower import Lowering, Mode, lower
 from penstock.schedules.message_groups import (
     Groups,
@@ -24,7 +25,6 @@ from penstock.schedules.names import ASYNCHRONOUS_SCHEDULES
 from penstock.schedules.passes import add_communication
 from penstock.schedules.transfers import Transfer, Transfers, chain_transfers
 from tests.every_schedule import EVERY_SCHEDULE, Dealt, families
-from tests.schedules.one_queue import OneQueue
 
 
 def with_skips(num_stages: int) -> tuple[Transfer, ...]:

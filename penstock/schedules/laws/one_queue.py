@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
 from penstock.schedules.ir import Message, Program, Receive, Schedule, Send
-from penstock.schedules.laws import Lanes
 from penstock.schedules.message_groups import (
     Group,
     Groups,
@@ -13,6 +12,8 @@ from penstock.schedules.message_groups import (
     communication,
     message_positions,
 )
+
+from .lanes import Lanes
 
 
 @dataclass(frozen=True, slots=True)
