@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
-from penstock.model.extra_state import extra_faults, set_extra
-from penstock.model.state import Held
+from penstock.model.state import Held, extra_faults, set_extra
 from penstock.runtime.pipeline_module import is_pipeline
 from penstock.sharding.layouts import Slice
 

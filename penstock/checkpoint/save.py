@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
-from penstock.model.extra_state import read_extra
+from penstock.model.state import read_extra
 from penstock.runtime.pipeline_module import is_pipeline
 from penstock.runtime.shards.at_rest import weight_of
 from penstock.sharding.layouts import Slice

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.together import Share, agreed, begin, refuse_foreign
-from penstock.model.extra_state import extra_faults, set_extra
 from penstock.model.materialize import may_be_absent
+from penstock.model.state import extra_faults, set_extra
 from penstock.runtime.shards.at_rest import CutWeights
 from penstock.sharding.layouts import Slice
 

@@ -24,7 +24,7 @@ from penstock.checkpoint.reader import refuse_wide
 from penstock.checkpoint.save import storable
 from penstock.checkpoint.together import Digests, begin, write_together
 from penstock.errors import check_count
-from penstock.model.extra_state import read_extra
+from penstock.model.state import read_extra
 from penstock.runtime.pipeline_module import parts_of
 
 if TYPE_CHECKING:
