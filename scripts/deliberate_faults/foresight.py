@@ -13,7 +13,7 @@ FAULTS = (
     ),
     Fault(
         "saved bytes behind layers that are left out stay where they were",
-        "penstock/costs/counting/repeated.py",
+        "penstock/costs/counting/repeats.py",
         "place + count * period * (place >= made.first)",
         "place",
         "tests/costs/counting/test_repeats.py",

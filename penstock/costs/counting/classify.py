@@ -156,7 +156,7 @@ _Product = tuple[str, int, tuple[int, ...], int]
 def _product(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> _Product | None:
     """Return the description of a product; None for all else."""
     if name in _PRODUCTS:
-        return _PRODUCTS[name](args, kwargs, result)
+        return _PRODUCTS[name](args, result)
     if "scaled_dot_product" in name:
         return _attention(func, name, args, kwargs)
     formula: Any = flop_counter.flop_registry.get(func.overloadpacket)
@@ -166,10 +166,10 @@ def _product(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> _Prod
     return kind, formula(*args, **kwargs, out_val=result), (), 1
 
 
-def _of_two(first: int) -> Callable[[Any, Any, Any], _Product]:
+def _of_two(first: int) -> Callable[[Any, Any], _Product]:
     """Return a function that describes a product of the arguments `first` and the next one."""
 
-    def product(args: Any, kwargs: Any, result: Any) -> _Product:
+    def product(args: Any, result: Any) -> _Product:
         left, right = args[first], args[first + 1]
         batch = left.shape[0] if left.dim() == 3 else 1
         rows, depth = left.shape[-2:]
@@ -179,7 +179,7 @@ def _of_two(first: int) -> Callable[[Any, Any, Any], _Product]:
     return product
 
 
-def _convolution(args: Any, kwargs: Any, result: Any) -> _Product:
+def _convolution(args: Any, result: Any) -> _Product:
     x, weight, _, stride, _, dilation, transposed, _, groups = args[:9]
     flops = _flops(x, weight, result, transposed)
     kind = _kind_of_convolution(weight, stride, dilation, transposed, groups)
@@ -242,7 +242,7 @@ def _attention(func: Any, name: str, args: Any, kwargs: Any) -> _Product:
     return "attention", flops, (query[2], key[2], query[3]), query[0] * query[1]
 
 
-_PRODUCTS: dict[str, Callable[[Any, Any, Any], _Product]] = {
+_PRODUCTS: dict[str, Callable[[Any, Any], _Product]] = {
     "mm": _of_two(0),
     "addmm": _of_two(1),
     "bmm": _of_two(0),

@@ -30,12 +30,11 @@ from .backward_graph import BackwardGraph
 from .classify import dtype_name
 from .fused_chains import fused
 from .graph import Graph
-from .layer_calls import Classes, classes_of, kind_of
+from .layer_calls import Classes, classes_of, facts_of_inputs, kind_of
 from .meta import inputs_on_meta, on_meta
 from .opaque_calls import as_functions, reader_of
 from .recorder import NeedsValues, Recorder
-from .repeated import whole_graph, whole_size
-from .repeats import Repeat, counted_short, facts_of_inputs
+from .repeats import Repeat, counted_short, whole_graph, whole_size
 
 Left = Callable[[nn.Module, list[Tensor]], int]
 """Counts the bytes that the input part of a layer's backward leaves, from its results."""

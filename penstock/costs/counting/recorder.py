@@ -38,7 +38,7 @@ from .classify import argument_of, dtype_name, tensors_in
 from .fused_kernels import LOOKED_INTO, run_as_on
 from .graph import Call, Graph, Ref, TensorSpec
 from .layer_calls import as_it_is
-from .meta_results import MetaResults
+from .meta import MetaResults
 
 _USUAL = (Tensor, torch.nn.Parameter)
 """Classes of tensors that are recorded; other subclasses run as they are."""
@@ -52,15 +52,9 @@ class NeedsValues(Exception):
 
 @dataclass(slots=True)
 class _Draft:
-    """A call that is being recorded."""
+    """A call that is being recorded, and what is noted until the forward has run."""
 
-    layer: int
-    is_between: bool = False
-    function: str = ""
-    arguments: tuple[Any, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-    gives: tuple[int, ...] = ()
-    changes: tuple[int, ...] = ()
+    call: Call
     operators: list[Operator] = field(default_factory=list)
     packed: list["weakref.ref[Tensor]"] = field(default_factory=list)
     """Tensors that it has saved."""
@@ -97,11 +91,11 @@ class Recorder:
 
     @property
     def layer(self) -> int:
-        return self._drafts[self._now].layer
+        return self._drafts[self._now].call.layer
 
     def layer_of(self, call: int) -> int:
         """Return the layer of a call, by its number in `marks`."""
-        return self._drafts[call].layer
+        return self._drafts[call].call.layer
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -135,7 +129,7 @@ class Recorder:
         """Note that a layer begins: its own call, or the code around it."""
         self._of_layer = len(self._drafts)
         self.starts.setdefault(layer, len(self._specs))
-        self._drafts.append(_Draft(layer, is_between))
+        self._drafts.append(_Draft(Call(layer=layer, is_between=is_between)))
         self._go_to(self._of_layer)
 
     def enter(self, tensors: Sequence[Tensor]) -> None:
@@ -178,7 +172,7 @@ class Recorder:
         """Return the bytes that each layer saves, by layer and storage."""
         saved: dict[int, dict[int, int]] = {}
         for draft in self._drafts:
-            saved.setdefault(draft.layer, {}).update(draft.kept)
+            saved.setdefault(draft.call.layer, {}).update(draft.kept)
         return saved
 
     # -- calls ------------------------------------------------------------------------------------
@@ -188,9 +182,9 @@ class Recorder:
         if self._is_paused or is_question(function, args, kwargs):
             return run()
         # 1. note the arguments before the call, which may change them in place
-        number, now = len(self._drafts), self._drafts[self._now]
-        draft = _Draft(now.layer, now.is_between)
-        draft.arguments, draft.options = self._told(tuple(args)), self._told(kwargs)
+        number, now = len(self._drafts), self._drafts[self._now].call
+        told = {"arguments": self._told(tuple(args)), "options": self._told(kwargs)}
+        draft = _Draft(Call(layer=now.layer, is_between=now.is_between, **told))
         versions = [(tensor, version_counter(tensor)) for tensor in tensors_in((args, kwargs))]
         self._drafts.append(draft)
         self._go_to(number)
@@ -198,15 +192,16 @@ class Recorder:
         result = run()
         gives = list(tensors_in(result))
         changed = (tensor for tensor, before in versions if version_counter(tensor) != before)
-        draft.changes = tuple(self._number_of(tensor) for tensor in changed)
+        changes = tuple(self._number_of(tensor) for tensor in changed)
         self._go_to(self._of_layer)
         if not gives and not draft.operators and not draft.packed:
             self._drafts.pop()
             return result
         # 3. note the results, and which saved tensors are arguments or results
-        draft.function = resolve_name(function) or getattr(function, "__name__", "")
+        name = resolve_name(function) or getattr(function, "__name__", "")
         numbers = self._storages_of((args, kwargs))
-        draft.gives = tuple(self._numbered(tensor, number) for tensor in gives)
+        results = tuple(self._numbered(tensor, number) for tensor in gives)
+        draft.call = replace(draft.call, function=name, gives=results, changes=changes)
         numbers.update(self._storages_of(gives))
         packed = _alive(draft)
         draft.saved = {storage: numbers[storage] for storage in packed.keys() & numbers.keys()}
@@ -220,18 +215,12 @@ class Recorder:
         self, draft: _Draft, backward: Sequence[Operator], lasting: Collection[int]
     ) -> Call:
         kept = draft.kept
-        return Call(
-            layer=draft.layer,
-            function=draft.function,
-            arguments=draft.arguments,
-            options=draft.options,
-            gives=draft.gives,
-            changes=draft.changes,
+        return replace(
+            draft.call,
             operators=(*draft.operators, *backward),
             saved=tuple(dict.fromkeys(draft.saved[s] for s in kept if s in draft.saved)),
             inner_bytes=sum(kept[s] for s in kept.keys() - draft.saved.keys() - set(lasting)),
             draws=draft.draws,
-            is_between=draft.is_between,
         )
 
     def _told(self, value: Any) -> Any:

@@ -5,33 +5,31 @@
              first    alike    alike                     last
 
 The two in the middle have equal layers on both sides, as those that are left out have.  They must
-turn out equal (repeated.py), or all layers are counted.
+turn out equal, or all layers are counted.  Then the others are put back as copies:
+
+layer       a    b    last           calls, tensors and values of b are those of a, moved by
+tensors     ┌──┐ ┌──┐ ┌──┐           one period; a layer left out has b's, moved by 1, 2, ...
+               period                periods, and all that comes later moves by them all
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor, nn
-
-from penstock.model.kept import UNCOUNTED, fields_of
+from penstock.costs.records import AtSize, Value
+from penstock.model import stage_plan
 from penstock.model.layer_list import ListOfModules
 from penstock.model.layers import Layers
-from penstock.model.stage_plan import Step, Value
-from penstock.torch_private import storage_id
+from penstock.model.stage_plan import Step
+
+from .graph import Call, Graph, Ref, TensorSpec
+from .layer_calls import Facts
 
 _COUNTED = 4
 """Layers of a run that are counted: the first, two in the middle, and the last."""
-_PLAIN = {
-    *(bool, int, float, complex, str, bytes, type(None), type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-}
-"""Classes whose objects are equal if they compare equal, and never change."""
 T = TypeVar("T")
 
 
@@ -85,7 +83,7 @@ def shortened(layers: Layers, own: Collection[int] = ()) -> tuple[Layers, tuple[
     place = {-1: -1} | {index: n for n, index in enumerate(kept)}
     place |= {index: place[before] for index, before in gone.items()}
 
-    def moved(values: Sequence[Value]) -> tuple[Value, ...]:
+    def moved(values: Sequence[stage_plan.Value]) -> tuple[stage_plan.Value, ...]:
         return tuple((place[layer], number) for layer, number in values)
 
     short = tuple(
@@ -104,7 +102,7 @@ def _runs(steps: Sequence[Step], own: Collection[int]) -> list[list[int]]:
 
     Each takes what the one before gives, and only the next one takes what it gives.
     """
-    facts = [_Facts(step.module, own) for step in steps]
+    facts = [Facts(step.module, own) for step in steps]
     holders = Counter(thing for of_layer in facts for thing in of_layer.owned)
     readers = Counter(value for step in steps for value in step.inputs)
     kinds: list[Hashable] = []
@@ -118,85 +116,214 @@ def _runs(steps: Sequence[Step], own: Collection[int]) -> list[list[int]]:
     return [list(group) for _, group in groups]
 
 
-class _Facts:
-    """All that decides how a module runs without values; equal modules have an equal `kind`.
+# -- layers that were left out, put back ----------------------------------------------------------
 
-    `is_shown` is False if there is more: hooks, or attributes that are no plain values.
-    """
 
-    def __init__(self, module: nn.Module, own: Collection[int]) -> None:
-        self._own = own
-        self.is_shown = True
-        self.owned: list[Hashable] = []
-        """Ids of its modules, containers and memory of tensors, with repetitions."""
-        self._seen: set[int] = set()
-        self.kind = self._of(module)
+class _Segment(NamedTuple):
+    """The calls and tensors of a layer, each from the first number on."""
 
-    def _of(self, value: Any) -> Hashable:
-        kind = type(value)
-        if kind in _PLAIN:
-            return kind, value
-        if isinstance(value, Tensor):
-            return self._of_tensor(value)
-        if isinstance(value, nn.Module) or kind in _CONTAINERS:
-            return self._of_holder(value)
-        if kind is tuple or kind is torch.Size:
-            return kind, tuple(map(self._of, value))
-        module = getattr(value, "__module__", None) or ""
-        is_function = isinstance(value, FunctionType | BuiltinFunctionType)
-        self.is_shown &= is_function and module.partition(".")[0] == torch.__name__
-        return kind, id(value)
+    first_call: int
+    calls: Sequence[Call]
+    first_tensor: int
+    tensors: Sequence[TensorSpec]
 
-    def _of_holder(self, value: Any) -> Hashable:
-        self.owned.append(id(value))
-        if id(value) in self._seen:
-            return None
-        self._seen.add(id(value))
-        if isinstance(value, set):
-            self.is_shown &= all(type(entry) in _PLAIN for entry in value)
-            return set, frozenset((type(entry), entry) for entry in value)
-        if isinstance(value, list):
-            return list, tuple(map(self._of, value))
-        fields = value
-        if isinstance(value, nn.Module):
-            fields = fields_of(value)
-            self.is_shown &= not any(fields.get(name) for name in UNCOUNTED)
-        return type(value), tuple((self._of(key), self._of(x)) for key, x in fields.items())
+    def normal(self, path: str) -> Hashable:
+        """Return what is equal for a layer with the same calls, one period later."""
+        moved = _Moved(-self.first_tensor, -self.first_call)
+        calls = tuple(replace(moved.call(call), layer=0) for call in self.calls)
+        return calls, tuple(moved.spec(spec, (path, "")) for spec in self.tensors)
 
-    def _of_tensor(self, tensor: Tensor) -> Hashable:
-        is_usual = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        self.is_shown &= is_usual
-        if not is_usual:
-            return id(tensor)
-        self.owned.append(("memory", storage_id(tensor)))
-        is_number = not tensor.dim() and tensor.dtype is torch.long and not tensor.is_meta
-        return (
-            *(type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_meta),
-            *(tensor.requires_grad, id(tensor) in self._own),
-            int(tensor) if is_number else None,  # the only values that a count keeps
+
+class _Moved(NamedTuple):
+    """Moves numbers of tensors and calls, from the numbers `since` on."""
+
+    tensors: int
+    calls: int
+    since: tuple[float, float] = (float("-inf"), float("-inf"))
+
+    def tensor(self, number: int) -> int:
+        return number + self.tensors * (number >= self.since[0])
+
+    def call(self, call: Call, layers: int = 0) -> Call:
+        return replace(
+            call,
+            layer=call.layer + layers,
+            arguments=self._argument(call.arguments),
+            options=self._argument(call.options),
+            gives=tuple(map(self.tensor, call.gives)),
+            changes=tuple(map(self.tensor, call.changes)),
+            saved=tuple(map(self.tensor, call.saved)),
         )
 
+    def spec(self, spec: TensorSpec, paths: tuple[str, str] = ("", "")) -> TensorSpec:
+        """Return a tensor, with the second path in the place of the first in its name."""
+        maker, name, (old, new) = spec.maker, spec.name, paths
+        if maker is not None:
+            maker += self.calls * (maker >= self.since[1])
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+        return replace(spec, maker=maker, name=name)
 
-_CONTAINERS = {list, dict, set, OrderedDict}
-"""Classes of containers that may change, so that layers must not share one."""
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return Ref(self.tensor(value.tensor))
+        return tuple(map(self._argument, value)) if isinstance(value, tuple) else value
 
 
-def facts_of_inputs(inputs: Any) -> Hashable:
-    """Return facts that decide how a layer runs on its inputs; None if there may be others."""
-    storages: dict[int, int] = {}
+def whole_graph(
+    graph: Graph, starts: Mapping[int, int], repeats: Sequence[Repeat], names: Sequence[str]
+) -> Graph | None:
+    """Return the graph of all layers; None if layers that ought to be equal have other calls.
 
-    def facts(value: Any) -> Hashable:
-        kind = type(value)
-        if kind in _PLAIN:
-            return kind, value
-        if kind in (tuple, list, dict):
-            parts = [*map(facts, value.items() if kind is dict else value)]
-            return None if None in parts else (kind, *parts)
-        if kind is not Tensor or not value.is_meta or value.layout is not torch.strided:
+    Args:
+        graph: that of the shortened layers.
+        starts: by layer, the number of the first tensor that it met.
+        repeats: what was left out.
+        names: prefixes of the names of the shortened layers' parameters.
+    """
+    for repeat in reversed(repeats):
+        own, before = (_segment(graph, starts, n) for n in (repeat.layer, repeat.layer - 1))
+        path, path_before = (f"{names[n]}." for n in (repeat.layer, repeat.layer - 1))
+        if own is None or before is None or own.normal(path) != before.normal(path_before):
             return None
-        storage = storages.setdefault(storage_id(value), len(storages))
-        size, node = value.untyped_storage().nbytes(), value.grad_fn
-        place = storage, size, value.storage_offset(), value.shape, value.stride()
-        return (*place, value.dtype, value.requires_grad, node and node.name())
+        graph = _with_copies(graph, own, repeat, path)
+    return graph
 
-    return facts(inputs)
+
+def _segment(graph: Graph, starts: Mapping[int, int], layer: int) -> _Segment | None:
+    """Return a layer's part of a graph; None if other calls are between its own."""
+    first, end = starts[layer], starts[layer + 1]
+    numbers = [n for n, call in enumerate(graph.calls) if call.layer == layer]
+    if not numbers or numbers[-1] - numbers[0] + 1 != len(numbers):
+        return None
+    return _Segment(numbers[0], graph.of_layer(layer), first, graph.tensors[first:end])
+
+
+def _with_copies(graph: Graph, own: _Segment, repeat: Repeat, path: str) -> Graph:
+    count, period = len(repeat.paths), (len(own.tensors), len(own.calls))
+    end_tensor, end_call = own.first_tensor + period[0], own.first_call + period[1]
+    tensors, calls = list(graph.tensors[:end_tensor]), list(graph.calls[:end_call])
+    entering = {n: of for n, of in graph.entering.items() if n <= repeat.layer}
+    # 1. The copies.  They take what the layer before gives, so all of their numbers move.
+    for n, new in enumerate(repeat.paths, 1):
+        moved = _Moved(n * period[0], n * period[1])
+        tensors += [moved.spec(spec, (path, f"{new}.")) for spec in own.tensors]
+        calls += [moved.call(call, n) for call in own.calls]
+        if repeat.layer in graph.entering:
+            numbers = graph.entering[repeat.layer]
+            entering[repeat.layer + n] = frozenset(map(moved.tensor, numbers))
+    # 2. What comes later takes the last copy's results, and what was before stays.
+    since = own.first_tensor, own.first_call
+    moved = _Moved(count * period[0], count * period[1], since)
+    tensors += [moved.spec(spec) for spec in graph.tensors[end_tensor:]]
+    calls += [moved.call(call, count) for call in graph.calls[end_call:]]
+    later = {n: of for n, of in graph.entering.items() if n > repeat.layer}
+    entering |= {n + count: frozenset(map(moved.tensor, of)) for n, of in later.items()}
+    outputs = tuple(map(moved.tensor, graph.outputs))
+    return Graph(tuple(tensors), tuple(calls), outputs, entering)
+
+
+def whole_size(size: AtSize, repeats: Sequence[Repeat]) -> AtSize | None:
+    """Return the costs of all layers; None if layers that ought to be equal have others."""
+    for repeat in reversed(repeats):
+        found = _size_with_copies(size, repeat.layer, len(repeat.paths))
+        if found is None:
+            return None
+        size = found
+    return size
+
+
+def _size_with_copies(size: AtSize, layer: int, count: int) -> AtSize | None:
+    # 1. The layer, those beside it and their values have to be alike.
+    made = _Made.of(size, layer)
+    before, last = _Made.of(size, layer - 1), _Made.of(size, layer + 1)
+    if made is None or before is None or last is None:
+        return None
+    if made != before or made.storages != last.storages:
+        return None
+    values, period = _with_made(size.values, layer, count, made), len(made.storages)
+
+    def later(places: Sequence[int]) -> tuple[int, ...]:
+        return tuple(place + count * period * (place >= made.first) for place in places)
+
+    kept = size.saved[layer]
+    copies = (tuple(p + n * period for p in kept) for n in range(1, count + 1))
+    return replace(
+        size,
+        kind_of=(*size.kind_of[:layer], *[size.kind_of[layer]] * count, *size.kind_of[layer:]),
+        values=values,
+        saved=(*size.saved[: layer + 1], *copies, *map(later, size.saved[layer + 1 :])),
+        loss_saved=later(size.loss_saved),
+    )
+
+
+def _with_made(
+    values: Sequence[Value], layer: int, count: int, made: "_Made"
+) -> tuple[Value, ...]:
+    """Return all values, with those that so many copies of a layer make."""
+    # 1. The values of copies: in memory of their own, or in that of what they take.
+    end, newest = made.first + len(made.storages), made.num_storages
+    first = [value.storage for value in values[made.first : end]]
+    own, copies = first, list[Value]()
+    for n in range(1, count + 1):
+        own = [own[place] if is_taken else newest + place for is_taken, place in made.storages]
+        newest += made.num_new
+        for value, storage in zip(values[made.first : end], own, strict=True):
+            users = (layer + n + 1,)
+            copies.append(replace(value, producer=layer + n, consumers=users, storage=storage))
+
+    # 2. What was there: users and makers move, and later values share memory with the last copy's.
+    moved = dict(zip(first, own, strict=True))
+
+    def later(value: Value) -> Value:
+        is_new = value.storage >= made.num_storages
+        storage = value.storage + count * made.num_new * is_new
+        producer = value.producer + count
+        return replace(value, producer=producer, storage=moved.get(value.storage, storage))
+
+    def used(value: Value) -> Value:
+        return replace(value, consumers=tuple(n + count * (n > layer) for n in value.consumers))
+
+    before = (*map(used, values[: made.first]), *values[made.first : end])
+    return (*before, *copies, *(later(used(value)) for value in values[end:]))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The values that a layer makes and its costs, which equal those of a layer that is alike."""
+
+    first: int = field(compare=False)
+    """The place of the first of them."""
+    num_storages: int = field(compare=False)
+    """Storages of all values up to the last of them."""
+    num_new: int
+    """Storages that they are the first to use."""
+    storages: tuple[tuple[bool, int], ...]
+    """By value: True and its place among the values before, or False and a new storage's place."""
+    facts: tuple[object, ...]
+
+    @classmethod
+    def of(cls, size: AtSize, layer: int) -> "_Made | None":
+        """Return the values of a layer; None if they are not used by the next layer alone, or lie
+        in memory that neither the layer nor the one before has made.
+        """
+        places = [n for n, value in enumerate(size.values) if value.producer in (layer - 1, layer)]
+        values = [size.values[n] for n in places]
+        taken = [value.storage for value in values if value.producer < layer]
+        own = values[len(taken) :]
+        if len(taken) != len(own) or places != [*range(places[0], places[0] + len(places))]:
+            return None
+        first = places[len(taken)]
+        old = 1 + max(value.storage for value in size.values[:first])
+        if any(value.storage < old and value.storage not in taken for value in own):
+            return None
+        storages = tuple(
+            (True, taken.index(s)) if s in taken else (False, s - old)
+            for s in (value.storage for value in own)
+        )
+        facts = tuple((v.num_bytes, v.has_gradient, v.consumers == (layer + 1,)) for v in own)
+        saved = tuple(place - first for place in size.saved[layer])
+        num_storages = 1 + max(value.storage for value in size.values[: first + len(own)])
+        return cls(
+            first, num_storages, num_storages - old, storages, (facts, saved, size.kind_of[layer])
+        )
