@@ -1,10 +1,10 @@
 """Run the layers of a model one by one, each with a separate graph."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.costs.counting.layer_calls import as_it_is
 from penstock.model.entries import Entry, make_entry
-from penstock.model.kept import as_before
+from penstock.model.kept import as_before, run_unnoticed
 from penstock.model.layers import Layers
 from penstock.model.materialize import tensors_of
 from penstock.model.pytree import flatten, tree_map
 from penstock.model.stage_plan import Step
 from penstock.model.state import keeping_values
 from penstock.torch_private import gradient_hooks, next_node_number, saving_hooks
+
+_T = TypeVar("_T")
 
 
 class LayerRun(NamedTuple):
@@ -111,23 +113,29 @@ def named(step: Step) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Record gradients and save tensors as usual; restore modules and generators afterwards."""
-    # The caller may be in a checkpoint, whose hooks would not save the layers' tensors.
-    is_hooked = saving_hooks() is not None
-    saving = saved_tensors_hooks(as_it_is, as_it_is) if is_hooked else nullcontext()
-    with as_before(modules), torch.enable_grad(), saving:
-        yield
+def run_untouched(layers: Layers, run: Callable[[], _T]) -> _T:
+    """Return the result of `run`, in which layers record gradients and save tensors as usual.
+
+    The layers and the generators are as before afterwards; hooks do not run (see `unnoticed`).
+    """
+
+    def recording() -> _T:
+        # The caller may be in a checkpoint, whose hooks would not save the layers' tensors.
+        is_hooked = saving_hooks() is not None
+        saving = saved_tensors_hooks(as_it_is, as_it_is) if is_hooked else nullcontext()
+        with as_before([step.module for step in layers]), torch.enable_grad(), saving:
+            return run()
+
+    return run_unnoticed(layers.modules, recording)
 
 
 @contextmanager
-def untouched_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+def untouched_gradients(module: nn.Module) -> Iterator[None]:
     """Run without hooks of parameters; restore hooks, gradients and attributes afterwards.
 
     A custom backward may add to `.grad`, or to an attribute of the parameter (`main_grad`).
     """
-    parameters = list(parameters)
+    parameters = list(module.parameters())
     gradients = [parameter.grad for parameter in parameters]
     attributes = [dict(vars(parameter)) for parameter in parameters]
     hooks = [(held, dict(held)) for p in parameters for held in gradient_hooks(p) if held]

@@ -25,7 +25,6 @@ from penstock.costs.counting.layer_calls import as_it_is
 from penstock.costs.records import AtSize, LayerKind, LayerSeconds
 from penstock.errors import ConfigError
 from penstock.model.copies import no_leaf
-from penstock.model.kept import run_unnoticed
 from penstock.model.layers import Layers
 from penstock.model.materialize import tensors_of
 from penstock.model.pytree import flatten, tree_map
@@ -37,7 +36,7 @@ from .layer_run import (
     call_alone,
     device_of,
     named,
-    untouched,
+    run_untouched,
     wants_gradient,
 )
 from .step_timer import Divide, Look, StepTimer
@@ -125,15 +124,14 @@ def measure(
     # The runs of the whole model time each layer, and leave the model unchanged.
     def run() -> StepTimer:
         timer = StepTimer(layers, call=call, look=look, divide=how.divide, loss=loss)
-        with untouched([step.module for step in layers]):
-            _repeat(timer, inputs, how.repeats)
+        _repeat(timer, inputs, how.repeats)
         return timer
 
     # Threads are set for the time of the measurement only.
     call, threads = how.call(layers), torch.get_num_threads()
     torch.set_num_threads(how.threads)
     try:
-        timer = run_unnoticed(layers.modules, run)
+        timer = run_untouched(layers, run)
     finally:
         torch.set_num_threads(threads)
     return Measurement(timer, None if left is None else measure_bytes(layers, inputs, left))
@@ -225,12 +223,8 @@ def measure_bytes(layers: Layers, inputs: Any, left: Left) -> AtSize:
     The model runs one forward, each layer with a separate graph; it stays unchanged, as
     in `measure`.  A loss counts as if it saved the model's output.
     """
-
-    def run() -> AtSize:
-        with untouched([step.module for step in layers]):
-            return _Kept(layers, left).at_size(tree_map(Tensor.detach, inputs))
-
-    return run_unnoticed(layers.modules, run)
+    detached = tree_map(Tensor.detach, inputs)
+    return run_untouched(layers, lambda: _Kept(layers, left).at_size(detached))
 
 
 class _Kept:

@@ -261,7 +261,7 @@ class StepTimer:
         sums = [torch.zeros_like(weight) for weight in weights]
         keeps = self._keeps_graphs
         try:
-            with untouched_gradients(layer.step.module.parameters()):
+            with untouched_gradients(layer.step.module):
                 start = mark(layer.device)
                 gradients = torch.autograd.grad(
                     layer.roots, wanted, seeds, allow_unused=True, retain_graph=keeps
@@ -276,7 +276,7 @@ class StepTimer:
         """Time the first part of a backward, or all of it if it stays whole."""
         if not self._keeps_graphs and layer.roots:
             seeds = layer.seeds()
-            with untouched_gradients(layer.step.module.parameters()):
+            with untouched_gradients(layer.step.module):
                 start = mark(layer.device)
                 parts = divide(layer.roots, layer.entries)
                 if parts is not None:
@@ -292,7 +292,7 @@ class StepTimer:
             now = mark(layer.device)
             self.samples.add(layer.step.index, layer.kind, "weight_s", now, now)
             return
-        with untouched_gradients(layer.step.module.parameters()):
+        with untouched_gradients(layer.step.module):
             for weight in layer.weights:
                 weight.grad = torch.zeros_like(weight)
             start = mark(layer.device)
