@@ -79,7 +79,44 @@ class ListOfModules(Layers):
         return output, tuple(crossing for crossing in crossings if crossing.tensors)
 
     def plan_stages(self, partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
-        return plan_stages(self.steps, partition)
+        # 1. Find the stages of each value, and the next stage that each one sends it to.
+        stage_of = stage_of_layers(partition)
+        holders: dict[Value, set[int]] = {}
+        for step in self.steps:
+            for value in (*step.inputs, *step.outputs):
+                holders.setdefault(value, set()).add(stage_of[step.index])
+        held = {value: sorted(stages) for value, stages in sorted(holders.items())}
+        sent = relays(held, len(partition))
+        plans = []
+        for stage, exports in enumerate(sent):
+            own = tuple(step for step in self.steps if stage_of[step.index] == stage)
+            # 2. Free a value after its last use on the stage, unless it leaves the stage.
+            output = self.steps[-1].outputs if stage == max(stage_of) else ()
+            leaving = {v for values in exports.values() for v in values} | set(output)
+            last_use: dict[Value, int] = {}
+            for n, step in enumerate(own):
+                last_use.update(dict.fromkeys((*step.inputs, *step.outputs), n))
+            dead_after: list[list[Value]] = [[] for _ in own]
+            for value, n in last_use.items():
+                if value not in leaving:
+                    dead_after[n].append(value)
+            # 3. Plan the stage.
+            named = {f"{s.path}.{n}": p for s in own for n, p in s.module.named_parameters()}
+            plans.append(
+                StagePlan(
+                    index=stage,
+                    steps=own,
+                    reads_input=held.get(MODEL_INPUT, [None])[0] == stage,
+                    imports={peer: to[stage] for peer, to in enumerate(sent) if stage in to},
+                    exports=dict(sorted(exports.items(), reverse=True)),
+                    transfers=tuple(_transfer(stage, peer, v) for peer, v in exports.items()),
+                    output=output,
+                    parameters=tuple(named),
+                    num_parameters=sum({id(p): p.numel() for p in named.values()}.values()),
+                    run=partial(run_steps, own, dead_after),
+                )
+            )
+        return tuple(plans)
 
     def place(self, mine: Mine, seed: int, *, draws: bool, placed: Placed | None = None) -> None:
         made: Made = {}
@@ -214,49 +251,9 @@ def _known_value(value: str, known: dict[str, Value], layer: str) -> Value:
     return known[value]
 
 
-def plan_stages(steps: Sequence[Step], partition: tuple[int, ...]) -> tuple[StagePlan, ...]:
-    """Split layers that run one after the other into stages, and route values between them."""
-    # 1. Find the stages of each value, and the next stage that each one sends it to.
-    stage_of = stage_of_layers(partition)
-    holders: dict[Value, set[int]] = {}
-    for step in steps:
-        for value in (*step.inputs, *step.outputs):
-            holders.setdefault(value, set()).add(stage_of[step.index])
-    held = {value: sorted(stages) for value, stages in sorted(holders.items())}
-    sent = relays(held, len(partition))
-    plans = []
-    for stage, exports in enumerate(sent):
-        own = tuple(step for step in steps if stage_of[step.index] == stage)
-        # 2. Free a value after its last use on the stage, unless it leaves the stage.
-        output = steps[-1].outputs if stage == max(stage_of) else ()
-        leaving = {v for values in exports.values() for v in values} | set(output)
-        last_use: dict[Value, int] = {}
-        for n, step in enumerate(own):
-            last_use.update(dict.fromkeys((*step.inputs, *step.outputs), n))
-        dead_after: list[list[Value]] = [[] for _ in own]
-        for value, n in last_use.items():
-            if value not in leaving:
-                dead_after[n].append(value)
-        # 3. Plan the stage.
-        named = {f"{s.path}.{n}": p for s in own for n, p in s.module.named_parameters()}
-        plans.append(
-            StagePlan(
-                index=stage,
-                steps=own,
-                reads_input=held.get(MODEL_INPUT, [None])[0] == stage,
-                imports={peer: to[stage] for peer, to in enumerate(sent) if stage in to},
-                exports=dict(sorted(exports.items(), reverse=True)),
-                transfers=tuple(
-                    Transfer(producer=stage, consumer=peer, values=tuple(map(_name_of, values)))
-                    for peer, values in exports.items()
-                ),
-                output=output,
-                parameters=tuple(named),
-                num_parameters=sum({id(p): p.numel() for p in named.values()}.values()),
-                run=partial(run_steps, own, dead_after),
-            )
-        )
-    return tuple(plans)
+def _transfer(producer: int, consumer: int, values: Sequence[Value]) -> Transfer:
+    names = tuple(map(_name_of, values))
+    return Transfer(producer=producer, consumer=consumer, values=names)
 
 
 def _name_of(value: Value) -> str:

@@ -90,16 +90,16 @@ FILLED = (dict, list, set, deque)
 
 @dataclass(frozen=True, slots=True)
 class Variables:
-    """Variables of a function: globals by their names, or one closure variable."""
+    """One of a function's variables: a closure variable, or a name among its globals."""
 
     of: Any
-    names: frozenset[str]
+    name: str
 
     def content(self) -> dict[str, Any]:
-        """Return their current values."""
+        """Return its current value by its name; {} for a global that is gone."""
         if isinstance(self.of, CellType):
-            return dict.fromkeys(self.names, _held(self.of))
-        return {name: self.of[name] for name in self.names if name in self.of}
+            return {self.name: _held(self.of)}
+        return {self.name: self.of[self.name]} if self.name in self.of else {}
 
 
 @dataclass(slots=True)
@@ -258,12 +258,11 @@ class _Walk:
         # 2. Follow closure variables, the globals that its code names, and default values.
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
-            variable = Variables(cell, frozenset((name,)))
-            self._note(id(cell), variable, f"closure of {function.__qualname__}")
+            self._note(id(cell), Variables(cell, name), f"closure of {function.__qualname__}")
             self.add(_held(cell), f"{function.__qualname__}: {name}", name)
         known = {} if _INSTALLED in function.__code__.co_filename else function.__globals__
         for name in (reads | writes) & known.keys():
-            self._note((id(known), name), Variables(known, frozenset((name,))), "global variable")
+            self._note((id(known), name), Variables(known, name), "global variable")
             self.add(known[name], f"global {name}", name)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.add(value, f"{function.__qualname__} default", None)

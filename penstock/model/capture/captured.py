@@ -62,7 +62,6 @@ _FEW = 2
 class Recorded:
     """The events of a recording in one mode, and the tensors in it."""
 
-    mode: Mode
     events: tuple[Event, ...]
     infos: Mapping[ValueId, Info]
 
@@ -259,7 +258,7 @@ class _Recorder:
             model,
             {name: self.blocks[name] for name in dict.fromkeys(name for name, _ in calls)},
             tuple(calls),
-            tuple(Recorded(m, tuple(r.events), dict(r.infos)) for m, r in recordings.items()),
+            tuple(Recorded(tuple(r.events), dict(r.infos)) for r in modes),
             self.inputs,
             # The writes into an empty tensor, and the operations on a list of tensors, are often
             # as many as the samples, so that the path depends on the batch.

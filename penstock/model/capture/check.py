@@ -60,7 +60,6 @@ Tensors = dict[tuple[str, str], Tensor | None]
 class Difference:
     """A tensor that differs, and the difference as a share `of` a largest value."""
 
-    mode: str
     name: str
     share: float = float("inf")
     precision: float = 0.0
@@ -236,7 +235,7 @@ def _differences(
             largest[at] = max(largest[at], float(values.max()) if values.numel() else 0.0)
     both = (
         _difference(
-            *(mode, name, tensor, found.get((mode, name))),
+            *(name, tensor, found.get((mode, name))),
             of_kind=largest[mode, _kind(name)] if name in noisy else None,
         )
         for (mode, name), tensor in expected.items()
@@ -245,21 +244,21 @@ def _differences(
 
 
 def _difference(
-    mode: str, name: str, tensor: Tensor | None, other: Tensor | None, of_kind: float | None
+    name: str, tensor: Tensor | None, other: Tensor | None, of_kind: float | None
 ) -> Difference | None:
     if tensor is None or other is None or tensor.shape != other.shape:
-        return None if tensor is other else Difference(mode, name)
+        return None if tensor is other else Difference(name)
     if torch.equal(tensor, other):
         return None
     has_same_nan = torch.equal(tensor.isnan(), other.isnan())  # a NaN equals nothing
     if has_same_nan and torch.equal(tensor.nan_to_num(), other.nan_to_num()):
         return None
     if not tensor.is_floating_point():
-        return Difference(mode, name)
+        return Difference(name)
     most = float((tensor.double() - other.double()).abs().max())
     largest = float(tensor.double().abs().max()) if of_kind is None else of_kind
     of = "its largest value" if of_kind is None else "the largest value of its kind"
-    return Difference(mode, name, most / (largest or 1.0), torch.finfo(tensor.dtype).eps, of)
+    return Difference(name, most / (largest or 1.0), torch.finfo(tensor.dtype).eps, of)
 
 
 def _kind(name: str) -> str:
