@@ -26,7 +26,7 @@ class Bounds:
 
     def __init__(self, problem: Problem) -> None:
         """Begin with all states of a problem; its costs are finite and not negative."""
-        alone = Problem([*problem.costs], dict(problem.pairs))
+        alone = Problem(dict(problem.costs), dict(problem.pairs))
         self._shares: list[tuple[Side, list[tuple[Side, Numbers]]]] = []
         """Conversions between nodes: the maker, and users with their shares of its seconds."""
         for before, users, seconds in problem.shared:
@@ -35,32 +35,32 @@ class Bounds:
                 alone.convert(before, [user], share)
             if before.node is not None:
                 self._shares.append((before, [own for own in shares if own[0].node is not None]))
-        self._costs = [own.copy() for own in alone.costs]
+        self._costs = {k: own.copy() for k, own in alone.costs.items()}
         self._pairs = {pair: table.copy() for pair, table in alone.pairs.items()}
-        self._near = [
-            [j for pair in self._pairs if k in pair for j in pair if j != k]
-            for k in range(len(self._costs))
-        ]
-        self.kept: list[Numbers] = [numpy.arange(len(own)) for own in self._costs]
+        self._near = {
+            k: [j for pair in self._pairs if k in pair for j in pair if j != k]
+            for k in self._costs
+        }
+        self.kept: dict[int, Numbers] = {k: numpy.arange(len(x)) for k, x in self._costs.items()}
         """Numbers of each node's states that are left."""
-        self.least = [own.copy() for own in self._costs]
+        self.least = {k: own.copy() for k, own in self._costs.items()}
         """The bounds of these states."""
 
     @property
     def num_states(self) -> int:
         """The number of states that are left of all nodes."""
-        return sum(map(len, self.kept))
+        return sum(map(len, self.kept.values()))
 
-    def first(self, count: int) -> list[Numbers]:
+    def first(self, count: int) -> dict[int, Numbers]:
         """Return the numbers of so many states of each node, those with the least bounds."""
-        pairs = zip(self.kept, self.least, strict=True)
-        return [kept[numpy.sort(least.argsort(kind="stable")[:count])] for kept, least in pairs]
+        order = {k: least.argsort(kind="stable") for k, least in self.least.items()}
+        return {k: kept[numpy.sort(order[k][:count])] for k, kept in self.kept.items()}
 
     def tighten(self, most: float) -> None:
         """Sweep over all nodes; drop the states that no choice has which costs `most` or less."""
-        nodes = range(len(self._costs))
+        nodes = [*self._costs]
         least: dict[tuple[int, ...], Any] = {}
-        least |= {(k,): own.min() for k, own in enumerate(self._costs)}
+        least |= {(k,): own.min() for k, own in self._costs.items()}
         least |= {pair: table.min() for pair, table in self._pairs.items()}
         for order in (nodes, nodes[::-1]):
             for place, node in enumerate(order):

@@ -37,10 +37,8 @@ _SCALE = 1e6
 """Solver's units in a second: it takes costs below 1e-7 for none."""
 
 
-_Rest = Callable[
-    [dict[int, Numbers], dict[tuple[int, int], Numbers], list[Shared], float], States | None
-]
-"""Solves costs of nodes, pairs and conversions up to a gap."""
+_Rest = Callable[[Problem, float], States | None]
+"""Solves what elimination has left of a problem, up to a gap."""
 
 
 def solve(problem: Problem, more: Sequence[Numbers], gap: float) -> States | None:
@@ -48,19 +46,18 @@ def solve(problem: Problem, more: Sequence[Numbers], gap: float) -> States | Non
 
     `more` are further costs of nodes, if there are any.
     """
-    costs = [own + more[k] if more else own for k, own in enumerate(problem.costs)]
+    costs = {k: own + more[k] if more else own for k, own in problem.costs.items()}
     return _best(Problem(costs, problem.pairs, problem.shared), gap, _bounded)
 
 
 def _best(problem: Problem, gap: float, solve_rest: _Rest) -> States | None:
     # 1. Eliminate nodes, then the users of shared conversions, as long as any can be.
-    costs, pairs = dict(enumerate(problem.costs)), dict(problem.pairs)
-    shared = [*problem.shared]
-    gone = _eliminate(costs, pairs, set(_nodes(shared)))
-    while joined := next(filter(None, (_join(costs, pairs, shared, x) for x in shared)), None):
-        gone += joined + _eliminate(costs, pairs, set(_nodes(shared)))
+    rest = Problem(dict(problem.costs), dict(problem.pairs), [*problem.shared])
+    gone = _eliminate(rest)
+    while joined := next(filter(None, (_join(rest, x) for x in rest.shared)), None):
+        gone += joined + _eliminate(rest)
     # 2. Solve the rest.
-    states = solve_rest(costs, pairs, shared, gap) if costs else {}
+    states = solve_rest(rest, gap) if rest.costs else {}
     if states is None:
         return None
     # 3. Look up the eliminated nodes' best states, the last eliminated first.
@@ -69,17 +66,10 @@ def _best(problem: Problem, gap: float, solve_rest: _Rest) -> States | None:
     return states
 
 
-def _bounded(
-    costs: dict[int, Numbers],
-    pairs: dict[tuple[int, int], Numbers],
-    shared: list[Shared],
-    gap: float,
-) -> States | None:
+def _bounded(problem: Problem, gap: float) -> States | None:
     """Drop states that no best choice has, if nodes have more than a few; solve for others."""
-    if max(map(len, costs.values())) <= _FEW:
-        return _by_solver(costs, pairs, shared, gap)
-    numbers = range(max(costs) + 1)  # an eliminated node has one state here
-    problem = Problem([costs.get(k, numpy.zeros(1)) for k in numbers], pairs, shared)
+    if max(map(len, problem.costs.values())) <= _FEW:
+        return _by_solver(problem, gap)
     bounds, most, before = Bounds(problem), inf, inf
     bounds.tighten(most)
     while bounds.num_states < _FEWER * before:
@@ -92,7 +82,7 @@ def _bounded(
     return _among(problem, bounds.kept, gap)
 
 
-def _among(problem: Problem, kept: Sequence[Numbers], gap: float) -> States | None:
+def _among(problem: Problem, kept: Mapping[int, Numbers], gap: float) -> States | None:
     """Solve for some states of each node."""
     states = _best(problem.among(kept), gap, _by_solver)
     return states and {k: int(kept[k][state]) for k, state in states.items()}
@@ -109,10 +99,9 @@ class _Gone(NamedTuple):
     best: Numbers
 
 
-def _eliminate(
-    costs: dict[int, Numbers], pairs: dict[tuple[int, int], Numbers], kept: set[int | None]
-) -> list[_Gone]:
-    """Take nodes with at most two neighbours out of costs and pairs, except the `kept` ones."""
+def _eliminate(problem: Problem) -> list[_Gone]:
+    """Take out nodes with at most two neighbours, except those of shared conversions."""
+    costs, pairs, kept = problem.costs, problem.pairs, {*_nodes(problem.shared)}
     gone, before = list[_Gone](), -1
     while len(gone) > before:
         before = len(gone)
@@ -147,20 +136,15 @@ def _pop(pairs: dict[tuple[int, int], Numbers], k: int, j: int) -> Numbers:
     return pairs.pop((k, j)) if k < j else pairs.pop((j, k)).T
 
 
-def _join(
-    costs: dict[int, Numbers],
-    pairs: dict[tuple[int, int], Numbers],
-    shared: list[Shared],
-    own: Shared,
-) -> list[_Gone]:
+def _join(problem: Problem, own: Shared) -> list[_Gone]:
     """Eliminate a conversion with its users, if they have one neighbour `end` at most.
 
     maker ──► conversion ──► user 1 ──► end      The maker and the end stay.  The end may be a
                          └─► user 2 ──┘          user, too.
     """
     # 1. Choose the end, if there is one and the tables stay small.
-    (maker, which), users, seconds = own
-    ends = _ends(pairs, shared, own)
+    costs, pairs, ((maker, which), users, seconds) = problem.costs, problem.pairs, own
+    ends = _ends(problem, own)
     rows = seconds[which[:1] if maker is None else which]
     num_ends = max((len(costs[end]) for end in ends if end is not None), default=1)
     if not ends or len(users) > _MOST_USERS or rows.size * num_ends > _LARGEST:
@@ -182,7 +166,7 @@ def _join(
         wants.append((by_layout.min(axis=1), by_layout.argmin(axis=1)))
     # 3. Part the users into sets that share a conversion; its cost remains with maker and end.
     least, best = _parted(rows, wants)
-    shared[:] = [other for other in shared if other is not own]
+    problem.shared = [other for other in problem.shared if other is not own]
     left = tuple(k for k in (maker, end) if k is not None)
     shape = [len(costs[k]) for k in left]
     if len(left) == 2:
@@ -192,13 +176,11 @@ def _join(
     return [_Gone(node, left, best[place].reshape(shape)) for place, node in free]
 
 
-def _ends(
-    pairs: Collection[tuple[int, int]], shared: Sequence[Shared], own: Shared
-) -> list[int | None]:
+def _ends(problem: Problem, own: Shared) -> list[int | None]:
     """Return the nodes that may be the `end` of a conversion in `_join`; None for no node."""
     nodes = {user.node for user in own.users if user.node is not None}
-    near = {k: _near(pairs, k) for k in nodes}
-    uses = Counter(_nodes(shared))
+    near = {k: _near(problem.pairs, k) for k in nodes}
+    uses = Counter(_nodes(problem.shared))
     candidates = [*sorted(nodes.union(*near.values()) - {own.before.node}), None]
     return [
         end
@@ -330,19 +312,14 @@ class _Table:
         return model
 
 
-def _by_solver(
-    costs: Mapping[int, Numbers],
-    pairs: Mapping[tuple[int, int], Numbers],
-    shared: Sequence[Shared],
-    gap: float,
-) -> States | None:
+def _by_solver(problem: Problem, gap: float) -> States | None:
     table, none = _Table(), numpy.zeros(0, dtype=int)
     # 1. Add a variable for each state of a node, and for each pair of states that has a cost.
-    nodes = {k: table.one_of(node_costs) for k, node_costs in costs.items()}
-    for (i, j), pair_costs in pairs.items():
+    nodes = {k: table.one_of(own) for k, own in problem.costs.items()}
+    for (i, j), pair_costs in problem.pairs.items():
         table.cells(pair_costs, [(nodes[k], numpy.arange(len(nodes[k]))) for k in (i, j)])
     # 2. Add the conversions: one is done if any user needs it.
-    for before, users, all_seconds in shared:
+    for before, users, all_seconds in problem.shared:
         layouts, begin = numpy.unique(before.which, return_inverse=True)
         seconds = all_seconds[layouts]
         done = table.variables(seconds)

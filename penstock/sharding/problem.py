@@ -35,7 +35,8 @@ class Shared(NamedTuple):
 class Problem:
     """Costs of the states of nodes, of states of pairs of nodes, and of shared conversions."""
 
-    costs: list[Numbers]
+    costs: dict[int, Numbers]
+    """Costs of each node's states, by number."""
     pairs: dict[tuple[int, int], Numbers] = field(default_factory=dict)
     shared: list[Shared] = field(default_factory=list)
 
@@ -57,12 +58,11 @@ class Problem:
         """Return the part of the costs that depends on the states of some nodes."""
         near = {pair: x for pair, x in self.pairs.items() if not set(nodes).isdisjoint(pair)}
         shared = [x for x in self.shared if any(s.node in nodes for s in (x.before, *x.users))]
-        return Problem(
-            [x if k in nodes else x * 0 for k, x in enumerate(self.costs)], near, shared
-        )
+        own = {k: x if k in nodes else x * 0 for k, x in self.costs.items()}
+        return Problem(own, near, shared)
 
     def cost(self, states: Mapping[int, int]) -> float:
-        total = sum(float(costs[states[k]]) for k, costs in enumerate(self.costs))
+        total = sum(float(costs[states[k]]) for k, costs in self.costs.items())
         total += sum(float(table[states[i], states[j]]) for (i, j), table in self.pairs.items())
         for before, users, seconds in self.shared:
             row = seconds[_layout(before, states)]
@@ -72,15 +72,15 @@ class Problem:
     def digest(self, more: Sequence[Numbers], gap: float) -> bytes:
         """Return a digest of all numbers that `solve` reads."""
         sides = [side for own in self.shared for side in (own.before, *own.users)]
-        tables = [*self.costs, *self.pairs.values(), *(own.seconds for own in self.shared)]
-        tables += [*(side.which for side in sides), *more]
+        tables = [*self.costs.values(), *self.pairs.values()]
+        tables += [*(own.seconds for own in self.shared), *(side.which for side in sides), *more]
         nodes = [*self.pairs], [len(own.users) for own in self.shared], [x.node for x in sides]
         digest = sha256(repr((nodes, [(x.shape, x.dtype.num) for x in tables], gap)).encode())
         for table in tables:
             digest.update(table.tobytes())
         return digest.digest()
 
-    def among(self, kept: Sequence[Numbers]) -> "Problem":
+    def among(self, kept: Mapping[int, Numbers]) -> "Problem":
         """Return the problem of some states of each node."""
 
         def only(side: Side) -> Side:
@@ -88,7 +88,7 @@ class Problem:
 
         pairs = {(i, j): x[numpy.ix_(kept[i], kept[j])] for (i, j), x in self.pairs.items()}
         shared = [Shared(only(x.before), [*map(only, x.users)], x.seconds) for x in self.shared]
-        return Problem([own[k] for own, k in zip(self.costs, kept, strict=True)], pairs, shared)
+        return Problem({k: own[kept[k]] for k, own in self.costs.items()}, pairs, shared)
 
 
 def _layout(side: Side, states: Mapping[int, int]) -> int:

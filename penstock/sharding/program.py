@@ -201,7 +201,7 @@ class LayerProgram:
         self.calls, self._weights = choices.calls, choices.weights
         self.sites, self._states = choices.sites, choices.states
         self._begun: dict[float, Future[States | None]] = {}
-        self._problem = Problem([*choices.seconds])
+        self._problem = Problem(dict(enumerate(choices.seconds)))
         for tensor, users in choices.users.items():
             conversions = choices.inner.get(tensor)
             if conversions is None:

@@ -33,7 +33,7 @@ def test_the_best_of_all_states_is_found(seed: int, ends: Any, monkeypatch) -> N
         monkeypatch.setattr("penstock.sharding.choose._Table.solve", pytest.fail)
     rng = numpy.random.default_rng(seed)
     sizes = rng.integers(1, 4, len(ends)).tolist()
-    problem = Problem([rng.integers(0, 9, n).astype(float) for n in sizes])
+    problem = Problem({k: rng.integers(0, 9, n).astype(float) for k, n in enumerate(sizes)})
 
     def side(node: int | None) -> Side:
         return Side(node, rng.integers(0, 3, 1 if node is None else sizes[node]))
@@ -59,7 +59,7 @@ def test_only_problems_of_the_same_numbers_have_the_same_digest() -> None:
     def problem(
         cost: float, layout: int, sent: float, users: int, pair: tuple[int, int]
     ) -> Problem:
-        found = Problem([numpy.array([cost, 2.0]) for _ in range(4)])
+        found = Problem({k: numpy.array([cost, 2.0]) for k in range(4)})
         sides = [Side(n, numpy.array([0, layout])) for n in range(1, 1 + users)]
         found.convert(Side(0, numpy.array([0, 1])), sides, numpy.array([[0.0, sent], [1.0, 0.0]]))
         found.pairs[pair] = numpy.ones((2, 2))
