@@ -201,7 +201,8 @@ class Costs:
                     for axis, cut, move in moves
                 ]
             )
-            both_s = sum(each_s[step] for step in places)  # [before, after, value or gradient]
+            both_s = numpy.add.reduce([each_s[step] for step in places])
+            # [before, after, value or gradient] to [before, after]
             seconds = both_s @ (times, float(spec.wants_gradient))
             self._tables_s[key] = seconds + _EACH_CONVERSION_S * differs
         return self._tables_s[key]
