@@ -70,6 +70,8 @@ without_torch_function = _needed(torch._C, "DisableTorchFunctionSubclass")
 """While entered, no subclass sees operations by __torch_function__; modes do.  Needed."""
 without_any_torch_function = _needed(torch._C, "DisableTorchFunction")
 """While entered, modes do not see them either.  Needed."""
+with_torch_function = _needed(torch._C, "_EnableTorchFunction")
+"""While entered, subclasses and modes see operations again.  Needed."""
 without_torch_dispatch = _needed(torch._C, "_DisableTorchDispatch")
 """While entered, no subclass sees operations by __torch_dispatch__.  Needed."""
 

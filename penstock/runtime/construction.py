@@ -29,8 +29,8 @@ from .microbatch_warnings import warn_of_scale_history
 from .microbatches import Splitter
 from .planning import stage_devices
 from .replicas import Replicas, refuse_sparse
-from .shards.divided import Shards
-from .shards.loss import DividedLoss
+from .shards.divided import NO_LAYER, Shards
+from .shards.loss import DividedCode
 from .stage.stage import Stage
 from .workers import ThreadDriver
 
@@ -87,8 +87,10 @@ def make_engine(  # noqa: PLR0913 - what a pipeline is made of
     cuts = sharding is not None and before is None
     layers.place(mine, plan.seed, draws=draws, placed=shards.place if cuts else None)
 
-    if shards.calls and loss is not None:
-        shards.calls[len(layers)] = DividedLoss(len(layers), loss, mesh.shard_axes).call
+    if shards.calls:
+        shards.calls[NO_LAYER] = DividedCode(mesh.shard_axes).call
+        if loss is not None and loss is not layers.own_loss:
+            shards.calls[len(layers)] = DividedCode(mesh.shard_axes, loss).call
 
     def stage_on(p: StagePlan, device: torch.device) -> Stage:
         store = store_on(device, plan.offload_folder) if p.index in plan.offloading else None

@@ -159,7 +159,7 @@ class Costs:
 
     def factor(self, layer: int) -> float:
         """Return measured over roofline seconds of a layer."""
-        return self.factors[layer] if self.factors else 1.0
+        return self.factors[layer] if layer < len(self.factors) else 1.0
 
     def forward_s(self, calls: Sequence[Call], plan: LayerSharding, seconds: float) -> float:
         """Return the part of a layer's seconds that its recompute repeats: its forward.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from penstock.costs.counting.graph import Call, Graph
@@ -52,16 +53,39 @@ def used_outside(graph: Graph, calls: Sequence[Call]) -> set[int]:
     return {n for n in made if n in outputs or uses[n] < graph.num_uses[n]}
 
 
-def between(graph: Graph, maker: Sequence[Call], user: Sequence[Call] | None) -> list[int]:
+def between(
+    graph: Graph, maker: Sequence[Call], user: Sequence[Call] | None, *, is_end: bool = False
+) -> list[int]:
     """Return the tensors that calls of one layer make and only those of the next one use.
 
-    Without a `user` they are the model's outputs, which only the loss uses.
+    Outputs of the model are among them only at its end: the `user` is the code after the last
+    layer, or None for a loss whose calls are unknown.
     """
     calls, outputs = [*maker, *(user or ())], {*graph.outputs}
     made = {n for call in maker for n in call.gives}
     used = Counter(n for call in calls for n in call.takes)
-    taken = outputs if user is None else {n for call in user for n in call.takes} - outputs
+    taken = outputs if user is None else {n for call in user for n in call.takes}
+    taken = taken if is_end else taken - outputs
     return sorted(n for n in made & taken if used[n] == graph.num_uses[n])
+
+
+def with_end(graph: Graph, num_layers: int) -> Graph:
+    """Return the graph with the code after the last layer, or the loss, as a layer of its own.
+
+    There is none if no such call uses a result of the last layer.
+    """
+    last = graph.of_layer(num_layers - 1)
+    own = [n for n, call in enumerate(last) if not call.is_between]
+    made = {n for k in own for n in last[k].gives}
+    after = {id(call): call for call in last[max(own, default=-1) + 1 :]}
+    uses = any(n in made for call in after.values() for n in call.takes)
+    if not uses or graph.of_layer(num_layers):
+        return graph
+    calls = (
+        replace(call, layer=num_layers, is_between=False) if id(call) in after else call
+        for call in graph.calls
+    )
+    return replace(graph, calls=tuple(calls))
 
 
 def for_loss(

@@ -84,7 +84,9 @@ class Part(NamedTuple):
     after: Mesh | None = None
     """The mesh of the next stage, if there is one."""
     to_loss: bool = False
-    """True if the last layer may leave its output in slices: a loss takes it."""
+    """True if the last layer may leave its output in slices: a loss of unknown calls takes it."""
+    has_end: bool = False
+    """True if the last of `layers` is the code after the model's last layer, or the loss."""
 
 
 class Search:
@@ -101,7 +103,7 @@ class Search:
         like: "Search | None" = None,
     ) -> None:
         """Begin a search; one that it is `like` is of the same graph, whose facts both share."""
-        layers, pins, *around, self._to_loss = part
+        layers, pins, *around, self._to_loss, self._has_end = part
         self._graph, self._names, self._layers = graph, names, layers
         costs = replace(costs, keeps=ready.keeps, gathers=ready.gathers)
         self._ready, self._costs = ready, costs
@@ -125,8 +127,10 @@ class Search:
         self._around = part.before, part.after
         self._ends = [self._end(place, mesh) for place, mesh in zip((0, -1), around, strict=True)]
         """The layouts of values that enter the stage and that leave it."""
-        shapes = [graph.tensors[n].shape for n in self._crossing[-1]] if self._to_loss else []
-        self._for_loss = for_loss(shapes, self._layouts(len(layers)), costs.mesh)
+        self._loss_at = len(layers) - self._has_end if self._to_loss or self._has_end else -1
+        at_end = self._crossing[self._loss_at] if self._loss_at > 0 else []
+        shapes = [graph.tensors[n].shape for n in at_end]
+        self._for_loss = for_loss(shapes, self._layouts(self._loss_at), costs.mesh)
 
     def within(self, limit: int | None) -> list[LayerSharding]:
         """Return the fastest plan within a limit of bytes, of the best plans for prices of a byte.
@@ -273,18 +277,18 @@ class Search:
 
     def _fastest(self, byte_s: float) -> _Plans:
         """Return the plan with the least total for a price of a byte."""
-        begin, end = self._ends
+        begin = self._ends[0]
         best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {begin: (Cost(0.0, 0.0), [])}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
-            ways = product if self._for_loss and place == len(self._layers) - 1 else self._ways
+            ways = product if self._for_loss and place + 1 == self._loss_at else self._ways
             for before, after in ways(best, self._borders(place)):
                 plan, cost = self._one(place, before, after, byte_s)
                 total = Cost(*(a + b for a, b in zip(best[before][0], cost, strict=True)))
                 if after not in further or total < further[after][0]:
                     further[after] = total, [*best[before][1], plan]
             best = further
-        cost, plans = min((best[x] for x in (end, *self._for_loss)), key=itemgetter(0))
+        cost, plans = min(best.values(), key=itemgetter(0))
         num_bytes = sum(
             self._costs.layer_bytes(self._graph, self._calls(n), self._names[n], plan)
             for n, plan in zip(self._layers, plans, strict=True)
@@ -294,12 +298,12 @@ class Search:
     def _borders(self, place: int) -> Iterator[Layout]:
         if place == len(self._layers) - 1:
             yield self._ends[1]
-            yield from self._for_loss
-            return
-        if not self._crossing[place + 1] or prod(self._costs.mesh) == 1:
+        elif not self._crossing[place + 1] or prod(self._costs.mesh) == 1:
             yield self._whole
-            return
-        yield from self._layouts(place + 1)
+        else:
+            yield from self._layouts(place + 1)
+        if place + 1 == self._loss_at:
+            yield from self._for_loss
 
     def _allowed(self, border: int) -> list[Layout]:
         """Return the layouts that the ready plan allows at a border.
@@ -384,10 +388,12 @@ class Search:
 
     def _between(self, maker: int, user: int) -> list[int]:
         """Return the tensors that one layer makes and only the next one, or the loss, uses."""
-        layers = [maker] if (is_end := user == len(self._names)) else [maker, user]
-        if maker < 0 or (is_end and not self._to_loss) or any(map(self._why_whole, layers)):
+        layers = [maker] if (is_loss := user == len(self._names)) else [maker, user]
+        if maker < 0 or (is_loss and not self._to_loss) or any(map(self._why_whole, layers)):
             return []
-        return between(self._graph, self._calls(maker), None if is_end else self._calls(user))
+        is_end = is_loss or (self._has_end and user == len(self._names) - 1)
+        users = None if is_loss else self._calls(user)
+        return between(self._graph, self._calls(maker), users, is_end=is_end)
 
 
 _BYTE_S = 1e-13

@@ -13,7 +13,7 @@ from .layouts import I, Layout, R, S, State, layout_of, layout_text
 from .letters import Seen
 from .named import ready_plan
 from .plan import LayerSharding, Sharding
-from .routed import own_weights, routed_calls, why_whole
+from .routed import own_weights, routed_calls, why_whole, with_end
 from .rules import find, fits
 from .search import Part, Search
 
@@ -58,13 +58,18 @@ def plan_sharding(  # noqa: PLR0913 - all that is asked for
     # 1. Search the best plan of each stage.
     of_layer: dict[int, LayerSharding] = {}
     last = len(stages) - 1
+    ended = with_end(graph, len(layers))
+    has_end = bool(ended.of_layer(len(layers)))
+    named = [*layers, "the code after the last layer"] if has_end else layers
     for n, (stage, stage_costs) in enumerate(zip(stages, of_stages, strict=True)):
         before, after = (meshes[k] if 0 <= k < len(meshes) else None for k in (n - 1, n + 1))
-        part = Part(stage, pinned[stage_costs.mesh], before, after, to_loss and n == last)
-        search = Search(graph, layers, part, ready, stage_costs)
+        ends, around = has_end and n == last, (pinned[stage_costs.mesh], before, after)
+        numbered = [*stage, len(layers)] if ends else stage
+        part = Part(numbered, *around, to_loss and n == last and not ends, ends)
+        search = Search(ended, named, part, ready, stage_costs)
         chosen = search.within(memory_limit_bytes)
         chosen = search.compared(chosen) if compares else chosen
-        of_layer.update(zip(stage, search.ended(chosen), strict=True))
+        of_layer.update(zip(numbered, search.ended(chosen), strict=True))
     # 2. Name the functions that run replicated, and the reasons for whole layers.
     seen = (Seen.of(graph, call) for n in numbers for call in routed_calls(graph, n))
     unknown = dict.fromkeys(x.call.function for x in seen if x.takes and find(x) is None)

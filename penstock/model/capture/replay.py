@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.errors import CutError, GlueError, RouteError
 from penstock.model.entries import layout_on, whole_size
 from penstock.model.pytree import Leaf, flatten, unflatten
+from penstock.torch_private import with_torch_function
 
 from .errors import calling_line, writes_into
 from .events import (
@@ -32,7 +33,8 @@ from .events import (
     told_structure,
 )
 from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly, unchanged
-from .ghost import Ghost, ghosts_in
+from .ghost import Ghost, ghosts_in, map_tensors
+from .later import Later
 from .tied_weights import Absent, Lent
 
 
@@ -99,6 +101,7 @@ class Replay(Pass):
         self._held: dict[ValueId, Tensor] = dict(received)
         self._alive: list[weakref.ref[Ghost]] = []
         self._has_slices = any(layout_on(tensor) is not None for tensor in received.values())
+        self._later = Later()
         self._doing: Operation | str = "the model's first operation"
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -136,8 +139,11 @@ class Replay(Pass):
         if operation.function in GRADIENT_HOOKS:
             self._check_made_here(operation.name, ghosts_in(operation.args))
         self._doing = operation
-        if self._has_slices and key.number:
-            self._make_whole(key, ghosts_in(operation.args, operation.kwargs))
+        if self._has_slices:
+            ghosts = ghosts_in(operation.args, operation.kwargs)
+            if key.number and (waiting := self._waiting_for(operation, ghosts)) is not None:
+                return waiting
+            self._make_whole(key, ghosts)
         lent = self._lent
         if lent is not None and key.number == 0 and key.block in self._borrowers:
             function = partial(_lending, lent, operation.function)
@@ -191,9 +197,58 @@ class Replay(Pass):
         shape, strides = whole_size(info.shape, info.strides, layout)
         return info._replace(shape=shape, strides=strides)
 
+    def _waiting_for(self, operation: Operation, ghosts: list[Ghost]) -> Any:
+        """Return ghosts of the result of an operation on slices, which waits; None if it cannot.
+
+        On the last stage only: no other one has to be told its result.
+        """
+        key, _, function, args, kwargs = operation
+        later = self._later
+        own = [g for g in ghosts if layout_on(g.here) is not None or later.waits(g.here)]
+        if not own or self._stage < self._last_stage:
+            return None
+        self.is_inside = True
+        try:
+            result = later.add(function, *map_tensors(self._here, (args, kwargs)))
+        finally:
+            self.is_inside = False
+        if result is None:
+            return None
+        known, device = {id(ghost.here): ghost for ghost in ghosts}, own[0].info.device
+        leaves, structure = flatten(result)
+        given = []
+        for place, leaf in enumerate(leaves):
+            ghost = known.get(id(leaf))
+            ghost = self.given(key, place, leaf) if ghost is None else ghost
+            ghost.info = ghost.info._replace(device=device)
+            given.append(ghost)
+        return unflatten(structure, given)
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """Return the tensor of a ghost, or the stand-in of one that waits."""
+        if type(tensor) is not Ghost:
+            return self.instead_of(tensor)
+        return tensor.here if self._later.waits(tensor.here) else self.real(tensor)
+
+    def _finish(self, ghosts: list[Ghost]) -> None:
+        """Run the operations behind ghosts that wait."""
+        waiting = [ghost for ghost in ghosts if self._later.waits(ghost.here)]
+        if not waiting:
+            return
+        self.is_inside, was_inside = True, self.is_inside
+        try:
+            with with_torch_function():
+                perform = partial(_performed, self._perform)
+                results = self._later.results([ghost.here for ghost in waiting], perform)
+        finally:
+            self.is_inside = was_inside
+        for ghost, result in zip(waiting, results, strict=True):
+            ghost.here, ghost.info = result, self.describe(result, ghost.info.value)
+
     def _make_whole(self, key: EventKey, ghosts: list[Ghost]) -> None:
-        """Gather the whole tensors of slices, for an operation that is no layer."""
-        for ghost in ghosts:
+        """Finish what waits, and gather slices for an operation that is no layer."""
+        self._finish(ghosts)
+        for ghost in ghosts if key.number else ():
             if ghost.here is not None and layout_on(ghost.here) is not None:
                 ghost.here = self._perform(key, partial(unchanged, ghost.here))
 
@@ -221,6 +276,7 @@ class Replay(Pass):
             self._end()  # the model skipped later blocks; the last stage returns the output
         self._doing = "the model's output"
         leaves, structure = flatten(output)
+        self._finish(ghosts_in(*leaves))
         reals = [self._unwrapped(leaf) for leaf in leaves]
         return unflatten(told_structure(structure, END), reals)
 
@@ -243,6 +299,7 @@ class Replay(Pass):
                 "with the example inputs (for another argument, length or mode). Capture it with "
                 "an example that takes this path"
             )
+        self._finish([ghost])
         return ghost.here
 
     def instead_of(self, tensor: Tensor) -> Tensor:
@@ -324,6 +381,10 @@ _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     ),
 )
 """(getter, setter) of torch's modes of a thread, which a model may change."""
+
+
+def _performed(perform: Perform, code: Any, *tensors: Tensor) -> Any:
+    return perform(END, partial(code, *tensors))
 
 
 def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

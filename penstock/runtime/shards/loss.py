@@ -1,19 +1,19 @@
-"""Compute a loss from an output that the last layer leaves in slices.
+"""Compute a loss, or other code after a layer, from an output that the layer leaves in slices.
 
     last layer ──S(2)──► flatten ──S(1)──► cross_entropy ──I──► loss, whole on each device
                          target  ──R─────┘
 
-The loss is one more layer.  Its calls are recorded and divided at its first micro-batch, since
+Such code is one more layer.  Its calls are recorded and divided at its first micro-batch, since
 targets are not known before.  A function without a rule takes whole values.
 """
 
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.costs.counting.count import record_graph
+from penstock.model.capture.later import Code, stand_in_of
 from penstock.model.entries import layout_on, whole_size
 from penstock.model.layer_list import as_layers
 from penstock.model.layers import Layers
@@ -22,89 +22,87 @@ from penstock.sharding.layouts import I, Layout, S
 from penstock.sharding.plan import LayerSharding
 from penstock.sharding.routed import why_whole
 
-from .divided import Axes, DividedLayer, Noted, called_alike
+from .divided import NO_LAYER, Axes, DividedLayer, Noted, called_alike
 from .run import OtherPathError
 
 Layouts = tuple[Layout | None, ...]
-"""The layout of each tensor of an output and its target; None for a whole tensor."""
+"""The layout of each tensor that code takes; None for a whole tensor."""
 
 
-class _LossLayer(nn.Module):
-    """A loss as a layer, whose input is (output, target)."""
+class _CodeLayer(nn.Module):
+    """A function as a layer, whose input is its arguments."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.loss = loss
+        self.function = function
 
-    def forward(self, pair: tuple[Any, Any]) -> Tensor:
-        loss: Tensor = self.loss(*pair)
-        return loss
+    def forward(self, given: tuple[Any, ...]) -> Any:
+        return self.function(*given)
 
 
-class DividedLoss:
-    """Computes a loss in shards along axes, as layer number `index`."""
+class DividedCode:
+    """Computes a loss of an output and its target in shards along axes.
 
-    def __init__(self, index: int, loss: Any, axes: Axes) -> None:
-        self._index, self._layer, self._axes = index, _LossLayer(loss), axes
+    Without a `loss` it computes any `Code`, and gathers what all other functions take.
+    """
+
+    def __init__(self, axes: Axes, loss: Any = None) -> None:
+        self._axes, self._loss = axes, loss
         self._divided: dict[Any, DividedLayer | None] = {}
-        """The loss for each kind of output and target; None where it needs whole values."""
+        """The code for each kind of tensors; None where it needs whole values."""
 
     def call(self, function: "partial[Any]", noted: Noted) -> Any:
-        """Return the loss, whole on each device; all devices must make the same calls.
+        """Return the results, whole on each device; all devices must make the same calls.
 
-        A loss that reads values, draws random numbers or takes another path than in its first
-        micro-batch gets its output whole.
+        Code that reads values, draws random numbers or takes another path than in its first
+        micro-batch gets whole values.
         """
-        pair = function.args[-2:]
-        leaves, _ = flatten(pair)
+        code, given = function.func, function.args
+        if self._loss is not None:
+            code, given = self._loss, given[-2:]
+        leaves, _ = flatten(given)
         layouts = tuple(map(layout_on, leaves))
         if not any(layouts):
             return function()
-        kind = tuple(
-            (leaf.dtype, _without_sizes(layout), *(n == 1 for n in _whole_shape(leaf, layout)))
-            for leaf, layout in zip(leaves, layouts, strict=True)
+        if self._loss is None and not isinstance(code, Code):
+            return called_alike(None, self._axes, function, noted)
+        kind = (
+            code if isinstance(code, Code) else None,
+            *(
+                (leaf.dtype, _without_sizes(layout), *(n == 1 for n in _whole_shape(leaf, layout)))
+                for leaf, layout in zip(leaves, layouts, strict=True)
+            ),
         )
+        layer = _CodeLayer(code)
         if kind not in self._divided:
-            self._divided[kind] = self._planned(pair, layouts)
-        divided, compute = self._divided[kind], partial(self._layer.forward, pair)
+            self._divided[kind] = self._planned(layer, given, layouts)
+        divided, compute = self._divided[kind], partial(layer.forward, given)
         if divided is not None:
             try:
-                return divided.call(compute, noted)
+                return divided.call(compute, {})
             except OtherPathError:  # all devices raise it alike
                 self._divided[kind] = None
-        return called_alike(None, self._axes, compute, noted)
+        return called_alike(None, self._axes, compute, {})
 
-    def _planned(self, pair: Any, layouts: Layouts) -> DividedLayer | None:
-        """Record the loss on tensors of whole sizes without values, and divide its calls."""
-        leaves, structure = flatten(pair)
-        whole = [
-            leaf.detach()
-            if layout is None
-            else torch.empty(
-                _whole_shape(leaf, layout),
-                dtype=leaf.dtype,
-                device="meta",
-                requires_grad=leaf.requires_grad,
-            )
-            for leaf, layout in zip(leaves, layouts, strict=True)
-        ]
-        pair = unflatten(structure, whole)
+    def _planned(self, layer: nn.Module, given: Any, layouts: Layouts) -> DividedLayer | None:
+        """Record the code on tensors of whole sizes without values, and divide its calls."""
+        leaves, structure = flatten(given)
         try:
-            plan = _plan(as_layers([self._layer]), pair, layouts, self._axes)
+            whole = [stand_in_of(*each) for each in zip(leaves, layouts, strict=True)]
+            given = unflatten(structure, whole)
+            plan = _plan(as_layers([layer]), given, layouts, self._axes)
         except Exception:  # of any class: it is the user's code, which now runs on whole values
             return None
-        if plan is None:
-            return None
-        return DividedLayer(self._index, self._layer, plan, self._axes)
+        return None if plan is None else DividedLayer(NO_LAYER, layer, plan, self._axes)
 
 
-def _plan(layers: Layers, pair: Any, layouts: Layouts, axes: Axes) -> LayerSharding | None:
-    """Return the division of the loss; None if it cannot be divided."""
+def _plan(layers: Layers, given: Any, layouts: Layouts, axes: Axes) -> LayerSharding | None:
+    """Return the division of the code; None if it cannot be divided."""
     # the solver takes a while to import
     from penstock.sharding.costs import Costs
     from penstock.sharding.program import LayerProgram, Task, priced
 
-    graph = record_graph(layers, pair)
+    graph = record_graph(layers, given)
     numbers = sorted(graph.entering[0])  # in the order of the tensors
     is_known = len(numbers) == len(layouts)
     if not is_known or why_whole(graph, 0) or any(call.draws for call in graph.calls):

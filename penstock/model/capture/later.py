@@ -1,0 +1,198 @@
+"""Operations on slices between blocks: they wait until a result is needed, and then run at once.
+
+    last block ──slice──► float ──► view ──► cross_entropy ──► the model's output
+                          └──── one function of the slice ───┘
+
+Until then they have run on meta tensors only.  Their function can be divided as a layer is.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import GlueError
+from penstock.model.entries import is_plain_class, layout_on, version_of, whole_size
+from penstock.model.pytree import Structure, constants, flatten, unflatten
+
+from .forward_pass import GRADIENT_HOOKS
+from .operations import draws
+
+_NEVER = frozenset(
+    (*GRADIENT_HOOKS, torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+)
+"""Functions that look at the graph behind a tensor."""
+_FEW = 8
+"""Integers below this count as dimensions, and others as sizes."""
+
+
+class _Waiting(NamedTuple):
+    """An operation that waits; tensors have numbers."""
+
+    function: Callable[..., Any]
+    structure: Structure
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    with_grad: bool
+
+
+class Code:
+    """Operations as a function of their tensors.
+
+    Codes are equal if they run the same functions in the same order, on tensors of any size.
+    """
+
+    def __init__(
+        self, operations: Sequence[_Waiting], takes: Sequence[int], gives: Sequence[int]
+    ) -> None:
+        self._operations, self._takes, self._gives = operations, takes, gives
+        facts = (
+            (own.function, own.takes, own.gives, own.with_grad, *map(_alike, constants(own[1])))
+            for own in operations
+        )
+        self._key = tuple(facts), tuple(takes), tuple(gives)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Code) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        values = dict(zip(self._takes, tensors, strict=True))
+        for own in self._operations:
+            args, kwargs = unflatten(own.structure, [values[n] for n in own.takes])
+            with _grad_mode(own.with_grad):
+                result = own.function(*args, **kwargs)
+            values.update(zip(own.gives, flatten(result)[0], strict=True))
+        return tuple([values[n] for n in self._gives])
+
+
+class Later:
+    """The operations of one pass that wait, on tensors of which each has a number."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Waiting] = []
+        self._numbers: dict[int, int] = {}
+        """Numbers of tensors and of their stand-ins, by id."""
+        self._stand_ins: list[Tensor] = []
+        """Meta tensors of whole sizes, by number."""
+        self._known: dict[int, Tensor] = {}
+        """Tensors with values or slices, by number; all others wait."""
+        self._versions: dict[int, int] = {}
+
+    def waits(self, tensor: Tensor | None) -> bool:
+        """Tell whether a tensor is the stand-in of a result that waits."""
+        return self._numbers.get(id(tensor), -1) not in {-1, *self._known}
+
+    def add(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Add an operation on tensors and stand-ins; return its result, of arguments or stand-ins.
+
+        None: it has to run now, since it draws, changes an argument, or needs values.
+        """
+        if function in _NEVER or draws(function, args, kwargs) or _is_autocast():
+            return None
+        tensors, structure = flatten((args, kwargs))
+        if not all(is_plain_class(own) and own.layout is torch.strided for own in tensors):
+            return None
+        takes = tuple(map(self._number_of, tensors))
+        stand_ins = [self._stand_ins[n] for n in takes]
+        versions = [*map(version_of, stand_ins)]
+        args, kwargs = unflatten(structure, stand_ins)
+        try:
+            result = function(*args, **kwargs)
+        except Exception:  # of any class: the operation runs now, and then raises its own
+            return None
+        leaves, form = flatten(result)
+        if not leaves or versions != [*map(version_of, stand_ins)]:
+            return None
+        if not all(leaf.is_meta for leaf in leaves):
+            return None
+        gives = tuple([self._number_of_result(leaf) for leaf in leaves])
+        with_grad = torch.is_grad_enabled()
+        self._operations.append(_Waiting(function, structure, takes, gives, with_grad))
+        return unflatten(form, [self._known.get(n, self._stand_ins[n]) for n in gives])
+
+    def results(
+        self, stand_ins: Sequence[Tensor], perform: Callable[..., Any]
+    ) -> tuple[Tensor, ...]:
+        """Run the operations behind stand-ins by `perform(code, *tensors)`; return the results.
+
+        Raises:
+            GlueError: one of their tensors has been changed in place since.
+        """
+        # 1. Find the operations that the results need, and the tensors that these take.
+        gives = [self._numbers[id(tensor)] for tensor in stand_ins]
+        needed, operations = {*gives} - self._known.keys(), list[_Waiting]()
+        for own in reversed(self._operations):
+            if not needed.isdisjoint(own.gives):
+                operations.insert(0, own)
+                needed |= {*own.takes} - self._known.keys()
+        takes = dict.fromkeys(n for own in operations for n in own.takes if n in self._known)
+        tensors = [self._known[n] for n in takes]
+        if [*map(version_of, tensors)] != [self._versions[n] for n in takes]:
+            raise GlueError(
+                "the code after a block changes a tensor in place that it has used before with "
+                "slices of the block's result. Change a copy (clone()), or put that code into an "
+                "nn.Module with parameters, and name it in blocks="
+            )
+        # 2. Run them, and keep the results: nothing runs twice.
+        code = Code(operations, [*takes], gives)
+        with _grad_mode(any(own.with_grad for own in operations)):
+            results: tuple[Tensor, ...] = perform(code, *tensors)
+        for number, result in zip(gives, results, strict=True):
+            self._note(number, result)
+        return results
+
+    def _number_of(self, tensor: Tensor) -> int:
+        number = self._numbers.get(id(tensor))
+        if number is None or self._is_changed(number, tensor):
+            number = len(self._stand_ins)
+            self._stand_ins.append(stand_in_of(tensor, layout_on(tensor)))
+            self._note(number, tensor)
+        return number
+
+    def _is_changed(self, number: int, tensor: Tensor) -> bool:
+        return number in self._known and version_of(tensor) != self._versions[number]
+
+    def _number_of_result(self, stand_in: Tensor) -> int:
+        """Return the number of a result, which may be the stand-in of an argument."""
+        for number, known in enumerate(self._stand_ins):
+            if known is stand_in:
+                return number
+        self._stand_ins.append(stand_in)
+        return self._numbers.setdefault(id(stand_in), len(self._stand_ins) - 1)
+
+    def _note(self, number: int, tensor: Tensor) -> None:
+        self._known[number], self._versions[number] = tensor, version_of(tensor)
+        self._numbers[id(tensor)] = number
+
+
+def stand_in_of(tensor: Tensor, layout: Any) -> Tensor:
+    """Return a meta tensor of the whole size of a tensor, or of a slice, without a graph."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if layout is not None:
+        shape, strides = whole_size(shape, strides, layout)
+    whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+    return whole.requires_grad_(tensor.requires_grad)
+
+
+def _grad_mode(with_grad: bool) -> Any:
+    is_so = torch.is_grad_enabled() == with_grad
+    return nullcontext() if is_so else torch.set_grad_enabled(with_grad)
+
+
+def _is_autocast() -> bool:
+    """Tell whether results have other types on meta tensors, which autocast leaves alone."""
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
+def _alike(value: Any) -> Hashable:
+    """Return a constant without what differs between batches."""
+    if isinstance(value, slice):
+        return "slice", *map(_alike, (value.start, value.stop, value.step))
+    if isinstance(value, float) or (isinstance(value, int) and abs(value) >= _FEW):
+        return type(value)
+    return value if isinstance(value, Hashable) else repr(value)

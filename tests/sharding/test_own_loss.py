@@ -1,0 +1,154 @@
+"""A model's own loss takes the result of its last layer in slices, and is the unsplit model's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import penstock
+from penstock import Mesh, Pipeline, Recompute
+from penstock.planner.placement import Placement
+from penstock.runtime.pipeline_module import parts_of
+from tests.distributed.call import call
+from tests.sharding.test_loss import ALONE, NUM_WORDS, TARGETS, WHOLE, WORDS, Sizes
+
+SHIFTED = {count * (TARGETS.shape[1] - 1) * NUM_WORDS for count in (4, 3)}
+"""Elements of the logits of each micro-batch without the last position."""
+COUNT = torch.tensor(29.0, dtype=torch.float64)
+
+
+def causal(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+) -> Tensor:
+    """Compute transformers' loss, whose logits become float32, in float64."""
+    logits = logits.double()
+    later = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1).to(logits.device)
+    how = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.view(-1, vocab_size), later, ignore_index=-100, reduction=how)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch.to(loss.device)
+
+
+class Own(nn.Module):
+    """Computes a loss of logits in a way of its own between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(NUM_WORDS, 12), nn.Linear(12, 12)
+        self.head = nn.Linear(12, NUM_WORDS)
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return self.found(self.head(self.mix(self.words(words)).tanh()), labels)
+
+    def found(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        shifted = logits[:, :-1].contiguous()
+        with torch.no_grad():
+            right = (logits.argmax(-1) == labels).double().mean()
+        loss = F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits, "right": right}
+
+
+class Reads(Own):
+    """Reads the value of its loss in evaluation."""
+
+    def found(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = super().found(logits, labels)
+        more = 0.0 if self.training else found["loss"].item()
+        return found | {"loss": found["loss"] * (1 + more)}
+
+
+class Changes(Own):
+    """Changes what it has made of its logits in place; it needs whole ones."""
+
+    def found(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scaled, half = logits * 2, logits / 2
+        scaled.mul_(half.abs().max())
+        return super().found(scaled + half, labels)
+
+
+def made(name: str) -> nn.Module:
+    sizes: dict[str, Any] = {"vocab_size": NUM_WORDS}
+    torch.manual_seed(0)
+    if name == "llama":
+        sizes |= {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False}
+        model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
+    elif name == "gpt2":
+        sizes |= {"n_embd": 12, "n_head": 2, "n_layer": 2, "n_positions": 8, "use_cache": False}
+        model = GPT2LMHeadModel(GPT2Config(**sizes))
+    else:
+        return {"own": Own, "reads": Reads, "changes": Changes}[name]().double()
+    model.loss_function = causal
+    return model.double()
+
+
+def batch_of(name: str) -> dict[str, Any]:
+    if name in ("llama", "gpt2"):
+        batch = {"input_ids": WORDS, "labels": TARGETS}
+        return batch | {"num_items_in_batch": COUNT} if name == "llama" else batch
+    return {"words": WORDS, "labels": TARGETS.clamp(min=0) if name != "own" else TARGETS}
+
+
+def stepped(name: str, **options: Any) -> dict[str, Any]:
+    """Train a step; return the loss, gradients, outputs, and if whole logits were seen."""
+    batch = batch_of(name)
+    example = {k: v[:4] if v.dim() else v for k, v in batch.items()}
+    model = made(name)
+    pipe = Pipeline(model, example_inputs=example, num_microbatches=2, **options)
+    with Sizes() as sizes:
+        found: dict[str, Any] = {"loss": pipe.train_step(batch)}
+    gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+    found |= parts_of(pipe).shards.whole(gradients) if pipe.sharding else gradients
+    output = pipe.eval_step(batch)
+    found |= {f"output {key}": value for key, value in (output or {}).items()}
+    return {"values": found, "sizes": sizes.seen & (WHOLE | SHIFTED)}
+
+
+HEAD = {"plan": "auto"}
+QUICK = (
+    ("llama", "megatron"),
+    ("llama", "context"),
+    ("gpt2", "auto"),
+    ("gpt2", "context"),
+    ("own", {"plan": "auto", "head.weight": "S(0)"}),
+    ("reads", {"plan": "auto", "head.weight": "S(0)"}),
+    ("changes", {"plan": "auto", "head.weight": "S(0)"}),
+)
+
+
+def in_shards(mesh: Mesh) -> list[dict[str, Any]]:
+    return [
+        stepped(name, mesh=mesh, sharding=how) | {"name": name, "how": str(how)}
+        for name, how in QUICK
+    ]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement.of(range(1), num_shards=2),
+        pytest.param(Placement.of(range(2), num_shards=2), marks=pytest.mark.slow),
+    ],
+    ids=["2 shards", "2 stages of 2 shards"],
+)
+def test_a_models_own_loss_is_the_unsplit_one_and_nobody_holds_whole_logits(
+    placement: Placement, tmp_path: Path
+) -> None:
+    alone = {name: stepped(name, **ALONE) for name, _ in QUICK}
+    of_ranks = call(in_shards, placement, tmp_path, timeout_s=300.0)
+    for rank, of_rank in enumerate(of_ranks):
+        is_last = rank >= len(of_ranks) - placement.most_shards
+        for found in of_rank:
+            wanted, case = alone[found["name"]], (found["name"], found["how"])
+            print(case, found["sizes"], wanted["sizes"])
+            needs_whole = found["name"] == "changes" and is_last
+            assert wanted["sizes"] & WHOLE, case
+            for name, value in found["values"].items():
+                if value is not None:
+                    own = wanted["values"][name]
+                    assert torch.allclose(value, own, rtol=0, atol=1e-12), (*case, name)
+            assert bool(found["sizes"]) == needs_whole, case
