@@ -72,7 +72,8 @@ def between(
 def with_end(graph: Graph, num_layers: int) -> Graph:
     """Return the graph with the code after the last layer, or the loss, as a layer of its own.
 
-    There is none if no such call uses a result of the last layer.
+    There is none if no such call uses a result of the last layer.  Outputs that are no scalars do
+    not count as used: a step takes the loss, and leaves others in slices.
     """
     last = graph.of_layer(num_layers - 1)
     own = [n for n, call in enumerate(last) if not call.is_between]
@@ -85,7 +86,8 @@ def with_end(graph: Graph, num_layers: int) -> Graph:
         replace(call, layer=num_layers, is_between=False) if id(call) in after else call
         for call in graph.calls
     )
-    return replace(graph, calls=tuple(calls))
+    scalars = tuple(n for n in graph.outputs if not graph.tensors[n].shape)
+    return replace(graph, calls=tuple(calls), outputs=scalars)
 
 
 def for_loss(

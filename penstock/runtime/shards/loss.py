@@ -7,6 +7,7 @@ Such code is one more layer.  Its calls are recorded and divided at its first mi
 targets are not known before.  A function without a rule takes whole values.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.model.entries import layout_on, whole_size
 from penstock.model.layer_list import as_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
-from penstock.sharding.layouts import I, Layout, S
+from penstock.sharding.layouts import I, Layout, R, S
 from penstock.sharding.plan import LayerSharding
 from penstock.sharding.routed import why_whole
 
@@ -52,7 +53,9 @@ class DividedCode:
         """The code for each kind of tensors; None where it needs whole values."""
 
     def call(self, function: "partial[Any]", noted: Noted) -> Any:
-        """Return the results, whole on each device; all devices must make the same calls.
+        """Return the results, of which scalars are whole on each device.
+
+        All devices must make the same calls.
 
         Code that reads values, draws random numbers or takes another path than in its first
         micro-batch gets whole values.
@@ -103,6 +106,8 @@ def _plan(layers: Layers, given: Any, layouts: Layouts, axes: Axes) -> LayerShar
     from penstock.sharding.program import LayerProgram, Task, priced
 
     graph = record_graph(layers, given)
+    results = [n for n in graph.outputs if graph.tensors[n].shape]
+    graph = replace(graph, outputs=tuple(n for n in graph.outputs if n not in results))
     numbers = sorted(graph.entering[0])  # in the order of the tensors
     is_known = len(numbers) == len(layouts)
     if not is_known or why_whole(graph, 0) or any(call.draws for call in graph.calls):
@@ -111,9 +116,17 @@ def _plan(layers: Layers, given: Any, layouts: Layouts, axes: Axes) -> LayerShar
     borders = {number: layout for number, layout in entering if layout is not None}
     costs = Costs.usual([axis.size for axis in axes])
     task = Task(costs=costs, allow=lambda *_: True, rests=lambda *_: (I,))
-    program = LayerProgram(graph, 0, task, borders)
+    program, whole = LayerProgram(graph, 0, task, borders), (I,) * len(axes)
     solved = program.solve(_BYTE_S)
-    return priced(graph, layers.steps[0].path, costs, program.calls, solved, borders)
+    plan = priced(graph, layers.steps[0].path, costs, program.calls, solved, borders)
+    # results stay in slices: an operation that needs whole ones gathers them
+    leaving = {
+        (k, place): planned.gives[place]
+        for k, (call, planned) in enumerate(zip(program.calls, solved.calls, strict=True))
+        for place, n in enumerate(call.gives)
+        if n in results and R not in planned.gives[place] and planned.gives[place] != whole
+    }
+    return replace(plan, leaving=leaving)
 
 
 _BYTE_S = 1e-7
