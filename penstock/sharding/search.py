@@ -84,7 +84,7 @@ class Part(NamedTuple):
     after: Mesh | None = None
     """The mesh of the next stage, if there is one."""
     to_loss: bool = False
-    """True if the last layer may leave its output in slices: a loss of unknown calls takes it."""
+    """True if a loss, whose calls are unknown, takes the last layer's output in any slices."""
     has_end: bool = False
     """True if the last of `layers` is the code after the model's last layer, or the loss."""
 
@@ -127,10 +127,10 @@ class Search:
         self._around = part.before, part.after
         self._ends = [self._end(place, mesh) for place, mesh in zip((0, -1), around, strict=True)]
         """The layouts of values that enter the stage and that leave it."""
-        self._loss_at = len(layers) - self._has_end if self._to_loss or self._has_end else -1
-        at_end = self._crossing[self._loss_at] if self._loss_at > 0 else []
-        shapes = [graph.tensors[n].shape for n in at_end]
-        self._for_loss = for_loss(shapes, self._layouts(self._loss_at), costs.mesh)
+        self._loss_at = len(layers) - self._has_end if self._to_loss or self._has_end else 0
+        shapes = [graph.tensors[n].shape for n in self._crossing[self._loss_at]]
+        ways = self._layouts(self._loss_at)
+        self._for_loss = for_loss(shapes, ways, costs.mesh) if self._loss_at else []
 
     def within(self, limit: int | None) -> list[LayerSharding]:
         """Return the fastest plan within a limit of bytes, of the best plans for prices of a byte.
@@ -277,8 +277,8 @@ class Search:
 
     def _fastest(self, byte_s: float) -> _Plans:
         """Return the plan with the least total for a price of a byte."""
-        begin = self._ends[0]
-        best: dict[Layout, tuple[Cost, list[LayerSharding]]] = {begin: (Cost(0.0, 0.0), [])}
+        best: dict[Layout, tuple[Cost, list[LayerSharding]]]
+        best = {self._ends[0]: (Cost(0.0, 0.0), [])}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
             ways = product if self._for_loss and place + 1 == self._loss_at else self._ways
@@ -388,11 +388,10 @@ class Search:
 
     def _between(self, maker: int, user: int) -> list[int]:
         """Return the tensors that one layer makes and only the next one, or the loss, uses."""
-        layers = [maker] if (is_loss := user == len(self._names)) else [maker, user]
-        if maker < 0 or (is_loss and not self._to_loss) or any(map(self._why_whole, layers)):
+        layers, after = [maker, user], len(self._names) - user
+        if maker < 0 or (not after and not self._to_loss) or any(map(self._why_whole, layers)):
             return []
-        is_end = is_loss or (self._has_end and user == len(self._names) - 1)
-        users = None if is_loss else self._calls(user)
+        users, is_end = self._calls(user) if after else None, after <= self._has_end
         return between(self._graph, self._calls(maker), users, is_end=is_end)
 
 
