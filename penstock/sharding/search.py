@@ -112,8 +112,7 @@ class Search:
         self._task = Task(costs=costs, allow=ready.allow, rests=ready.rests, pins=pins)
         self._programs: dict[object, LayerProgram] = {}
         self._known: dict[object, tuple[LayerSharding, Cost]] = {}
-        self._sizes: dict[object, Numbers] = {}
-        self._ranges: dict[float, Ranges] = {}
+        self._sizes, self._ranges = dict[object, Numbers](), dict[float, Ranges]()
         self._kinds: dict[object, int] = {}
         self._kind, self._layouts = cache(self._kind_of), cache(self._allowed)
         self._calls: Callable[[int], list[Call]] = cache(partial(routed_calls, graph))
@@ -128,9 +127,8 @@ class Search:
         self._ends = [self._end(place, mesh) for place, mesh in zip((0, -1), around, strict=True)]
         """The layouts of values that enter the stage and that leave it."""
         self._loss_at = len(layers) - self._has_end if self._to_loss or self._has_end else 0
-        shapes = [graph.tensors[n].shape for n in self._crossing[self._loss_at]]
-        ways = self._layouts(self._loss_at)
-        self._for_loss = for_loss(shapes, ways, costs.mesh) if self._loss_at else []
+        shapes = [graph.tensors[n].shape for n in self._crossing[self._loss_at] if self._loss_at]
+        self._for_loss = for_loss(shapes, self._layouts(self._loss_at), costs.mesh)
 
     def within(self, limit: int | None) -> list[LayerSharding]:
         """Return the fastest plan within a limit of bytes, of the best plans for prices of a byte.
@@ -277,8 +275,7 @@ class Search:
 
     def _fastest(self, byte_s: float) -> _Plans:
         """Return the plan with the least total for a price of a byte."""
-        best: dict[Layout, tuple[Cost, list[LayerSharding]]]
-        best = {self._ends[0]: (Cost(0.0, 0.0), [])}
+        best = {self._ends[0]: (Cost(0.0, 0.0), list[LayerSharding]())}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
             ways = product if self._for_loss and place + 1 == self._loss_at else self._ways
@@ -391,8 +388,8 @@ class Search:
         layers, after = [maker, user], len(self._names) - user
         if maker < 0 or (not after and not self._to_loss) or any(map(self._why_whole, layers)):
             return []
-        users, is_end = self._calls(user) if after else None, after <= self._has_end
-        return between(self._graph, self._calls(maker), users, is_end=is_end)
+        users = self._calls(user) if after else None
+        return between(self._graph, self._calls(maker), users, is_end=after <= self._has_end)
 
 
 _BYTE_S = 1e-13

@@ -4,6 +4,7 @@ from .fault import Fault
 
 _FUZZ = "tests/sharding/test_fuzz.py", "short"
 _LOSS = "tests/sharding/test_loss.py", "unsplit"
+_OWN_LOSS = "tests/sharding/test_own_loss.py", "unsplit"
 _BORDERS = "tests/sharding/test_borders.py", "not along_data"
 
 FAULTS = (
@@ -230,10 +231,24 @@ FAULTS = (
     Fault(
         "code between layers works on the slice of a value that its device has",
         "penstock/model/capture/replay.py",
-        "        if self._has_slices and key.number:\n",
+        "        if self._has_slices:\n",
         "        if False:\n",
         "tests/sharding/test_whole.py",
         "code_between",
+    ),
+    Fault(
+        "code after the last block gathers slices that it could take",
+        "penstock/model/capture/replay.py",
+        "        if not own or self._stage < self._last_stage:\n",
+        "        if own or self._stage < self._last_stage:\n",
+        *_OWN_LOSS,
+    ),
+    Fault(
+        "code that waits has gradients in a block without them, or none after it",
+        "penstock/model/capture/later.py",
+        "            with _grad_mode(own.with_grad):\n",
+        "            with _grad_mode(not own.with_grad):\n",
+        *_OWN_LOSS,
     ),
     Fault(
         "a loss gathers an output that it could take in slices",

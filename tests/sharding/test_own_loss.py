@@ -113,7 +113,6 @@ HEAD = {"plan": "auto", "head.weight": "S(0)"}
 QUICK = (
     ("llama", "megatron"),
     ("llama", "context"),
-    ("gpt2", "sequence"),
     ("gpt2", "context"),
     ("own", HEAD),
     ("reads", HEAD),

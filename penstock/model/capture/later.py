@@ -172,10 +172,8 @@ class Later:
 
 def stand_in_of(tensor: Tensor, layout: Any) -> Tensor:
     """Return a meta tensor of the whole size of a tensor, or of a slice, without a graph."""
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    if layout is not None:
-        shape, strides = whole_size(shape, strides, layout)
-    whole = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+    shape, strides = whole_size(tuple(tensor.shape), tensor.stride(), layout or ())
+    whole = torch.empty_strided(shape, strides or (), dtype=tensor.dtype, device="meta")
     return whole.requires_grad_(tensor.requires_grad)
 
 
@@ -194,5 +192,5 @@ def _alike(value: Any) -> Hashable:
     if isinstance(value, slice):
         return "slice", *map(_alike, (value.start, value.stop, value.step))
     if isinstance(value, float) or (isinstance(value, int) and abs(value) >= _FEW):
-        return type(value)
+        return type(value).__name__
     return value if isinstance(value, Hashable) else repr(value)

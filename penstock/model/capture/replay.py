@@ -228,7 +228,8 @@ class Replay(Pass):
         """Return the tensor of a ghost, or the stand-in of one that waits."""
         if type(tensor) is not Ghost:
             return self.instead_of(tensor)
-        return tensor.here if self._later.waits(tensor.here) else self.real(tensor)
+        here = tensor.here
+        return here if here is not None and self._later.waits(here) else self.real(tensor)
 
     def _finish(self, ghosts: list[Ghost]) -> None:
         """Run the operations behind ghosts that wait."""
@@ -239,7 +240,8 @@ class Replay(Pass):
         try:
             with with_torch_function():
                 perform = partial(_performed, self._perform)
-                results = self._later.results([ghost.here for ghost in waiting], perform)
+                stand_ins = [ghost.here for ghost in waiting if ghost.here is not None]
+                results = self._later.results(stand_ins, perform)
         finally:
             self.is_inside = was_inside
         for ghost, result in zip(waiting, results, strict=True):
