@@ -77,6 +77,8 @@ def made(name: str) -> nn.Module:
         sizes |= {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
         sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "use_cache": False}
         model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
+        for path in [path for path, _ in model.named_modules() if path.endswith("norm")]:
+            model.set_submodule(path, nn.RMSNorm(12, eps=1e-6))  # its own one computes in float32
     elif name == "gpt2":
         sizes |= {"n_embd": 12, "n_head": 2, "n_layer": 2, "n_positions": 8, "use_cache": False}
         model = GPT2LMHeadModel(GPT2Config(**sizes))
