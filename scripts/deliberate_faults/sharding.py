@@ -240,7 +240,7 @@ FAULTS = (
         "code after the last block gathers slices that it could take",
         "penstock/model/capture/replay.py",
         "        if not own or self._stage < self._last_stage:\n",
-        "        if own or self._stage < self._last_stage:\n",
+        "        if own is not None:\n",
         *_OWN_LOSS,
     ),
     Fault(
