@@ -115,6 +115,7 @@ def test_no_baseline_is_faster_where_schedules_or_zero_decide(
             assert step_s(plan_baseline(name, small)) >= step_s(plan), name
 
 
+@pytest.mark.slow
 def test_each_baseline_keeps_to_its_restriction(plans: dict[str, Plan]) -> None:
     assert sizes_of(plans["intra"]) == sizes_of(plans["deepspeed"]) == [4]
     assert plans["deepspeed"].sharding in ("data", "zero1", "zero2", "zero3", "expert")

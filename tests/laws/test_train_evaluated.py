@@ -66,6 +66,7 @@ def test_scores_are_those_of_the_run_for_any_number_of_stages(digits: Path, layo
         assert found.scores == scores_after(digits, epoch) and found.epoch == epoch
 
 
+@pytest.mark.slow
 def test_the_command_names_the_checkpoint_and_changes_no_file(digits: Path) -> None:
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in digits.rglob("*") if path.is_file()}
@@ -122,6 +123,7 @@ def test_lines_are_translated_as_the_test_texts_were(texts: dict[str, Path]) -> 
         list(predict_by(texts["names"], [], Which.BEST))
 
 
+@pytest.mark.slow
 def test_a_text_is_continued_as_at_the_end_of_the_run(texts: dict[str, Path]) -> None:
     (text,) = predict_by(texts["text"], [], Which.NEWEST)
     assert text + "\n" == (texts["text"] / "sample.txt").read_text()

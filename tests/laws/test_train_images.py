@@ -136,6 +136,7 @@ def test_a_run_goes_on_with_the_images_that_it_began_with(recipe, uninterrupted,
     assert str(recipe.parent) in (folder / "recipe.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_without_an_image_to_be_judged_by_is_an_error(recipe: Path, tmp_path: Path) -> None:
     for part in ("train", "val"):
         shutil.copytree(recipe.parent / part, tmp_path / part)

@@ -31,9 +31,8 @@ def drawn(seed: int) -> tuple[penstock.Profile, penstock.Cluster]:
     return penstock.profile(layers, inputs, measure=False, microbatch_sizes=[1, 4, 16]), where
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
 def test_the_plan_is_no_slower_than_the_best_of_either_kind(seed: int) -> None:
     profile, where = drawn(seed)
     asked = Constraints(batch_size=16)

@@ -56,6 +56,7 @@ def test_every_size_is_proved_free_of_deadlock_and_exact(sizes: tuple[int, int, 
         lower(how, num_microbatches, mode)
 
 
+@pytest.mark.slow
 @given(SIZES)
 def test_the_bubble_is_that_of_1f1b_divided_by_the_stages_of_a_rank(sizes) -> None:
     num_ranks, stages_per_rank, groups = sizes

@@ -232,6 +232,7 @@ def test_a_thousand_ranks_fit_and_what_is_left_out_is_said(large: Reader) -> Non
     assert "64 of 1,000 ranks are drawn, evenly chosen." in said
 
 
+@pytest.mark.slow
 def test_every_lane_that_is_drawn_has_its_boxes(large: Reader) -> None:
     chart = json.loads(large.data)["timeline"]
     drawn = {(trace["yaxis"], lane) for trace in chart["data"] for lane in trace["y"]}
