@@ -8,15 +8,15 @@ the best few of each  x  schedules  ──►  the simulator says which is faste
 A given layout is priced and simulated in the same way (`on_layout`).
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product, repeat
 from math import inf, prod
 from operator import attrgetter, itemgetter
-from typing import Any
 
 from penstock.costs.cluster import Cluster
 from penstock.costs.counting.graph import Graph
@@ -182,12 +182,12 @@ class _Search:
 
     def _answers(self, sized: Task) -> list[Answer]:
         """Return the best answers for 1F1B, and if they fit for eager 1F1B and GPipe."""
-        options: dict[str, Any] = {"most": _MOST_ANSWERS, "eps": _SEARCH_GAP}
-        options["limit_s"] = _NEAR * self.best_s
-        answers = find_stages(sized, ahead=1, **options)
+        find = partial(find_stages, sized, most=_MOST_ANSWERS, eps=_SEARCH_GAP)
+        answers = find(ahead=1, limit_s=_NEAR * self.best_s)
+        # with a limit it is no error that none keeps more micro-batches
+        limit_s = min(_NEAR * self.best_s, sys.float_info.max)
         for ahead in {2, sized.num_microbatches} - {1}:
-            with suppress(PlanError):
-                answers += find_stages(sized, ahead=ahead, **options)
+            answers += find(ahead=ahead, limit_s=limit_s)
         in_order = sorted(answers, key=attrgetter("seconds", "devices"))
         return [*{answer.stages: answer for answer in in_order}.values()]
 

@@ -238,12 +238,13 @@ class StageTable:
         """Return a lower bound on the devices with which all stages keep to a bound."""
         deepest = np.where(self.pace <= bound_s, self.deepest, 0)
         size = self.sizes.sum(axis=1)[:, None, None]
-        changes = set(np.unique(deepest))
+        counts = np.minimum(deepest, self.num_stages).astype(int)
+        changes = np.bincount(counts.ravel(), minlength=self.num_stages + 1)
         needed = np.append(np.full(self.num_layers, inf), 0.0)
         best, sizes = inf, needed
         # One stage more at the front: `needed[start]` for so many stages from `start` on.
         for stages in range(1, self.num_stages + 1):
-            if stages == 1 or stages - 1 in changes:
+            if stages == 1 or changes[stages - 1]:
                 sizes = np.where(deepest >= stages, size, inf).min(axis=0)
             if sizes.min() + needed.min() >= best:  # neither gets less with more stages
                 break

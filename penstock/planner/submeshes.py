@@ -145,11 +145,7 @@ class _Search:
             self.bounds.append((float(paces[at]), float(paces[end - 1])))
             at = end
         # 2. Find the first bound for which there are enough devices.
-        low, high = 0, len(self.bounds)
-        while low < high:
-            middle = (low + high) // 2
-            is_enough = self.table.num_needed(self.bounds[middle][1]) <= sum(self.devices)
-            low, high = (low, middle) if is_enough else (middle + 1, high)
+        low = self._first_enough()
         # 3. Try bounds at growing distances, until the best answer gets no better.
         tried, step = [(low - 1, 0.0)], 1
         is_better = True
@@ -163,6 +159,18 @@ class _Search:
         tried.append((len(self.bounds), float(least_sum)))
         for (before, _), (after, sum_s) in pairwise(tried):
             self._explore(before + 1, after - 1, sum_s)
+
+    def _first_enough(self) -> int:
+        """Return the first bound for which there are enough devices; most often there is none."""
+        high = len(self.bounds)
+        low = 0 if high and self._is_enough(high - 1) else high
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._is_enough(middle) else (middle + 1, high)
+        return low
+
+    def _is_enough(self, bound: int) -> bool:
+        return self.table.num_needed(self.bounds[bound][1]) <= sum(self.devices)
 
     def _explore(self, low: int, high: int, least_sum: float) -> None:
         """Try bounds from `low` to `high`, for which no sum is less than `least_sum`."""
