@@ -124,16 +124,17 @@ class _Search:
         if best is not None or self.best_s == inf:
             yield from (own for own in every if own[0] == number and own not in tried)
 
-    def _climbing(self, begin: int) -> Iterator[Try]:
+    def _climbing(self, first: int) -> Iterator[Try]:
         """Yield the first tries of numbers of micro-batches, up and then down from a first one.
 
-        Where nothing fits with that, it goes on only if the smallest micro-batches fit.
+        Where nothing fits with that, it begins with the smallest micro-batches.
         """
         numbers = self.task.numbers
-        begin = min(begin, numbers[-1])
+        begin = min(first, numbers[-1])
         yield from self._first_tries(begin)
-        if self.best_s == inf:
-            yield from self._first_tries(numbers[-1])
+        if self.best_s == inf and begin < numbers[-1]:
+            begin = numbers[-1]
+            yield from self._first_tries(begin)
         yield from self._climbing_along([n for n in numbers if n > begin])
         yield from self._climbing_along([n for n in numbers[::-1] if n < begin])
 

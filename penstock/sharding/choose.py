@@ -10,6 +10,7 @@ Its answer is mostly whole; if not, the integer program is solved.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from math import inf, prod
 from typing import NamedTuple
@@ -62,7 +63,7 @@ def _best(problem: Problem, gap: float, solve_rest: _Rest) -> States | None:
         return None
     # 3. Look up the eliminated nodes' best states, the last eliminated first.
     for k, near, best in reversed(gone):
-        states[k] = int(best[tuple(states[j] for j in near)])
+        states[k] = best(*(states[j] for j in near))
     return states
 
 
@@ -92,11 +93,11 @@ def _among(problem: Problem, kept: Mapping[int, Numbers], gap: float) -> States 
 
 
 class _Gone(NamedTuple):
-    """An eliminated node, with its best state for all states of its neighbours."""
+    """An eliminated node, and what returns its best state for states of its neighbours."""
 
     node: int
     neighbours: tuple[int, ...]
-    best: Numbers
+    best: Callable[..., int]
 
 
 def _eliminate(problem: Problem) -> list[_Gone]:
@@ -116,12 +117,17 @@ def _eliminate(problem: Problem) -> list[_Gone]:
                 shape = [len(table), 1, 1][: 1 + len(near)]
                 shape[1 + place] = sizes[1 + place]
                 total = total + table.reshape(shape)
-            gone.append(_Gone(k, near, total.argmin(axis=0)))
+            gone.append(_Gone(k, near, partial(_cheapest, total)))
             if len(near) == 1:
                 costs[near[0]] = costs[near[0]] + total.min(axis=0)
             elif near:
                 add(pairs, (near[0], near[1]), total.min(axis=0))
     return gone
+
+
+def _cheapest(total: Numbers, *states: int) -> int:
+    """Return a node's best state, by its costs [its own state, states of its neighbours ...]."""
+    return int(total[:, *states].argmin())
 
 
 def _nodes(shared: Sequence[Shared]) -> list[int | None]:
@@ -173,7 +179,7 @@ def _join(problem: Problem, own: Shared) -> list[_Gone]:
         add(pairs, (left[0], left[1]), least)
     elif left:
         costs[left[0]] = costs[left[0]] + least.reshape(shape)
-    return [_Gone(node, left, best[place].reshape(shape)) for place, node in free]
+    return [_Gone(node, left, best[place].reshape(shape).item) for place, node in free]
 
 
 def _ends(problem: Problem, own: Shared) -> list[int | None]:

@@ -204,15 +204,20 @@ class Search:
         if byte_s in self._ranges:
             return self._ranges[byte_s]
         count = len(self._layers)
-        sums = [numpy.full((count, count + 1), numpy.inf) for _ in range(_NUM_SUMS)]
-        never = numpy.full((1 + len(sums), count), numpy.inf)  # [as of `_sized`, first layer]
-        best = {self._whole: never.copy()}
+        sums = numpy.full((_NUM_SUMS, count, count + 1), numpy.inf)
+        never = numpy.full((1 + _NUM_SUMS, count), numpy.inf)  # [as of `_sized`, first layer]
+        best, steps = {self._whole: never.copy()}, dict[object, Numbers]()
         for place in range(count):
             begin, end = (self._cut_here(at) for at in (place, place + 1))
             best.setdefault(begin, never.copy())[:, place] = 0.0
-            best = self._further(best, place, byte_s)
-            for table, own in zip(sums, best[end][1:], strict=True):
-                table[: place + 1, place + 1] = own[: place + 1]
+            before, after = (*best,), (*dict.fromkeys((self._whole, *self._borders(place))),)
+            key = self._kind(place), before, after
+            if key not in steps:
+                steps[key] = self._steps(place, before, after, byte_s=byte_s)
+            total = numpy.stack([*best.values()])[:, None] + steps[key]
+            fastest = total[:, :, 0].argmin(axis=0)[None, :, None]
+            best = dict(zip(after, numpy.take_along_axis(total, fastest, axis=0)[0], strict=True))
+            sums[:, : place + 1, place + 1] = best[end][1:, : place + 1]
         seconds, forward_s, *rest = sums
         both = self._costs.issued(map(self._issued, self._layers), seconds, forward_s)
         ranges = Ranges(*[*both, *rest, self._entering()])
@@ -234,17 +239,12 @@ class Search:
                 entering[first, min(user for user in uses if user >= first) + 1 :] += size
         return entering
 
-    def _further(
-        self, best: Mapping[Layout, Numbers], place: int, byte_s: float
-    ) -> dict[Layout, Numbers]:
-        """Add a layer to the best paths that end before it, by layout."""
-        further: dict[Layout, Numbers] = {}
-        for before, after in self._ways(best, {self._whole, *self._borders(place)}):
-            sums = self._sized(place, before, after, byte_s)
-            total = best[before] + sums
-            old = further.setdefault(after, total)
-            further[after] = numpy.where(total[0] < old[0], total, old)
-        return further
+    def _steps(self, place: int, *sides: Sequence[Layout], byte_s: float) -> Numbers:
+        """Return what a layer adds to the best paths: [before, after, as of `_sized`, 1]."""
+        steps = numpy.full((*map(len, sides), 1 + _NUM_SUMS, 1), numpy.inf)
+        for a, b in self._ways(*sides):
+            steps[sides[0].index(a), sides[1].index(b)] = self._sized(place, a, b, byte_s)
+        return steps
 
     def _ways(
         self, before: Iterable[Layout], after: Iterable[Layout]
