@@ -44,6 +44,21 @@ FAULTS = (
         "a_climb_ends",
     ),
     Fault(
+        "a climb goes on from a number of micro-batches with which nothing fits",
+        "penstock/planner/mesh_plans.py",
+        "            begin = numbers[-1]\n            yield from self._first_tries(begin)\n",
+        "            yield from self._first_tries(numbers[-1])\n",
+        "tests/automatic/test_scaling.py",
+        "begins_where_something_fits",
+    ),
+    Fault(
+        "nothing is planned where no stages keep what eager 1F1B has in flight",
+        "penstock/planner/mesh_plans.py",
+        "limit_s = min(_NEAR * self.best_s, sys.float_info.max)",
+        "limit_s = _NEAR * self.best_s",
+        "tests/automatic/test_choose.py",
+    ),
+    Fault(
         "all sizes of meshes are looked at on a host of many devices",
         "penstock/planner/mesh_costs.py",
         "is_taken = number & (number - 1) == 0 or most % number == 0",

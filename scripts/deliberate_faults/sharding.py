@@ -142,6 +142,27 @@ FAULTS = (
         "tests/planner/test_submeshes.py",
     ),
     Fault(
+        "stages are looked for only where the fastest of them are on few devices",
+        "penstock/planner/submeshes.py",
+        "self._is_enough(high - 1) else high",
+        "self._is_enough(0) else high",
+        "tests/planner/test_submeshes.py",
+    ),
+    Fault(
+        "an eliminated node takes its best state whatever its neighbours'",
+        "penstock/sharding/choose.py",
+        "int(total[:, *states].argmin())",
+        "int(total.min(axis=tuple(range(1, total.ndim))).argmin())",
+        "tests/sharding/test_problems.py",
+    ),
+    Fault(
+        "paths through layers that cost most are the prices of stages",
+        "penstock/sharding/search.py",
+        "total[:, :, 0].argmin(axis=0)",
+        "total[:, :, 1].argmin(axis=0)",
+        "tests/sharding/test_memory.py",
+    ),
+    Fault(
         "code before the first block of a model counts as its first layer's",
         "penstock/costs/counting/count.py",
         "recorder.begin(0, is_between=True)",

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.planner import mesh_costs
 from penstock.planner.candidates import Constraints
 from penstock.planner.make_plan import choose_on_meshes, plan_profile
-from penstock.planner.mesh_plans import _Search
+from penstock.planner.mesh_plans import _Search, find_on_meshes
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.sharding.search import Search
@@ -118,6 +119,22 @@ def test_a_climb_ends_where_all_numbers_would(
     assert plan.predicted_step_s == best.predicted_step_s
     assert plan.num_microbatches == best.num_microbatches == 16
     assert looks[0] == first_number and set(looks) == tried
+
+
+def test_a_climb_begins_where_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_s, looks = {16: 5.0, 8: 4.0, 4: 6.0}, list[int]()
+
+    def look(self: Any, number: int, *more: Any) -> None:
+        looks.append(number)
+        if number in step_s:
+            own = SimpleNamespace(num_microbatches=number)
+            found = SimpleNamespace(step_s=step_s[number], prices=own, is_bound=False)
+            self.candidates.append(found)
+
+    monkeypatch.setattr(_Search, "look", look)
+    (best, *_), _ = find_on_meshes(replace(all_tried()[0], first_number=1))
+    assert best.prices.num_microbatches == 8
+    assert [*dict.fromkeys(looks)] == [1, 16, 8, 4]
 
 
 def test_meshes_of_a_host_of_many_devices_are_powers_of_two_and_divisors() -> None:
