@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from math import inf, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import highspy
 import numpy
@@ -127,7 +127,8 @@ def _eliminate(problem: Problem) -> list[_Gone]:
 
 def _cheapest(total: Numbers, *states: int) -> int:
     """Return a node's best state, by its costs [its own state, states of its neighbours ...]."""
-    return int(total[:, *states].argmin())
+    at: Any = (slice(None), *states)
+    return int(total[at].argmin())
 
 
 def _nodes(shared: Sequence[Shared]) -> list[int | None]:

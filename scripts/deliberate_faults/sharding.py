@@ -151,7 +151,7 @@ FAULTS = (
     Fault(
         "an eliminated node takes its best state whatever its neighbours'",
         "penstock/sharding/choose.py",
-        "int(total[:, *states].argmin())",
+        "int(total[at].argmin())",
         "int(total.min(axis=tuple(range(1, total.ndim))).argmin())",
         "tests/sharding/test_problems.py",
     ),

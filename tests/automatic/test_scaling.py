@@ -4,10 +4,11 @@ import json
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from math import prod
+from math import inf, prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from penstock.planner.make_plan import choose_on_meshes, plan_profile
 from penstock.planner.mesh_plans import _Search, find_on_meshes
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
+from penstock.planner.stage_table import Hosts, Task
 from penstock.sharding.search import Search
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
@@ -122,6 +124,7 @@ def test_a_climb_ends_where_all_numbers_would(
 
 
 def test_a_climb_begins_where_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, _ = all_tried()
     step_s, looks = {16: 5.0, 8: 4.0, 4: 6.0}, list[int]()
 
     def look(self: Any, number: int, *more: Any) -> None:
@@ -132,9 +135,18 @@ def test_a_climb_begins_where_something_fits(monkeypatch: pytest.MonkeyPatch) ->
             self.candidates.append(found)
 
     monkeypatch.setattr(_Search, "look", look)
-    (best, *_), _ = find_on_meshes(replace(all_tried()[0], first_number=1))
+    (best, *_), _ = find_on_meshes(replace(task, first_number=1))
     assert best.prices.num_microbatches == 8
     assert [*dict.fromkeys(looks)] == [1, 16, 8, 4]
+
+
+def test_stages_that_fit_1f1b_alone_are_an_answer() -> None:
+    prices = np.full((5, 2, 3), inf)  # the first of two stages keeps 2 of the bytes, and eagerly 3
+    for layer in range(2):
+        prices[:, layer, layer + 1] = 1.0, 0.0, 1.0, 0.0, 0.0
+    sized, task = Task(2, [Hosts(1, 2, 2.0)], lambda mesh: prices, 4), SimpleNamespace(limit_s=inf)
+    (answer,) = _Search(cast(MeshTask, task))._answers(sized)
+    assert [(own.start, own.end) for own in answer.stages] == [(0, 1), (1, 2)]
 
 
 def test_meshes_of_a_host_of_many_devices_are_powers_of_two_and_divisors() -> None:
