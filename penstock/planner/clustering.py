@@ -181,5 +181,5 @@ def _values(graph: Graph, spans: Spans) -> Iterator[tuple[int, list[int], float]
     span_of = [number for number, span in enumerate(spans) for _ in range(*span)]
     for value in graph.values:
         maker = -1 if value.maker < 0 else span_of[value.maker]
-        users = (span_of[layer] for layer in value.users)
+        users = (span_of[layer] for layer in value.users if layer < len(span_of))  # or the loss
         yield maker, [user for user in users if user > maker], value.num_bytes

@@ -137,11 +137,10 @@ class LayoutFigures:
             devices = stage.submesh.devices
             kind = self.own.task.cluster.places[devices[0]].kind
             if kind not in work_s:
-                work_s[kind] = _work_s(self.own, self._graph, devices)
-            both_s, work_forward_s = (
-                float(table[first, first + part.num_layers]) for table in work_s[kind]
-            )
-            first += part.num_layers
+                work_s[kind] = _work_s(self.own, devices)
+            begin, first = first, first + part.num_layers
+            end = -1 if first == len(self.own.task.names) else first  # with the code after it
+            both_s, work_forward_s = (float(table[begin, end]) for table in work_s[kind])
             forward_s = max(0.0, part.forward_s - work_forward_s)
             back_s = max(0.0, part.backward_s - (both_s - work_forward_s))
             each_s = self._number * (forward_s + back_s) + again[n] * forward_s
@@ -307,12 +306,12 @@ def _tokens_of_sample(graph: Graph) -> int:
     return shapes[0][1] if shapes else 0
 
 
-def _work_s(candidate: OnMeshes, graph: Graph, devices: tuple[int, ...]) -> _Work:
-    """Return the seconds of layers' operators on a device of a mesh.
+def _work_s(candidate: OnMeshes, devices: tuple[int, ...]) -> _Work:
+    """Return the seconds of layers' operators on a device of a mesh, the loss as a last layer.
 
     All meshes of a layout have one shape, and divide operators by one ready plan.
     """
-    prices, shape = candidate.prices, candidate.stages[0].shape
+    prices, shape, graph = candidate.prices, candidate.stages[0].shape, candidate.prices.ended
     plans = next(iter(prices.shared.values())).within(None)
     costs = Costs(shape, prices.cluster, devices=devices, factors=prices.factors)
     each, layers = [(0.0, 0.0)], []

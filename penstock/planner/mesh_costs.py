@@ -21,6 +21,7 @@ from penstock.sharding.costs import USUAL_STATE, Costs, StateRatio
 from penstock.sharding.layouts import I, Numbers
 from penstock.sharding.named import ready_plan
 from penstock.sharding.resharding import FEW_BYTES
+from penstock.sharding.routed import with_end
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
 
@@ -239,10 +240,19 @@ class MeshPrices:
             devices = self.devices(submesh)
             costs = Costs(shape, self.cluster, self.num_microbatches, devices=devices)
             costs = replace(costs, factors=self.factors, state=self.state, known=self.known)
-            how = self.graph, [*self.names], Part(range(len(self.names))), ready, costs
+            count, has_end = len(self.names), bool(self.ended.of_layer(len(self.names)))
+            part = Part(range(count + has_end), has_end=has_end)
+            names = [*self.names, "the code after the last layer"]
             like = next(iter(self.shared.values()), None)
-            self.shared[key] = Search(*how, like=like)
+            self.shared[key] = Search(
+                self.ended, names[: len(part.layers)], part, ready, costs, like=like
+            )
         return self.shared[key]
+
+    @cached_property
+    def ended(self) -> Graph:
+        """The graph with the code after the last layer, or the loss, as a layer of its own."""
+        return with_end(self.graph, len(self.names))
 
     def _where(self, submesh: Submesh) -> object:
         """Return what meshes of one shape have in common that cost the same."""
@@ -323,10 +333,12 @@ class MeshPrices:
 
     @cached_property
     def _entering(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-        """Bytes that layers from each on are given by those before."""
-        found = np.zeros(len(self.names) + 1)
+        """Bytes that layers from each on are given by those before; targets pass no layer."""
+        count = len(self.names)
+        found = np.zeros(count + 1)
         for value in self.graph.values:
-            found[value.maker + 1 : max(value.users) + 1] += value.num_bytes
+            if value.maker >= 0 or min(value.users) < count:
+                found[value.maker + 1 : max(value.users) + 1] += value.num_bytes
         return found
 
 

@@ -14,6 +14,7 @@ from penstock.schedules import eager_1f1b, gpipe, one_f_one_b
 from penstock.schedules.family import Family
 from penstock.sharding.costs import USUAL_STATE, Costs, StateRatio
 from penstock.sharding.program import layers_s
+from penstock.sharding.routed import with_end
 from penstock.sharding.search import Search
 
 from .arguments import Model
@@ -75,13 +76,16 @@ class MeshTask:
 
         @cache
         def factors_of(number: int) -> tuple[float, ...]:
-            """Return the seconds of each layer in the profile, by those of the roofline.
+            """Return the seconds of each layer in the profile, by those of the roofline; the last
+            has the code after it, or the loss, in both.
 
             The issue of operators is no part of them: devices that divide a layer do not share it.
             """
             kind, size = cluster.places[0].kind, -(-batch_size // number)
             known = Pricing(profile, cluster, cuda_graphs=True).seconds(kind, size, number)
-            roofline_s = layers_s(graph_of(number), len(operators.names), Costs((1,), cluster))
+            count, costs = len(operators.names), Costs((1,), cluster)
+            *roofline_s, end_s = layers_s(with_end(graph_of(number), count), count + 1, costs)
+            roofline_s[-1] += end_s
             return tuple(
                 (own.forward_s + own.backward_s) / s or 1.0 if s else 1.0
                 for own, s in zip(known, roofline_s, strict=True)

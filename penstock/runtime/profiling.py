@@ -178,7 +178,11 @@ def profile(  # noqa: PLR0913 - the front door: each a keyword with a default
             tuple(step.path for step in resolved),
             cache(
                 lambda size: record_graph(
-                    resolved, of_samples(example_inputs, size), compile=compile
+                    resolved,
+                    of_samples(example_inputs, size),
+                    loss=loss,
+                    targets=of_samples(targets, size),
+                    compile=compile,
                 )
             ),
         ),

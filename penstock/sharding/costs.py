@@ -158,8 +158,8 @@ class Costs:
         return numpy.where(numpy.isfinite(seconds), both_s, numpy.inf), slower_s
 
     def factor(self, layer: int) -> float:
-        """Return measured over roofline seconds of a layer."""
-        return self.factors[layer] if layer < len(self.factors) else 1.0
+        """Return measured over roofline seconds of a layer; code after the last has its own."""
+        return self.factors[min(layer, len(self.factors) - 1)] if self.factors else 1.0
 
     def forward_s(self, calls: Sequence[Call], plan: LayerSharding, seconds: float) -> float:
         """Return the part of a layer's seconds that its recompute repeats: its forward.

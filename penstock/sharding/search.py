@@ -192,7 +192,7 @@ class Search:
         begun, before = set[object](), {self._whole}
         for place in range(len(self._layers)) if byte_s not in self._ranges else ():
             after = {self._whole, *self._borders(place)}
-            for ends in self._ways(before | {self._cut_here(place)}, after):
+            for ends in self._ways(place, before | {self._cut_here(place)}, after):
                 key = self._kind(place), *ends
                 if key not in begun and self._divides(place):
                     begun.add(key)
@@ -200,7 +200,7 @@ class Search:
             before = after
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
-        """Return the costs of every range of layers as a stage, for a price of a byte."""
+        """Return the costs of ranges of layers as stages, and of the code after the last."""
         if byte_s in self._ranges:
             return self._ranges[byte_s]
         count = len(self._layers)
@@ -211,7 +211,7 @@ class Search:
             begin, end = (self._cut_here(at) for at in (place, place + 1))
             best.setdefault(begin, never.copy())[:, place] = 0.0
             before, after = (*best,), (*dict.fromkeys((self._whole, *self._borders(place))),)
-            key = self._kind(place), before, after
+            key = self._kind(place), before, after, place + 1 == self._loss_at
             if key not in steps:
                 steps[key] = self._steps(place, before, after, byte_s=byte_s)
             total = numpy.stack([*best.values()])[:, None] + steps[key]
@@ -220,7 +220,9 @@ class Search:
             sums[:, : place + 1, place + 1] = best[end][1:, : place + 1]
         seconds, forward_s, *rest = sums
         both = self._costs.issued(map(self._issued, self._layers), seconds, forward_s)
-        ranges = Ranges(*[*both, *rest, self._entering()])
+        every = [*both, *rest, self._entering()]
+        every = [numpy.delete(own[:-1], -2, 1) for own in every] if self._has_end else every
+        ranges = Ranges(*every)
         return self._ranges.setdefault(byte_s, ranges)
 
     def _entering(self) -> Numbers:
@@ -242,16 +244,17 @@ class Search:
     def _steps(self, place: int, *sides: Sequence[Layout], byte_s: float) -> Numbers:
         """Return what a layer adds to the best paths: [before, after, as of `_sized`, 1]."""
         steps = numpy.full((*map(len, sides), 1 + _NUM_SUMS, 1), numpy.inf)
-        for a, b in self._ways(*sides):
+        for a, b in self._ways(place, *sides):
             steps[sides[0].index(a), sides[1].index(b)] = self._sized(place, a, b, byte_s)
         return steps
 
     def _ways(
-        self, before: Iterable[Layout], after: Iterable[Layout]
+        self, place: int, before: Iterable[Layout], after: Iterable[Layout]
     ) -> Iterator[tuple[Layout, Layout]]:
-        """Yield pairs of layouts to try around a layer: one whole, or both alike on axis 0."""
+        """Yield pairs to try around a layer: one whole, both alike on axis 0, any at a loss."""
+        is_any = self._for_loss and place + 1 == self._loss_at
         for both in product(before, after):
-            if self._whole in both or both[0][0] == both[1][0]:
+            if is_any or self._whole in both or both[0][0] == both[1][0]:
                 yield both
 
     def _sized(self, place: int, before: Layout, after: Layout, byte_s: float) -> Numbers:
@@ -260,8 +263,7 @@ class Search:
         if key not in self._sizes:
             plan, cost = self._one(place, before, after, byte_s)
             layer = self._layers[place]
-            calls, name = self._calls(layer), self._names[layer]
-            one = self._one_in_flight
+            one, calls, name = self._one_in_flight, self._calls(layer), self._names[layer]
             keeps = one.activation_bytes(self._graph, calls, plan)
             stays = one.resident_bytes(self._graph, calls, name, plan)
             keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
@@ -278,8 +280,7 @@ class Search:
         best = {self._ends[0]: (Cost(0.0, 0.0), list[LayerSharding]())}
         for place in range(len(self._layers)):
             further: dict[Layout, tuple[Cost, list[LayerSharding]]] = {}
-            ways = product if self._for_loss and place + 1 == self._loss_at else self._ways
-            for before, after in ways(best, self._borders(place)):
+            for before, after in self._ways(place, best, self._borders(place)):
                 plan, cost = self._one(place, before, after, byte_s)
                 total = Cost(*(a + b for a, b in zip(best[before][0], cost, strict=True)))
                 if after not in further or total < further[after][0]:
