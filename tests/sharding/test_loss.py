@@ -88,6 +88,10 @@ def piped(loss: Any, **options: Any) -> Pipeline:
     return Pipeline(model, loss=loss, **how, **options)
 
 
+_WITH_MEMORY = (Tensor, nn.Parameter)
+"""Others are fake tensors."""
+
+
 class Sizes(TorchDispatchMode):
     """Notes the elements of each tensor with memory that an operator returns."""
 
@@ -97,7 +101,7 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        every = (x for x in flatten(result)[0] if isinstance(x, Tensor) and not x.is_meta)
+        every = (x for x in flatten(result)[0] if type(x) in _WITH_MEMORY and not x.is_meta)
         self.seen |= {x.untyped_storage().nbytes() // x.element_size() for x in every}
         return result
 

@@ -52,6 +52,19 @@ class Own(nn.Module):
         return {"loss": loss, "logits": logits, "size": size}
 
 
+class Casts(Own):
+    """Runs a part of its loss without the autocast around it."""
+
+    def found(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        shares = torch.linspace(0, 1 / NUM_WORDS, NUM_WORDS)
+        with torch.autocast("cpu", enabled=False):
+            exact = logits.float() @ shares
+        found = super().found(logits, labels)
+        lower = logits.float() @ shares
+        more = {"exact": exact, "lower": lower + (lower.dtype is torch.bfloat16)}
+        return found | more | {"loss": found["loss"] + exact.mean()}
+
+
 class Reads(Own):
     """Reads the value of its loss in evaluation."""
 
@@ -82,30 +95,38 @@ def made(name: str) -> nn.Module:
     elif name == "gpt2":
         sizes |= {"n_embd": 12, "n_head": 2, "n_layer": 2, "n_positions": 8, "use_cache": False}
         model = GPT2LMHeadModel(GPT2Config(**sizes))
+    elif name == "casts":
+        return Casts()
     else:
-        return {"own": Own, "reads": Reads, "changes": Changes}[name]().double()
+        return {"own": Own, "picks": Own, "reads": Reads, "changes": Changes}[name]().double()
     model.loss_function = causal
     return model.double()
+
+
+def picked(output: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return output["loss"]
 
 
 def batch_of(name: str) -> dict[str, Any]:
     if name in ("llama", "gpt2"):
         batch = {"input_ids": WORDS, "labels": TARGETS}
         return batch | {"num_items_in_batch": COUNT} if name == "llama" else batch
-    return {"words": WORDS, "labels": TARGETS.clamp(min=0) if name != "own" else TARGETS}
+    return {"words": WORDS, "labels": TARGETS if name in ("own", "picks") else TARGETS.clamp(min=0)}
 
 
 def stepped(name: str, **options: Any) -> dict[str, Any]:
     """Train a step; return the loss, gradients, outputs, and if whole logits were seen."""
     batch = batch_of(name)
     example = {k: v[:4] if v.dim() else v for k, v in batch.items()}
-    model = made(name)
-    pipe = Pipeline(model, example_inputs=example, num_microbatches=2, **options)
-    with Sizes() as sizes:
-        found: dict[str, Any] = {"loss": pipe.train_step(batch)}
+    model, how = made(name), {"loss": picked} if name == "picks" else {}
+    pipe = Pipeline(model, example_inputs=example, num_microbatches=2, **how, **options)
+    with Sizes() as sizes, torch.autocast("cpu", torch.bfloat16, enabled=name == "casts"):
+        targets = (TARGETS,) if name == "picks" else ()
+        found: dict[str, Any] = {"loss": pipe.train_step(batch, *targets)}
     gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     found |= parts_of(pipe).shards.whole(gradients) if pipe.sharding else gradients
-    output = pipe.eval_step(batch)
+    with torch.autocast("cpu", torch.bfloat16, enabled=name == "casts"):
+        output = pipe.eval_step(batch)
     every = (output or {}).items()
     found |= {f"output {key}": own[..., ::1009] if own.dim() else own for key, own in every}
     return {"values": found, "sizes": sizes.seen & WHOLE}
@@ -117,6 +138,8 @@ QUICK = (
     ("llama", "context"),
     ("gpt2", "context"),
     ("own", HEAD),
+    ("picks", HEAD),
+    ("casts", HEAD),
     ("reads", HEAD),
     ("changes", HEAD),
 )
@@ -156,4 +179,5 @@ def check(found: dict[str, Any], wanted: dict[str, Any], *, is_last: bool) -> No
     for name, value in found["values"].items():
         if value is not None:  # the last stage has the output
             own = wanted["values"][name]
-            assert torch.allclose(value, own, rtol=0, atol=1e-12), (*case, name)
+            atol = 1e-3 if found["name"] == "casts" else 1e-12
+            assert torch.allclose(value, own, rtol=0, atol=atol), (*case, name)

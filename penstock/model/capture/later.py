@@ -4,10 +4,11 @@
                           └──── one function of the slice ───┘
 
 Until then they have run on meta tensors only.  Their function can be divided as a layer is.
+Autocast leaves meta tensors alone; there, fake tensors of the device show dtypes.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from penstock.errors import GlueError
 from penstock.model.entries import is_plain_class, layout_on, version_of, whole_size
 from penstock.model.pytree import Structure, constants, flatten, unflatten
+from penstock.torch_private import fake_tensors
 
 from .forward_pass import GRADIENT_HOOKS
 from .operations import draws
@@ -36,6 +38,8 @@ class _Waiting(NamedTuple):
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     with_grad: bool
+    casts: tuple[tuple[str, bool, torch.dtype], ...]
+    """The autocast of each type of device: is it on, and to what."""
 
 
 class Code:
@@ -49,8 +53,7 @@ class Code:
     ) -> None:
         self._operations, self._takes, self._gives = operations, takes, gives
         facts = (
-            (own.function, own.takes, own.gives, own.with_grad, *map(_alike, constants(own[1])))
-            for own in operations
+            (own.function, *own[2:], *map(_alike, constants(own.structure))) for own in operations
         )
         self._key = tuple(facts), tuple(takes), tuple(gives)
 
@@ -64,7 +67,7 @@ class Code:
         values = dict(zip(self._takes, tensors, strict=True))
         for own in self._operations:
             args, kwargs = unflatten(own.structure, [values[n] for n in own.takes])
-            with _grad_mode(own.with_grad):
+            with _as_then(own):
                 result = own.function(*args, **kwargs)
             values.update(zip(own.gives, flatten(result)[0], strict=True))
         return tuple([values[n] for n in self._gives])
@@ -82,6 +85,8 @@ class Later:
         self._known: dict[int, Tensor] = {}
         """Tensors with values or slices, by number; all others wait."""
         self._versions: dict[int, int] = {}
+        self._device = torch.device("meta")
+        """That of the slices, and of what waits."""
 
     def waits(self, tensor: Tensor | None) -> bool:
         """Tell whether a tensor is the stand-in of a result that waits."""
@@ -92,27 +97,32 @@ class Later:
 
         None: it has to run now, since it draws, changes an argument, or needs values.
         """
-        if function in _NEVER or draws(function, args, kwargs) or _is_autocast():
+        if function in _NEVER or draws(function, args, kwargs):
             return None
         tensors, structure = flatten((args, kwargs))
         if not all(is_plain_class(own) and own.layout is torch.strided for own in tensors):
             return None
         takes = tuple(map(self._number_of, tensors))
-        stand_ins = [self._stand_ins[n] for n in takes]
-        versions = [*map(version_of, stand_ins)]
-        args, kwargs = unflatten(structure, stand_ins)
+        casts, given = _casts(), [self._stand_ins[n] for n in takes]
+        is_cast = any(is_on for _, is_on, _ in casts)
         try:
-            result = function(*args, **kwargs)
+            with fake_tensors() if is_cast else nullcontext():
+                given = [*map(self._on_device, takes)] if is_cast else given
+                versions = [*map(version_of, given)]
+                args, kwargs = unflatten(structure, given)
+                leaves, form = flatten(function(*args, **kwargs))
         except Exception:  # of any class: the operation runs now, and then raises its own
             return None
-        leaves, form = flatten(result)
-        if not leaves or versions != [*map(version_of, stand_ins)]:
+        if not leaves or versions != [*map(version_of, given)]:
             return None
+        if is_cast:
+            same = {id(own): self._stand_ins[n] for own, n in zip(given, takes, strict=True)}
+            leaves = [same.get(id(leaf), stand_in_of(leaf, None)) for leaf in leaves]
         if not all(leaf.is_meta for leaf in leaves):
             return None
         gives = tuple([self._number_of_result(leaf) for leaf in leaves])
-        with_grad = torch.is_grad_enabled()
-        self._operations.append(_Waiting(function, structure, takes, gives, with_grad))
+        how = torch.is_grad_enabled(), casts
+        self._operations.append(_Waiting(function, structure, takes, gives, *how))
         return unflatten(form, [self._known.get(n, self._stand_ins[n]) for n in gives])
 
     def results(
@@ -149,10 +159,19 @@ class Later:
     def _number_of(self, tensor: Tensor) -> int:
         number = self._numbers.get(id(tensor))
         if number is None or self._is_changed(number, tensor):
-            number = len(self._stand_ins)
-            self._stand_ins.append(stand_in_of(tensor, layout_on(tensor)))
+            number, layout = len(self._stand_ins), layout_on(tensor)
+            self._device = self._device if layout is None else tensor.device
+            self._stand_ins.append(stand_in_of(tensor, layout))
             self._note(number, tensor)
         return number
+
+    def _on_device(self, number: int) -> Tensor:
+        """Return a tensor like a stand-in on the device that the tensor is on."""
+        known = self._known.get(number)
+        device = self._device if known is None else known.device
+        like, where = self._stand_ins[number], {"device": device}
+        found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, **where)
+        return found.requires_grad_(like.requires_grad)
 
     def _is_changed(self, number: int, tensor: Tensor) -> bool:
         return number in self._known and version_of(tensor) != self._versions[number]
@@ -182,9 +201,20 @@ def _grad_mode(with_grad: bool) -> Any:
     return nullcontext() if is_so else torch.set_grad_enabled(with_grad)
 
 
-def _is_autocast() -> bool:
-    """Tell whether results have other types on meta tensors, which autocast leaves alone."""
-    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+def _casts() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
+@contextmanager
+def _as_then(own: _Waiting) -> Iterator[None]:
+    """Set grad mode and autocast as they were where the model called an operation."""
+    with _grad_mode(own.with_grad), ExitStack() as stack:
+        for kind, is_on, dtype in {*own.casts} - {*_casts()}:
+            stack.enter_context(torch.autocast(kind, dtype, enabled=is_on))
+        yield
 
 
 def _alike(value: Any) -> Hashable:

@@ -48,7 +48,7 @@ def _mean(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
         return func(*args, **kwargs)
     whole = local.whole_shape(tensor.shape, layout)
     mean: Tensor = tensor.sum(*rest, **kwargs) / prod(whole[dim] for dim in dims)
-    return mean
+    return mean.to(kwargs.get("dtype") or tensor.dtype)  # autocast has sums in float32
 
 
 def _convolution(func: Function, args: Any, kwargs: Any, local: Local) -> Tensor:
@@ -226,6 +226,8 @@ def _of_cut_vocabulary(given: _Named, local: Local, class_dim: int, *, is_log: b
     """
     values, layouts = given
     scores, target, layout = values["input"], values["target"], layouts["input"]
+    if torch.is_autocast_enabled(scores.device.type):
+        scores = scores if scores.dtype is torch.float64 else scores.float()  # as of all words
     smoothing = 0.0 if is_log else values.get("label_smoothing", 0.0)
     start, here = local.start(layout, class_dim), scores.shape[class_dim]
     count = local.whole_shape(scores.shape, layout)[class_dim]
