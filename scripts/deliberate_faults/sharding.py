@@ -4,6 +4,7 @@ from .fault import Fault
 
 _FUZZ = "tests/sharding/test_fuzz.py", "short"
 _LOSS = "tests/sharding/test_loss.py", "unsplit"
+_PRICED_LOSS = "tests/automatic/test_choose.py", "priced_in_the_slices"
 _OWN_LOSS = "tests/sharding/test_own_loss.py", "unsplit"
 _BORDERS = "tests/sharding/test_borders.py", "not along_data"
 
@@ -298,6 +299,34 @@ FAULTS = (
         "if not is_known or why_whole(graph, 0)",
         "if not graph.calls or not is_known or why_whole(graph, 0)",
         *_OWN_LOSS,
+    ),
+    Fault(
+        "a plan on sub-meshes gathers the output, and prices no loss",
+        "penstock/planner/mesh_costs.py",
+        "bool(self.ended.of_layer(len(self.names)))",
+        "False",
+        *_PRICED_LOSS,
+    ),
+    Fault(
+        "stages that end with the model are priced without the code after it",
+        "penstock/sharding/search.py",
+        "numpy.delete(own[:-1], -2, 1)",
+        "own[:-1, :-1]",
+        *_PRICED_LOSS,
+    ),
+    Fault(
+        "the last layer takes the time of the loss too, which is priced again",
+        "penstock/planner/mesh_task.py",
+        "roofline_s[-1] += end_s",
+        "pass",
+        *_PRICED_LOSS,
+    ),
+    Fault(
+        "targets are sent from stage to stage",
+        "penstock/planner/mesh_costs.py",
+        "if value.maker >= 0 or min(value.users) < count:",
+        "if True:",
+        *_PRICED_LOSS,
     ),
     Fault(
         "a loss gathers an output that it could take in slices",

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
 from penstock.planner.mesh_plans import find_on_meshes
-from penstock.planner.mesh_task import SHARDINGS
+from penstock.planner.mesh_task import SHARDINGS, MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.stage_table import Submesh
 from penstock.sharding.costs import Costs
@@ -142,6 +143,35 @@ def test_a_whole_value_of_many_bytes_is_gathered_where_it_arrives(
     gather_s = all_gather_s(where, range(2), num_bytes)
     found_s = prices.handover_s(1, mesh, 0)
     assert gather_s > 0 and found_s == pytest.approx(crosses_s + sides * gather_s)
+
+
+def entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_a_loss_is_priced_in_the_slices_of_the_logits_which_nobody_gathers() -> None:
+    """Without it the model's output is whole in the end, and so is its gradient."""
+    num_words, where, found = 20_000, cluster(2), dict[tuple[bool, int, int], float]()
+    with torch.device("meta"):
+        layers = [nn.Embedding(num_words, 64), nn.Linear(64, 64), nn.Linear(64, num_words)]
+        words = torch.zeros(8, LENGTH, dtype=torch.long)
+    for loss in (None, entropy):
+        profile = penstock.profile(layers, words, loss=loss, targets=words, measure=False)
+        task = replace(MeshTask.of(profile, where, 8, 2), factors_of=lambda number: ())
+        prices = task.prices_of(2, "megatron", MemoryPolicy())
+        for start, devices in product(range(3), (1, 2)):
+            own = prices.on_mesh(start, 3, Submesh(0, 1, devices))
+            assert own is not None and own.num_layers == 3 - start
+            found[loss is not None, start, devices] = own.seconds
+        assert [prices.entering_bytes(n) for n in range(1, 3)] == [4 * LENGTH * 64 * 4] * 2
+    loss_s = whole_s(prices.ended, 3, Costs((1,), where))
+    gather_s = all_gather_s(where, range(2), 4 * LENGTH * num_words * 4)
+    for start in range(3):
+        one_s, two_s = (found[True, start, n] - found[False, start, n] for n in (1, 2))
+        assert one_s == pytest.approx(loss_s)
+        assert loss_s / 2 - 3 * gather_s < two_s < loss_s / 2 - gather_s
+    # a measured profile has the loss in the seconds of its last layer
+    assert MeshTask.of(profile, where, 8, 2).factors_of(2)[-1] == pytest.approx(1, abs=0.01)
 
 
 def test_the_same_is_planned_again_and_survives_json() -> None:

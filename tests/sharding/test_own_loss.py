@@ -111,7 +111,8 @@ def batch_of(name: str) -> dict[str, Any]:
     if name in ("llama", "gpt2"):
         batch = {"input_ids": WORDS, "labels": TARGETS}
         return batch | {"num_items_in_batch": COUNT} if name == "llama" else batch
-    return {"words": WORDS, "labels": TARGETS if name in ("own", "picks") else TARGETS.clamp(min=0)}
+    labels = TARGETS if name in ("own", "picks") else TARGETS.clamp(min=0)
+    return {"words": WORDS, "labels": labels}
 
 
 def stepped(name: str, **options: Any) -> dict[str, Any]:
