@@ -222,8 +222,7 @@ class Search:
         both = self._costs.issued(map(self._issued, self._layers), seconds, forward_s)
         every = [*both, *rest, self._entering()]
         every = [numpy.delete(own[:-1], -2, 1) for own in every] if self._has_end else every
-        ranges = Ranges(*every)
-        return self._ranges.setdefault(byte_s, ranges)
+        return self._ranges.setdefault(byte_s, Ranges(*every))
 
     def _entering(self) -> Numbers:
         """Return the bytes of a micro-batch that enter every range, [first, end].
