@@ -16,16 +16,19 @@ from torch import Tensor
 
 from penstock.errors import GlueError
 from penstock.model.entries import is_plain_class, layout_on, version_of, whole_size
-from penstock.model.pytree import Structure, constants, flatten, unflatten
-from penstock.torch_private import fake_tensors
+from penstock.model.open_containers import DictOf
+from penstock.model.pytree import Constant, Leaf, Node, Structure, flatten, unflatten
+from penstock.torch_private import fake_tensors, storage_id
 
-from .forward_pass import GRADIENT_HOOKS
+from .forward_pass import GRADIENT_HOOKS, unchanged
 from .operations import draws
 
-_NEVER = frozenset(
+OF_THE_GRAPH = frozenset(
     (*GRADIENT_HOOKS, torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 )
 """Functions that look at the graph behind a tensor."""
+_READS = frozenset((Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__))
+"""Functions that read values, and neither change nor share them."""
 _FEW = 8
 """Integers below this count as dimensions, and others as sizes."""
 
@@ -53,7 +56,7 @@ class Code:
     ) -> None:
         self._operations, self._takes, self._gives = operations, takes, gives
         facts = (
-            (own.function, *own[2:], *map(_alike, constants(own.structure))) for own in operations
+            (own.function, *own[2:], form(own.structure)) for own in operations
         )
         self._key = tuple(facts), tuple(takes), tuple(gives)
 
@@ -87,6 +90,8 @@ class Later:
         self._versions: dict[int, int] = {}
         self._device = torch.device("meta")
         """That of the slices, and of what waits."""
+        self._entered: set[int] = set()
+        """Numbers of tensors that no operation here has returned."""
 
     def waits(self, tensor: Tensor | None) -> bool:
         """Tell whether a tensor is the stand-in of a result that waits."""
@@ -97,7 +102,7 @@ class Later:
 
         None: it has to run now, since it draws, changes an argument, or needs values.
         """
-        if function in _NEVER or draws(function, args, kwargs):
+        if function in OF_THE_GRAPH or draws(function, args, kwargs):
             return None
         tensors, structure = flatten((args, kwargs))
         if not all(is_plain_class(own) and own.layout is torch.strided for own in tensors):
@@ -141,13 +146,7 @@ class Later:
                 operations.insert(0, own)
                 needed |= {*own.takes} - self._known.keys()
         takes = dict.fromkeys(n for own in operations for n in own.takes if n in self._known)
-        tensors = [self._known[n] for n in takes]
-        if [*map(version_of, tensors)] != [self._versions[n] for n in takes]:
-            raise GlueError(
-                "the code after a block changes a tensor in place that it has used before with "
-                "slices of the block's result. Change a copy (clone()), or put that code into an "
-                "nn.Module with parameters, and name it in blocks="
-            )
+        tensors = self._unchanged([*takes])
         # 2. Run them, and keep the results: nothing runs twice.
         code = Code(operations, [*takes], gives)
         with _grad_mode(any(own.with_grad for own in operations)):
@@ -156,6 +155,49 @@ class Later:
             self._note(number, result)
         return results
 
+    def is_entangled(self, function: Callable[..., Any], tensors: Sequence[Tensor | None]) -> bool:
+        """Tell whether a function that runs now could change, or watch, what others were made of.
+
+        That is so if an operation has taken one of the tensors, or shares its memory:
+
+            flat = logits.view(-1, 9)      waits
+            logits[:, 0] = 0               changes `flat`, which has to be a view of whole logits
+        """
+        numbers = {self._numbers[id(own)] for own in tensors if id(own) in self._numbers}
+        if function in _READS or not numbers:
+            return False
+        memories = [storage_id(own) for own in self._stand_ins]
+        is_used = any(not numbers.isdisjoint(own.takes) for own in self._operations)
+        return is_used or any(memories.count(memories[n]) > 1 for n in numbers)
+
+    def whole_again(self, perform: Callable[..., Any]) -> dict[int, Tensor]:
+        """Run all operations on whole values, as if there had been no slices.
+
+        Return the new tensors by the ids of slices, of stand-ins and of earlier results.  All of
+        these are kept, so that an id means one tensor; keep the results and drop this object.
+        """
+        # 1. Find all tensors, and those that come from outside.
+        takes = dict.fromkeys(n for own in self._operations for n in own.takes)
+        entered = [n for n in takes if n in self._entered]
+        gives = [*(takes | dict.fromkeys(n for own in self._operations for n in own.gives))]
+        # 2. Gather slices, and run the operations.
+        tensors = self._unchanged(entered)
+        wholes = [own if layout_on(own) is None else perform(unchanged, own) for own in tensors]
+        with torch.set_grad_enabled(any(own.with_grad for own in self._operations)):
+            results = perform(Code(self._operations, entered, gives), *wholes)
+        new = dict(zip(gives, results, strict=True))
+        return {old: new[n] for old, n in self._numbers.items() if n in new}
+
+    def _unchanged(self, numbers: Sequence[int]) -> list[Tensor]:
+        tensors = [self._known[n] for n in numbers]
+        if [*map(version_of, tensors)] != [self._versions[n] for n in numbers]:
+            raise GlueError(
+                "the code after a block changes a tensor in place that it has used before with "
+                "slices of the block's result. Change a copy (clone()), or put that code into an "
+                "nn.Module with parameters, and name it in blocks="
+            )
+        return tensors
+
     def _number_of(self, tensor: Tensor) -> int:
         number = self._numbers.get(id(tensor))
         if number is None or self._is_changed(number, tensor):
@@ -163,6 +205,7 @@ class Later:
             self._device = self._device if layout is None else tensor.device
             self._stand_ins.append(stand_in_of(tensor, layout))
             self._note(number, tensor)
+            self._entered.add(number)
         return number
 
     def _on_device(self, number: int) -> Tensor:
@@ -217,10 +260,24 @@ def _as_then(own: _Waiting) -> Iterator[None]:
         yield
 
 
+def form(structure: Structure) -> Hashable:
+    """Return a structure without what differs between batches: numbers, and large sizes."""
+    match structure:
+        case Leaf(index):
+            return index
+        case Constant(value):
+            return _alike(value)
+        case Node(rebuild, children):
+            kind = rebuild if isinstance(rebuild, type | DictOf) else None
+            return kind, *map(form, children)
+
+
 def _alike(value: Any) -> Hashable:
-    """Return a constant without what differs between batches."""
+    kind = type(value).__name__  # True is no 1
     if isinstance(value, slice):
-        return "slice", *map(_alike, (value.start, value.stop, value.step))
+        value = value.start, value.stop, value.step
+    if isinstance(value, tuple):  # a size is one, too
+        return kind, *map(_alike, value)
     if isinstance(value, float) or (isinstance(value, int) and abs(value) >= _FEW):
-        return type(value).__name__
-    return value if isinstance(value, Hashable) else repr(value)
+        return kind
+    return kind, value if isinstance(value, Hashable) else repr(value)

@@ -102,6 +102,8 @@ class Replay(Pass):
         self._alive: list[weakref.ref[Ghost]] = []
         self._has_slices = any(layout_on(tensor) is not None for tensor in received.values())
         self._later = Later()
+        self._sliced: list[weakref.ref[Ghost]] = []
+        """Ghosts of tensors that operations which wait have taken or returned."""
         self._doing: Operation | str = "the model's first operation"
 
     def run(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -143,7 +145,7 @@ class Replay(Pass):
             ghosts = ghosts_in(operation.args, operation.kwargs)
             if key.number and (waiting := self._waiting_for(operation, ghosts)) is not None:
                 return waiting
-            self._make_whole(key, ghosts)
+            self._make_whole(operation, ghosts)
         lent = self._lent
         if lent is not None and key.number == 0 and key.block in self._borrowers:
             function = partial(_lending, lent, operation.function)
@@ -222,6 +224,7 @@ class Replay(Pass):
             ghost = self.given(key, place, leaf) if ghost is None else ghost
             ghost.info = ghost.info._replace(device=device)
             given.append(ghost)
+        self._sliced += map(weakref.ref, (*ghosts, *given))
         return unflatten(structure, given)
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -236,23 +239,36 @@ class Replay(Pass):
         waiting = [ghost for ghost in ghosts if self._later.waits(ghost.here)]
         if not waiting:
             return
-        self.is_inside, was_inside = True, self.is_inside
-        try:
-            with with_torch_function():
-                perform = partial(_performed, self._perform)
-                stand_ins = [ghost.here for ghost in waiting if ghost.here is not None]
-                results = self._later.results(stand_ins, perform)
-        finally:
-            self.is_inside = was_inside
+        stand_ins = [ghost.here for ghost in waiting if ghost.here is not None]
+        results = self._from_later(self._later.results, stand_ins)
         for ghost, result in zip(waiting, results, strict=True):
             ghost.here, ghost.info = result, self.describe(result, ghost.info.value)
 
-    def _make_whole(self, key: EventKey, ghosts: list[Ghost]) -> None:
+    def _make_whole(self, operation: Operation, ghosts: list[Ghost]) -> None:
         """Finish what waits, and gather slices for an operation that is no layer."""
+        is_layer = not operation.key.number
+        here = [ghost.here for ghost in ghosts if ghost.here is not None]
+        if not is_layer and self._later.is_entangled(operation.function, here):
+            whole = self._from_later(self._later.whole_again)
+            for ghost in (own for ref in self._sliced if (own := ref()) is not None):
+                if (new := whole.get(id(ghost.here))) is not None:
+                    ghost.here, ghost.info = new, self.describe(new, ghost.info.value)
+            self._later, self._sliced = Later(), []
         self._finish(ghosts)
-        for ghost in ghosts if key.number else ():
-            if ghost.here is not None and layout_on(ghost.here) is not None:
-                ghost.here = self._perform(key, partial(unchanged, ghost.here))
+        for ghost in () if is_layer else ghosts:
+            if layout_on(ghost.here) is not None:
+                ghost.here = self._perform_code(unchanged, ghost.here)
+
+    def _from_later(self, run: Callable[..., Any], *given: Any) -> Any:
+        self.is_inside, was_inside = True, self.is_inside
+        try:
+            with with_torch_function():
+                return run(*given, self._perform_code)
+        finally:
+            self.is_inside = was_inside
+
+    def _perform_code(self, code: Callable[..., Any], *tensors: Any) -> Any:
+        return self._perform(END, partial(code, *tensors))  # it takes no layer's random numbers
 
     def _check_made_here(self, name: str, ghosts: list[Ghost]) -> None:
         """Refuse a gradient hook on a value of an earlier stage, which would see a part only."""
@@ -383,10 +399,6 @@ _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     ),
 )
 """(getter, setter) of torch's modes of a thread, which a model may change."""
-
-
-def _performed(perform: Perform, code: Any, *tensors: Tensor) -> Any:
-    return perform(END, partial(code, *tensors))
 
 
 def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

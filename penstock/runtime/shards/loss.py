@@ -9,12 +9,16 @@ targets are not known before.  A function without a rule takes whole values.
 
 from dataclasses import replace
 from functools import partial
+from inspect import getclosurevars, isfunction
 from typing import Any
+from zlib import crc32
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from penstock.costs.counting.count import record_graph
-from penstock.model.capture.later import Code, stand_in_of
+from penstock.model.capture.later import OF_THE_GRAPH, Code, form, stand_in_of
 from penstock.model.entries import layout_on, whole_size
 from penstock.model.layer_list import as_layers
 from penstock.model.layers import Layers
@@ -31,14 +35,31 @@ Layouts = tuple[Layout | None, ...]
 
 
 class _CodeLayer(nn.Module):
-    """A function as a layer, whose input is its arguments."""
+    """A function as a layer, whose input is its arguments; it is only recorded.
+
+    Its attributes are restored afterwards: they hold what the function may write into.
+    """
 
     def __init__(self, function: Any) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.owner = function, getattr(function, "__self__", None)
+        self.outside = getclosurevars(function)[:2] if isfunction(function) else ()
 
     def forward(self, given: tuple[Any, ...]) -> Any:
-        return self.function(*given)
+        with _Recorded():
+            return self.function(*given)
+
+
+class _Recorded(TorchFunctionMode):
+    """Refuses functions that look at the graph, which slices change, or that change a value."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        is_value = bool(args) and isinstance(args[0], Tensor) and not args[0].is_meta
+        writes = name == "__setitem__" or name.startswith("__i") or name.strip("_") + "_" == name
+        if func in OF_THE_GRAPH or (is_value and writes):
+            raise NotImplementedError(f"{name} of a loss on tensors without values")
+        return func(*args, **(kwargs or {}))
 
 
 class DividedCode:
@@ -63,7 +84,7 @@ class DividedCode:
         code, given = function.func, function.args
         if self._loss is not None:
             code, given = self._loss, given[-2:]
-        leaves, _ = flatten(given)
+        leaves, structure = flatten(given)
         layouts = tuple(map(layout_on, leaves))
         if not any(layouts):
             return function()
@@ -71,15 +92,16 @@ class DividedCode:
             return called_alike(None, self._axes, function, noted)
         kind = (
             code if isinstance(code, Code) else None,
+            form(structure),
             *(
                 (leaf.dtype, _without_sizes(layout), *(n == 1 for n in _whole_shape(leaf, layout)))
                 for leaf, layout in zip(leaves, layouts, strict=True)
             ),
         )
-        layer = _CodeLayer(code)
         if kind not in self._divided:
-            self._divided[kind] = self._planned(layer, given, layouts)
-        divided, compute = self._divided[kind], partial(layer.forward, given)
+            planned = self._planned(_CodeLayer(code), given, layouts)
+            self._divided[kind] = planned if self._is_planned_by_all(planned, leaves[0]) else None
+        divided, compute = self._divided[kind], partial(code, *given)
         if divided is not None:
             try:
                 return divided.call(compute, {})
@@ -97,6 +119,16 @@ class DividedCode:
         except Exception:  # of any class: it is the user's code, which now runs on whole values
             return None
         return None if plan is None else DividedLayer(NO_LAYER, layer, plan, self._axes)
+
+    def _is_planned_by_all(self, planned: DividedLayer | None, beside: Tensor) -> bool:
+        """Tell whether all devices have the same plan; a plan may fail on one of them only."""
+        calls = () if planned is None else planned.plan.calls
+        own = found = crc32(repr(calls).encode())
+        for axis in self._axes:
+            number = torch.tensor([found], device=beside.device)
+            rows = axis.all_gather(number, "whether all shards can divide the loss")
+            found = own if all(int(row) == own for row in rows) else -1
+        return found >= 0
 
 
 def _plan(layers: Layers, given: Any, layouts: Layouts, axes: Axes) -> LayerSharding | None:
