@@ -26,6 +26,7 @@ TARGETS[0], TARGETS[1, 5:], TARGETS[3:, 2] = -100, -100, -100  # uneven, however
 WHOLE = {count * LENGTH * NUM_WORDS for count in (4, 3)}
 """Elements of the logits of each micro-batch."""
 KEPT: dict[str, Tensor] = {}
+ZERO = torch.zeros((), dtype=torch.float64)
 
 
 def ignored(logits: Tensor, targets: Tensor) -> Tensor:
@@ -42,14 +43,16 @@ def shifted(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def kept(logits: Tensor, targets: Tensor) -> Tensor:
-    """Keep a value aside, as for a line of metrics."""
-    KEPT["entropy"] = entropy = ignored(logits, targets)
+    """Keep a sum aside, as for a line of metrics."""
+    entropy = ignored(logits, targets)
+    KEPT["entropy"] = KEPT.get("entropy", ZERO) + entropy.detach()
     return entropy * 2
 
 
 def turns(logits: Tensor, targets: Tensor) -> Tensor:
-    """Take another path for the second micro-batch."""
+    """Take another path for the second micro-batch, after it has counted."""
     entropy = ignored(logits, targets)
+    KEPT["count"] = KEPT.get("count", ZERO) + 1
     return entropy if len(logits) > 3 else entropy + logits.square().mean()
 
 
@@ -59,6 +62,17 @@ def draws(logits: Tensor, targets: Tensor) -> Tensor:
 
 def reads(logits: Tensor, targets: Tensor) -> Tensor:
     return ignored(logits, targets) * (1 + logits.abs().max().item())
+
+
+def hooked(logits: Tensor, targets: Tensor) -> Tensor:
+    logits.register_hook(lambda gradient: gradient / gradient.norm())
+    return ignored(logits, targets)
+
+
+def penalized(logits: Tensor, targets: Tensor) -> Tensor:
+    entropy = ignored(logits, targets)
+    (gradient,) = torch.autograd.grad(entropy, logits, create_graph=True)
+    return entropy + gradient.square().sum()
 
 
 class Heated(nn.Module):
@@ -73,7 +87,7 @@ class Heated(nn.Module):
 
 
 IN_SLICES = (ignored, smoothed, shifted, kept, Heated)
-GATHERED = (turns, draws, reads)
+GATHERED = (turns, draws, reads, hooked, penalized)
 ALONE: dict[str, Any] = {"num_stages": 1, "transport": Transport.LOOPBACK}
 HEAD = {"plan": "auto", "head.weight": "S(0)"}
 """Cuts the vocabulary of the logits, unevenly."""

@@ -83,6 +83,30 @@ class Changes(Own):
         return super().found(scaled + half, labels)
 
 
+class Watches(Own):
+    """Looks at the gradient of logits that it has used before; it needs whole ones."""
+
+    def found(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        size, found = logits.square().mean(), super().found(logits, labels)
+        if not logits.requires_grad:
+            return found
+        logits.register_hook(lambda gradient: gradient / gradient.norm())
+        (gradient,) = torch.autograd.grad(found["loss"], logits, create_graph=True)
+        return found | {"loss": found["loss"] + size + gradient.square().sum()}
+
+
+class Turns(Own):
+    """Drops logits, and changes a view of some that it has used in the second micro-batch."""
+
+    def found(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if len(logits) == 3:
+            doubled = logits * 2
+            flat = doubled.flatten(0, 1)
+            doubled[:, :, 5].zero_()
+            logits = flat.view(logits.shape)
+        return super().found(F.dropout(logits, 0.1, self.training), labels)
+
+
 def made(name: str) -> nn.Module:
     sizes: dict[str, Any] = {"vocab_size": NUM_WORDS}
     torch.manual_seed(0)
@@ -98,7 +122,10 @@ def made(name: str) -> nn.Module:
     elif name == "casts":
         return Casts()
     else:
-        return {"own": Own, "picks": Own, "reads": Reads, "changes": Changes}[name]().double()
+        kinds: Any = {"picks": Own} | {
+            kind.__name__.lower(): kind for kind in (Own, *NEED_WHOLE, Reads)
+        }
+        return kinds[name]().double()
     model.loss_function = causal
     return model.double()
 
@@ -133,6 +160,7 @@ def stepped(name: str, **options: Any) -> dict[str, Any]:
     return {"values": found, "sizes": sizes.seen & WHOLE}
 
 
+NEED_WHOLE = (Changes, Watches, Turns)
 HEAD = {"plan": "auto", "head.weight": "S(0)"}
 QUICK = (
     ("llama", "megatron"),
@@ -142,7 +170,7 @@ QUICK = (
     ("picks", HEAD),
     ("casts", HEAD),
     ("reads", HEAD),
-    ("changes", HEAD),
+    *((kind.__name__.lower(), HEAD) for kind in NEED_WHOLE),
 )
 
 
@@ -175,7 +203,7 @@ def test_a_models_own_loss_is_the_unsplit_one_and_nobody_holds_whole_logits(
 def check(found: dict[str, Any], wanted: dict[str, Any], *, is_last: bool) -> None:
     """Check a step in shards; `is_last`: the process runs the last stage."""
     case = found["name"], found["how"]
-    needs_whole = found["name"] == "changes" and is_last
+    needs_whole = found["name"] not in ("own", "reads", "llama", "gpt2") and is_last
     assert wanted["sizes"] and bool(found["sizes"]) == needs_whole, case
     for name, value in found["values"].items():
         if value is not None:  # the last stage has the output

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.costs.counting.count import record_graph
 from penstock.model.capture.later import OF_THE_GRAPH, Code, form, stand_in_of
 from penstock.model.entries import layout_on, whole_size
+from penstock.model.kept import kept_by, put_back
 from penstock.model.layer_list import as_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
@@ -70,6 +71,7 @@ class DividedCode:
 
     def __init__(self, axes: Axes, loss: Any = None) -> None:
         self._axes, self._loss = axes, loss
+        self._num_calls = 0
         self._divided: dict[Any, DividedLayer | None] = {}
         """The code for each kind of tensors; None where it needs whole values."""
 
@@ -103,10 +105,14 @@ class DividedCode:
             self._divided[kind] = planned if self._is_planned_by_all(planned, leaves[0]) else None
         divided, compute = self._divided[kind], partial(code, *given)
         if divided is not None:
+            self._num_calls += 1
+            is_early = self._loss is not None and self._num_calls <= _EARLY
+            kept = kept_by(_CodeLayer(code).modules()) if is_early else []
             try:
                 return divided.call(compute, {})
             except OtherPathError:  # all devices raise it alike
                 self._divided[kind] = None
+                put_back(kept)
         return called_alike(None, self._axes, compute, {})
 
     def _planned(self, layer: nn.Module, given: Any, layouts: Layouts) -> DividedLayer | None:
@@ -161,6 +167,8 @@ def _plan(layers: Layers, given: Any, layouts: Layouts, axes: Axes) -> LayerShar
     return replace(plan, leaving=leaving)
 
 
+_EARLY = 8
+"""Calls whose traces in Python are undone if they take another path: later ones rarely do."""
 _BYTE_S = 1e-7
 """Seconds per byte: the price at which slices stay slices, even if small ones gather faster."""
 

@@ -62,7 +62,8 @@ class ShardedTensor(Tensor):
         if func is multi_head_attention_forward:  # the plan has the calls inside it
             return LOOKED_INTO(*args, **kwargs)
         tensors = _tensors_of(args, kwargs)
-        run = next(t.run for t in tensors.values() if type(t) is ShardedTensor)
+        runs = [t.run for t in tensors.values() if type(t) is ShardedTensor]
+        run = next((own for own in runs if not own.is_over), runs[0])  # a loss may keep a sum
         with without_torch_function():
             if run.is_over:
                 args, kwargs = _with_locals(args, kwargs, run.wholes(tensors))
