@@ -140,7 +140,8 @@ def is_plain(kind: type) -> bool:
     return not issubclass(kind, type | ModuleType | Tensor | nn.Module)
 
 
-def is_of_user(kind: type) -> bool:
+def is_of_user(kind: Any) -> bool:
+    """Tell whether a class or function is of no library of `LIBRARIES`."""
     return kind.__module__.partition(".")[0] not in LIBRARIES
 
 

@@ -329,6 +329,27 @@ FAULTS = (
         *_PRICED_LOSS,
     ),
     Fault(
+        "a hook, or a change in place, does not reach what waits",
+        "penstock/model/capture/later.py",
+        "        if function in _READS or not numbers:\n",
+        "        if True:\n",
+        *_OWN_LOSS,
+    ),
+    Fault(
+        "a hook of a loss sees the gradient of a slice",
+        "penstock/runtime/shards/loss.py",
+        "        if func in OF_THE_GRAPH or (is_value and writes):\n",
+        "        if is_value and writes:\n",
+        *_LOSS,
+    ),
+    Fault(
+        "a loss that takes another path has counted twice",
+        "penstock/runtime/shards/loss.py",
+        "                put_back(kept)\n",
+        "                pass\n",
+        *_LOSS,
+    ),
+    Fault(
         "a loss gathers an output that it could take in slices",
         "penstock/runtime/shards/loss.py",
         "        if divided is not None:\n",

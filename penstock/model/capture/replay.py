@@ -35,7 +35,7 @@ from .events import (
 from .forward_pass import GRADIENT_HOOKS, Pass, Perform, plainly, unchanged
 from .ghost import Ghost, ghosts_in, map_tensors
 from .later import Later
-from .tied_weights import Absent, Lent
+from .tied_weights import Absent, Lent, lending
 
 
 class _StageEnd(BaseException):
@@ -148,7 +148,7 @@ class Replay(Pass):
             self._make_whole(operation, ghosts)
         lent = self._lent
         if lent is not None and key.number == 0 and key.block in self._borrowers:
-            function = partial(_lending, lent, operation.function)
+            function = partial(lending, lent, operation.function)
             operation = operation._replace(function=function)
         return self.execute(operation)
 
@@ -246,16 +246,15 @@ class Replay(Pass):
 
     def _make_whole(self, operation: Operation, ghosts: list[Ghost]) -> None:
         """Finish what waits, and gather slices for an operation that is no layer."""
-        is_layer = not operation.key.number
         here = [ghost.here for ghost in ghosts if ghost.here is not None]
-        if not is_layer and self._later.is_entangled(operation.function, here):
+        if operation.key.number and self._later.is_entangled(operation.function, here):
             whole = self._from_later(self._later.whole_again)
             for ghost in (own for ref in self._sliced if (own := ref()) is not None):
                 if (new := whole.get(id(ghost.here))) is not None:
                     ghost.here, ghost.info = new, self.describe(new, ghost.info.value)
             self._later, self._sliced = Later(), []
         self._finish(ghosts)
-        for ghost in () if is_layer else ghosts:
+        for ghost in ghosts if operation.key.number else ():
             if layout_on(ghost.here) is not None:
                 ghost.here = self._perform_code(unchanged, ghost.here)
 
@@ -399,9 +398,3 @@ _MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     ),
 )
 """(getter, setter) of torch's modes of a thread, which a model may change."""
-
-
-def _lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block with its borrowed parameters, also when a checkpoint runs it again."""
-    with lent:
-        return function(*args, **kwargs)

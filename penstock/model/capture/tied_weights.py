@@ -231,3 +231,9 @@ class Lent(TorchFunctionMode):
                 "(together=)"
             )
         return result
+
+
+def lending(lent: Lent, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block with its borrowed parameters, also when a checkpoint runs it again."""
+    with lent:
+        return function(*args, **kwargs)

@@ -7,6 +7,7 @@ Such code is one more layer.  Its calls are recorded and divided at its first mi
 targets are not known before.  A function without a rule takes whole values.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from inspect import getclosurevars, isfunction
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.costs.counting.count import record_graph
 from penstock.model.capture.later import OF_THE_GRAPH, Code, form, stand_in_of
 from penstock.model.entries import layout_on, whole_size
-from penstock.model.kept import kept_by, put_back
+from penstock.model.kept import is_of_user, kept_by, put_back
 from penstock.model.layer_list import as_layers
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, unflatten
@@ -44,11 +45,23 @@ class _CodeLayer(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.function, self.owner = function, getattr(function, "__self__", None)
-        self.outside = getclosurevars(function)[:2] if isfunction(function) else ()
+        self.outside = _outside(function)
 
     def forward(self, given: tuple[Any, ...]) -> Any:
         with _Recorded():
             return self.function(*given)
+
+
+def _outside(function: Any) -> list[Any]:
+    """Return what a function, and functions that it calls, reach by closures and global names."""
+    found = [function]
+    for own in found:  # it grows
+        if isfunction(own) and is_of_user(own):
+            with suppress(ValueError):  # a variable of a closure has no value yet
+                reached = getclosurevars(own)
+                values = [*reached.nonlocals.values(), *reached.globals.values()]
+                found += [value for value in values if all(value is not old for old in found)]
+    return found[1:]
 
 
 class _Recorded(TorchFunctionMode):
