@@ -146,8 +146,8 @@ def stepped(name: str, **options: Any) -> dict[str, Any]:
     """Train a step; return the loss, gradients, outputs, and if whole logits were seen."""
     batch = batch_of(name)
     example = {k: v[:4] if v.dim() else v for k, v in batch.items()}
-    model, how = made(name), {"loss": picked} if name == "picks" else {}
-    pipe = Pipeline(model, example_inputs=example, num_microbatches=2, **how, **options)
+    model, how = made(name), options | ({"loss": picked} if name == "picks" else {})
+    pipe = Pipeline(model, example_inputs=example, num_microbatches=2, **how)
     with Sizes() as sizes, torch.autocast("cpu", torch.bfloat16, enabled=name == "casts"):
         targets = (TARGETS,) if name == "picks" else ()
         found: dict[str, Any] = {"loss": pipe.train_step(batch, *targets)}

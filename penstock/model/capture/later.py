@@ -55,9 +55,7 @@ class Code:
         self, operations: Sequence[_Waiting], takes: Sequence[int], gives: Sequence[int]
     ) -> None:
         self._operations, self._takes, self._gives = operations, takes, gives
-        facts = (
-            (own.function, *own[2:], form(own.structure)) for own in operations
-        )
+        facts = ((own.function, *own[2:], form(own.structure)) for own in operations)
         self._key = tuple(facts), tuple(takes), tuple(gives)
 
     def __eq__(self, other: object) -> bool:
@@ -212,8 +210,8 @@ class Later:
         """Return a tensor like a stand-in on the device that the tensor is on."""
         known = self._known.get(number)
         device = self._device if known is None else known.device
-        like, where = self._stand_ins[number], {"device": device}
-        found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, **where)
+        like = self._stand_ins[number]
+        found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         return found.requires_grad_(like.requires_grad)
 
     def _is_changed(self, number: int, tensor: Tensor) -> bool:
