@@ -56,6 +56,12 @@ def turns(logits: Tensor, targets: Tensor) -> Tensor:
     return entropy if len(logits) > 3 else entropy + logits.square().mean()
 
 
+def flips(logits: Tensor, targets: Tensor) -> Tensor:
+    """Make the same calls for the second micro-batch, on other dimensions."""
+    own, other = (1, 2) if len(logits) > 3 else (2, 1)
+    return logits.logsumexp(own).square().mean() + logits.square().sum(other).mean()
+
+
 def draws(logits: Tensor, targets: Tensor) -> Tensor:
     return turns(F.dropout(logits, 0.1), targets)
 
@@ -87,7 +93,7 @@ class Heated(nn.Module):
 
 
 IN_SLICES = (ignored, smoothed, shifted, kept, Heated)
-GATHERED = (turns, draws, reads, hooked, penalized)
+GATHERED = (turns, flips, draws, reads, hooked, penalized)
 ALONE: dict[str, Any] = {"num_stages": 1, "transport": Transport.LOOPBACK}
 HEAD = {"plan": "auto", "head.weight": "S(0)"}
 """Cuts the vocabulary of the logits, unevenly."""

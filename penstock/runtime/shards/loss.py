@@ -76,6 +76,31 @@ class _Recorded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _SameCalls(TorchFunctionMode):
+    """Refuses other functions, or dimensions, than in the first run of a loss, which it notes.
+
+    Operators were divided for these: a sum over another dimension would be that of a slice.
+    """
+
+    def __init__(self, noted: list[Any]) -> None:
+        super().__init__()
+        self._noted, self._is_first, self._at = noted, not noted, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = func, form(flatten((args, kwargs or {}))[1])
+        if self._is_first:
+            self._noted.append(call)
+        elif self._noted[self._at : self._at + 1] != [call]:
+            raise OtherPathError(f"a loss calls {func} otherwise than at first")
+        self._at += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _as_before(noted: list[Any], loss: Any, *given: Any) -> Any:
+    with _SameCalls(noted):
+        return loss(*given)
+
+
 class DividedCode:
     """Computes a loss of an output and its target in shards along axes.
 
@@ -87,6 +112,8 @@ class DividedCode:
         self._num_calls = 0
         self._divided: dict[Any, DividedLayer | None] = {}
         """The code for each kind of tensors; None where it needs whole values."""
+        self._calls: dict[Any, list[Any]] = {}
+        """The calls of the loss in its first run, for each kind of tensors."""
 
     def call(self, function: "partial[Any]", noted: Noted) -> Any:
         """Return the results, of which scalars are whole on each device.
@@ -121,8 +148,10 @@ class DividedCode:
             self._num_calls += 1
             is_early = self._loss is not None and self._num_calls <= _EARLY
             kept = kept_by(_CodeLayer(code).modules()) if is_early else []
+            calls = self._calls.setdefault(kind, [])
+            again = compute if self._loss is None else partial(_as_before, calls, code, *given)
             try:
-                return divided.call(compute, {})
+                return divided.call(again, {})
             except OtherPathError:  # all devices raise it alike
                 self._divided[kind] = None
                 put_back(kept)
