@@ -268,8 +268,8 @@ FAULTS = (
     Fault(
         "code that waits has gradients in a block without them, or none after it",
         "penstock/model/capture/later.py",
-        "            with _grad_mode(own.with_grad):\n",
-        "            with _grad_mode(not own.with_grad):\n",
+        "    with _grad_mode(own.with_grad), ExitStack()",
+        "    with _grad_mode(not own.with_grad), ExitStack()",
         *_OWN_LOSS,
     ),
     Fault(
