@@ -55,10 +55,12 @@ MEMORY_POLICIES = (
 
 
 class OnMesh(NamedTuple):
-    """A stage on a mesh: its prices, as those of a `Task`, the lengths of the axes of its shards,
-    and how many layers it has; the seconds of its forward and its backward for a micro-batch; and
-    a device's bytes of weights, of gradients and of the optimizer, those that the optimizer moves
-    once a step, and those of the largest graph of a segment.
+    """A stage on a mesh.
+
+    The first five fields are its prices, as those of a `Task`.  `shape` has the lengths of the
+    axes of its shards.  Seconds are those of a micro-batch, and bytes those of a device: the
+    optimizer moves `update_bytes` once a step, and `graph_bytes` are the largest graph of a
+    segment.
     """
 
     seconds: float

@@ -344,6 +344,13 @@ FAULTS = (
         *_LOSS,
     ),
     Fault(
+        "a loss may reduce another dimension than the one that it was divided for",
+        "penstock/runtime/shards/loss.py",
+        "elif self._noted[self._at : self._at + 1] != [call]:",
+        "elif False:",
+        *_LOSS,
+    ),
+    Fault(
         "a loss that takes another path has counted twice",
         "penstock/runtime/shards/loss.py",
         "                put_back(kept)\n",

@@ -91,8 +91,8 @@ class Heated(nn.Module):
         return ignored(logits * self.heat, targets)
 
 
-IN_SLICES = (ignored, smoothed, shifted, kept, Heated, flips)
-GATHERED = (turns, draws, reads, hooked, penalized)
+IN_SLICES = (ignored, smoothed, shifted, kept, Heated)
+GATHERED = (turns, flips, draws, reads, hooked, penalized)
 ALONE: dict[str, Any] = {"num_stages": 1, "transport": Transport.LOOPBACK}
 HEAD = {"plan": "auto", "head.weight": "S(0)"}
 """Cuts the vocabulary of the logits, unevenly."""

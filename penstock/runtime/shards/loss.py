@@ -7,6 +7,7 @@ Such code is one more layer.  Its calls are recorded and divided at its first mi
 targets are not known before.  A function without a rule takes whole values.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -96,9 +97,14 @@ class _SameCalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _as_before(noted: list[Any], loss: Any, *given: Any) -> Any:
-    with _SameCalls(noted):
-        return loss(*given)
+def _as_before(loss: Any, noted: list[Any]) -> Callable[..., Any]:
+    """Return a loss that refuses other calls than those noted, or notes them if there are none."""
+
+    def same(*given: Any) -> Any:
+        with _SameCalls(noted):
+            return loss(*given)
+
+    return same
 
 
 class DividedCode:
@@ -143,19 +149,20 @@ class DividedCode:
         if kind not in self._divided:
             planned = self._planned(_CodeLayer(code), given, layouts)
             self._divided[kind] = planned if self._is_planned_by_all(planned, leaves[0]) else None
-        divided, compute = self._divided[kind], partial(code, *given)
+        divided = self._divided[kind]
         if divided is not None:
             self._num_calls += 1
             is_early = self._loss is not None and self._num_calls <= _EARLY
             kept = kept_by(_CodeLayer(code).modules()) if is_early else []
-            calls = self._calls.setdefault(kind, [])
-            again = compute if self._loss is None else partial(_as_before, calls, code, *given)
+            same = code
+            if self._loss is not None:
+                same = _as_before(code, self._calls.setdefault(kind, []))
             try:
-                return divided.call(again, {})
+                return divided.call(partial(same, *given), {})
             except OtherPathError:  # all devices raise it alike
                 self._divided[kind] = None
                 put_back(kept)
-        return called_alike(None, self._axes, compute, {})
+        return called_alike(None, self._axes, partial(code, *given), {})
 
     def _planned(self, layer: nn.Module, given: Any, layouts: Layouts) -> DividedLayer | None:
         """Record the code on tensors of whole sizes without values, and divide its calls."""
