@@ -27,7 +27,8 @@ from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.stage_table import Hosts, Numbers, Submesh
+from penstock.planner.stage_program import Matrix
+from penstock.planner.submeshes import Hosts, Submesh
 from penstock.schedules import gpipe
 
 Allow = Callable[[int, int, Submesh], bool]
@@ -40,7 +41,7 @@ class RestrictedPrices(MeshPrices):
 
     allow: Allow = lambda start, end, submesh: True
 
-    def _may_be(self, submesh: Submesh) -> Numbers:
+    def _may_be(self, submesh: Submesh) -> Matrix:
         found = super()._may_be(submesh)
         for start, end in np.argwhere(found).tolist():
             found[start, end] = self.allow(start, end, submesh)

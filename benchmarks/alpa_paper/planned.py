@@ -16,7 +16,7 @@ from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.mesh_plans import CUT_SHORT
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.stage_table import Submesh
+from penstock.planner.submeshes import Submesh
 from penstock.sharding.search import Search
 
 from .baselines import BASELINES, RestrictedPrices, plan_baseline, step_s

@@ -1,33 +1,23 @@
 """Cut a chain of layers into balanced stages: search all cuts, and all orders of devices.
 
-Alpa's objective (Zheng et al. 2022, section 5), for M micro-batches and stages of t_i seconds:
-
-    sum of all t_i + (M - 1) x the greatest t_j          M -> infinity: the slowest stage alone
-
 What a stage costs may depend on its number and its device, and need not be the sum of what its
 layers cost: values that cross its ends count too, and infinity is what does not fit.
-
-A dynamic programme finds the least slowest stage, and for a bound on that the least sum.  Greater
-bounds never make the sum greater: intervals of bounds are halved until they hold nothing better.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise, product
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import PartitionError
 from penstock.trace.units import count_text
 
-Matrix = NDArray[Any]
-"""[start, end]: a number for layers [start, end), for every start and end from 0 to L."""
-_Vector = NDArray[np.float64]
-ROUNDING = 1e-9
-"""Stages whose costs differ by less, as a share, are equally slow: sums of floats differ so."""
+from .stage_program import Block, Matrix, Stages
+from .stage_search import ROUNDING, Part, Search, Within, step_s
+
 _GAP = 1e-3
 """Relative optimality gap of a search."""
 
@@ -79,185 +69,6 @@ class Setting(NamedTuple):
     kind: int = 0
 
 
-_State = tuple[int, ...]
-"""How many devices of each kind the stages so far use."""
-
-
-class Part(NamedTuple):
-    """A stage of the cut that was found: the kind of its device, and where it starts and ends."""
-
-    kind: int
-    start: int
-    end: int
-
-
-class _Block(NamedTuple):
-    """What a stage costs, with the numbers of its first start and its first end, from the first
-    ones on that a stage in its place could have.
-    """
-
-    start: int
-    end: int
-    costs: Matrix
-
-
-_Join = Callable[[Matrix, Matrix], Matrix]
-"""(value of the stages before, cost of a stage) -> value of both."""
-_Level = dict[_State, _Vector]
-"""By state, the least value of the layers before each start that the next stage may have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """A search for the best cut at `edges` into `num_stages`, on `counts[kind]` devices of a kind.
-
-    `cost` gives what layers take as a stage in a setting; infinity is what cannot be.  With
-    `windows`, one for each stage, it gives that part of the matrix, and nothing outside it can be.
-    """
-
-    num_stages: int
-    edges: NDArray[np.intp]
-    cost: Callable[[Setting], Matrix]
-    counts: tuple[int, ...]
-    windows: Sequence[Window] | None = None
-
-    def best(self, num_microbatches: float) -> list[list[Part]]:
-        """Return the stages of the best cut, and of that for the slowest stage, if another."""
-        slowest, later = self._least(np.maximum), num_microbatches - 1
-        if not np.isfinite(slowest):
-            return []
-        best = evenest = self._within(slowest, np.square)
-        if later in (0, np.inf):  # a single micro-batch gains nothing, and stages stay balanced
-            return [evenest]
-        # Stages may be slower if that makes their sum less by more: what the sum is at least, for
-        # each interval of bounds that is left, says whether.
-        best_s, least_sum_s = self._value(evenest, later), self._least(np.add)
-        intervals = [(slowest, slowest, least_sum_s)]
-        intervals.append((slowest, (best_s - least_sum_s) / later, least_sum_s))
-        while intervals:
-            low, high, least_sum_s = intervals.pop()
-            if least_sum_s + later * low >= best_s * (1 - _GAP):
-                continue
-            middle = (low + high) / 2
-            parts = self._within(middle, np.copy)
-            if (value_s := self._value(parts, later)) < best_s * (1 - ROUNDING):
-                best, best_s = parts, value_s
-            if low < high:
-                intervals.append((low, middle, sum(self._costs(parts))))
-                intervals.append((middle, high, least_sum_s))
-        return [best] if best is evenest else [best, evenest]
-
-    def _within(self, bound: float, charge: Callable[[Matrix], Matrix]) -> list[Part]:
-        """Return the cut whose stages keep to a bound with the least sum of what is charged."""
-        most = bound * (1 + ROUNDING)
-
-        def add(least: Matrix, cost: Matrix) -> Matrix:
-            return least + charge(np.where(cost <= most, cost, np.inf))
-
-        return self._walked_back(self._levels(add), add)
-
-    def _value(self, parts: Sequence[Part], later: float) -> float:
-        costs = self._costs(parts)
-        return sum(costs) + later * max(costs)
-
-    def _costs(self, parts: Sequence[Part]) -> list[float]:
-        costs = []
-        for stage, (kind, start, end) in enumerate(parts):
-            first_start = first_end = 0
-            if self.windows is not None:
-                first_start, first_end = (own.start for own in self.windows[stage])
-            matrix = self.cost(Setting(stage, kind))
-            costs.append(float(matrix[start - first_start, end - first_end]))
-        return costs
-
-    def _least(self, join: _Join) -> float:
-        last = self._levels(join)[-1]
-        return min((float(least[-1]) for least in last.values()), default=np.inf)
-
-    @property
-    def _width(self) -> int:
-        """Starts that a stage can have if every other stage has a layer."""
-        return len(self.edges) - self.num_stages
-
-    def _levels(self, join: _Join) -> list[_Level]:
-        nothing = np.full(self._width, np.inf)
-        nothing[0] = 0.0
-        levels: list[_Level] = [{(0,) * len(self.counts): nothing}]
-        for stage in range(self.num_stages):
-            following: _Level = {}
-            blocks: dict[Setting, _Block] = {}
-            for state, setting, then in self._all_moves(levels[-1], stage):
-                if setting not in blocks:
-                    blocks[setting] = self._block(setting)
-                known = following.setdefault(then, np.full(self._width, np.inf))
-                _put_least(known, levels[-1][state], blocks[setting], join)
-            levels.append(following)
-        return levels
-
-    def _walked_back(self, levels: list[_Level], join: _Join) -> list[Part]:
-        state = min(levels[-1], key=lambda state: levels[-1][state][-1])
-        place, parts = self._width - 1, []
-        for stage in reversed(range(self.num_stages)):
-            choices = [
-                (before, setting, block.start, join(least[block.start : place + 1], costs))
-                for before, setting, then in self._all_moves(levels[stage], stage)
-                if then == state
-                for block in (self._block(setting),)
-                for least in (levels[stage][before][: block.start + len(block.costs)],)
-                for costs in (block.costs[: place + 1 - block.start, place - block.end],)
-            ]
-            state, setting, first, values = min(choices, key=lambda choice: choice[3].min())
-            end, place = self.edges[stage + 1 + place], first + int(values.argmin())
-            parts.append(Part(setting.kind, int(self.edges[stage + place]), int(end)))
-        return parts[::-1]
-
-    def _all_moves(
-        self, level: Iterable[_State], stage: int
-    ) -> Iterator[tuple[_State, Setting, _State]]:
-        """Yield the states, what the next stage may be on in each, and the state after it."""
-        for state, (kind, count) in product(level, enumerate(self.counts)):
-            if state[kind] < count:
-                used = tuple(n + (k == kind) for k, n in enumerate(state))
-                yield state, Setting(stage, kind), used
-
-    def _block(self, setting: Setting) -> _Block:
-        """Return the costs for those starts and ends that leave something for all other stages."""
-        first, matrix = setting.stage, self.cost(setting)
-        starts = self.edges[first : first + self._width]
-        ends = self.edges[first + 1 : first + 1 + self._width]
-        if self.windows is None:
-            if len(self.edges) == len(matrix):  # every layer is an edge
-                return _Block(0, 0, matrix[starts[0] : starts[-1] + 1, ends[0] : ends[-1] + 1])
-            return _Block(0, 0, matrix[np.ix_(starts, ends)])
-        rows, columns = self.windows[first]
-        start, end = np.searchsorted(starts, rows.start), np.searchsorted(ends, columns.start)
-        starts = starts[start : np.searchsorted(starts, rows.stop)]
-        ends = ends[end : np.searchsorted(ends, columns.stop)]
-        costs = matrix[np.ix_(starts - rows.start, ends - columns.start)]
-        return _Block(int(start), int(end), costs)
-
-
-_ROWS = 64
-"""Starts that are looked at together: few enough for a processor's cache."""
-_BACKWARDS = np.tri(_ROWS, k=-1, dtype=bool)
-"""Where an end would stand before its start."""
-
-
-def _put_least(known: _Vector, least: _Vector, block: _Block, join: _Join) -> None:
-    """Put into `known` the least for each end over all starts before it, where that is less."""
-    num_starts, num_ends = block.costs.shape
-    for row in range(0, num_starts, _ROWS):
-        starts = least[block.start + row : block.start + min(row + _ROWS, num_starts), None]
-        if np.isfinite(starts).any():
-            first = max(block.start + row, block.end)  # an end before that is before each start
-            costs = block.costs[row : row + _ROWS, first - block.end :]
-            found = join(starts, costs)
-            backwards = _BACKWARDS[: len(starts), first - block.start - row :][:, : costs.shape[1]]
-            found[:, : backwards.shape[1]][backwards] = np.inf
-            ends = known[first : block.end + num_ends]
-            np.minimum(ends, found.min(axis=0), out=ends)
-
-
 Spans = Sequence[tuple[int, int]]
 """(start, end) of layers that are to be on one stage, in order, all layers in one."""
 
@@ -282,8 +93,8 @@ def cuts(
 
     With `windows` (see `cuts.windows`) the array is that part of the whole one.
 
-    Exact for any cost, but for a thousandth with M; K * L^2 / 2 steps of numpy's, three times, or
-    some tens of times where stages compete that cost unlike sums.
+    Exact for any cost, but for a thousandth with M; K * L^2 / 2 steps of numpy's, twice, or some
+    tens of times where stages compete that cost unlike sums.
 
     Returns:
         That cut, then the one of the fastest slowest stage where it is another: a simulator knows
@@ -293,11 +104,13 @@ def cuts(
         PartitionError: there are fewer spans than stages, or no stage is asked for.
     """
     _check_enough(len(spans), num_stages)
-    edges = np.array([0, *(end for _, end in spans)])
-    search = Search(num_stages, edges, lambda at: cost(at.stage), (num_stages,), windows)
-    return [
-        tuple(part.end - part.start for part in parts) for parts in search.best(num_microbatches)
-    ]
+    edges = _edges(spans)
+    blocks = _blocks(num_stages, 1, edges, lambda at: cost(at.stage), windows)
+    sizes = np.zeros((1, 0), dtype=int)
+    stages = Stages(
+        num_cuts=len(spans), num_stages=num_stages, block=blocks, sizes=sizes, is_exact=True
+    )
+    return [_partition(parts, edges) for parts in _best(stages, num_microbatches)]
 
 
 class OnDevices(NamedTuple):
@@ -325,11 +138,75 @@ def cut_over_devices(
             f"{num_stages} stages need a device each, and there are {sum(counts)}; choose "
             f"at most {count_text(sum(counts), 'stage')}"
         )
-    edges = np.array([0, *(end for _, end in spans)])
-    for parts in Search(num_stages, edges, cost, tuple(counts)).best(num_microbatches):
-        sizes = tuple(part.end - part.start for part in parts)
-        return OnDevices(sizes, tuple(part.kind for part in parts))
+    edges = _edges(spans)
+    stages = Stages(
+        num_cuts=len(spans),
+        num_stages=num_stages,
+        block=_blocks(num_stages, len(counts), edges, cost),
+        sizes=np.eye(len(counts), dtype=int),
+        devices=tuple(counts),
+        is_exact=True,
+    )
+    for parts in _best(stages, num_microbatches):
+        return OnDevices(_partition(parts, edges), tuple(part.mesh for part in parts))
     return None
+
+
+def _edges(spans: Spans) -> Matrix:
+    return np.array([0, *(end for _, end in spans)])
+
+
+def _partition(parts: Sequence[Part], edges: Matrix) -> tuple[int, ...]:
+    return tuple(int(edges[part.end] - edges[part.start]) for part in parts)
+
+
+def _blocks(
+    num_stages: int,
+    num_kinds: int,
+    edges: Matrix,
+    cost: Callable[[Setting], Matrix],
+    windows: Sequence[Window] | None = None,
+) -> Callable[[int], Block]:
+    """Return the costs of a stage on each kind of device, by the number of stages from it on."""
+    known = dict[tuple[int, ...], tuple[list[Matrix], Block]]()
+
+    @cache
+    def block(left: int) -> Block:
+        stage = num_stages - left
+        every = [cost(Setting(stage, kind)) for kind in range(num_kinds)]
+        if windows is not None:
+            return _block(every, edges, windows[stage])
+        key = tuple(map(id, every))
+        if key not in known:  # one for stages that are alike
+            known[key] = every, _block(every, edges)
+        return known[key][1]
+
+    return block
+
+
+def _block(every: Sequence[Matrix], edges: Matrix, window: Window = EVERYWHERE) -> Block:
+    """Return the costs of a stage from edge to edge, of matrices from layer to layer."""
+    sides = [(side.start or 0, side.stop or edges[-1] + 1) for side in window]
+    starts, ends = (np.flatnonzero((edges >= a) & (edges < b)) for a, b in sides)
+    at = np.ix_(edges[starts] - sides[0][0], edges[ends] - sides[1][0])
+    costs = np.stack([matrix[at].T for matrix in every])
+    costs = np.where(starts < ends[:, None], costs, np.inf)
+    return Block(int(starts[0]), int(ends[0]), costs, costs)
+
+
+def _best(stages: Stages, num_microbatches: float) -> list[tuple[Part, ...]]:
+    """Return the stages of the best cut, and of that for the slowest stage, if another."""
+    slowest, later = stages.slowest(), num_microbatches - 1
+    if not np.isfinite(slowest):
+        return []
+    evenest = Within(stages, slowest * (1 + ROUNDING), charge=np.square).best()[0]
+    if later in (0, np.inf):  # a single micro-batch gains nothing, and stages stay balanced
+        return [evenest]
+    search = Search(stages, int(num_microbatches), 1, _GAP)
+    search.keep(evenest)
+    search.run(slowest)
+    best, evenest_s = search.best[0], step_s(stages, evenest, later)
+    return [best, evenest] if search.best_s < evenest_s * (1 - ROUNDING) else [evenest]
 
 
 def sums(costs: Sequence[float]) -> Matrix:

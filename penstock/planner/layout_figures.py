@@ -29,7 +29,7 @@ from penstock.trace.units import bytes_text, count_text, number_text, percent_te
 from .mesh_candidates import OnMeshes
 from .mesh_plans import on_layout
 from .parallelism import Parallelism
-from .stage_table import Numbers
+from .stage_program import Matrix
 
 MEMORY_SHARE = 0.9
 """The usual share of a device's memory that a step may use: allocators need the rest."""
@@ -56,8 +56,8 @@ class _Work(NamedTuple):
     or of their issue by its host where that is slower: arrays by [first, end].
     """
 
-    seconds: Numbers
-    forward_s: Numbers
+    seconds: Matrix
+    forward_s: Matrix
 
 
 @dataclass(frozen=True)

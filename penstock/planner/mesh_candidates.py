@@ -28,10 +28,10 @@ from .mesh_costs import MeshPrices, OnMesh, hosts_of
 from .mesh_task import MeshTask
 from .placement import Placement
 from .plan import BalancedBy, Plan
+from .stage_program import Matrix
 from .stage_rows import PredictedStage
-from .stage_table import Numbers, Submesh
 from .stage_work import StageWork, program_of, work_of
-from .submeshes import Answer
+from .submeshes import Answer, Submesh
 
 _FEW_STAGES = 4
 """Up to which each is described."""
@@ -49,7 +49,7 @@ class OnMeshes:
     answer: Answer
     family: Family
     prices: MeshPrices
-    of_stages: Callable[[Submesh], Numbers]
+    of_stages: Callable[[Submesh], Matrix]
     """The prices of all stages on a mesh, as the search was given them."""
     step_s: float = 0.0
     is_bound: bool = True

@@ -25,7 +25,7 @@ from penstock.sharding.routed import with_end
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
 
-from .stage_table import Hosts, Stage, Submesh
+from .submeshes import Hosts, Stage, Submesh
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""

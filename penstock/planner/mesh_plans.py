@@ -37,8 +37,7 @@ from .mesh_costs import MemoryPolicy, hosts_of
 from .mesh_task import MeshTask, Try
 from .parallelism import Parallelism, near_divisors
 from .shared_cores import num_cores
-from .stage_table import Stage, Submesh, Task
-from .submeshes import Answer, find_stages, no_room, submeshes
+from .submeshes import Answer, Stage, Submesh, Task, find_stages, no_room, submeshes
 
 _MOST_ANSWERS = 8
 """Answers of one search that are compared."""

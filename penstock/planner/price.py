@@ -22,8 +22,9 @@ from penstock.schedules.family import Family
 from penstock.schedules.memory import num_versions
 from penstock.types import Recompute, RecomputePolicy
 
-from .cuts import EVERYWHERE, Matrix, Setting, Window, between, upto
+from .cuts import EVERYWHERE, Setting, Window, between, upto
 from .stage_bytes import StageBytes
+from .stage_program import Matrix
 from .stage_work import (
     Kinds,
     OnWay,

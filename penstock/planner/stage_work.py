@@ -25,7 +25,8 @@ from penstock.schedules.passes import add_offload, add_recompute
 from penstock.simulator.engine import Compiled, compiled
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
-from .cuts import Matrix, Window
+from .cuts import Window
+from .stage_program import Matrix
 
 
 class Tables(NamedTuple):

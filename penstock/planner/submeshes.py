@@ -1,55 +1,83 @@
-"""Search for stages on sub-meshes of a cluster: which layers each has, on how many devices.
+"""Stages on sub-meshes of a cluster: which there may be, and the search for the best of them.
 
-Alpa's inter-operator dynamic program (Zheng et al., OSDI 2022, section 5), and a wider one:
+Alpa's inter-operator search (Zheng et al. 2022, section 5), on meshes of any number of devices:
 
     layers   0 ─ 1 ─ 2 │ 3 ─ 4 │ 5 ─ 6 ─ 7 ─ 8
     mesh       1 x 3   │ 1 x 1 │     2 x 4           of three hosts with 4 devices each
 
-    seconds of a step = sum of all t_i + (B - 1) x the greatest t_j       B micro-batches
-
-For a bound t_max on the greatest t_j, the least sum is computed from the last layer on:
-
-    F(s, k, d) = min over the end i and the mesh m of   t(k, i, m) + F(s - 1, i, d - m)
-
-with s stages from layer k on and d devices left of each kind of host.  A stage needs
-t(k, i, m) <= t_max, and memory for the s micro-batches that 1F1B has in flight there.
-
-F does not grow with t_max, so for t_max in [a, b] no answer takes less than (B - 1) a + F(b).  The
-paper tries bounds in ascending order until B x t_max reaches the best answer.  Here an interval
-without a better answer is skipped, and any other is halved: the same answer, after tens of bounds
-instead of thousands.
+A stage needs memory for the micro-batches that 1F1B has in flight there: as many as stages follow,
+and one.  `stage_search` has the formula of a step, and the dynamic program.
 """
 
-import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from heapq import heappop, heappush
-from itertools import accumulate, count, islice, pairwise
+from functools import cache, lru_cache
+from itertools import accumulate
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.errors import ConfigError, PlanError
 from penstock.trace.units import bytes_text
 
-from .stage_table import Hosts, Numbers, Stage, StageTable, Submesh, Task
+from .stage_program import Block, Matrix, Stages
+from .stage_search import Part, Search
 
 MOST_STAGES = 64
 """The most stages of an answer."""
-_LONGEST_S = sys.float_info.max
-"""The greatest finite seconds."""
 
 
-def submeshes(hosts: Sequence[Hosts]) -> list[Submesh]:
-    """Return the meshes that a stage may have: any part of a host, and any number of hosts."""
-    meshes = []
-    for kind, (num_hosts, most, _) in enumerate(hosts):
-        meshes += [Submesh(kind, 1, size) for size in range(1, most + 1)]
-        meshes += [Submesh(kind, number, most) for number in range(2, num_hosts + 1)]
-    return meshes
+class Hosts(NamedTuple):
+    """Hosts of one kind: their number, devices per host, and usable bytes per device."""
+
+    num_hosts: int
+    num_devices: int
+    memory_bytes: float = inf
+
+
+class Submesh(NamedTuple):
+    """The devices of a stage: some of one host of a kind, or all of several hosts.
+
+    Given `devices` may be any of the hosts', arranged in a `shape`; () leaves both to the planner.
+    """
+
+    kind: int
+    num_hosts: int
+    num_devices: int
+    devices: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return len(self.devices) or self.num_hosts * self.num_devices
+
+
+class Stage(NamedTuple):
+    """Layers [start, end) on a mesh."""
+
+    start: int
+    end: int
+    submesh: Submesh
+
+
+class Task(NamedTuple):
+    """A search for stages: the layers, the hosts, and the prices of stages on meshes.
+
+    `prices(submesh)` are five prices of layers [start, end) as a stage on a mesh, as
+    [price, start, end], infinite for an impossible stage; bytes are those of the fullest device:
+
+    - seconds of a micro-batch's forward and backward
+    - bytes of weights, gradients and the optimizer
+    - bytes that each micro-batch in flight keeps
+    - seconds to hand a micro-batch's values to the next stage and to get its gradients
+    - seconds of collectives that run once a step, after the stage's last backward
+    """
+
+    num_layers: int
+    hosts: Sequence[Hosts]
+    prices: Callable[[Submesh], Matrix]
+    num_microbatches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +87,15 @@ class Answer:
     stages: tuple[Stage, ...]
     seconds: float
     devices: tuple[tuple[int, ...], ...]
+
+
+def submeshes(hosts: Sequence[Hosts]) -> list[Submesh]:
+    """Return the meshes that a stage may have: any part of a host, and any number of hosts."""
+    meshes = []
+    for kind, (num_hosts, most, _) in enumerate(hosts):
+        meshes += [Submesh(kind, 1, size) for size in range(1, most + 1)]
+        meshes += [Submesh(kind, number, most) for number in range(2, num_hosts + 1)]
+    return meshes
 
 
 def find_stages(
@@ -74,9 +111,9 @@ def find_stages(
     stage and back at a time.
 
     Each answer takes at most a share `eps` longer than the optimum in its place; 0 is exact.
-    There are at most `MOST_STAGES` stages.  A hundred layers on 1,000 devices take seconds, 48
-    layers on 128 devices of each of two kinds most of a minute, as every pair of numbers left is a
-    state.
+    There are at most `MOST_STAGES` stages.  24 layers on 256 devices take a tenth of a
+    second, a hundred on 1,000 half a minute; with two kinds of hosts every pair of numbers left is
+    a state.
 
     Raises:
         ConfigError: a number is not positive.
@@ -84,201 +121,25 @@ def find_stages(
     """
     if most < 1 or eps < 0:
         raise ConfigError(f"most={most} and eps={eps}; ask for at least 1, and at least 0")
-    return _Search(task, most, eps, ahead, limit_s).answers()
-
-
-class _State(NamedTuple):
-    """The first stages, their sum of seconds, and the numbers of stages and devices left."""
-
-    sum_s: float
-    stages: tuple[Stage, ...]
-    num_left: int
-    devices: tuple[int, ...]
-
-    @property
-    def start(self) -> int:
-        return self.stages[-1].end if self.stages else 0
-
-
-class _Search:
-    """The search over bounds on the slowest stage, with the best answers so far."""
-
-    def __init__(self, task: Task, most: int, eps: float, ahead: int, limit_s: float) -> None:
-        numbers = [task.num_layers, task.num_microbatches, len(task.hosts), ahead]
-        numbers += [number for host in task.hosts for number in host[:2]]
-        if min(numbers) < 1:
-            raise ConfigError(
-                f"{task.num_layers} layers, {task.num_microbatches} micro-batches, ahead={ahead} "
-                f"and hosts {list(task.hosts)}; give at least 1 of each"
+    numbers = [task.num_layers, task.num_microbatches, len(task.hosts), ahead]
+    numbers += [number for host in task.hosts for number in host[:2]]
+    if min(numbers) < 1:
+        raise ConfigError(
+            f"{task.num_layers} layers, {task.num_microbatches} micro-batches, ahead={ahead} "
+            f"and hosts {list(task.hosts)}; give at least 1 of each"
+        )
+    meshes = _Meshes(task, ahead)
+    stages = meshes.stages(lambda left: meshes.block)
+    search = Search(stages, task.num_microbatches, most, eps, limit_s)
+    search.run()
+    if not search.best and limit_s == inf:
+        lack = meshes.least_lack()
+        if lack == inf:
+            raise PlanError(
+                "no stages are on these hosts: no price was given for the meshes they need"
             )
-        self.task, self.most = task, most
-        self.close = math.sqrt(1 + eps)
-        """Factor within which bounds count as one, and again by which an answer may be missed."""
-        self.devices = tuple(host.num_hosts * host.num_devices for host in task.hosts)
-        num_stages = min(task.num_layers, sum(self.devices), MOST_STAGES)
-        self.table = StageTable(task, submeshes(task.hosts), num_stages, ahead)
-        self.meshes = self.table.meshes
-        self.answer_of: dict[tuple[Stage, ...], Answer] = {}
-        self.best_s = self.worst_s = limit_s
-
-    def answers(self) -> list[Answer]:
-        """Return the best answers, best first."""
-        self._search()
-        if not self.answer_of and self.worst_s == inf:
-            raise PlanError(self._missing())
-        return self._best()
-
-    def _best(self) -> list[Answer]:
-        return sorted(self.answer_of.values(), key=lambda answer: answer.seconds)[: self.most]
-
-    # -- bounds on the slowest stage ------------------------------------------------------------
-
-    def _search(self) -> None:
-        """Put the best answers into `answer_of`."""
-        # 1. Group close paces into bounds: the least and the greatest of each group.
-        most_s = self.worst_s / max(self.task.num_microbatches - 1, 1)
-        paces = np.unique(self.table.pace[self.table.pace < most_s])
-        self.bounds: list[tuple[float, float]] = []
-        at = 0
-        while at < len(paces):
-            end = int(np.searchsorted(paces, paces[at] * self.close, side="right"))
-            self.bounds.append((float(paces[at]), float(paces[end - 1])))
-            at = end
-        # 2. Find the first bound for which there are enough devices.
-        low = self._first_enough()
-        # 3. Try bounds at growing distances, until the best answer gets no better.
-        tried, step = [(low - 1, 0.0)], 1
-        is_better = True
-        while low < len(self.bounds) and (is_better or len(self.answer_of) < self.most):
-            best = self.best_s
-            tried.append((low, self._try(low)))
-            is_better = self.best_s < best
-            low, step = low + step, step * 2
-        # 4. Explore the intervals between them, from the least sum within their upper end.
-        least_sum = self.table.before(self.table.total)[0][-1]
-        tried.append((len(self.bounds), float(least_sum)))
-        for (before, _), (after, sum_s) in pairwise(tried):
-            self._explore(before + 1, after - 1, sum_s)
-
-    def _first_enough(self) -> int:
-        """Return the first bound for which there are enough devices; most often there is none."""
-        high = len(self.bounds)
-        low = 0 if high and self._is_enough(high - 1) else high
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._is_enough(middle) else (middle + 1, high)
-        return low
-
-    def _is_enough(self, bound: int) -> bool:
-        return self.table.num_needed(self.bounds[bound][1]) <= sum(self.devices)
-
-    def _explore(self, low: int, high: int, least_sum: float) -> None:
-        """Try bounds from `low` to `high`, for which no sum is less than `least_sum`."""
-        while low <= high and least_sum >= self._limit(high):
-            high -= 1
-        if low <= high:
-            middle = (low + high) // 2
-            self._explore(low, middle - 1, max(least_sum, self._try(middle)))
-            self._explore(middle + 1, high, least_sum)
-
-    def _limit(self, bound: int) -> float:
-        """Return the sum of seconds above which no answer is among the best."""
-        return self.worst_s / self.close - (self.task.num_microbatches - 1) * self.bounds[bound][0]
-
-    def _try(self, bound: int) -> float:
-        """Put the best answers within a bound into `answer_of`.
-
-        Return a lower bound on the sums of all other answers within this bound, and so within
-        lower ones.
-        """
-        limit = self._limit(bound)
-        total = self.table.within(self.bounds[bound][1])
-        least = self.table.least_seconds(total, limit)
-        self.reached_s = limit
-        for stages in islice(self._in_order(least, total, limit), self.most):
-            at = [(self.meshes.index(mesh), end, start) for start, end, mesh in stages]
-            slowest = max(float(self.table.pace[place]) for place in at)
-            sum_s = sum(float(self.table.total[place]) for place in at)
-            seconds = sum_s + (self.task.num_microbatches - 1) * slowest
-            self.answer_of[stages] = Answer(stages, seconds, self._devices_of(stages))
-        best = self._best()
-        if best:
-            self.best_s = best[0].seconds
-        if len(best) == self.most:
-            self.worst_s = best[-1].seconds
-        return self.reached_s
-
-    def _in_order(
-        self, least: Numbers, total: Numbers, limit: float
-    ) -> Iterator[tuple[Stage, ...]]:
-        """Yield answers, the least sum first, by a best-first search: the sum so far plus F is the
-        exact least sum of any completion.
-        """
-        number, next_meshes = count(), cache(self._next_meshes)
-        heap: list[tuple[float, int, _State, Iterator[tuple[float, _State]]]] = []
-
-        def put_next(states: Iterator[tuple[float, _State]]) -> None:
-            for sum_s, state in islice(states, 1):
-                heappush(heap, (sum_s, next(number), state, states))
-
-        # Begin with each number of stages that is possible.
-        of_each_number: Any = (0, slice(None), *self.devices)
-        sums = enumerate(least[of_each_number].tolist())
-        begun = sorted((sum_s, n) for n, sum_s in sums if sum_s <= min(limit, _LONGEST_S))
-        put_next((sum_s, _State(0.0, (), n, self.devices)) for sum_s, n in begun)
-        while heap:
-            self.reached_s, _, state, siblings = heappop(heap)
-            # The heap holds one of a row of siblings at a time; the next one follows it.
-            put_next(siblings)
-            if state.num_left:
-                put_next(self._continued(state, next_meshes(state.devices), least, total, limit))
-            else:
-                yield state.stages
-        self.reached_s = limit
-
-    def _next_meshes(self, devices: tuple[int, ...]) -> tuple[Numbers, Numbers]:
-        """Return the meshes that the next stage may have, and the devices that each leaves."""
-        room = np.array(devices) - self.table.sizes
-        at: Any = (slice(None), *devices)
-        meshes = np.flatnonzero((room >= 0).all(axis=1) & self.table.may_be_next[at])
-        return meshes, room[meshes]
-
-    def _continued(
-        self, state: _State, onto: Sequence[Numbers], least: Numbers, total: Numbers, limit: float
-    ) -> Iterator[tuple[float, _State]]:
-        """Yield states with one more stage, on the meshes of `onto`, the least sums first."""
-        (meshes, room), start = onto, state.start
-        after = slice(start + 1, None)
-        rest = least[after, state.num_left - 1][(slice(None), *room.T)].T
-        stage_s = total[meshes, after, start]
-        may_be_first = self.table.deepest[meshes, after, start] >= state.num_left
-        stage_s = np.where(may_be_first, stage_s, inf)
-        sums = (state.sum_s + stage_s + rest).ravel()
-        for at in np.argsort(sums, kind="stable"):
-            if not sums[at] <= min(limit, _LONGEST_S):
-                return
-            which, further = divmod(int(at), rest.shape[1])
-            mesh, end = meshes[which], start + 1 + further
-            stages = (*state.stages, Stage(start, end, self.meshes[mesh]))
-            left = tuple(room[which].tolist())
-            sum_s = state.sum_s + float(stage_s[which, further])
-            yield float(sums[at]), _State(sum_s, stages, state.num_left - 1, left)
-
-    def _devices_of(self, stages: tuple[Stage, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the devices of each stage: the next unused ones of its kind."""
-        firsts, devices = [*accumulate(self.devices, initial=0)], []
-        for stage in stages:
-            kind, first = stage.submesh.kind, firsts[stage.submesh.kind]
-            firsts[kind] += stage.submesh.size
-            devices.append(tuple(range(first, firsts[kind])))
-        return tuple(devices)
-
-    def _missing(self) -> str:
-        """Return why there is no answer."""
-        most = self.table.least_excess()
-        if most == inf:
-            return "no stages are on these hosts: no price was given for the meshes they need"
-        return no_room(bytes_text(most))
+        raise PlanError(no_room(bytes_text(lack)))
+    return [meshes.answer(parts, search.seconds_of[parts]) for parts in search.best]
 
 
 def no_room(lack: str) -> str:
@@ -287,3 +148,108 @@ def no_room(lack: str) -> str:
         f"no stages fit: those that need least lack {lack} on their fullest "
         "device; give more devices or memory, smaller micro-batches, or recompute"
     )
+
+
+@lru_cache(maxsize=1)  # one task is searched several times, with and without a limit
+def _prices(task: Task) -> tuple[list[Submesh], Matrix, Matrix]:
+    """Return the meshes on which any stage can be, the cuts between which there are stages, and
+    the prices as [field, mesh, end, start] by numbers of cuts.
+    """
+    meshes, tables = [], []
+    for mesh in submeshes(task.hosts):
+        own = task.prices(mesh)
+        if np.isfinite(own[0]).any():
+            meshes.append(mesh)
+            tables.append(own)
+    if not meshes:
+        return [], np.array([0, task.num_layers]), np.empty((5, 0, 2, 2))
+    prices = np.stack(tables, axis=1)
+    can_be = np.isfinite(prices[0]).any(axis=0)
+    cuts = np.flatnonzero(np.append(can_be.any(axis=1), True) | can_be.any(axis=0))
+    cuts = np.union1d(cuts, (0, task.num_layers))
+    found = np.full((5, len(meshes), len(cuts), len(cuts)), inf)
+    found[..., :-1] = prices[:, :, cuts[:-1, None], cuts].swapaxes(2, 3)
+    found[1:, ~np.isfinite(found[0])] = 0.0  # so that sums of bytes stay finite
+    return meshes, cuts, found
+
+
+class _Meshes:
+    """The prices of a task as costs of stages: `total` are seconds with the handover, and of the
+    first stage its sums of gradients; `pace` the seconds between micro-batches.
+    """
+
+    def __init__(self, task: Task, ahead: int) -> None:
+        # 1. Seconds of each stage, as [mesh, end, start].
+        self.hosts, self.ahead = task.hosts, ahead
+        self.meshes, self.cuts, prices = _prices(task._replace(hosts=tuple(task.hosts)))
+        seconds, self.stay, self.kept, handover, once = prices.copy()
+        handover[:, -1] = 0.0  # no stage comes after the last layer
+        self.total = seconds + handover
+        self.pace = np.maximum(seconds, self.total / ahead)
+        self.total[:, :, 0] += once[:, :, 0]  # the first stage ends last, and so do its sums
+        # 2. The most stages from each on, with which it fits: each adds `ahead` micro-batches.
+        self.memory = np.array([task.hosts[mesh.kind].memory_bytes for mesh in self.meshes])
+        self.most_in_flight = task.num_microbatches
+        room = self.memory[:, None, None] - self.stay
+        many = np.full_like(room, inf)
+        np.divide(room, self.kept, out=many, where=self.kept > 0)
+        many[many >= self.most_in_flight] = inf
+        deepest = np.where(room < 0, 0, np.floor((many - 1) / ahead) + 1)
+        self.block = Block(0, 0, np.where(deepest < 1, inf, self.pace), self.total, deepest)
+        # 3. The devices of each kind: how many there are, and how many a mesh uses.
+        self.devices = tuple(host.num_hosts * host.num_devices for host in task.hosts)
+        self.num_stages = min(task.num_layers, sum(self.devices), MOST_STAGES)
+
+    def stages(self, block: Callable[[int], Block]) -> Stages:
+        """Return the stages that there may be, at some costs."""
+        sizes = np.zeros((len(self.meshes), len(self.hosts)), dtype=int)
+        for size, mesh in zip(sizes, self.meshes, strict=True):
+            size[mesh.kind] = mesh.size
+        return Stages(
+            num_cuts=len(self.cuts) - 1,
+            num_stages=self.num_stages,
+            block=block,
+            sizes=sizes,
+            devices=self.devices,
+            may_be_next=self._host_by_host(),
+        )
+
+    def _host_by_host(self) -> Matrix:
+        """Return which meshes may be next, as [mesh, devices left of each kind].
+
+        Stages fill one host after the other: a part of a host needs room in the current host, and
+        whole hosts or another kind of hosts need that no host is partly used.
+        """
+        may_be_next = np.ones((len(self.meshes), *(n + 1 for n in self.devices)), dtype=bool)
+        left = np.indices(may_be_next.shape[1:])
+        sizes = [host.num_devices for host in self.hosts]
+        is_whole = [here % whole == 0 for here, whole in zip(left, sizes, strict=True)]
+        for may, (kind, num_hosts, number, *_) in zip(may_be_next, self.meshes, strict=True):
+            room = (left[kind] - 1) % sizes[kind] + 1
+            may &= (left[kind] >= num_hosts * number) & (room >= number)
+            for other in is_whole[:kind] + is_whole[kind + 1 :]:
+                may &= other
+        return may_be_next
+
+    def least_lack(self) -> float:
+        """Return the least bytes that the fullest device lacks; infinite: no stages can be."""
+
+        @cache
+        def block(left: int) -> Block:
+            in_flight = min((left - 1) * self.ahead + 1, self.most_in_flight)
+            need = self.stay + in_flight * self.kept - self.memory[:, None, None]
+            lacks = np.where(np.isfinite(self.total), need.clip(0), inf)
+            return Block(0, 0, lacks, lacks)
+
+        return self.stages(block).slowest()
+
+    def answer(self, parts: Sequence[Part], seconds: float) -> Answer:
+        """Return the stages of an answer on their devices: the next unused ones of their kind."""
+        firsts, stages, devices = [*accumulate(self.devices, initial=0)], [], []
+        for part in parts:
+            mesh = self.meshes[part.mesh]
+            stages.append(Stage(int(self.cuts[part.start]), int(self.cuts[part.end]), mesh))
+            first = firsts[mesh.kind]
+            firsts[mesh.kind] += mesh.size
+            devices.append(tuple(range(first, firsts[mesh.kind])))
+        return Answer(tuple(stages), seconds, tuple(devices))

@@ -137,16 +137,23 @@ FAULTS = (
     ),
     Fault(
         "a stage may keep a micro-batch more than its memory holds",
-        "penstock/planner/stage_table.py",
+        "penstock/planner/submeshes.py",
         "np.floor((many - 1) / ahead) + 1)",
         "np.floor(many / ahead) + 1)",
         "tests/planner/test_submeshes.py",
     ),
     Fault(
-        "stages are looked for only where the fastest of them are on few devices",
-        "penstock/planner/submeshes.py",
-        "self._is_enough(high - 1) else high",
-        "self._is_enough(0) else high",
+        "the least of one number of devices stands for the next one as well",
+        "penstock/planner/stage_program.py",
+        "np.flatnonzero(np.diff(to_near, prepend=-1))",
+        "np.flatnonzero(np.diff(to_near, prepend=-1))[:1]",
+        "tests/planner/test_submeshes.py",
+    ),
+    Fault(
+        "intervals of bounds are left unexplored where their upper end is no better",
+        "penstock/planner/stage_search.py",
+        "self._explore(low, middle - 1, max(least_sum, self._try(middle)))",
+        "self._try(middle)",
         "tests/planner/test_submeshes.py",
     ),
     Fault(

@@ -17,7 +17,7 @@ from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
 from penstock.planner.mesh_plans import find_on_meshes
 from penstock.planner.mesh_task import SHARDINGS, MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.stage_table import Submesh
+from penstock.planner.submeshes import Submesh
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s
 from penstock.sharding.search import Search

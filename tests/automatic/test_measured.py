@@ -20,7 +20,7 @@ from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.plan_sharding import sharding_of
-from penstock.planner.stage_table import Submesh
+from penstock.planner.submeshes import Submesh
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s as layer_s
 from penstock.types import Transport

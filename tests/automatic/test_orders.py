@@ -14,7 +14,7 @@ from benchmarks.alpa_paper.baselines import RestrictedPrices
 from penstock.costs.cluster.hosts import Device, Host, Link
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.stage_table import Submesh
+from penstock.planner.submeshes import Submesh
 from tests.mesh_tasks import mesh_task, plan_on_meshes
 
 PEAKS = {"fast": 4e9, "slow": 1e9}

@@ -22,7 +22,7 @@ from penstock.planner.make_plan import choose_on_meshes, plan_profile
 from penstock.planner.mesh_plans import _Search, find_on_meshes
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.stage_table import Hosts, Task
+from penstock.planner.submeshes import Hosts, Task
 from penstock.sharding.search import Search
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster

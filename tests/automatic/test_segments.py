@@ -18,7 +18,7 @@ from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import layers_figure
 from penstock.planner.plan_sharding import sharding_of
-from penstock.planner.stage_table import Stage, Submesh
+from penstock.planner.submeshes import Stage, Submesh
 from penstock.schedules import Sizes, one_f_one_b, segmented
 from penstock.schedules.memory import peak_bytes
 from penstock.schedules.passes import add_recompute

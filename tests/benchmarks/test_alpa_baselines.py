@@ -24,7 +24,7 @@ from penstock.planner.arguments import Model
 from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.stage_table import Submesh
+from penstock.planner.submeshes import Submesh
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.types import Recompute

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from benchmarks.gpipe_paper.cuts import lingvo_cut
 from penstock.errors import PartitionError
 from penstock.planner.cuts import (
-    Matrix,
     Setting,
     balance,
     cut_over_devices,
@@ -21,6 +20,7 @@ from penstock.planner.cuts import (
     sums,
     windows,
 )
+from penstock.planner.stage_program import Matrix
 
 Costs = Callable[[Setting], Matrix]
 Spans = Sequence[tuple[int, int]]

@@ -20,7 +20,7 @@ from penstock.costs.counting.count import record_graph
 from penstock.model.layer_list import as_layers
 from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.placement import Placement
-from penstock.planner.stage_table import Submesh
+from penstock.planner.submeshes import Submesh
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.shards.at_rest import keep_slices
 from penstock.runtime.shards.convert import _moved as MOVED
