@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.sharding.layouts import I, Layout, S, Shape, Slice, even
-from penstock.sharding.resharding import Resharding
+
+from .plan import Resharding
 
 Held = list[tuple[int, Slice]]
 

@@ -17,9 +17,9 @@ from torch import distributed as dist
 
 from benchmarks.throughput.processes import Key, Part
 from penstock.sharding.layouts import Slice
-from penstock.sharding.resharding import Piece, Resharding, plan_resharding
 
 from .cases import Case, laid_out, pack, unpack
+from .plan import Piece, Resharding, plan_resharding
 
 CONTESTANTS = ("Penstock", "send/recv", "signal")
 

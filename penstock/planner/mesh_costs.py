@@ -18,9 +18,8 @@ from penstock.costs.cluster import Cluster
 from penstock.costs.cluster.collectives import Collective, Form, fastest_s, forms_of
 from penstock.costs.counting.graph import Graph
 from penstock.sharding.costs import USUAL_STATE, Costs, StateRatio
-from penstock.sharding.layouts import I, Numbers
+from penstock.sharding.layouts import FEW_BYTES, I, Numbers
 from penstock.sharding.named import ready_plan
-from penstock.sharding.resharding import FEW_BYTES
 from penstock.sharding.routed import with_end
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying

@@ -23,6 +23,9 @@ import numpy
 
 Numbers = numpy.ndarray[Any, Any]
 
+FEW_BYTES = 1 << 16
+"""Bytes below which a message crosses faster than a collective begins."""
+
 
 class Whole(Enum):
     """The states in which each device has a tensor of the whole size."""

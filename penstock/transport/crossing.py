@@ -1,7 +1,7 @@
 """Messages between stages of several shards: each byte crosses once, and senders share the load.
 
 The tensors of a message, one behind the other, are a row of bytes, the same on all shards of the
-sender.  The plan of `sharding.resharding` divides the row among the shards of both stages:
+sender.  The shards of each stage divide the row evenly:
 
     shards of the sender    ├──────── 0 ────────┼──────── 1 ────────┤
     of the receiver         ├───── 0 ─────┼───── 1 ─────┼───── 2 ────┤
@@ -18,6 +18,7 @@ equal numbers of shards, each sends its slice to the shard of its number; slices
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import lcm, prod
 
 import torch
@@ -25,9 +26,8 @@ from torch import Tensor
 
 from penstock.errors import PlanError
 from penstock.mesh import Mesh
-from penstock.sharding.layouts import Slice, samples
-from penstock.sharding.resharding import FEW_BYTES as FEW_BYTES  # tests set it
-from penstock.sharding.resharding import plan_resharding
+from penstock.sharding.layouts import FEW_BYTES as FEW_BYTES  # tests set it
+from penstock.sharding.layouts import samples
 
 from .headers import Header, Payload, kinds_of, layouts_of
 from .torch_distributed import Incoming, Outgoing, Received, Values
@@ -122,17 +122,15 @@ def _with_samples(kind: TensorKind, number: int) -> TensorKind:
 
 def shares(sides: Sides) -> dict[tuple[int, int], Share]:
     """Return the share of each (sender, receiver); a receiver's are in the order of the bytes."""
-    ranks = [*sides[0], *sides[1]]  # the plan orders by number: that of the shard, not the rank
-    count, num_blocks = len(sides[0]), lcm(*map(len, sides))
-    whole = [(number, Slice.of_all((num_blocks,))) for number in range(len(ranks))]
-    links, receivers = dict[tuple[int, int], Share](), set[int]()
-    for sender, receiver, part in plan_resharding(whole[:count], whole[count:]).crossing:
-        (begin,), (length,) = part.offsets, part.lengths
-        has_few = receiver not in receivers
-        share = Share(begin, begin + length, num_blocks, has_few)
-        links[ranks[sender], ranks[receiver]] = share
-        receivers.add(receiver)
-    return links
+    (senders, receivers), num_blocks = sides, lcm(*map(len, sides))
+    sent, got = (num_blocks // len(side) for side in sides)  # blocks of each shard
+    begins = sorted({*range(0, num_blocks, sent), *range(0, num_blocks, got)})
+    return {
+        (senders[begin // sent], receivers[begin // got]): Share(
+            begin, end, num_blocks, has_few=begin % got == 0
+        )
+        for begin, end in pairwise((*begins, num_blocks))
+    }
 
 
 class _OutgoingShare(Outgoing):

@@ -2,15 +2,16 @@
 
 import random
 from itertools import product
-from math import prod
+from math import lcm, prod
 
 import pytest
 import torch
 
 from benchmarks.resharding.cases import N_TO_M, ONE_TO_M, Case, Held, carry_out, laid_out
+from benchmarks.resharding.plan import Resharding, plan_resharding
 from penstock.errors import PlanError
 from penstock.sharding.layouts import I, S, Shape, Slice, State
-from penstock.sharding.resharding import Resharding, plan_resharding
+from penstock.transport.crossing import shares
 
 
 def whole_of(shape: Shape) -> torch.Tensor:
@@ -167,3 +168,17 @@ def test_what_nobody_holds_is_refused() -> None:
     held = laid_out((8, 8), (4,), (S(0),))[:3]
     with pytest.raises(PlanError, match=r"rank 9 wants \(2, 8\) elements at \(6, 0\) .* \(8, 8\)"):
         plan_resharding(held, [(9, Slice.of_all((8, 8)))])
+
+
+@pytest.mark.parametrize("num_senders", range(1, 9))
+@pytest.mark.parametrize("num_receivers", range(1, 9))
+def test_a_pipeline_sends_a_row_by_this_plan(num_senders: int, num_receivers: int) -> None:
+    """What the benchmark measures is how messages between stages of several shards cross."""
+    sides = range(num_senders), range(num_senders, num_senders + num_receivers)
+    shape = (lcm(num_senders, num_receivers),)
+    plan = plan_resharding(*([(rank, Slice.of_all(shape)) for rank in side] for side in sides))
+    links = [
+        (*link, Slice((share.begin,), (share.end - share.begin,), (share.num_blocks,)))
+        for link, share in shares(sides).items()
+    ]
+    assert links == plan.crossing

@@ -19,15 +19,12 @@ from math import prod
 from typing import NamedTuple
 
 from penstock.errors import PlanError
-
-from .layouts import Slice, even
+from penstock.sharding.layouts import Slice, even
 
 Ranks = tuple[int, ...]
 Ends = list[tuple[int, int]]
 """(end, rank), in order: the rank takes the elements from the end before its own up to its own."""
 
-FEW_BYTES = 1 << 16
-"""Bytes below which a message crosses faster than a collective begins."""
 _OFF = 0.05
 """Share of a rank's part by which a mark may be off at each end: fewer, longer pieces cross."""
 
