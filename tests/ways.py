@@ -3,7 +3,7 @@
 Recomputes meet transports once each; both recomputes meet backwards in two parts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -46,10 +46,9 @@ def in_turns(*factors: Iterable[Any]) -> list[Any]:
     third of the schedules; of several, those in which any two values, or a value and a schedule,
     meet.
     """
-    named = [[pytest.param(value, id=_word(value)) for value in values] for values in factors]
     per_schedule = len(EVERY_WAY) // len(EVERY_SCHEDULE)
     chosen = []
-    for number, case in enumerate(in_pairs(*named, named_schedules())):
+    for number, case in enumerate(in_pairs(*factors, named_schedules())):
         *values, _ = case.values
         turn, s = divmod(number, len(EVERY_SCHEDULE))
         way = EVERY_WAY[s * per_schedule + (s + turn) % per_schedule]
@@ -64,10 +63,11 @@ def named_schedules() -> list[Any]:
     return [pytest.param(schedule, id=schedule.name) for schedule in EVERY_SCHEDULE]
 
 
-def one_each(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Give all pairs of two parameters with names; one of each first one, with the second ones
-    taking turns, is quick, and the others are slow.
+def one_each(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Give all pairs of two parameters; one of each first one, with the second ones taking turns,
+    is quick, and the others are slow.
     """
+    first, second = _named(first), _named(second)
     return [
         pytest.param(
             *one.values,
@@ -80,11 +80,12 @@ def one_each(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
     ]
 
 
-def in_pairs(*factors: Sequence[Any]) -> list[Any]:
-    """Give all combinations of parameters with names; a few, in which every two of different
-    factors meet, are quick, and the others slow.
+def in_pairs(*factors: Iterable[Any]) -> list[Any]:
+    """Give all combinations of parameters; a few, in which every two of different factors meet,
+    are quick, and the others slow.
     """
-    numbers = [range(len(factor)) for factor in factors]
+    named = list(map(_named, factors))
+    numbers = [range(len(factor)) for factor in named]
     quick = set(all_pairs(numbers) if len(numbers) > 1 else product(*numbers))
     return [
         pytest.param(
@@ -92,14 +93,20 @@ def in_pairs(*factors: Sequence[Any]) -> list[Any]:
             id="-".join(own.id for own in case),
             marks=[] if number in quick else pytest.mark.slow,
         )
-        for number, case in zip(product(*numbers), product(*factors), strict=True)
+        for number, case in zip(product(*numbers), product(*named), strict=True)
     ]
 
 
-def pairwise(*factors: Sequence[Any]) -> list[Any]:
+def pairwise(*factors: Iterable[Any]) -> list[Any]:
     """Give the quick ones of these, and no others."""
     return [case for case in in_pairs(*factors) if not case.marks]
 
 
-def _word(value: Any) -> str:
-    return str(getattr(value, "__name__", value))
+def _named(values: Iterable[Any]) -> list[Any]:
+    """Give parameters, of which those that have no name get one."""
+    return [
+        value
+        if hasattr(value, "marks")
+        else pytest.param(value, id=str(getattr(value, "__name__", value)))
+        for value in values
+    ]

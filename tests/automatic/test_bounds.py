@@ -57,10 +57,7 @@ def what(own: OnMeshes) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     ("where", "num_microbatches"),
-    one_each(
-        [pytest.param(where, id=where) for where in CLUSTERS],
-        [pytest.param(number, id=str(number)) for number in (2, 16, 1)],
-    ),
+    one_each(CLUSTERS, (2, 16, 1)),
 )
 def test_what_is_not_simulated_would_not_be_faster(
     where: str, num_microbatches: int, monkeypatch: pytest.MonkeyPatch

@@ -102,13 +102,7 @@ def assert_same_state(
             assert same, f"{name} of parameter {place}"
 
 
-@pytest.mark.parametrize(
-    "optimizer, family",
-    one_each(
-        [pytest.param(optimizer, id=optimizer) for optimizer in OPTIMIZERS],
-        [pytest.param(family, id=repr(family)) for family in FAMILIES],
-    ),
-)
+@pytest.mark.parametrize("optimizer, family", one_each(OPTIMIZERS, FAMILIES))
 def test_windows_equal_training_with_delays(family: Family, optimizer: str) -> None:
     options: dict[str, Any] = {"partition": (2, 3, 4), "num_microbatches": 3, "windows": (4, 1, 3)}
     assert_keeps_the_law(BY_NAME["convolutions"], family, optimizer, **options)

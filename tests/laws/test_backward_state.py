@@ -15,7 +15,7 @@ from penstock.schedules import gpipe, one_f_one_b, zb_h1
 from tests.laws.test_equality_or_refusal import model
 from tests.models import drawn
 from tests.side_by_side import assert_trains_like_unsplit
-from tests.ways import WAYS, WHOLE_STAGES
+from tests.ways import WAYS, WHOLE_STAGES, one_each
 
 Write = Callable[[Any, Tensor], None]
 
@@ -74,8 +74,9 @@ def train(of: list[nn.Module], num_microbatches: int, **options: Any) -> None:
             pipe.train_step(*drawn(8))
 
 
-@pytest.mark.parametrize("write", (into_buffer, another_buffer, into_attribute))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, write", one_each(WAYS, (into_buffer, another_buffer, into_attribute))
+)
 def test_a_step_that_reads_it_in_another_order_is_refused(way: dict[str, Any], write: Any) -> None:
     with pytest.raises(StateError, match=r"of a Scaling changed its .* num_microbatches=1"):
         train(layers(write), 4, **way)

@@ -49,11 +49,7 @@ def running(module: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     "momentum, sizes, way",
-    in_pairs(
-        [pytest.param(momentum, id=str(momentum)) for momentum in (0.1, 1.0, None)],
-        [pytest.param(sizes, id=str(sizes)) for sizes in ((8, 4), (7, 3), (2, 4), (5, 1))],
-        WAYS,
-    ),
+    in_pairs((0.1, 1.0, None), ((8, 4), (7, 3), (2, 4), (5, 1)), WAYS),
 )
 def test_running_statistics_are_those_of_the_whole_mini_batches(momentum, sizes, way) -> None:
     num_samples, num_microbatches = sizes
@@ -79,9 +75,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind, way", one_each([pytest.param(kind, id=kind) for kind in KINDS], WAYS)
-)
+@pytest.mark.parametrize("kind, way", one_each(KINDS, WAYS))
 def test_every_kind_equals_the_unsplit_model(kind: str, way: dict[str, Any]) -> None:
     def layers() -> list[Any]:
         return [nn.Conv2d(2, 4, 3), KINDS[kind](), nn.Flatten(), nn.Linear(144, 3)]

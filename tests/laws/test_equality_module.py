@@ -37,12 +37,6 @@ OPTIONS = [
     )
 ]
 
-NAMED = [pytest.param(model, id=model.name) for model in ALL_MODELS]
-
-
-def named(*names: str) -> list[Any]:
-    return [pytest.param(name, id=name) for name in names]
-
 
 def pair_of(
     model: Model, **options: Any
@@ -57,7 +51,7 @@ def pair_of(
     )
 
 
-@pytest.mark.parametrize("model, options", one_each(NAMED, OPTIONS))
+@pytest.mark.parametrize("model, options", one_each(ALL_MODELS, OPTIONS))
 def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: Any) -> None:
     pipe, unsplit, differ = pair_of(model, **options)
     ours, theirs = model.batches(9, count=2), model.batches(9, count=2)
@@ -76,7 +70,7 @@ def test_a_whole_batch_loss_gives_the_unsplit_gradients(model: Model, options: A
 
 @pytest.mark.parametrize(
     "name, options",
-    one_each(named("mlp", "convolutions", "fan_out", "unet", "views", "lstm"), OPTIONS),
+    one_each(("mlp", "convolutions", "fan_out", "unet", "views", "lstm"), OPTIONS),
 )
 def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[str, Any]) -> None:
     model = BY_NAME[name]
@@ -93,8 +87,8 @@ def test_the_gradient_of_the_input_is_the_unsplit_one(name: str, options: dict[s
 @pytest.mark.parametrize(
     "model, last_first, options",
     pairwise(
-        [case for case in NAMED if case.id in ("convolutions", "transformer", "changing_buffers")],
-        [pytest.param(True, id="last first"), pytest.param(False, id="first first")],
+        [BY_NAME[name] for name in ("convolutions", "transformer", "changing_buffers")],
+        (True, False),
         OPTIONS,
     ),
 )
@@ -168,7 +162,7 @@ def test_the_module_form_and_train_step_share_one_count_of_steps() -> None:
 @pytest.mark.parametrize(
     "model, num_samples, options",
     one_each(
-        [case for m, case in zip(ALL_MODELS, NAMED, strict=True) if m.quiet_in_eval],
+        [model for model in ALL_MODELS if model.quiet_in_eval],
         [
             pytest.param(n, *options.values, id=f"N{n}-{options.id}")
             for n, options in product((1, 2, 9), OPTIONS)
@@ -189,7 +183,7 @@ def test_evaluation_equals_the_unsplit_model(model: Model, num_samples: int, opt
 
 @pytest.mark.parametrize(
     "name, options",
-    one_each(named("convolutions", "transformer", "changing_buffers", "fan_out"), OPTIONS),
+    one_each(("convolutions", "transformer", "changing_buffers", "fan_out"), OPTIONS),
 )
 def test_evaluation_may_come_between_training_steps_in_any_order(name: str, options: Any) -> None:
     model = BY_NAME[name]

@@ -67,8 +67,7 @@ def _double_gradients(module: nn.Module, given: Any, output: Tensor) -> None:
     output.register_hook(lambda gradient: gradient * 2)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("partition", ((3,), (2, 1), (1, 2), (1, 1, 1)))
+@pytest.mark.parametrize("partition, way", one_each(((3,), (2, 1), (1, 2), (1, 1, 1)), WAYS))
 def test_a_hook_on_a_value_whose_gradient_the_next_layer_computes_is_right_or_refused(
     way: dict[str, Any], partition: tuple[int, ...]
 ) -> None:
@@ -106,9 +105,9 @@ class _Use(nn.Module):
         return self.linear(x).sin() * n + self.linear(extra) + x
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "partition", ((1, 1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2), (3, 2), (5,)), ids=str
+    "partition, way",
+    one_each(((1, 1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2), (3, 2), (5,)), WAYS),
 )
 def test_one_tensor_under_two_names_and_a_number_by_name(partition: Any, way: Any) -> None:
     def layers() -> list[Any]:
@@ -188,13 +187,7 @@ def test_hooks_on_parameters_fire_as_unsplit(way: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "name, way",
-    one_each(
-        [
-            pytest.param(name, id=name)
-            for name in ("convolutions", "transformer", "changing_buffers", "odd_parameters")
-        ],
-        WAYS,
-    ),
+    one_each(("convolutions", "transformer", "changing_buffers", "odd_parameters"), WAYS),
 )
 def test_many_optimizer_steps_give_the_unsplit_weights(name: str, way: dict[str, Any]) -> None:
     chosen = BY_NAME[name]
@@ -268,13 +261,7 @@ def evaluate(pipe: penstock.Pipeline, _: Tensor) -> None:
     pipe.eval()
 
 
-@pytest.mark.parametrize(
-    "way, change",
-    one_each(
-        WAYS,
-        [pytest.param(c, id=c.__name__) for c in (move_weights, change_inputs, evaluate)],
-    ),
-)
+@pytest.mark.parametrize("way, change", one_each(WAYS, (move_weights, change_inputs, evaluate)))
 def test_a_change_between_forward_and_backward(change: Any, way: Any) -> None:
     pipe, built, twin, loss, _, x = waiting(way)
     change(pipe, x)
@@ -317,8 +304,9 @@ def test_a_second_backward_through_one_forward(way: dict[str, Any]) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.complex64))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, dtype", one_each(WAYS, (torch.float64, torch.bfloat16, torch.complex64))
+)
 def test_other_types_of_number(dtype: torch.dtype, way: dict[str, Any]) -> None:
     def batch(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
         x, y = vectors(n, g)

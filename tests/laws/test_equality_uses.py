@@ -20,11 +20,9 @@ from tests.side_by_side import (
     pipeline,
     same_bits,
 )
-from tests.ways import WAYS, one_each
+from tests.ways import WAYS, in_pairs, one_each
 
-SOME = [
-    pytest.param(name, id=name) for name in ("convolutions", "transformer", "multihead", "lstm")
-]
+SOME = ("convolutions", "transformer", "multihead", "lstm")
 
 
 def stack(*sizes: int) -> list[nn.Module]:
@@ -71,8 +69,7 @@ def test_the_input_may_come_from_other_layers(way: dict[str, Any]) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_microbatches", (1, 3))
+@pytest.mark.parametrize("way, num_microbatches", one_each(WAYS, (1, 3)))
 def test_the_output_may_be_changed_in_place(num_microbatches: int, way: dict[str, Any]) -> None:
     x, y = torch.randn(7, 6), torch.randn(7, 3)
     ours, theirs = stack(6, 8, 3)[:3], stack(6, 8, 3)[:3]
@@ -96,10 +93,7 @@ class _WithWeight(nn.Module):  # embed tokens, and give the table itself as a va
         return self.table(ids), self.table.weight
 
 
-@pytest.mark.parametrize(
-    "partition, way",
-    one_each([pytest.param(p, id=str(p)) for p in ((4,), (1, 3), (2, 2), (1, 1, 1, 1))], WAYS),
-)
+@pytest.mark.parametrize("partition, way", one_each(((4,), (1, 3), (2, 2), (1, 1, 1, 1)), WAYS))
 def test_a_weight_may_travel_to_another_stage_as_a_value(partition: Any, way: Any) -> None:
     def layers() -> list[Any]:
         return [
@@ -225,8 +219,7 @@ class _Late(nn.Module):  # make its buffer when it is first called
         return self.linear(x) * scale.clone()
 
 
-@pytest.mark.parametrize("cut", ({"partition": (2, 1)}, {"num_stages": 2}), ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, cut", one_each(WAYS, ({"partition": (2, 1)}, {"num_stages": 2})))
 def test_a_buffer_made_in_the_first_forward_is_right_or_refused(cut: Any, way: Any) -> None:
     model = Model("late", lambda: [nn.Linear(6, 6), _Late(), nn.Linear(6, 3)], vectors, F.mse_loss)
     try:
@@ -235,9 +228,7 @@ def test_a_buffer_made_in_the_first_forward_is_right_or_refused(cut: Any, way: A
         assert "buffer" in str(error)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("wrapped", (True, False))
-@pytest.mark.parametrize("bf16", (True, False))
+@pytest.mark.parametrize("way, wrapped, bf16", in_pairs(WAYS, (True, False), (True, False)))
 def test_a_frozen_layer_in_evaluation_mode_takes_the_same_fast_path(wrapped, bf16, way) -> None:
     def layers() -> list[Any]:
         encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()

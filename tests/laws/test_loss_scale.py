@@ -70,10 +70,7 @@ def scaled(scale: float) -> Weigh:
 
 @pytest.mark.parametrize(
     ("name", "way"),
-    one_each(
-        [pytest.param(name, id=name) for name in ("mlp", "convolutions", "transformer", "unet")],
-        WAYS,
-    ),
+    one_each(("mlp", "convolutions", "transformer", "unet"), WAYS),
 )
 def test_float16_training_is_the_unsplit_models_with_torchs_own_scaler(name, way) -> None:
     model = BY_NAME[name]

@@ -52,13 +52,7 @@ def layers_again(model: Model, number: int) -> dict[str, Any]:
     return {"recompute": again, **MADE_AGAIN[number % len(MADE_AGAIN)]}
 
 
-@pytest.mark.parametrize(
-    "model, policy",
-    one_each(
-        [pytest.param(model, id=model.name) for model in ALL_MODELS],
-        [pytest.param(policy, id=policy.__name__) for policy in (offload, layers_again)],
-    ),
-)
+@pytest.mark.parametrize("model, policy", one_each(ALL_MODELS, (offload, layers_again)))
 def test_training_equals_the_unsplit_model_in_every_bit(model: Any, policy: Any) -> None:
     number = ALL_MODELS.index(model) // 2
     options: dict[str, Any] = {"bf16": number % 3 == 0, "num_stages": 3, "num_microbatches": 4}
@@ -82,10 +76,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "schedule, policy",
-    one_each(named_schedules(), [pytest.param(policy, id=policy) for policy in POLICIES]),
-)
+@pytest.mark.parametrize("schedule, policy", one_each(named_schedules(), POLICIES))
 def test_in_every_schedule(schedule: Family, policy: str) -> None:
     model = next(m for m in ALL_MODELS if m.name == "transformer")
     assert_trains_like_unsplit(

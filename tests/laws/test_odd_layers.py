@@ -13,7 +13,7 @@ from penstock.errors import ConfigError, StatisticsWarning
 from tests.laws.test_equality_or_refusal import model
 from tests.models import drawn
 from tests.side_by_side import assert_trains_like_unsplit, same_bits
-from tests.ways import WAYS
+from tests.ways import WAYS, one_each
 
 deprecated = pytest.mark.filterwarnings("ignore:.*torch.jit")
 
@@ -99,8 +99,7 @@ def with_scripted(*, traced: bool) -> list[nn.Module]:
 
 
 @deprecated
-@pytest.mark.parametrize("traced", (False, True))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, traced", one_each(WAYS, (False, True)))
 def test_scripted_layers_train_as_in_plain_torch(way: dict[str, Any], traced: bool) -> None:
     made = model(lambda: with_scripted(traced=traced))
     assert_trains_like_unsplit(made, 6, steps=2, num_stages=2, num_microbatches=3, **way)

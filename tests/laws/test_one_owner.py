@@ -17,7 +17,7 @@ from tests.model_parts import Does
 from tests.models import drawn, vectors
 from tests.reference import Unsplit, chain
 from tests.side_by_side import assert_trains_like_unsplit, differences, same_bits
-from tests.ways import WAYS
+from tests.ways import WAYS, one_each
 
 WITH_RECOMPUTE = [way for way in WAYS if way.values[0]["recompute"] is penstock.Recompute.STAGE]  # type: ignore[index]
 
@@ -173,8 +173,7 @@ def changed_in_place() -> list[penstock.Layer]:
     ]
 
 
-@pytest.mark.parametrize("partition", ((2, 2), (2, 1, 1), (1, 1, 1, 1), (4,)), ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("partition, way", one_each(((2, 2), (2, 1, 1), (1, 1, 1, 1), (4,)), WAYS))
 def test_a_change_in_place_that_another_value_would_show_is_right_or_refused(
     partition: tuple[int, ...], way: dict[str, Any]
 ) -> None:
@@ -204,8 +203,7 @@ class Queue(nn.Module):
         return x, self.rows
 
 
-@pytest.mark.parametrize("partition", ((2, 1), (1, 2), (1, 1, 1), (3,)), ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("partition, way", one_each(((2, 1), (1, 2), (1, 1, 1), (3,)), WAYS))
 def test_a_buffer_that_travels_and_moves_in_place_is_right_or_refused(partition, way) -> None:
     def layers() -> list[Any]:
         return [
@@ -317,8 +315,7 @@ class ReadsBack(nn.Module):
         return x @ self.blocks[0].get_parameter("weight") if first > 5 else x
 
 
-@pytest.mark.parametrize("hot", (0, 2, 4))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way, hot", one_each(WAYS, (0, 2, 4)))
 def test_a_second_owner_in_a_later_micro_batch_only_is_refused(hot: int, way: Any) -> None:
     torch.manual_seed(0)
     x = torch.zeros(6, 6)

@@ -20,7 +20,7 @@ from tests.model_parts import Checkpointed, Does
 from tests.models import BY_NAME, Model, vectors
 from tests.reference import Unsplit, chain, stream_key
 from tests.side_by_side import assert_trains_like_unsplit, differences, pipeline, same_bits
-from tests.ways import WAYS, one_each
+from tests.ways import WAYS, in_pairs, one_each
 
 
 def _attend(x: Tensor) -> Tensor:
@@ -181,12 +181,13 @@ def step_and_warnings(
             return None, warned
 
 
-@pytest.mark.parametrize("others", (nullcontext, another_thread))
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("draw", LATE.values(), ids=LATE.keys())
+@pytest.mark.parametrize("draw, way, others", in_pairs(LATE, WAYS, (nullcontext, another_thread)))
 def test_a_layer_that_starts_to_draw_later_is_right_or_told_once(draw, way, others) -> None:
     model = Model(
-        "late", lambda: [nn.Linear(6, 6), Switched(draw), nn.Linear(6, 3)], vectors, F.mse_loss
+        "late",
+        lambda: [nn.Linear(6, 6), Switched(LATE[draw]), nn.Linear(6, 3)],
+        vectors,
+        F.mse_loss,
     )
     built, twin = model.build(), model.build()
     unsplit, told = Unsplit(twin.modules, chain(3), 2), []
@@ -239,10 +240,7 @@ def checkpointed(reentrant: bool, draw: Callable[[Tensor], Tensor] = F.dropout) 
     return Checkpointed(nn.Sequential(nn.Linear(6, 6), Does(draw)), reentrant=reentrant)
 
 
-@pytest.mark.parametrize(
-    "way, reentrant",
-    one_each(WAYS, [pytest.param(True, id="reentrant"), pytest.param(False, id="not reentrant")]),
-)
+@pytest.mark.parametrize("way, reentrant", one_each(WAYS, (True, False)))
 def test_draws_outside_torch_in_a_users_own_checkpoint_are_refused(reentrant, way) -> None:
     """Torch's checkpoint draws others in the backward, and gives another gradient."""
 
@@ -324,8 +322,9 @@ def low_level(x: Tensor) -> Tensor:
     return x + noise
 
 
-@pytest.mark.parametrize("operator", (noisy, low_level))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way, operator", one_each(WAYS, [pytest.param(noisy, id="noisy"), low_level])
+)
 def test_an_operator_of_the_users_own_that_draws_equals_the_unsplit_model(operator, way) -> None:
     def layers() -> list[Any]:
         both = nn.Sequential(nn.Dropout(0.2), Does(operator), nn.Linear(6, 6))

@@ -15,10 +15,7 @@ from tests.model_parts import Checkpointed
 from tests.side_by_side import assert_trains_like_unsplit, pipeline
 from tests.ways import WAYS, one_each
 
-REENTRANT = pytest.mark.parametrize(
-    "way, reentrant",
-    one_each(WAYS, [pytest.param(True, id="reentrant"), pytest.param(False, id="not reentrant")]),
-)
+REENTRANT = pytest.mark.parametrize("way, reentrant", one_each(WAYS, (True, False)))
 
 
 def block() -> nn.Sequential:

@@ -164,10 +164,7 @@ def test_families_of_equal_files_are_equal_and_print_what_makes_them() -> None:
 
 @pytest.mark.parametrize(
     "name, transport",
-    one_each(
-        [pytest.param(name, id=name) for name in VALID],
-        [pytest.param(transport, id=transport.name) for transport in IN_ONE_PROCESS],
-    ),
+    one_each(VALID, IN_ONE_PROCESS),
 )
 def test_what_torch_writes_trains_like_the_unsplit_model(name, transport) -> None:
     schedule = read_csv(file(name))
