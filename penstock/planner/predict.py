@@ -27,7 +27,7 @@ from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
 
 from .plan import Plan
-from .pricing import Pricing, commit_seconds, update_seconds, weights_together
+from .pricing import Pricing, commit_seconds, weights_together
 from .shared_cores import shared_cores
 from .stage_bytes import Message, StageBytes
 from .stage_work import made, program_of
@@ -117,11 +117,10 @@ class Prediction:
         """Seconds of the update on each rank of a replica, after the step."""
         of_ranks = [0.0] * self.plan.placement.num_places
         for stage, place in enumerate(self.plan.placement.places):
-            weights = self.profile.weights[self._runs[stage]]
-            devices = {self.cluster.device_of(p).name: p for p in self._places_of(stage)}
-            of_ranks[place] += max(
-                sum(update_seconds(weights, self.cluster.device_of(p))) for p in devices.values()
-            )
+            moved = [layer.moved_bytes for layer in self.profile.weights[self._runs[stage]]]
+            devices = map(self.cluster.device_of, self._places_of(stage))
+            rates = {device.bytes_per_s for device in devices}
+            of_ranks[place] += max(sum(n / rate for n in moved) for rate in rates)
         return tuple(of_ranks)
 
     @property

@@ -126,11 +126,6 @@ def commit_seconds(num_norms: int, device: Device, num_microbatches: int) -> flo
     return num_norms * (_OPERATORS_OF_A_COMMIT + num_microbatches) * one_s
 
 
-def update_seconds(weights: Sequence[LayerWeights], device: Device) -> tuple[float, ...]:
-    """Return the seconds of the optimizer for each layer: the bytes it moves, by the bandwidth."""
-    return tuple(layer.moved_bytes / device.bytes_per_s for layer in weights)
-
-
 def _issued(kind: LayerKind, issue_s: float) -> LayerSeconds:
     """Return the seconds of a layer whose operators the host issues one by one."""
     price = kind.seconds

@@ -122,15 +122,11 @@ class Sharding:
         return "\n".join(parts)
 
 
-def meshes_text(meshes: Sequence[Sequence[int]]) -> str:
-    """Return meshes as text: "2 x 2", or "1 or 2 x 2" where stages differ."""
-    return " or ".join(" x ".join(map(str, mesh)) for mesh in meshes)
-
-
 def _summary(sharding: Sharding) -> str:
     sent = sum(layer.forward_bytes + layer.backward_bytes for layer in sharding.layers)
+    meshes = " or ".join(" x ".join(map(str, mesh)) for mesh in sharding.meshes)  # of stages
     text = (
-        f"{len(sharding.layers)} layers on {meshes_text(sharding.meshes)} shards, "
+        f"{len(sharding.layers)} layers on {meshes} shards, "
         f"{bytes_text(sent)} sent by each for a micro-batch"
     )
     if sharding.gathers:

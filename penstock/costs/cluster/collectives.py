@@ -177,10 +177,6 @@ class _Group:
     def num_hosts(self) -> int:
         return len(self.channels[0])
 
-    @property
-    def most_on_host(self) -> int:
-        return max(map(len, self.channels[0]))
-
     def ring(self, part: float) -> Iterator[_Message]:
         """Yield what neighbours on the rings of all channels send."""
         for channel in self.channels:
@@ -227,7 +223,7 @@ def _forms(cluster: Cluster, groups: Sequence[_Group], kind: Collective) -> Iter
     # 2. Trees of hosts.
     if k > 1 and moved.protocols(_TREE) is _TREE:
         moved = _Moved.of(cluster, n, [group.tree() for group in groups])
-        length = max(group.most_on_host for group in groups) - 1
+        length = max(len(host) for group in groups for host in group.channels[0]) - 1
         for protocol in _TREE:
             inside_s, across_s = moved.hops_s(protocol)
             hops_s = 2 * (length * inside_s + math.log2(k) * across_s)

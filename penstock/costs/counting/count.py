@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from penstock.costs.records import AtSize, LayerKind, Operator, Value
 from penstock.errors import BatchError, ConfigError, shown
 from penstock.model.batch import batch_size
+from penstock.model.capture.watch import original_class
 from penstock.model.kept import run_unnoticed, unnoticed
 from penstock.model.layers import Layers
 from penstock.model.pytree import flatten, tree_map
@@ -30,7 +31,7 @@ from .backward_graph import BackwardGraph
 from .classify import dtype_name
 from .fused_chains import fused
 from .graph import Graph
-from .layer_calls import Classes, classes_of, facts_of_inputs, kind_of
+from .layer_calls import facts_of_inputs, kind_of
 from .meta import inputs_on_meta, on_meta
 from .opaque_calls import as_functions, reader_of
 from .recorder import NeedsValues, Recorder
@@ -229,7 +230,7 @@ class _Count:
         # targets are kept in any case, like weights
         targets = [tensor for tensor in flatten(self._targets)[0] if self._has_loss]
         lasting = lasting | {storage_id(tensor) for tensor in targets}
-        numbers: dict[tuple[Classes, LayerKind], int] = {}
+        numbers: dict[tuple[tuple[type, ...], LayerKind], int] = {}
         graph, of_layers = self.graph(lasting), self._recorder.saved_of_layers()
         kind_numbers: list[int] = []
         saved: list[tuple[int, ...]] = []
@@ -249,7 +250,8 @@ class _Count:
                 left_bytes=self._left.get(n, 0),
                 draws=any(call.draws for call in calls),
             )
-            classes = () if is_loss else classes_of(self._layers.steps[n].module)
+            modules = () if is_loss else self._layers.steps[n].module.modules()
+            classes = tuple(map(original_class, modules))  # their Python takes unrecorded time
             kind_numbers.append(numbers.setdefault((classes, kind), len(numbers)))
             saved.append(places)
         *kinds_of_layers, of_loss = kind_numbers

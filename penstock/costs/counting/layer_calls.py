@@ -17,15 +17,6 @@ _OWN_PLACE = "its place in a list"
 """Stands for a layer's own number among its attributes."""
 
 
-Classes = tuple[type, ...]
-"""Classes of a module and of its submodules, in order."""
-
-
-def classes_of(module: nn.Module) -> Classes:
-    """Return the classes of a module and its submodules: their Python takes unrecorded time."""
-    return tuple(original_class(part) for part in module.modules())
-
-
 def kind_of(step: Step, arguments: Any) -> Hashable:
     """Return a value that is equal for layers of the same classes, sizes, settings and inputs.
 

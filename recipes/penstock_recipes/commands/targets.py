@@ -7,7 +7,7 @@ from typing import Any
 from penstock import Target
 from penstock.cli import say
 from penstock.schedules import least_stages_per_rank
-from penstock_recipes.recipe.cookbook import find_recipe, is_recipe
+from penstock_recipes.recipe.cookbook import find_recipe
 from penstock_recipes.recipe.data_sections import Text
 from penstock_recipes.recipe.read import read_recipe
 from penstock_recipes.recipe.recipe import Recipe
@@ -24,7 +24,7 @@ def load(
     Raises:
         RecipeError, ConfigError: the recipe is wrong, or its data are not there.
     """
-    if not is_recipe(name):
+    if not name.endswith(".toml") and Path(name).name != name:  # a name has no folder
         return None
     if "schedule" in options:
         fewest = least_stages_per_rank(options["schedule"])

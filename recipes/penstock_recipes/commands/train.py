@@ -128,11 +128,6 @@ class _Asked:
             )
 
     @property
-    def subject(self) -> str | Path | None:
-        """The recipe to train, or the run folder to resume."""
-        return self.resume or self.recipe
-
-    @property
     def request(self) -> "Request":
         """The request for a run."""
         from penstock_recipes.train.command import Request
@@ -159,7 +154,8 @@ def _train(asked: _Asked) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     # Catch signals before the imports, which take seconds.
     if is_first:  # on a terminal only, as the imports take seconds
-        say(f"loading PyTorch, to {'go on with' if asked.resume else 'train'} {asked.subject}")
+        what = f"go on with {asked.resume}" if asked.resume else f"train {asked.recipe}"
+        say(f"loading PyTorch, to {what}")
     with Interrupt(is_one_of_many=is_one_of_many) as interrupt:
         require_torch()  # not before: imports may swallow a KeyboardInterrupt
         from rich.console import Console

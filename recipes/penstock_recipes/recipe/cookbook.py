@@ -30,11 +30,6 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
-def is_recipe(name: str) -> bool:
-    """Tell whether a command's target is a recipe: a TOML file, or a name without a folder."""
-    return name.endswith(".toml") or Path(name).name == name
-
-
 def find_recipe(name: str | Path) -> Path:
     """Return the file of a recipe, given as a path or a name.
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from penstock import (
-    GradScaler,
     Layers,
     Mesh,
     Pipeline,
@@ -35,9 +34,11 @@ def build_model(recipe: Recipe, task: Task) -> nn.Module:
         return task.make_model()
 
 
-def build_layers(model: nn.Module, task: Task) -> nn.Sequential | Layers:
+def build_layers(model: nn.Module, task: Task, *, check: bool = True) -> nn.Sequential | Layers:
     """Return the layers of a model: an nn.Sequential unchanged, any other model captured."""
-    return model if isinstance(model, nn.Sequential) else capture(model, task.example(2))
+    if isinstance(model, nn.Sequential):
+        return model
+    return capture(model, task.example(2), check=check)
 
 
 def names_of(layers: nn.Sequential | Layers) -> list[str]:
@@ -52,9 +53,7 @@ def model_layers(recipe: Recipe) -> nn.Sequential | Layers:
     task = build_task(recipe)
     with torch.device("meta"):
         model = task.make_model()
-    if isinstance(model, nn.Sequential):
-        return model
-    return capture(model, task.example(2), check=False)
+    return build_layers(model, task, check=False)
 
 
 def pipeline_options(recipe: Recipe) -> dict[str, Any]:
@@ -150,11 +149,6 @@ def _devices(recipe: Recipe) -> str | None:
     return None if here is not None and here.type == given else given
 
 
-def build_optimizer(recipe: Recipe, pipe: Pipeline) -> torch.optim.Optimizer:
-    """Build the optimizer of all parameters; the loop sets its learning rate in every step."""
-    return optimizer_maker(recipe)(parameter_groups(recipe, pipe))
-
-
 def optimizer_maker(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
     """Return a function that builds the recipe's optimizer from parameters."""
     section = recipe.optimizer
@@ -182,11 +176,6 @@ def parameter_groups(recipe: Recipe, pipe: Pipeline) -> list[dict[str, Any]]:
         {"params": [p for p in parameters if p.dim() > 1]},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-
-
-def build_scaler(recipe: Recipe, pipe: Pipeline) -> GradScaler:
-    """Build the loss scaler; it is enabled for float16 only."""
-    return GradScaler(pipe, enabled=recipe.train.precision == "float16")
 
 
 def autocast(recipe: Recipe, device: torch.device) -> torch.autocast:

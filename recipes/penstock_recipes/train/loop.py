@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
-from penstock import Mesh, Plan, Trace, load_checkpoint
+from penstock import GradScaler, Mesh, Plan, Trace, load_checkpoint
 from penstock.errors import CheckpointError
 from penstock_recipes.errors import DivergedError
 from penstock_recipes.optim.averaging import Averaging
@@ -19,10 +19,10 @@ from .build import (
     autocast,
     build_layers,
     build_model,
-    build_optimizer,
     build_pipeline,
-    build_scaler,
     names_of,
+    optimizer_maker,
+    parameter_groups,
 )
 from .display import Display
 from .interrupt import Interrupt
@@ -88,12 +88,12 @@ class Trainer:
         if not resumes:
             self._start(lambda: checkpoint_of(recipe.start))
         # The optimizer holds the weights that are left.
-        self.optimizer = build_optimizer(recipe, self.pipe)
+        self.optimizer = optimizer_maker(recipe)(parameter_groups(recipe, self.pipe))
         self._rates = Rates(recipe, self.optimizer, self.steps_per_epoch)
         decay = recipe.train.average_decay
         modules = self.model.modules()
         self._average = Averaging(self.optimizer, decay, modules) if decay else None
-        self.scaler = build_scaler(recipe, self.pipe)
+        self.scaler = GradScaler(self.pipe, enabled=recipe.train.precision == "float16")
         max_norm = recipe.train.max_grad_norm
         self._weights = WeightUpdate(self.pipe, self.optimizer, self.scaler, max_norm)
         self.position = Position()
