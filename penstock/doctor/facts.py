@@ -40,6 +40,13 @@ def memory_bytes() -> int:
     return min(whole, int(limit)) if limit.isdigit() else whole
 
 
+def processor_name() -> str:
+    """Return the model of the processor; "" if it is unknown."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "")
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()

@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from penstock.costs.cluster import Cluster, Device, Host
-from penstock.doctor.facts import memory_bytes, quota_cores
+from penstock.doctor.facts import memory_bytes, processor_name, quota_cores
 from penstock.planner.shared_cores import num_cores
 
 from .figures import (
@@ -114,17 +113,10 @@ def num_usable_cores() -> int:
     return max(1, min(num_cores(), int(quota_cores() or num_cores())))
 
 
-def processor_name() -> str:
-    """Return the model of the processor, or else its architecture."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
 def _cores(budget_s: float, sizes: Sizes) -> Calibration:
     count, cpu = num_usable_cores(), torch.device("cpu")
-    facts = DeviceFacts("core", memory_bytes() // count, _source(processor_name()))
+    source = _source(processor_name() or platform.machine())
+    facts = DeviceFacts("core", memory_bytes() // count, source)
     # One core alone, then all at once, then messages between threads and between processes.
     began_s, used_s = time.perf_counter(), time.thread_time()
     core, figures = measure_device(cpu, facts, sizes, budget_s * _OF_DEVICES)

@@ -6,6 +6,7 @@ its comment has these facts.
 
 import json
 import os
+import platform
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ from pathlib import Path
 import torch
 
 from penstock.costs.cluster import Cluster
-from penstock.doctor.facts import memory_bytes, package_version
+from penstock.doctor.facts import memory_bytes, package_version, processor_name
 from penstock.errors import ConfigError
 from penstock.trace.progress import say
 
-from .calibrate import Calibration, calibrate, num_usable_cores, processor_name
+from .calibrate import Calibration, calibrate, num_usable_cores
 from .figures import comment_of
 
 QUICK_S = 4.0
@@ -83,7 +84,7 @@ def facts_of(num_processes: int) -> str:
         "penstock": package_version(),
         "torch": torch.__version__,
         "gpus": gpus,
-        "processor": processor_name(),
+        "processor": processor_name() or platform.machine(),
         "cores": num_usable_cores(),
         "memory_bytes": memory_bytes(),
         "threads": torch.get_num_threads(),

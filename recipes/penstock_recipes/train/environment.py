@@ -10,30 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from penstock import Mesh
-from penstock.doctor import gather_facts
-
-_CPU_INFO = Path("/proc/cpuinfo")
+from penstock.doctor import gather_facts, processor_name
 
 
 def environment_of(mesh: Mesh) -> str:
     """Return versions, host and devices of each process as JSON; all processes call it."""
-    facts = {**asdict(gather_facts(mesh.rank)), "processor": _processor()}
+    processor = processor_name() or platform.processor()
+    facts = {**asdict(gather_facts(mesh.rank)), "processor": processor}
     environment: dict[str, Any] = {
         "system": platform.platform(),
         "command": " ".join(["penstock", *sys.argv[1:]]),
         "processes": mesh.world.gather(facts, "for what the others run with"),
     }
     return json.dumps(environment, indent=1) + "\n"
-
-
-def _processor() -> str:
-    """Return the name of the processor; "" if it is unknown."""
-    try:
-        lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 _NO_NAME = "none"

@@ -84,7 +84,7 @@ def check_languages(wanted: Iterable[str], known: Iterable[str], where: str) -> 
         )
 
 
-def check_shares(name: str, share: float) -> None:
+def check_shares(share: float) -> None:
     """Check that `share`, once for validation and once for testing, leaves more than a half.
 
     Raises:
@@ -92,8 +92,8 @@ def check_shares(name: str, share: float) -> None:
     """
     if not 0 < share < 0.25:
         raise ConfigError(
-            f"{name}={share}: give a share between 0 and 0.25, such as 0.05; validation and test "
-            "take so much each"
+            f"held_out_share={share}: give a share between 0 and 0.25, such as 0.05; validation "
+            "and test take so much each"
         )
 
 

@@ -68,7 +68,7 @@ def load_names(
     Raises:
         ConfigError: Babel is not installed, or a language, a kind or a number is wrong.
     """
-    check_shares("held_out_share", held_out_share)
+    check_shares(held_out_share)
     limits = dict(most_pairs or {})
     _check(languages, kinds, limits)
     # Pair the names, and split the pairs by their group.

@@ -56,7 +56,7 @@ def load_parallel(
     """
     # Read the files, without pairs with an empty side.
     if held_out_share is not None:
-        check_shares("held_out_share", held_out_share)
+        check_shares(held_out_share)
     files = _files(folder, target)
     known = sorted({language for _, language in files})
     check_languages(languages or (), known, f"{folder}, as text with a translation to {target}")
