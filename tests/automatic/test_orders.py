@@ -81,8 +81,9 @@ ORDERS = [*permutations(PEAKS)]
 @pytest.mark.parametrize(
     ("heavy", "order"),
     [
-        *(([], ORDERS[0]), ([0], ORDERS[1]), ([1], ORDERS[1])),
-        *(([3], ORDERS[0]), ([NUM_LAYERS - 1], ORDERS[0])),
+        *(([], ORDERS[0]), ([0], ORDERS[1]), ([3], ORDERS[0])),
+        pytest.param([1], ORDERS[1], marks=pytest.mark.slow),
+        pytest.param([NUM_LAYERS - 1], ORDERS[0], marks=pytest.mark.slow),
     ],
 )
 def test_the_plan_is_the_best_of_those_of_each_order(

@@ -68,7 +68,7 @@ def test_figures_are_those_of_the_step_and_a_count_that_lacks_memory_is_a_row() 
     own = target()
     asked = Constraints(batch_size=BATCH, num_microbatches=2)
     where = cluster(2, near=1e12, memory_bytes=7_500_000)
-    scaling = scale(own, where, (1, 2, 4), constraints=asked)
+    scaling = scale(own, where, (1, 2, 4), constraints=asked, sharding="zero1")
     heads, *rows = scaling.rows(num_samples=BATCH * 3600)
     assert heads[2] == "tokens/s"
     assert rows[0][1:-1] == ("-",) * 5 and "lack" in rows[0][-1]

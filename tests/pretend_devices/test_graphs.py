@@ -19,7 +19,7 @@ from penstock.types import Transport
 
 from .memory import Memory
 
-WIDTH, NUM_STEPS = 6, 8
+WIDTH, NUM_STEPS = 6, 6
 
 
 class Asks(nn.Linear):

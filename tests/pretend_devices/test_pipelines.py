@@ -171,7 +171,7 @@ def test_steps_are_those_on_the_cpu_without_races(memory: Memory, case: Case) ->
     assert memory.num_uses > 100
 
 
-@pytest.mark.parametrize("case", CASES[::5], ids=str)
+@pytest.mark.parametrize("case", CASES[::8], ids=str)
 def test_the_module_form_is_that_on_the_cpu_without_races(memory: Memory, case: Case) -> None:
     with piped(case, "cpu") as pipe:
         wanted = differentiated(pipe, "cpu")

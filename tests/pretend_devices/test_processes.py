@@ -19,7 +19,10 @@ POOLS = "batch_norm_over_replicas=True"
     ("sizes", "options"),
     [
         pytest.param((2, 1, 1), ["schedule=1f1b"], id="1f1b", marks=_SLOW),
-        pytest.param((2, 2, 1), ["schedule=1f1b", "graphs=True"], id="graphs"),
+        pytest.param((2, 1, 1), ["schedule=1f1b", "graphs=True"], id="graphs"),
+        pytest.param(
+            (2, 2, 1), ["schedule=1f1b", "graphs=True"], id="graphs of replicas", marks=_SLOW
+        ),
         pytest.param(
             (3, 1, 1),
             ["schedule=interleaved_1f1b", "recompute=stage", "tied=True", "graphs=True"],
