@@ -14,7 +14,7 @@ from tests.sharding.fuzz import differences
 
 MESHES = [(2,), (3,), (2, 2)]
 SHORT, LONG = range(1), range(1, 3)
-NUM_PARTS = 4 * len(MESHES)
+NUM_PARTS = 8 * len(MESHES)
 
 
 def fuzzed_transformers(mesh: Mesh, seeds: list[int]) -> list[Any]:

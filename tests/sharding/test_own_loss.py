@@ -163,15 +163,10 @@ def stepped(name: str, **options: Any) -> dict[str, Any]:
 NEED_WHOLE = (Changes, Watches, Turns)
 HEAD = {"plan": "auto", "head.weight": "S(0)"}
 QUICK = (
-    ("llama", "megatron"),
-    ("llama", "context"),
-    ("gpt2", "context"),
-    ("own", HEAD),
-    ("picks", HEAD),
-    ("casts", HEAD),
-    ("reads", HEAD),
+    *(("llama", "context"), ("picks", HEAD), ("casts", HEAD), ("reads", HEAD)),
     *((kind.__name__.lower(), HEAD) for kind in NEED_WHOLE),
 )
+EVERY = *QUICK, ("llama", "megatron"), ("gpt2", "context"), ("own", HEAD)
 
 
 def in_shards(mesh: Mesh, every: list[tuple[str, Any]]) -> list[dict[str, Any]]:
@@ -182,18 +177,19 @@ def in_shards(mesh: Mesh, every: list[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "placement",
+    ("placement", "every"),
     [
-        Placement.of(range(1), num_shards=2),
-        pytest.param(Placement.of(range(2), num_shards=2), marks=pytest.mark.slow),
+        (Placement.of(range(1), num_shards=2), QUICK),
+        pytest.param(Placement.of(range(1), num_shards=2), EVERY, marks=pytest.mark.slow),
+        pytest.param(Placement.of(range(2), num_shards=2), EVERY, marks=pytest.mark.slow),
     ],
-    ids=["2 shards", "2 stages of 2 shards"],
+    ids=["2 shards", "2 shards, every model", "2 stages of 2 shards"],
 )
 def test_a_models_own_loss_is_the_unsplit_one_and_nobody_holds_whole_logits(
-    placement: Placement, tmp_path: Path
+    placement: Placement, every: tuple[tuple[str, Any], ...], tmp_path: Path
 ) -> None:
-    alone = {name: stepped(name, **ALONE) for name, _ in QUICK}
-    of_ranks = call(in_shards, placement, tmp_path, every=QUICK, timeout_s=300.0)
+    alone = {name: stepped(name, **ALONE) for name, _ in every}
+    of_ranks = call(in_shards, placement, tmp_path, every=every, timeout_s=300.0)
     for rank, of_rank in enumerate(of_ranks):
         is_last = rank >= len(of_ranks) - placement.most_shards
         for found in of_rank:
