@@ -1,7 +1,7 @@
 """Cut a chain of layers into balanced stages: search all cuts, and all orders of devices.
 
-What a stage costs may depend on its number and its device, and need not be the sum of what its
-layers cost: values that cross its ends count too, and infinity is what does not fit.
+The cost of a stage may depend on its number and its device, and need not be the sum of its layers'
+costs: values that cross its ends count too, and infinity is what does not fit.
 """
 
 from bisect import bisect_left, bisect_right
@@ -85,7 +85,7 @@ def cuts(
 
     `cost(stage)[start, end]` are the seconds of layers [start, end) on that stage, whatever these
     consist of, and infinity where the stage cannot be; entries without layers are not looked at.
-    It is asked several times for each stage, and may give one array for stages that are alike.
+    It is asked once for each stage, and may give one array for stages that are alike.
 
     Among cuts with the same slowest stage, up to rounding, takes the one with the least sum of
     squared stage costs, where no other is better.  Where all cuts cost the same in total that is
@@ -238,7 +238,7 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     Raises:
         PartitionError: there are fewer layers than stages, or no stage is asked for.
     """
-    together = sums(costs)  # looked at several times for each stage
+    together = sums(costs)  # of all stages
     return cuts(num_stages, lambda stage: together, each_layer(len(costs)))[0]
 
 

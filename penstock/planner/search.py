@@ -5,7 +5,7 @@ pipeline whose size and schedule are decided, and of each candidate of a planner
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import pairwise
 from math import inf, prod
 from operator import le, mul
@@ -53,8 +53,6 @@ class Excess:
 
 _MOST_STATES = 256
 """Numbers of devices of each kind in use, up to which all orders of unlike ones are searched."""
-_MOST_COSTS = 64
-"""What so many stages on a kind of device cost is kept: a search asks for it several times."""
 _UNEVEN = 2
 """The heaviest layers of an uneven model take more than so many times as long as the median."""
 _CLOSE_BYTES = 2**20
@@ -206,9 +204,8 @@ class Evaluator:
             devices=[self._on_device(size, at, self.limit_bytes(at)) for at in firsts],
             neighbours=no_messages,
         )
-        cost = lru_cache(_MOST_COSTS)(prices.seconds)
         shared = self.profile.spans, size.num_microbatches
-        found = cut_over_devices(list(counts.values()), size.num_stages, cost, *shared)
+        found = cut_over_devices([*counts.values()], size.num_stages, prices.seconds, *shared)
         if found is None:
             return None
         names, taken = list(counts), Counter[str]()

@@ -111,9 +111,9 @@ def find_stages(
     stage and back at a time.
 
     Each answer takes at most a share `eps` longer than the optimum in its place; 0 is exact.
-    There are at most `MOST_STAGES` stages.  24 layers on 256 devices take a tenth of a
-    second, a hundred on 1,000 half a minute; with two kinds of hosts every pair of numbers left is
-    a state.
+    There are at most `MOST_STAGES` stages.  24 layers on 256 devices take a tenth of a second at
+    most, a hundred on 1,000 about 20 seconds; with two kinds of hosts every pair of numbers left
+    is a state.
 
     Raises:
         ConfigError: a number is not positive.
