@@ -83,12 +83,13 @@ class Stages:
         """Return the seconds of the slowest stage where that is fastest; infinite if these are
         more than `most_s` or there is no answer.
         """
-        limit, sizes = inf, self.sizes.sum(axis=1)[:, None, None]
+        limit = highest = inf
         if self.devices:  # all devices together do what the stages do, the slowest most
+            sizes = self.sizes.sum(axis=1)[:, None, None]
             work = self.least_before(lambda block: sizes * block.pace)
             limit = _FIRST_LIMIT * float(work[-1]) / sum(self.devices)
-        every = (float(finite(block.pace).max(initial=0.0)) for block in self.blocks)
-        highest = max(every, default=0.0)
+            paces = (block.pace[np.isfinite(block.pace)] for block in self.blocks)
+            highest = max((float(pace.max(initial=0.0)) for pace in paces), default=0.0)
         while True:
             found = min(Program(self, partial(_up_to, limit), np.maximum).least)[0]
             if found <= limit or limit >= most_s:
@@ -128,6 +129,12 @@ class Program:
         if id(block) not in self._known:
             self._known[id(block)] = block, self._cost(block)
         return self._known[id(block)][1]
+
+    def costs_at(self, left: int, at: Any) -> Matrix:
+        """Return costs of a stage that is the first of so many, `at` an index of its block."""
+        block = self.stages.block(left)
+        costs = self.costs(block)[at]
+        return costs if block.deepest is None else np.where(block.deepest[at] >= left, costs, inf)
 
     def _rows(self, block: Block) -> tuple[Matrix, Matrix]:
         """Return the first start with finite costs, and one after the last, as [mesh, end]."""
@@ -172,9 +179,9 @@ class Program:
         is_there = (ends >= block.end) & (ends < block.end + block.pace.shape[1])
         meshes, ends, to, values = (own[is_there] for own in (meshes, ends, to, values))
         # 2. If there are many, some starts at a time, with what one of them may have.
-        costs, flat = self.costs(block), here.reshape(len(here), -1)
+        flat, num_starts = here.reshape(len(here), -1), block.pace.shape[2]
         first = max(block.start, (stages.num_stages - left) * stages.is_exact)
-        starts = range(first, block.start + costs.shape[2]) if len(ends) else range(0)
+        starts = range(first, block.start + num_starts) if len(ends) else range(0)
         is_much = len(ends) * len(starts) > _MOST_AT_ONCE
         if is_much:
             low, high = (own[meshes, ends - block.end] for own in self._rows(block))
@@ -193,10 +200,7 @@ class Program:
             at: Any = meshes[near], ends[near] - block.end, rows
             if not stages.devices and at[1][-1] - at[1][0] == len(near) - 1:  # neighbours
                 at = 0, slice(at[1][0], at[1][-1] + 1), rows
-            own = costs[at]
-            if block.deepest is not None:
-                own = np.where(block.deepest[at] >= left, own, inf)
-            joined = self._join(own, values[near, None])
+            joined = self._join(self.costs_at(left, at), values[near, None])
             if to_near[0] == to_near[-1]:
                 flat[begin:stop, to_near[0]] = joined.min(axis=0)
             else:
@@ -228,8 +232,3 @@ class Program:
 
 def _up_to(limit: float, block: Block) -> Matrix:
     return np.where(block.pace <= limit, block.pace, inf)
-
-
-def finite(costs: Matrix) -> Matrix:
-    """Return the finite ones."""
-    return costs[np.isfinite(costs)]

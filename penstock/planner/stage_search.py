@@ -141,9 +141,7 @@ class Within:
             block = self._stages.block(left)
             found = np.full((len(self._stages.sizes), self._stages.num_cuts + 1), inf)
             at = slice(None), slice(None), start - block.start
-            own = self._pass.costs(block)[at]
-            if block.deepest is not None:
-                own = np.where(block.deepest[at] >= left, own, inf)
+            own = self._pass.costs_at(left, at)
             found[:, block.end : block.end + own.shape[1]] = own
             self._rows[left, start] = found
         return self._rows[left, start]
