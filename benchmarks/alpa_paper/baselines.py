@@ -24,12 +24,13 @@ import numpy as np
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.make_plan import choose_on_meshes
-from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
+from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.stage_program import Matrix
 from penstock.planner.submeshes import Hosts, Submesh
 from penstock.schedules import gpipe
+from penstock.types import Recompute
 
 Allow = Callable[[int, int, Submesh], bool]
 """Tells whether layers [start, end) may be a stage on a mesh."""
@@ -58,11 +59,8 @@ def _inter(task: MeshTask) -> Iterator[MeshTask]:
 
 
 def _gpipe(task: MeshTask) -> Iterator[MeshTask]:
-    recomputing = [
-        own for own in MEMORY_POLICIES if own.recomputes and not (own.byte_s or own.segments)
-    ]
     for each in _inter(task):
-        yield replace(each, families=(gpipe,), policies=recomputing)
+        yield replace(each, families=(gpipe,), policies=[MemoryPolicy(Recompute.STAGE)])
 
 
 def _pp_dp(task: MeshTask) -> Iterator[MeshTask]:

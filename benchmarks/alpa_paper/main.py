@@ -23,7 +23,6 @@ from benchmarks.report import (
 )
 from penstock.planner.make_plan import Choice
 from penstock.planner.plan import Plan
-from penstock.planner.stage_rows import segments_of
 from penstock.types import Recompute
 
 from .baselines import BASELINES, step_s
@@ -177,16 +176,13 @@ def _surprises(planned: Planned, best: Plan, plans: dict[str, Plan]) -> Iterator
 
 def plan_text(plan: Plan) -> str:
     """Return the layers of each stage, and its mesh where it has several devices."""
-    rows = [*segments_of(plan)]
     stages = (
-        f"{sum(plan.partition[n] for n in own)} on "
-        f"{'x'.join(map(str, plan.placement.shard_axes_of(own[0])))}"
-        for own in rows
+        f"{number} on {'x'.join(map(str, plan.placement.shard_axes_of(stage)))}"
+        for stage, number in enumerate(plan.partition)
     )
-    how = ", recompute" if Recompute.STAGE in plan.recompute else ""
-    how += " each layer" if len(rows) < plan.num_stages else ""
-    family = dict(plan.schedule.arguments).get("base", plan.schedule.name)
-    return f"{', '.join(stages)}; {family}{how}"
+    again = {own.value: 0 for own in plan.recompute if own is not Recompute.NEVER}
+    how = f", recompute {' and '.join(again)}" if again else ""
+    return f"{', '.join(stages)}; {plan.schedule.name}{how}"
 
 
 class TooLongError(Exception):

@@ -134,7 +134,7 @@ class Planned:
         sizes = {own.start: own.submesh.size for own in best.answer.stages}
         only: dict[str, Any] = {"allow": lambda *stage: stage in stages, "next_devices": sizes}
         prices = partial(HandedOver, handover=handover, **only)
-        alone: dict[str, Any] = {"families": (best.family,), "policies": (best.prices.policy,)}
+        alone: dict[str, Any] = {"families": (best.family,), "policies": best.prices.policies}
         number = choice.plan.num_microbatches
         task = replace(self.task, prices=prices, num_microbatches=number, **alone)
         return choose_on_meshes(task).plan

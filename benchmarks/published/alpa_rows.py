@@ -14,8 +14,9 @@ from benchmarks.alpa_paper.baselines import BASELINES, step_s
 from benchmarks.alpa_paper.subjects import ALPAS, GPT, Subject, subjects
 from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
-from penstock.planner.mesh_costs import MEMORY_POLICIES
+from penstock.planner.mesh_costs import MemoryPolicy
 from penstock.planner.mesh_task import MeshTask
+from penstock.types import Recompute
 
 from .gpt_of_2021 import STATE_OF_ALPA, STATE_OF_MEGATRON, XLA_MEMORY, AsItRan
 from .layouts import rows_of
@@ -23,7 +24,7 @@ from .layouts import rows_of
 FILE = Path(__file__).with_name("alpa_gpt.tsv")
 _BASELINE = {"Megatron-LM": "megatron", "intra-op only": "intra", "inter-op only": "inter"}
 """The baseline of a system; Alpa itself is the planner without restrictions."""
-_RECOMPUTING = [own for own in MEMORY_POLICIES if own.segments]
+_RECOMPUTING = [MemoryPolicy(Recompute.LAYERS)]
 """Recompute each layer: a last stage that recomputes whole would recompute nothing in 1F1B."""
 
 

@@ -127,20 +127,16 @@ class LayoutFigures:
         if len(self.own.answer.devices[0]) == 1:
             return 0.0
         work_s, seconds = dict[str, _Work](), defaultdict[object, float](float)
-        parts = (
-            (stage, part)
-            for stage, segments in zip(self.own.answer.stages, self.own.segments, strict=True)
-            for part in segments
-        )
-        first = 0
-        for n, (stage, part) in enumerate(parts):
+        for n, (stage, part) in enumerate(
+            zip(self.own.answer.stages, self.own.stages, strict=True)
+        ):
             devices = stage.submesh.devices
             kind = self.own.task.cluster.places[devices[0]].kind
             if kind not in work_s:
                 work_s[kind] = _work_s(self.own, devices)
-            begin, first = first, first + part.num_layers
-            end = -1 if first == len(self.own.task.names) else first  # with the code after it
-            both_s, work_forward_s = (float(table[begin, end]) for table in work_s[kind])
+            # the last layer has the code after it
+            end = -1 if stage.end == len(self.own.task.names) else stage.end
+            both_s, work_forward_s = (float(table[stage.start, end]) for table in work_s[kind])
             forward_s = max(0.0, part.forward_s - work_forward_s)
             back_s = max(0.0, part.backward_s - (both_s - work_forward_s))
             each_s = self._number * (forward_s + back_s) + again[n] * forward_s
@@ -151,8 +147,8 @@ class LayoutFigures:
     def between_stages_s(self) -> float:
         """Seconds of a step's messages to next stages and back, on the device that has most."""
         seconds = defaultdict[object, float](float)
-        for devices, segments in zip(self.own.answer.devices, self.own.segments, strict=True):
-            seconds[devices] += sum(part.handover_s for part in segments)
+        for devices, own in zip(self.own.answer.devices, self.own.stages, strict=True):
+            seconds[devices] += own.handover_s
         return max(seconds.values()) * self._number
 
     @property
@@ -311,7 +307,8 @@ def _work_s(candidate: OnMeshes, devices: tuple[int, ...]) -> _Work:
 
     All meshes of a layout have one shape, and divide operators by one ready plan.
     """
-    prices, shape, graph = candidate.prices, candidate.stages[0].shape, candidate.prices.ended
+    prices, graph = candidate.prices, candidate.prices.ended
+    shape = candidate.stages[0].option.shape
     plans = next(iter(prices.shared.values())).within(None)
     costs = Costs(shape, prices.cluster, devices=devices, factors=prices.factors)
     each, layers = [(0.0, 0.0)], []

@@ -38,7 +38,6 @@ from .mesh_plans import find_on_meshes
 from .mesh_task import FAMILIES, SHARDINGS, MeshTask
 from .plan import Plan
 from .rank import SAME, Candidates, OnRanks, find_plans
-from .stage_rows import segments_of, stages_text
 
 Candidate = OnRanks | OnMeshes
 """A plan that may be chosen: a device for each rank, or for each stage a mesh of devices."""
@@ -330,11 +329,11 @@ def _otherwise(candidates: Sequence[Candidate]) -> Iterator[str]:
 def _limit_text(plan: Plan, best: Candidate) -> str:
     """Say which stage is slowest, and what that costs."""
     assert plan.predicted_s is not None
-    seconds = {own: sum(plan.predicted_s[n] for n in own) for own in segments_of(plan)}
-    slowest = max(seconds, key=seconds.__getitem__)
+    seconds = plan.predicted_s
+    slowest = max(range(plan.num_stages), key=seconds.__getitem__)
     handover_s = max((own.handover_s for own in plan.predicted_stages or ()), default=0.0)
     return (
-        f"limited by stage {stages_text(slowest)}, {time_text(seconds[slowest])} a micro-batch; "
+        f"limited by stage {slowest}, {time_text(seconds[slowest])} a micro-batch; "
         f"bubble {percent_text(best.timeline.bubble)}"
         + (f", slowest handover {time_text(handover_s)}" if handover_s else "")
     )

@@ -3,35 +3,30 @@ given for it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise, repeat
-from operator import attrgetter
-from typing import Any
+from itertools import chain, pairwise
 
-from penstock.schedules import segmented
 from penstock.schedules.costs import Costs
 from penstock.schedules.family import Family
 from penstock.schedules.lower import Lowering
-from penstock.schedules.memory import Kept
 from penstock.schedules.transfers import Transfer
 from penstock.sharding.request import ShardingRequest
 from penstock.simulator.memory import StageWeights, memory_of
 from penstock.simulator.simulate import simulate, step_s
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
-from penstock.types import Recompute, Transport
+from penstock.types import Recompute, RecomputeLayers, Transport
 
 from .bounds import Load, least_step_s
 from .mesh_costs import MeshPrices, OnMesh, hosts_of
 from .mesh_task import MeshTask
 from .placement import Placement
 from .plan import BalancedBy, Plan
-from .stage_program import Matrix
 from .stage_rows import PredictedStage
-from .stage_work import StageWork, program_of, work_of
-from .submeshes import Answer, Submesh
+from .stage_work import Kinds, StageWork, kinds_of, program_of, work_of
+from .submeshes import Answer
 
 _FEW_STAGES = 4
 """Up to which each is described."""
@@ -49,8 +44,6 @@ class OnMeshes:
     answer: Answer
     family: Family
     prices: MeshPrices
-    of_stages: Callable[[Submesh], Matrix]
-    """The prices of all stages on a mesh, as the search was given them."""
     step_s: float = 0.0
     is_bound: bool = True
     given: str = ""
@@ -58,27 +51,19 @@ class OnMeshes:
 
     @cached_property
     def stages(self) -> list[OnMesh]:
-        """The price of each stage, with the shape of its mesh."""
-        return [*filter(None, (self.prices.on_mesh(*stage) for stage in self.answer.stages))]
-
-    @cached_property
-    def segments(self) -> list[list[OnMesh]]:
-        """The segments of each stage: itself, where it is not cut further; what goes on to hosts
-        of another kind takes the way there.
-        """
-        pairs = zip(self.answer.stages, self.stages, strict=True)
-        found = [self.prices.segments(stage, own.shape) for stage, own in pairs]
-        for own, (before, (*_, onto)) in zip(found, pairwise(self.answer.stages), strict=False):
-            if onto.kind != before.submesh.kind or onto.devices:
-                where = before.submesh, onto.kind, onto.devices
-                handover_s = self.prices.handover_s(before.end, *where)
-                own[-1] = own[-1]._replace(handover_s=handover_s)
+        """The price of each stage; what goes on to hosts of another kind takes the way there."""
+        found = [*map(self.prices.fitted, self.answer.stages, self.in_flight)]
+        for n, (before, after) in enumerate(pairwise(self.answer.stages)):
+            own, onto = before.submesh, after.submesh
+            if onto.kind != own.kind or onto.devices:
+                handover_s = self.prices.handover_s(before.end, own, onto.kind, onto.devices)
+                found[n] = found[n]._replace(handover_s=handover_s)
         return found
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """The most micro-batches that each stage keeps something of."""
-        return most_kept(self.family, len(self.stages), self.prices.num_microbatches)
+        return most_kept(self.family, len(self.answer.stages), self.prices.num_microbatches)
 
     @property
     def update_s(self) -> float:
@@ -91,20 +76,17 @@ class OnMeshes:
 
     def least_s(self) -> float:
         """Return what a step takes at least, with the optimizer."""
-        loads, work = [], _work(self.family, len(self.stages), self.prices.num_microbatches)
-        for n, (stage, parts) in enumerate(zip(self.answer.stages, self.segments, strict=True)):
-            forward_s = sum(part.forward_s for part in parts)
-            is_whole = not work[n].halves  # else nobody knows which part is waited for
-            back_s = is_whole * sum(part.backward_s for part in parts)
-            busy_s = float(self.of_stages(stage.submesh)[0, stage.start, stage.end])
-            handover_s = parts[-1].handover_s
-            awaited_s, handover_s = (busy_s, handover_s) if is_whole else (forward_s, 0.0)
-            loads.append(
-                Load(n, forward_s, back_s, awaited_s, busy_s, handover_s, self.in_flight[n])
-            )
-        # the first stage's first segment is summed after the last backward of all
-        once_s = self.segments[0][0].once_s
-        return least_step_s(loads, self.prices.num_microbatches) + once_s + self.update_s
+        number = self.prices.num_microbatches
+        loads, work = [], _work(self.family, len(self.stages), number, self._kinds)
+        for n, own in enumerate(self.stages):
+            forward_s, is_whole = own.forward_s, not work[n].halves
+            busy_s = forward_s + own.backward_s + work[n].recomputes * own.recompute_s
+            # of a backward in two parts nobody knows which is waited for
+            awaited_s, handover_s = (busy_s, own.handover_s) if is_whole else (forward_s, 0.0)
+            times = forward_s, is_whole * own.backward_s, awaited_s, busy_s, handover_s
+            loads.append(Load(n, *times, self.in_flight[n]))
+        once_s = self.stages[0].once_s  # the first stage is summed after the last backward of all
+        return least_step_s(loads, number) + once_s + self.update_s
 
     def fits(self) -> bool:
         """Tell whether each mesh keeps what the schedule has in flight within its memory."""
@@ -122,6 +104,11 @@ class OnMeshes:
         program = program_of(how, self.prices.num_microbatches)
         return replace(self, step_s=step_s(program, costs) + self.update_s, is_bound=False)
 
+    @property
+    def _kinds(self) -> Kinds:
+        """The stages that recompute, and those that do so in part."""
+        return kinds_of([own.recompute for own in self.stages], ())
+
     @cached_property
     def timeline(self) -> Timeline:
         """The predicted step: each rank of it stands for the mesh of a stage, and its memory is
@@ -130,57 +117,42 @@ class OnMeshes:
         how, costs = self.lowered
         program = program_of(how, self.prices.num_microbatches)
         timeline = simulate(program.schedule, costs)
-        segments, recomputes = [*chain(*self.segments)], self.prices.policy.recomputes
-        kept = [
-            Kept(
-                graph=round(own.graph_bytes),
-                inputs=round(own.microbatch_bytes) if recomputes else 0,
-                weights=0,
-            )
-            for own in segments
-        ]
+        kept = [own.kept for own in self.stages]
         weights = [
             StageWeights(
                 weight_bytes=round(own.weight_bytes),
                 gradient_bytes=round(own.gradient_bytes),
                 optimizer_bytes=round(own.optimizer_bytes),
             )
-            for own in segments
+            for own in self.stages
         ]
         return replace(timeline, memory=memory_of(timeline, kept, weights, {}))
 
-    @property
-    def schedule(self) -> Family:
-        """The schedule of all segments."""
-        sizes = tuple(map(len, self.segments))
-        return segmented(sizes, self.family) if max(sizes) > 1 else self.family
-
     @cached_property
     def lowered(self) -> tuple[Lowering, Costs]:
-        """What the simulator is given: how to make the schedule of the segments of all stages,
-        each on the rank that stands for its mesh, and what each costs.
+        """What the simulator is given: how to make the schedule of the stages, each on the rank
+        that stands for its mesh, and what each costs.
         """
-        segments = [*chain(*self.segments)]
-        count, family = len(segments), self.schedule
-        ranks = family.ranks(count)
-        crossing = [(n, n + 1) for n in range(count - 1) if ranks[n] != ranks[n + 1]]
+        kinds, ranks = self._kinds, self.family.ranks(len(self.stages))
+        crossing = [(n, n + 1) for n, (a, b) in enumerate(pairwise(ranks)) if a != b]
         how = Lowering(
-            family=family,
+            family=self.family,
             ranks=ranks,
             transfers=tuple(Transfer(producer=a, consumer=b) for a, b in crossing),
-            recompute=frozenset(range(count)) if self.prices.policy.recomputes else frozenset(),
-            reduces=any(segment.once_s for segment in segments),
+            recompute=kinds.twice,
+            by_layers=kinds.by_layers,
+            reduces=any(own.once_s for own in self.stages),
         )
         one_way_s = {
-            edge: segments[a].handover_s / 2 for a, b in crossing for edge in ((a, b), (b, a))
+            edge: self.stages[a].handover_s / 2 for a, b in crossing for edge in ((a, b), (b, a))
         }
-        forward_s = tuple(segment.forward_s for segment in segments)
+        forward_s = tuple(own.forward_s for own in self.stages)
         costs = Costs(
             forward_s=forward_s,
-            backward_s=tuple(segment.backward_s for segment in segments),
-            recompute_s=forward_s,
+            backward_s=tuple(own.backward_s for own in self.stages),
+            recompute_s=tuple(own.recompute_s for own in self.stages),
             transfer_s=one_way_s or 0,
-            reduce_s=tuple(segment.once_s for segment in segments),
+            reduce_s=tuple(own.once_s for own in self.stages),
         )
         return how, costs
 
@@ -205,22 +177,24 @@ class OnMeshes:
 
     @property
     def recompute_text(self) -> str:
-        """The memory policy in words."""
-        return str(self.prices.policy)
+        """What stages recompute in words, and how many do so if they differ."""
+        words = Counter(map(_policy_text, self.stages))
+        if len(words) == 1:
+            return next(iter(words))
+        return ", ".join(f"{text} on {number}" for text, number in words.items())
 
     @property
     def peak_bytes(self) -> int:
         """The most that a device keeps."""
-        parts, kept = iter(self._predicted()), Counter[tuple[int, ...]]()
-        for places, segments in zip(self.answer.devices, self.segments, strict=True):
-            each = [next(parts) for _ in segments]
-            kept[places] += sum(own.state_bytes + own.kept_bytes for own in each)
+        kept = Counter[tuple[int, ...]]()
+        for places, own in zip(self.answer.devices, self._predicted(), strict=True):
+            kept[places] += own.state_bytes + own.kept_bytes
         return max(kept.values())
 
     @property
     def stages_text(self) -> str:
         """The stages in words: layers and mesh of each where they are few."""
-        shapes = [" x ".join(map(str, own.shape)) for own in self.stages]
+        shapes = [" x ".join(map(str, own.option.shape)) for own in self.stages]
         counts = [stage.end - stage.start for stage in self.answer.stages]
         if len(shapes) > _FEW_STAGES:
             every = (f"{count_text(n, 'stage')} on {own}" for own, n in Counter(shapes).items())
@@ -236,33 +210,26 @@ class OnMeshes:
 
     @cached_property
     def plan(self) -> Plan:
-        task, prices, sizes = self.task, self.prices, [*map(len, self.segments)]
-
-        def spread(of_stages: Sequence[Any]) -> tuple[Any, ...]:
-            """Return for each segment what its stage has."""
-            return tuple(chain(*map(repeat, of_stages, sizes)))
-
-        devices = self.answer.devices
-        kinds = [task.cluster.device_of(own[0]).torch_type for own in devices]
-        recompute = Recompute.STAGE if prices.policy.recomputes else Recompute.NEVER
+        task, prices, devices = self.task, self.prices, self.answer.devices
+        kinds = tuple(task.cluster.device_of(own[0]).torch_type for own in devices)
         wanted: str | ShardingRequest | None = prices.plan
-        if prices.policy.byte_s:
+        if any(own.option.policy.byte_s for own in self.stages):
             least = min(host.memory_bytes for host in hosts_of(task.cluster))
             wanted = ShardingRequest(prices.plan, memory_limit_bytes=int(least))
         is_alone = len(task.cluster.places) == 1
         order = [*dict.fromkeys(devices)]
-        places = None if order == sorted(order) else spread([*map(order.index, devices)])
+        places = None if order == sorted(order) else tuple(map(order.index, devices))
         idle = {*range(len(task.cluster.places))} - {*chain(*devices)}
         return Plan(
             layers=tuple(task.model.layers),
-            partition=tuple(own.num_layers for own in chain(*self.segments)),
-            schedule=self.schedule,
+            partition=tuple(stage.end - stage.start for stage in self.answer.stages),
+            schedule=self.family,
             num_microbatches=prices.num_microbatches,
-            recompute=(recompute,) * sum(sizes),
+            recompute=tuple(own.recompute for own in self.stages),
             placement=Placement(
-                spread([(own,) for own in devices]),
-                spread(kinds),
-                shard_shapes=spread([own.shape for own in self.stages]),
+                tuple((own,) for own in devices),
+                kinds,
+                shard_shapes=tuple(own.option.shape for own in self.stages),
                 stage_places=places,
                 idle=tuple(sorted(idle)),
             ),
@@ -270,7 +237,7 @@ class OnMeshes:
             transport=Transport.THREADS if is_alone else Transport.TORCH_DISTRIBUTED,
             balanced_by=BalancedBy.HAND if self.given else BalancedBy.TIME,
             why=(f"the layout was given: {self.given}",) * bool(self.given),
-            predicted_s=tuple(own.seconds for own in chain(*self.segments)),
+            predicted_s=tuple(own.seconds for own in self.stages),
             predicted_step_s=self.step_s,
             batch_size=task.batch_size,
             cluster=task.cluster,
@@ -279,29 +246,40 @@ class OnMeshes:
         )
 
     def _predicted(self) -> Iterator[PredictedStage]:
-        """Yield what was predicted of each segment; a stage's largest graph is that of one."""
-        prices, per_stage = self.prices, (self.answer.stages, self.segments, self.in_flight)
-        for stage, segments, number in zip(*per_stage, strict=True):
-            largest = max(segments, key=attrgetter("graph_bytes"))
-            for own in segments:
-                is_last = own is segments[-1]
-                kept = number * own.microbatch_bytes
-                kept += own.graph_bytes if prices.policy.recomputes and own is largest else 0
-                sent = prices.entering_bytes(stage.end) if is_last else 0
-                yield PredictedStage(
-                    own.forward_s,
-                    own.backward_s,
-                    own.handover_s if is_last else 0.0,
-                    *(round(size) for size in (own.state_bytes, kept, sent)),
-                )
+        """Yield what was predicted of each stage."""
+        per_stage = self.answer.stages, self.stages, self.in_flight
+        for stage, own, number in zip(*per_stage, strict=True):
+            again = own.kept.inputs and own.graph_bytes  # of what is built again
+            sizes = own.state_bytes, number * own.microbatch_bytes + again
+            sent = self.prices.entering_bytes(stage.end)
+            times = own.forward_s, own.backward_s, own.handover_s
+            yield PredictedStage(*times, *map(round, (*sizes, sent)))
+
+
+_NO_KINDS = kinds_of((), ())
+
+
+def _policy_text(own: OnMesh) -> str:
+    match own.recompute:
+        case RecomputeLayers(layers):
+            text = f"recompute {count_text(len(layers), 'layer')}"
+        case Recompute.LAYERS:
+            text = "recompute each layer"
+        case Recompute.STAGE:
+            text = "recompute"
+        case _:
+            text = "no recompute"
+    return text + ", bytes priced" * (own.option.policy.byte_s > 0)
 
 
 @lru_cache(maxsize=64)
-def _work(family: Family, num_stages: int, num_microbatches: int) -> tuple[StageWork, ...]:
+def _work(
+    family: Family, num_stages: int, num_microbatches: int, kinds: Kinds = _NO_KINDS
+) -> tuple[StageWork, ...]:
     """Return the work of each stage, from few micro-batches: a stage that keeps not all of these
-    never keeps more.
+    never keeps more.  Of all micro-batches no smaller part is recomputed than of these.
     """
-    return work_of(family, num_stages, min(num_microbatches, _FEW * num_stages))
+    return work_of(family, num_stages, min(num_microbatches, _FEW * num_stages), *kinds)
 
 
 def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Costs of layers as a stage on a mesh of devices, which divide the operators.
 
-layers x sub-mesh     the best of the logical shapes of its devices, by a memory policy:
-                      recompute stages, or one segment of a stage at a time; let a byte count
+layers x sub-mesh     options: each logical shape of its devices with each memory policy, which is
+                      to recompute nothing, some layers or the stage, and to let a byte count
 a shape               one integer program for each kind of layer, composed for all ranges
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,49 +17,58 @@ import numpy as np
 from penstock.costs.cluster import Cluster
 from penstock.costs.cluster.collectives import Collective, Form, fastest_s, forms_of
 from penstock.costs.counting.graph import Graph
+from penstock.schedules.memory import Kept
 from penstock.sharding.costs import USUAL_STATE, Costs, StateRatio
 from penstock.sharding.layouts import FEW_BYTES, I, Numbers
 from penstock.sharding.named import ready_plan
 from penstock.sharding.routed import with_end
 from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
+from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .submeshes import Hosts, Stage, Submesh
 
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
-_FORWARD, _ONCE = 3, 4
-"""Where tables of stages have the seconds of a forward, and those of a step."""
+_FORWARD, _ONCE, _BACKWARD = 3, 4, 5
+"""Where tables of stages have the seconds of a forward, of a step, and of a backward."""
 
 
 class MemoryPolicy(NamedTuple):
-    """Recompute by stage or by layer (`segments`), and the price of a resident byte in seconds."""
+    """What a stage recomputes, and the price of a resident byte in seconds.
 
-    recomputes: bool = False
+    With a `share` a search counts so much of the layers as recomputed one by one; in the end the
+    fewest are that fit.  None: all are.
+    """
+
+    recompute: Recompute = Recompute.NEVER
     byte_s: float = 0.0
-    segments: bool = False
-
-    def __str__(self) -> str:
-        each, priced = " each layer" * self.segments, ", bytes priced" * (self.byte_s > 0)
-        return (f"recompute{each}" if self.recomputes else "no recompute") + priced
+    share: float | None = None
 
 
 MEMORY_POLICIES = (
     MemoryPolicy(),
     MemoryPolicy(byte_s=_LIGHT_BYTE_S),
-    MemoryPolicy(recomputes=True),
-    MemoryPolicy(recomputes=True, byte_s=_LIGHT_BYTE_S),
-    MemoryPolicy(recomputes=True, segments=True),
+    MemoryPolicy(Recompute.STAGE),
+    MemoryPolicy(Recompute.STAGE, _LIGHT_BYTE_S),
+    *(MemoryPolicy(Recompute.LAYERS, share=share) for share in (0.25, 0.5, 0.75, 1.0)),
 )
+
+
+class Option(NamedTuple):
+    """How a stage is on its mesh: the lengths of the axes of its shards, and a memory policy."""
+
+    shape: tuple[int, ...]
+    policy: MemoryPolicy
 
 
 class OnMesh(NamedTuple):
     """A stage on a mesh.
 
-    The first five fields are its prices, as those of a `Task`.  `shape` has the lengths of the
-    axes of its shards.  Seconds are those of a micro-batch, and bytes those of a device: the
-    optimizer moves `update_bytes` once a step, and `graph_bytes` are the largest graph of a
-    segment.
+    The first five fields are its prices, as those of a `Task`.  Seconds are those of a
+    micro-batch, and bytes those of a device: the optimizer moves `update_bytes` once a step, and
+    `graph_bytes` are the graph that a backward has built again, of the stage or of its largest
+    layer; without recompute those of a micro-batch.  `recompute_s` are a part of `seconds`.
     """
 
     seconds: float
@@ -67,8 +76,8 @@ class OnMesh(NamedTuple):
     microbatch_bytes: float
     handover_s: float
     once_s: float
-    shape: tuple[int, ...]
-    num_layers: int
+    option: Option
+    recompute: RecomputePolicy
     forward_s: float
     backward_s: float
     weight_bytes: float
@@ -76,11 +85,20 @@ class OnMesh(NamedTuple):
     optimizer_bytes: float
     update_bytes: float
     graph_bytes: float
+    recompute_s: float
 
     @property
     def state_bytes(self) -> float:
         """Bytes of weights, gradients and the optimizer."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def kept(self) -> Kept:
+        """Bytes of a micro-batch's activations, with its graph and before that is built again."""
+        inputs, graph = round(self.microbatch_bytes), round(self.graph_bytes)
+        if self.recompute is Recompute.NEVER:
+            return Kept(graph, 0, 0)
+        return Kept(graph + (self.recompute is not Recompute.STAGE) * inputs, inputs, 0)
 
 
 def hosts_of(cluster: Cluster) -> list[Hosts]:
@@ -100,7 +118,7 @@ class MeshPrices:
     """Prices of the layers of a graph, which are those of a micro-batch, on meshes of a cluster.
 
     `spans` are the (start, end) of layers that are to be on one stage; `plan` is the ready plan by
-    which operators are divided.
+    which operators are divided, and `policies` are the memory policies that a stage may have.
     """
 
     graph: Graph
@@ -109,9 +127,9 @@ class MeshPrices:
     cluster: Cluster
     num_microbatches: int
     plan: str = "auto"
-    policy: MemoryPolicy = MEMORY_POLICIES[0]
+    policies: Sequence[MemoryPolicy] = MEMORY_POLICIES[:1]
     shared: dict[object, Search] = field(default_factory=dict)
-    """The search of each shape, which several policies share."""
+    """The search of each shape, which prices of several policies share."""
     factors: tuple[float, ...] = ()
     """Measured seconds of each layer by those of the roofline, where layers were measured."""
     state: StateRatio = USUAL_STATE
@@ -123,39 +141,76 @@ class MeshPrices:
 
     def begin(self, submeshes: Iterable[Submesh], executor: Executor) -> None:
         """Let an executor solve the programs of all shapes of meshes, from now on."""
+        prices = dict.fromkeys(policy.byte_s for policy in self.policies)
         for submesh in submeshes:
-            for shape in self._shapes(submesh) if self._may_be(submesh).any() else ():
-                self._search(submesh, shape).begin(self.policy.byte_s, executor)
+            shapes = dict.fromkeys(option.shape for option in self.options(submesh))
+            for shape, byte_s in product(shapes, prices):
+                self._search(submesh, shape).begin(byte_s, executor)
 
-    def on_mesh(self, start: int, end: int, submesh: Submesh) -> OnMesh | None:
-        """Return the fastest way to run a stage on a mesh; of those that fit, if any does.  None
-        where the cut is inside a span.
+    def options(self, submesh: Submesh) -> Sequence[Option]:
+        """Return how a stage may be on a mesh; nothing if no stage may be there."""
+        if submesh not in self._options:
+            shapes = self._shapes(submesh) if self._may_be(submesh).any() else ()
+            self._options[submesh] = [Option(*own) for own in product(shapes, self.policies)]
+        return self._options[submesh]
+
+    def on_mesh(self, stage: Stage) -> OnMesh:
+        """Return the price of a stage that may be."""
+        start, end, submesh, number = stage
+        option = self.options(submesh)[number]
+        every = self._table(submesh, option)[:, start, end].tolist()
+        seconds, stay_bytes, keeps, forward_s, once_s, *rest = every
+        price = seconds, stay_bytes, keeps, self.handover_s(end, submesh, submesh.kind), once_s
+        return OnMesh(*price, option, option.policy.recompute, forward_s, *rest)
+
+    def fitted(self, stage: Stage, in_flight: int) -> OnMesh:
+        """Return the price of a stage that keeps so many micro-batches; where its policy counts a
+        share of the layers, with the fewest that have to be recomputed, if these are enough.
+
+        Those come first that free most bytes per second.
         """
-        shapes, best = self._best_shapes_on(submesh)
-        which = best[start, end]
-        return None if which < 0 else self._in_shape(start, end, submesh, shapes[which])
+        own, (start, end, submesh, _) = self.on_mesh(stage), stage
+        if own.option.policy.share is None:
+            return own
+        limit = self._hosts[submesh.kind].memory_bytes - own.state_bytes
+        each = self._of_layers(submesh, own.option)
+        kept, graph, again = self._ranges(submesh, own.option).keeps[start, end], 0.0, list[int]()
+        with np.errstate(divide="ignore"):
+            gain = each.freed / each.forward_s
+        for layer in start + np.argsort(-gain[start:end], kind="stable"):
+            if graph + in_flight * kept <= limit:
+                break
+            again.append(int(layer))
+            kept, graph = kept - each.freed[layer], max(graph, float(each.graphs[layer]))
+        recompute_s = float(each.forward_s[again].sum())
+        is_all = len(again) == end - start
+        return own._replace(
+            seconds=own.forward_s + own.backward_s + recompute_s,
+            stay_bytes=own.state_bytes + graph,
+            microbatch_bytes=float(kept),
+            recompute=Recompute.LAYERS if is_all else RecomputeLayers(tuple(sorted(again))),
+            graph_bytes=graph,
+            recompute_s=recompute_s,
+        )
 
     def of_stages(self, submesh: Submesh, *, is_1f1b: bool = False) -> Numbers:
-        """Return the fields of the prices of all stages on a mesh [field, start, end], infinite
-        for what cannot be.
+        """Return the fields of the prices of all stages on a mesh by each option, as [option,
+        field, start, end]: infinite for what cannot be.
 
-        In 1F1B the last stage's backwards follow its forwards at once, so its last segment
-        recomputes nothing.
+        In 1F1B the last stage's backwards follow its forwards at once, so a stage that would be
+        recomputed as a whole is not.
         """
-        shapes, best = self._best_shapes_on(submesh)
-        found = np.full((5, *best.shape), np.inf)
-        if not shapes:
-            return found
-        every = np.stack([self._table(submesh, shape) for shape in shapes])
-        own = every[:, [0, 1, 2, _ONCE]]
-        found[[0, 1, 2, 4]] = np.take_along_axis(own, best[None, None], axis=0)[0]
-        if is_1f1b and self.policy.recomputes:
-            starts = np.flatnonzero(best[:, -1] >= 0)
-            lasts = sorted(self._cuts)[-2] if self.policy.segments else starts
-            found[0, starts, -1] -= every[best[starts, -1], _FORWARD, lasts, -1]
-        ends = range(1, best.shape[1])
-        found[3, :, 1:] = [self.handover_s(end, submesh, submesh.kind) for end in ends]
-        found[:, best < 0] = np.inf
+        options, may_be = self.options(submesh), self._may_be(submesh)
+        found = np.full((len(options), 5, *may_be.shape), np.inf)
+        handover_s = [self.handover_s(n, submesh, submesh.kind) for n in range(1, found.shape[-1])]
+        for prices, option in zip(found, options, strict=True):
+            table = self._table(submesh, option)
+            prices[[0, 1, 2, 4]] = table[[0, 1, 2, _ONCE]]
+            prices[3, :, 1:] = handover_s
+            if is_1f1b and option.policy.recompute is Recompute.STAGE:
+                starts = np.flatnonzero(may_be[:, -1])
+                prices[0, starts, -1] = table[[_FORWARD, _BACKWARD], starts[:, None], -1].sum(1)
+        found[..., ~may_be] = np.inf
         return found
 
     def _may_be(self, submesh: Submesh) -> Numbers:
@@ -166,69 +221,45 @@ class MeshPrices:
     def _shapes(self, submesh: Submesh) -> Sequence[tuple[int, ...]]:
         return self.shapes(submesh, self._hosts[submesh.kind])
 
-    def _best_shapes_on(self, submesh: Submesh) -> tuple[Sequence[tuple[int, ...]], Numbers]:
-        """Return the shapes of a mesh, and for stages which is the fastest, of those that fit if
-        any does; -1 for what cannot be.
-        """
-        if submesh not in self._best_shapes:
-            may_be = self._may_be(submesh)
-            shapes, best = self._shapes(submesh) if may_be.any() else [], np.where(may_be, 0, -1)
-            if shapes:
-                every = np.stack([self._table(submesh, shape)[:5] for shape in shapes], axis=1)
-                lacks = every[1] + every[2] > self._hosts[submesh.kind].memory_bytes
-                seconds = every[0] + every[_ONCE] / self.num_microbatches
-                seconds = np.where(lacks & ~lacks.all(axis=0), np.inf, seconds)
-                best[may_be] = seconds.argmin(axis=0)[may_be]
-            self._best_shapes[submesh] = shapes, best
-        return self._best_shapes[submesh]
+    @cached_property
+    def _options(self) -> dict[Submesh, Sequence[Option]]:
+        return {}
 
-    def segments(self, stage: Stage, shape: tuple[int, ...]) -> list[OnMesh]:
-        """Return the segments of a stage on a mesh of a shape: itself, if that is no way."""
-        start, end, submesh = stage
-        inner = (n for n in range(start + 1, end) if self.policy.segments and n in self._cuts)
-        ends = pairwise((start, *inner, end))
-        return [self._in_shape(*own, submesh, shape) for own in ends]
-
-    def _in_shape(self, start: int, end: int, submesh: Submesh, shape: tuple[int, ...]) -> OnMesh:
-        every = self._table(submesh, shape)[:, start, end].tolist()
-        seconds, stay_bytes, keeps, forward_s, once_s, *rest = every
-        price = seconds, stay_bytes, keeps, self.handover_s(end, submesh, submesh.kind), once_s
-        return OnMesh(*price, shape, end - start, forward_s, *rest)
-
-    def _table(self, submesh: Submesh, shape: tuple[int, ...]) -> Numbers:
+    def _table(self, submesh: Submesh, option: Option) -> Numbers:
         """Return tables of stages: seconds and bytes of a price, and what else `OnMesh` has."""
-        key = self._where(submesh), shape
-        if key not in self._tables:
-            with saying(f"dividing layers among {' x '.join(map(str, shape))} devices"):
-                ranges = self._search(submesh, shape).of_ranges(self.policy.byte_s)
-            summed = self._summed(ranges)
-            total_s, forward_s, once_s, *lasting, updates, keeps, enters, graph = summed
-            stays = sum(lasting)
-            price = total_s, stays, keeps
-            if self.policy.recomputes:  # one segment's graph at a time, and all that enters them
-                price = total_s + forward_s, stays + graph, enters
-            with np.errstate(invalid="ignore"):  # infinite where there is no range
-                backward_s = total_s - forward_s
-                every = (*price, forward_s, once_s, backward_s, *lasting, updates, graph)
-            self._tables[key] = np.stack(every)
+        key, policy = (self._where(submesh), option), option.policy
+        if key in self._tables:
+            return self._tables[key]
+        # 1. The sums of the layers.
+        ranges = self._ranges(submesh, option)
+        total_s, forward_s, once_s, *lasting, updates, keeps, enters = ranges
+        with np.errstate(invalid="ignore"):  # infinite where there is no range
+            backward_s = total_s - forward_s
+        # 2. What a micro-batch keeps, and the graph that is built again: of one micro-batch, or of
+        #    one of its layers.
+        graph, kept, stays, again_s = keeps, keeps, sum(lasting), np.zeros_like(keeps)
+        if policy.recompute is Recompute.STAGE:
+            kept, stays, again_s = enters, stays + graph, forward_s
+        elif policy.recompute is Recompute.LAYERS:
+            each, shares = self._of_layers(submesh, option), policy.share or 1.0
+            again_s, freed = (_first_of_each(np.add, own, shares) for own in each[:2])
+            graph = _first_of_each(np.maximum, each.graphs, shares)
+            kept, stays = keeps - freed, stays + graph
+        # 3. The fields in order.
+        price = forward_s + backward_s + again_s, stays, kept, forward_s, once_s, backward_s
+        self._tables[key] = np.stack((*price, *lasting, updates, graph, again_s))
         return self._tables[key]
 
-    def _summed(self, ranges: Ranges) -> Sequence[Numbers]:
-        """Return the tables as sums over a stage's segments, and a segment's largest graph."""
-        if not self.policy.segments:
-            return *ranges, ranges.keeps
-        cuts = np.array(sorted(self._cuts))
-        found = np.full((len(ranges) + 1, *ranges.seconds.shape), np.inf)
-        each = Ranges(*(table[cuts[:-1], cuts[1:]] for table in ranges))
-        own = np.stack(each)
-        for n, start in enumerate(cuts[:-1]):
-            found[:-1, start, cuts[n + 1 :]] = own[:, n:].cumsum(axis=1)
-            found[-1, start, cuts[n + 1 :]] = np.maximum.accumulate(each.keeps[n:])
-        return [*found]
+    def _ranges(self, submesh: Submesh, option: Option) -> Ranges:
+        with saying(f"dividing layers among {' x '.join(map(str, option.shape))} devices"):
+            return self._search(submesh, option.shape).of_ranges(option.policy.byte_s)
 
-    @cached_property
-    def _best_shapes(self) -> dict[Submesh, tuple[Sequence[tuple[int, ...]], Numbers]]:
-        return {}
+    def _of_layers(self, submesh: Submesh, option: Option) -> "_OfLayers":
+        ranges = self._ranges(submesh, option)
+        forward_s, graphs, enters = (
+            np.diagonal(own, 1) for own in (ranges.forward_s, ranges.keeps, ranges.enters)
+        )
+        return _OfLayers(forward_s, (graphs - enters).clip(0), graphs)
 
     @cached_property
     def _tables(self) -> dict[object, Numbers]:
@@ -341,6 +372,25 @@ class MeshPrices:
             if value.maker >= 0 or min(value.users) < count:
                 found[value.maker + 1 : max(value.users) + 1] += value.num_bytes
         return found
+
+
+class _OfLayers(NamedTuple):
+    """Of each layer: seconds of a forward, bytes that its recompute frees, and its graph's bytes
+    with what enters it.
+    """
+
+    forward_s: Numbers
+    freed: Numbers
+    graphs: Numbers
+
+
+def _first_of_each(joined: np.ufunc, amounts: Numbers, share: float) -> Numbers:
+    """Return the joined amounts of the first share of layers [start, end), as [start, end]."""
+    found = np.zeros((len(amounts), len(amounts) + 1))
+    for start in range(len(amounts)):
+        numbers = np.ceil(share * np.arange(1, len(amounts) - start + 1)).astype(int)
+        found[start, start + 1 :] = joined.accumulate(amounts[start:])[numbers - 1]
+    return found
 
 
 Shapes = Callable[[Submesh, Hosts], Sequence[tuple[int, ...]]]

@@ -1,8 +1,8 @@
 """Plan stages on sub-meshes together with their sharding, as Alpa does (Zheng et al. 2022).
 
-number of micro-batches  x  memory policy
-    search     stages and meshes by the formula of a pipeline's step    (submeshes.py)
-    prices     integer programs for each kind of layer and shape        (mesh_costs.py)
+number of micro-batches
+    search     stages, meshes and memory policies by the formula of a step    (submeshes.py)
+    prices     integer programs for each kind of layer and shape              (mesh_costs.py)
 the best few of each  x  schedules  ──►  the simulator says which is fastest
 
 A given layout is priced and simulated in the same way (`on_layout`).
@@ -63,10 +63,10 @@ def find_on_meshes(task: MeshTask) -> tuple[list[OnMeshes], str]:
     search, ended = _Search(task), ""
     most = len(task.tries)
     try:
-        for done, (number, sharding, policy) in enumerate(search.tries(), 1):
-            words = f"{count_text(number, 'micro-batch')}, {sharding}, {policy}"
+        for done, own in enumerate(search.tries(), 1):
+            words = f"{count_text(own[0], 'micro-batch')}, {own[1]}"
             with saying(f"searching for stages: {words} ({done} of {most})"):
-                search.look(number, sharding, policy)
+                search.look(*own)
     except KeyboardInterrupt:
         if not search.candidates:
             raise
@@ -130,10 +130,10 @@ class _Search:
         """
         numbers = self.task.numbers
         begin = min(first, numbers[-1])
-        yield from self._first_tries(begin)
+        yield self._first_try(begin)
         if self.best_s == inf and begin < numbers[-1]:
             begin = numbers[-1]
-            yield from self._first_tries(begin)
+            yield self._first_try(begin)
         yield from self._climbing_along([n for n in numbers if n > begin])
         yield from self._climbing_along([n for n in numbers[::-1] if n < begin])
 
@@ -142,22 +142,21 @@ class _Search:
         misses = 0
         for number in numbers if self.best_s < inf else ():
             before_s = self.best_s
-            yield from self._first_tries(number)
+            yield self._first_try(number)
             misses += self.best_s >= before_s
             if misses and (self.candidates or misses == _MOST_MISSES):
                 return
 
-    def _first_tries(self, number: int) -> list[Try]:
-        """Return the tries of a number with the first ready plan, without a price of bytes."""
-        first = number, self.task.shardings[0]
-        return [own for own in self.task.tries if own[:2] == first and not own[2].byte_s]
+    def _first_try(self, number: int) -> Try:
+        """Return the try of a number with the first ready plan, without a price of bytes."""
+        return number, self.task.shardings[0], self.task.without_byte_prices
 
-    def look(self, number: int, sharding: str, policy: MemoryPolicy) -> None:
-        """Add the candidates of so many micro-batches, a ready plan and a memory policy."""
+    def look(self, number: int, sharding: str, policies: Sequence[MemoryPolicy]) -> None:
+        """Add the candidates of so many micro-batches, a ready plan and memory policies."""
         task = self.task
         if self._even_s(number) >= self.best_s:
             return
-        prices = task.prices_of(number, sharding, policy)
+        prices = task.prices_of(number, sharding, policies)
         of_stages = cache(partial(prices.of_stages, is_1f1b=tuple(task.families) != (gpipe,)))
         sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)
         try:
@@ -167,7 +166,7 @@ class _Search:
         except PlanError as error:
             self.missing = str(error)
             return
-        self._compare(answers, partial(OnMeshes, task, prices=prices, of_stages=of_stages))
+        self._compare(answers, partial(OnMeshes, task, prices=prices))
 
     def _even_s(self, number: int) -> float:
         """Return a step's seconds that all devices share evenly, no messages; 0 if they differ."""
@@ -245,10 +244,9 @@ def on_layout(
     ends = parallelism.stages(profile.layers)
     stages = tuple(Stage(*own, meshes[place]) for own, place in zip(ends, places, strict=True))
     # 2. Price each stage on its mesh, and simulate the schedule.
-    prices = task.prices_of(number, parallelism.sharding(rows), parallelism.policy)
+    prices = task.prices_of(number, parallelism.sharding(rows), (parallelism.policy,))
     answer = Answer(stages, 0.0, tuple(own.submesh.devices for own in stages))
-    of_stages = partial(prices.of_stages, is_1f1b=False)
-    own = OnMeshes(task, answer, parallelism.family, prices, of_stages, given=str(parallelism))
+    own = OnMeshes(task, answer, parallelism.family, prices, given=str(parallelism))
     return own.simulated()
 
 

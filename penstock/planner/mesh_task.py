@@ -24,8 +24,8 @@ from .pricing import Pricing, weights_together
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
 """Ready plans that are tried: weights that are gathered once a step are in none but theirs."""
-Try = tuple[int, str, MemoryPolicy]
-"""A number of micro-batches, a ready plan and a memory policy."""
+Try = tuple[int, str, tuple[MemoryPolicy, ...]]
+"""A number of micro-batches, a ready plan, and the memory policies of which each stage has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,13 @@ class MeshTask:
             self, prices=partial(MeshPrices, shapes=few_shapes), first_number=first_number
         )
 
-    def prices_of(self, number: int, sharding: str, policy: MemoryPolicy) -> MeshPrices:
-        """Return the prices of stages for so many micro-batches, by a ready plan and a policy."""
+    def prices_of(
+        self, number: int, sharding: str, policies: Sequence[MemoryPolicy]
+    ) -> MeshPrices:
+        """Return the prices of stages for so many micro-batches, by a ready plan and policies."""
         factors = self.factors_of(number)
         shared = self.searches.setdefault((number, sharding, factors), {})
-        how = self.cluster, number, sharding, policy, shared, factors, self.state, self.known
+        how = self.cluster, number, sharding, policies, shared, factors, self.state, self.known
         return self.prices(self.graph_of(number), self.names, self.model.spans, *how)
 
     @property
@@ -130,8 +132,16 @@ class MeshTask:
 
         A price of bytes is tried with the first ready plan only: the others leave little choice.
         """
-        every = product(self.numbers, self.shardings, self.policies)
-        return [own for own in every if own[1] == self.shardings[0] or not own[2].byte_s]
+        first, without_bytes = self.shardings[0], self.without_byte_prices
+        return [
+            (number, own, tuple(self.policies) if own == first else without_bytes)
+            for number, own in product(self.numbers, self.shardings)
+        ]
+
+    @property
+    def without_byte_prices(self) -> tuple[MemoryPolicy, ...]:
+        """The memory policies that do not price bytes; all if each does."""
+        return tuple(own for own in self.policies if not own.byte_s) or tuple(self.policies)
 
 
 def _state_of(profile: Profile) -> StateRatio:

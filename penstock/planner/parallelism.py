@@ -134,8 +134,8 @@ class Parallelism:
     @property
     def policy(self) -> MemoryPolicy:
         """The memory policy of its recompute."""
-        is_by_layers = self.recompute is Recompute.LAYERS
-        return MemoryPolicy(self.recompute is not Recompute.NEVER, segments=is_by_layers)
+        assert isinstance(self.recompute, Recompute)
+        return MemoryPolicy(self.recompute)
 
     def rows(self, cluster: Cluster) -> int:
         """Return d, the rows of devices of a mesh.

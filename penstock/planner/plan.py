@@ -18,7 +18,7 @@ from penstock.types import Recompute, RecomputeLayers, TiedGradients, Transport,
 
 from .checks import check_bytes, check_partition, check_predicted, check_timeout, check_whole
 from .placement import Placement
-from .stage_rows import PredictedStage, segments_of, stage_rows
+from .stage_rows import PredictedStage, stage_rows
 from .unsplit import Unsplit, check_unsplit, divides_backwards, unsplit_lines
 
 
@@ -306,8 +306,7 @@ class Plan:
             return "as given"
         if self.predicted_s is None:
             return "balanced by parameter counts"
-        meshes_s = [sum(self.predicted_s[n] for n in stages) for stages in segments_of(self)]
-        slowest_s, mean_s = max(meshes_s), sum(meshes_s) / len(meshes_s)
+        slowest_s, mean_s = max(self.predicted_s), sum(self.predicted_s) / self.num_stages
         how = "measured" if self.predicted_step_s is None else "predicted"
         return (
             f"balanced by {how} time: slowest stage {time_text(slowest_s)} a micro-batch, "

@@ -25,13 +25,7 @@ from penstock.trace.units import bytes_text, count_text
 from .make_plan import HEADS, Choice
 from .plan import Plan
 from .plan_sharding import sharding_of
-from .stage_rows import (
-    devices_text,
-    mesh_text,
-    segments_of,
-    span_text,
-    stages_text,
-)
+from .stage_rows import devices_text, mesh_text, span_text
 
 _MOST_TICKS = 40
 _LEAST_ROW_PX, _LEAST_PX, _MOST_PX = 44, 150, 900
@@ -223,11 +217,9 @@ def drawn_layers(
 
 def layers_figure(plan: Plan, layers: Sequence[DrawnLayer]) -> Figure:
     """Draw layers in order; the height of a block is the number of devices of its mesh."""
-    # 1. A row for each mesh, as high as its number of devices; rows do not overlap.
-    rows = [*segments_of(plan)]
-    sizes = [len(plan.placement.ranks[members[0]][0]) for members in rows]
+    # 1. A row for each stage, as high as its number of devices; rows do not overlap.
+    sizes = [len(ranks[0]) for ranks in plan.placement.ranks]
     tops = list(accumulate(sizes, initial=0))
-    row_of = {stage: row for row, members in enumerate(rows) for stage in members}
     px = min(max(_LEAST_ROW_PX / min(sizes), _LEAST_PX / tops[-1]), _MOST_PX / tops[-1])
     gap = 2 / px
     # 2. A bar for each layer, one trace and colour for each way to cut.
@@ -239,8 +231,8 @@ def layers_figure(plan: Plan, layers: Sequence[DrawnLayer]) -> Figure:
             "type": "bar",
             "name": cuts,
             "x": members,
-            "y": [rounded(sizes[row_of[layers[n].stage]] - 2 * gap) for n in members],
-            "base": [rounded(tops[row_of[layers[n].stage]] + gap) for n in members],
+            "y": [rounded(sizes[layers[n].stage] - 2 * gap) for n in members],
+            "base": [rounded(tops[layers[n].stage] + gap) for n in members],
             "width": 1,
             "marker": {"color": colour, "line": {"width": 1}},
             "customdata": [_hover(plan, layers[n]) for n in members],
@@ -255,8 +247,8 @@ def layers_figure(plan: Plan, layers: Sequence[DrawnLayer]) -> Figure:
     layout["xaxis"] = axis_of("layers, in order", range=[-0.5, count - 0.5], showgrid=False)
     layout["xaxis"] |= {"tickvals": ticks, "ticktext": [escape(layers[n].name) for n in ticks]}
     layout["xaxis"] |= {"automargin": True, "tickangle": -45}
-    heads = (f"stage {stages_text(members)} on {mesh_text(plan, members[0])}" for members in rows)
-    where = (escape(devices_text(plan, members[0])) for members in rows)
+    heads = (f"stage {n} on {mesh_text(plan, n)}" for n in range(plan.num_stages))
+    where = (escape(devices_text(plan, n)) for n in range(plan.num_stages))
     layout["yaxis"] = {
         "range": [tops[-1], 0],
         "tickvals": [(a + b) / 2 for a, b in pairwise(tops)],
@@ -297,17 +289,14 @@ def _links(plan: Plan, tops: Sequence[int], count: int) -> Iterator[Trace]:
 
     It stands in the row that is free there, on the side with more room.
     """
-    ends = [*accumulate(plan.partition)]
-    for row, stages in enumerate([*segments_of(plan)][:-1]):
-        if plan.predicted_stages is None:
-            return
-        text = f"{bytes_text(plan.predicted_stages[stages[-1]].sent_bytes)} a micro-batch"
-        end = ends[stages[-1]]
+    before_last, ends = (plan.predicted_stages or ())[:-1], accumulate(plan.partition)
+    for stage, (own, end) in enumerate(zip(before_last, ends, strict=False)):
+        text = f"{bytes_text(own.sent_bytes)} a micro-batch"
         is_left = end > count / 2
         yield {
             "text": f"{text} ↴" if is_left else f"↳ {text}",
             "x": end - 0.5,
-            "y": tops[row + 1],
+            "y": tops[stage + 1],
             "xanchor": "right" if is_left else "left",
             "yanchor": "top" if is_left else "bottom",
             "showarrow": False,

@@ -27,11 +27,11 @@ def sharding_of(
     assert plan.sharding is not None, "stages have several ranks"
     meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]
     number = plan.num_microbatches
-    # micro-batches whose graph a stage keeps at one time: one if all stages recompute
-    num_kept = [1] * plan.num_stages
-    if set(plan.recompute) != {Recompute.STAGE}:
-        work = work_of(plan.schedule, plan.num_stages, number)
-        num_kept = [stage.most_kept for stage in work]
+    # micro-batches whose graph a stage keeps at one time: one if it recomputes
+    work = work_of(plan.schedule, plan.num_stages, number)
+    whole = Recompute.STAGE, Recompute.LAYERS
+    pairs = zip(plan.recompute, work, strict=True)
+    num_kept = [1 if policy in whole else stage.most_kept for policy, stage in pairs]
     ends = [0, *accumulate(plan.partition)]
     stages = [range(a, b) for a, b in pairwise(ends)]
     costs = Costs.usual(max(meshes, key=prod), number)

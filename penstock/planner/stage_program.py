@@ -32,24 +32,22 @@ class Block(NamedTuple):
     a first end on, which are numbered from 0.
 
     `pace` are the seconds between micro-batches and `total` those that are summed, both infinite
-    for what cannot be.  At most `deepest` stages may be from this one on; None: any number.
+    for what cannot be.
     """
 
     start: int
     end: int
     pace: Matrix
     total: Matrix
-    deepest: Matrix | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
     """All stages that there may be: at most `num_stages`, or exactly so many if it `is_exact`.
 
-    `block(s)` are the costs of a stage that s - 1 others follow: if these are not exactly so many,
-    the more follow the fewer stages there may be.  `sizes` has the devices of each kind that a
-    mesh uses, and `devices` those that there are; `may_be_next[mesh, devices left]` tells where a
-    mesh may come, None anywhere.
+    `block(s)` are the costs of a stage that s - 1 others follow; equal ones are one object.
+    `sizes` has the devices of each kind that a mesh uses, and `devices` those that there are;
+    `may_be_next[mesh, devices left]` tells where a mesh may come, None anywhere.
     """
 
     num_cuts: int
@@ -63,7 +61,7 @@ class Stages:
     @property
     def blocks(self) -> list[Block]:
         """Blocks of all stages that there may be, once each."""
-        numbers = range(1, (self.num_stages if self.is_exact else 1) + 1)
+        numbers = range(1, self.num_stages + 1)
         return [*{id(block): block for block in map(self.block, numbers)}.values()]
 
     def least_before(self, cost: Callable[[Block], Matrix]) -> Matrix:
@@ -132,9 +130,8 @@ class Program:
 
     def costs_at(self, left: int, at: Any) -> Matrix:
         """Return costs of a stage that is the first of so many, `at` an index of its block."""
-        block = self.stages.block(left)
-        costs = self.costs(block)[at]
-        return costs if block.deepest is None else np.where(block.deepest[at] >= left, costs, inf)
+        found: Matrix = self.costs(self.stages.block(left))[at]
+        return found
 
     def _rows(self, block: Block) -> tuple[Matrix, Matrix]:
         """Return the first start with finite costs, and one after the last, as [mesh, end]."""

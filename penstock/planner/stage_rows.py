@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, chain, groupby, pairwise
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,7 @@ class PredictedStage:
 
     `handover_s` are the seconds to send `sent_bytes` to the next stage and to receive their
     gradients.  Each device has `state_bytes` of weights, gradients and optimizer state, and at
-    most `kept_bytes` of activations.  Segments, consecutive stages on one mesh, send nothing to
-    each other, and their bytes add up.
+    most `kept_bytes` of activations.
     """
 
     forward_s: float
@@ -31,8 +30,8 @@ class PredictedStage:
 
 
 MESH_HEADS = (
-    *("stage", "layers", "parameters", "mesh", "devices", "forward", "backward", "handover"),
-    *("weights etc.", "activations", "to the next"),
+    *("stage", "layers", "parameters", "recompute", "devices", "mesh"),
+    *("forward", "backward", "handover", "weights etc.", "activations", "to the next"),
 )
 _HEADS = ("stage", "layers", "parameters", "recompute", "ranks", "device", "micro-batch")
 _MOST_ROWS = 12
@@ -61,7 +60,7 @@ class _Row:
 
 
 def stage_rows(plan: "Plan") -> Iterator[Sequence[str]]:
-    """Yield the heads of the table, then a row for each stage, or for each mesh.
+    """Yield the heads of the table, then a row for each stage.
 
     Three stages or more share a row if all their figures are equal; in a long table also if only
     their layers are, and the row has the least and the most of each figure.
@@ -73,7 +72,7 @@ def stage_rows(plan: "Plan") -> Iterator[Sequence[str]]:
     if len(folded) > _MOST_ROWS:
         folded = _folded(rows, attrgetter("kind"))
     for row in folded:
-        name = stages_text(row.stages) if len(row.layers) == 1 else span_text(_ends(row.stages))
+        name = span_text([*dict.fromkeys(map(str, (row.stages[0], row.stages[-1])))])
         count = f"{len(row.layers[0])}{' each' * (len(row.layers) > 1)}"
         layers = f"{count}: {span_text([*chain(*row.layers)])}"
         where = _place_text(plan, row.devices) if is_on_meshes else _numbers_text(row.devices)
@@ -82,34 +81,34 @@ def stage_rows(plan: "Plan") -> Iterator[Sequence[str]]:
 
 
 def _each_row(plan: "Plan") -> Iterator[_Row]:
-    """Yield a row for each stage, or for each mesh with the segments of its stage."""
-    predicted, ends = plan.predicted_stages, [*accumulate(plan.partition, initial=0)]
-    single = [range(n, n + 1) for n in range(plan.num_stages)]
-    for stages in single if predicted is None else segments_of(plan):
-        stage, layers = stages[0], plan.layers[ends[stages[0]] : ends[stages[-1] + 1]]
-        if predicted is None:
-            words: tuple[str, ...] = (
-                plan.recompute[stage].value + (", offload" if plan.offload[stage] else ""),
-                plan.placement.devices[stage],
-            )
+    """Yield a row for each stage."""
+    for stage, (start, end) in enumerate(pairwise(accumulate(plan.partition, initial=0))):
+        if plan.predicted_stages is None:
+            words: tuple[str, ...] = (_recomputed(plan, stage), plan.placement.devices[stage])
             devices = tuple(rank for row in plan.placement.ranks[stage] for rank in row)
             seconds = None if plan.predicted_s is None else plan.predicted_s[stage]
             figures = [(0.0, "?") if seconds is None else (seconds, time_text(seconds))]
         else:
-            words, devices = (mesh_text(plan, stage),), _devices_of(plan, stage)
-            figures = [*_figures([predicted[n] for n in stages])]
+            words = _recomputed(plan, stage), mesh_text(plan, stage)
+            devices = _devices_of(plan, stage)
+            figures = [*_figures(plan.predicted_stages[stage])]
+        layers = plan.layers[start:end]
         names, size = [layer.name for layer in layers], sum(x.num_parameters for x in layers)
+        stages = range(stage, stage + 1)
         yield _Row(stages, (names,), size, words, (devices,), tuple(figures))
 
 
-def _figures(segments: Sequence[PredictedStage]) -> Iterator[tuple[float, str]]:
-    last = segments[-1]
-    for name in ("forward_s", "backward_s"):
-        yield (seconds := sum(getattr(own, name) for own in segments)), time_text(seconds)
-    yield last.handover_s, time_text(last.handover_s) if last.handover_s else "-"
-    for name in ("state_bytes", "kept_bytes"):
-        yield (size := sum(getattr(own, name) for own in segments)), bytes_text(size)
-    yield last.sent_bytes, bytes_text(last.sent_bytes) if last.sent_bytes else "-"
+def _recomputed(plan: "Plan", stage: int) -> str:
+    return plan.recompute[stage].value + (", offload" if plan.offload[stage] else "")
+
+
+def _figures(own: PredictedStage) -> Iterator[tuple[float, str]]:
+    yield own.forward_s, time_text(own.forward_s)
+    yield own.backward_s, time_text(own.backward_s)
+    yield own.handover_s, time_text(own.handover_s) if own.handover_s else "-"
+    yield own.state_bytes, bytes_text(own.state_bytes)
+    yield own.kept_bytes, bytes_text(own.kept_bytes)
+    yield own.sent_bytes, bytes_text(own.sent_bytes) if own.sent_bytes else "-"
 
 
 def _folded(rows: Sequence[_Row], key: Callable[[_Row], object]) -> list[_Row]:
@@ -136,18 +135,6 @@ def _together(rows: Sequence[_Row]) -> _Row:
         devices=tuple(chain(*(row.devices for row in rows))),
         figures=tuple(figures),
     )
-
-
-def segments_of(plan: "Plan") -> Iterator[range]:
-    """Yield the consecutive stages on each mesh; several on one mesh are segments."""
-    for _, same_mesh in groupby(range(plan.num_stages), key=plan.placement.ranks.__getitem__):
-        stages = [*same_mesh]
-        yield range(stages[0], stages[-1] + 1)
-
-
-def stages_text(stages: range) -> str:
-    """Write the numbers of consecutive stages."""
-    return "-".join(str(n) for n in dict.fromkeys((stages[0], stages[-1])))
 
 
 def span_text(names: Sequence[str]) -> str:
@@ -186,7 +173,3 @@ def _numbers_text(meshes: Sequence[tuple[int, ...]]) -> str:
 def _numbers(meshes: Sequence[tuple[int, ...]]) -> list[int]:
     """Return the numbers of the devices of a mesh, or of several in order, each once."""
     return [*meshes[0]] if len(meshes) == 1 else sorted({*chain(*meshes)})
-
-
-def _ends(stages: range) -> list[str]:
-    return [str(stages[0]), str(stages[-1])]

@@ -6,7 +6,8 @@ Alpa's inter-operator search (Zheng et al. 2022, section 5), on meshes of any nu
     mesh       1 x 3   │ 1 x 1 │     2 x 4           of three hosts with 4 devices each
 
 A stage needs memory for the micro-batches that 1F1B has in flight there: as many as stages follow,
-and one.  `stage_search` has the formula of a step, and the dynamic program.
+and one.  It takes the fastest of its options that fits so many.  `stage_search` has the formula of
+a step, and the dynamic program.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,18 +55,19 @@ class Submesh(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Layers [start, end) on a mesh."""
+    """Layers [start, end) on a mesh, by one of the options that there are to be there."""
 
     start: int
     end: int
     submesh: Submesh
+    option: int = 0
 
 
 class Task(NamedTuple):
     """A search for stages: the layers, the hosts, and the prices of stages on meshes.
 
-    `prices(submesh)` are five prices of layers [start, end) as a stage on a mesh, as
-    [price, start, end], infinite for an impossible stage; bytes are those of the fullest device:
+    `prices(submesh)` are five prices of layers [start, end) as a stage on a mesh, as [option,
+    price, start, end], infinite for an impossible stage; bytes are those of the fullest device:
 
     - seconds of a micro-batch's forward and backward
     - bytes of weights, gradients and the optimizer
@@ -129,7 +131,7 @@ def find_stages(
             f"and hosts {list(task.hosts)}; give at least 1 of each"
         )
     meshes = _Meshes(task, ahead)
-    stages = meshes.stages(lambda left: meshes.block)
+    stages = meshes.stages(meshes.block)
     search = Search(stages, task.num_microbatches, most, eps, limit_s)
     search.run()
     if not search.best and limit_s == inf:
@@ -153,22 +155,24 @@ def no_room(lack: str) -> str:
 @lru_cache(maxsize=1)  # one task is searched several times, with and without a limit
 def _prices(task: Task) -> tuple[list[Submesh], Matrix, Matrix]:
     """Return the meshes on which any stage can be, the cuts between which there are stages, and
-    the prices as [field, mesh, end, start] by numbers of cuts.
+    the prices as [field, option, mesh, end, start] by numbers of cuts.
     """
     meshes, tables = [], []
     for mesh in submeshes(task.hosts):
         own = task.prices(mesh)
-        if np.isfinite(own[0]).any():
+        if np.isfinite(own[:, 0]).any():
             meshes.append(mesh)
-            tables.append(own)
+            tables.append(own.swapaxes(0, 1))
     if not meshes:
-        return [], np.array([0, task.num_layers]), np.empty((5, 0, 2, 2))
-    prices = np.stack(tables, axis=1)
-    can_be = np.isfinite(prices[0]).any(axis=0)
+        return [], np.array([0, task.num_layers]), np.empty((5, 1, 0, 2, 2))
+    can_be = np.isfinite(np.array([own[0].min(axis=0) for own in tables])).any(axis=0)
     cuts = np.flatnonzero(np.append(can_be.any(axis=1), True) | can_be.any(axis=0))
     cuts = np.union1d(cuts, (0, task.num_layers))
-    found = np.full((5, len(meshes), len(cuts), len(cuts)), inf)
-    found[..., :-1] = prices[:, :, cuts[:-1, None], cuts].swapaxes(2, 3)
+    most = max(own.shape[1] for own in tables)
+    found = np.full((5, most, len(meshes), len(cuts), len(cuts)), inf)
+    for n, own in enumerate(tables):
+        at = own[..., cuts[:-1, None], cuts].swapaxes(2, 3)
+        found[:, : own.shape[1], n, :, :-1] = at
     found[1:, ~np.isfinite(found[0])] = 0.0  # so that sums of bytes stay finite
     return meshes, cuts, found
 
@@ -179,14 +183,16 @@ class _Meshes:
     """
 
     def __init__(self, task: Task, ahead: int) -> None:
-        # 1. Seconds of each stage, as [mesh, end, start].
+        # 1. Seconds of each stage by each option, as [option, mesh, end, start]; the option that
+        #    takes least `charge` is taken.
         self.hosts, self.ahead = task.hosts, ahead
         self.meshes, self.cuts, prices = _prices(task._replace(hosts=tuple(task.hosts)))
         seconds, self.stay, self.kept, handover, once = prices.copy()
-        handover[:, -1] = 0.0  # no stage comes after the last layer
+        handover[:, :, -1] = 0.0  # no stage comes after the last layer
+        self.charge = seconds + once / task.num_microbatches
         self.total = seconds + handover
         self.pace = np.maximum(seconds, self.total / ahead)
-        self.total[:, :, 0] += once[:, :, 0]  # the first stage ends last, and so do its sums
+        self.total[..., 0] += once[..., 0]  # the first stage ends last, and so do its sums
         # 2. The most stages from each on, with which it fits: each adds `ahead` micro-batches.
         self.memory = np.array([task.hosts[mesh.kind].memory_bytes for mesh in self.meshes])
         self.most_in_flight = task.num_microbatches
@@ -194,11 +200,28 @@ class _Meshes:
         many = np.full_like(room, inf)
         np.divide(room, self.kept, out=many, where=self.kept > 0)
         many[many >= self.most_in_flight] = inf
-        deepest = np.where(room < 0, 0, np.floor((many - 1) / ahead) + 1)
-        self.block = Block(0, 0, np.where(deepest < 1, inf, self.pace), self.total, deepest)
+        self.deepest = np.where(room < 0, 0, np.floor((many - 1) / ahead) + 1)
+        depths = np.unique(self.deepest[np.isfinite(self.charge)])
+        # between two of these depths, stages have the same options
+        self.depths, self._at_depth = depths[depths < inf], dict[int, tuple[Block, Matrix]]()
         # 3. The devices of each kind: how many there are, and how many a mesh uses.
         self.devices = tuple(host.num_hosts * host.num_devices for host in task.hosts)
         self.num_stages = min(task.num_layers, sum(self.devices), MOST_STAGES)
+
+    def block(self, left: int) -> Block:
+        """Return the costs of a stage that is the first of so many."""
+        return self._of_first(left)[0]
+
+    def _of_first(self, left: int) -> tuple[Block, Matrix]:
+        """Return these costs, and the option that each stage takes."""
+        depth = int(np.searchsorted(self.depths, left))
+        if depth not in self._at_depth:
+            fits = self.deepest >= left
+            options = np.where(fits, self.charge, inf).argmin(axis=0)[None]
+            each = (np.where(fits, own, inf) for own in (self.pace, self.total))
+            pace, total = (np.take_along_axis(own, options, axis=0)[0] for own in each)
+            self._at_depth[depth] = Block(0, 0, pace, total), options[0]
+        return self._at_depth[depth]
 
     def stages(self, block: Callable[[int], Block]) -> Stages:
         """Return the stages that there may be, at some costs."""
@@ -238,7 +261,7 @@ class _Meshes:
         def block(left: int) -> Block:
             in_flight = min((left - 1) * self.ahead + 1, self.most_in_flight)
             need = self.stay + in_flight * self.kept - self.memory[:, None, None]
-            lacks = np.where(np.isfinite(self.total), need.clip(0), inf)
+            lacks = np.where(np.isfinite(self.total), need.clip(0), inf).min(axis=0)
             return Block(0, 0, lacks, lacks)
 
         return self.stages(block).slowest()
@@ -246,9 +269,11 @@ class _Meshes:
     def answer(self, parts: Sequence[Part], seconds: float) -> Answer:
         """Return the stages of an answer on their devices: the next unused ones of their kind."""
         firsts, stages, devices = [*accumulate(self.devices, initial=0)], [], []
-        for part in parts:
-            mesh = self.meshes[part.mesh]
-            stages.append(Stage(int(self.cuts[part.start]), int(self.cuts[part.end]), mesh))
+        for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
+            mesh, (_, options) = self.meshes[part.mesh], self._of_first(left)
+            start, end = int(self.cuts[part.start]), int(self.cuts[part.end])
+            option = int(options[part.mesh, part.end, part.start])
+            stages.append(Stage(start, end, mesh, option))
             first = firsts[mesh.kind]
             firsts[mesh.kind] += mesh.size
             devices.append(tuple(range(first, firsts[mesh.kind])))

@@ -26,7 +26,7 @@ from penstock.sharding.program import whole_s as layer_s
 from penstock.types import Transport
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster
-from tests.mesh_tasks import mesh_task, plan_on_meshes
+from tests.mesh_tasks import mesh_task, on_mesh, plan_on_meshes
 
 BATCH, LENGTH, M = 16, 32, 4
 SLOW = 4
@@ -80,9 +80,7 @@ def test_a_part_of_a_layer_takes_its_share_of_what_was_measured(num_devices: int
 
     def seconds(slow: float, layer: int) -> float:
         own = MeshPrices(*given, factors=factors(slow, len(task.names)))
-        found = own.on_mesh(layer, layer + 1, mesh)
-        assert found is not None
-        return found.seconds
+        return on_mesh(own, layer, layer + 1, mesh).seconds
 
     whole_s = layer_s(task.graph_of(M), SLOW, Costs((1,), task.cluster))
     one_s, two_s, three_s = (seconds(slow, SLOW) for slow in (1, 2, 3))

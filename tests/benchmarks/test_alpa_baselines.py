@@ -6,6 +6,7 @@ from functools import cache
 from itertools import accumulate
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,16 +22,16 @@ from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
-from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
+from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.submeshes import Submesh
+from penstock.planner.submeshes import Stage, Submesh
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.types import Recompute
 from penstock_recipes.zoo.gpt_family import gpt
 from tests.few_devices import cluster
-from tests.mesh_tasks import mesh_task, plan_on_meshes
+from tests.mesh_tasks import mesh_task, on_mesh, plan_on_meshes
 
 BATCH_SIZE, NUM_LAYERS = 64, 4
 
@@ -139,9 +140,8 @@ def test_deepspeed_keeps_more_in_slices_where_less_does_not_fit(wanted: str) -> 
     whole = small.names, small.model.spans, small.cluster, 16
     mesh, found = Submesh(0, 1, 4), {}
     for plan in ("data", "zero1", "zero2", "zero3"):
-        own = MeshPrices(small.graph_of(16), *whole, plan).on_mesh(0, len(small.names), mesh)
-        assert own is not None
-        found[plan] = own
+        prices_by_plan = MeshPrices(small.graph_of(16), *whole, plan)
+        found[plan] = on_mesh(prices_by_plan, 0, len(small.names), mesh)
     prices = [*found.values()]
     needs = {n: p.stay_bytes + p.microbatch_bytes for n, p in zip(found, prices, strict=True)}
     assert sorted(needs.values(), reverse=True) == [*needs.values()]
@@ -157,9 +157,8 @@ def test_a_grid_keeps_less_than_data_and_more_than_megatron(task: MeshTask) -> N
     for plan, shape in (("data", (4,)), ("grid", (2, 2)), ("megatron", (4,))):
         graph, how = task.graph_of(16), (task.names, task.model.spans, task.cluster, 16, plan)
         mesh = Submesh(0, 1, 4, shape=shape)
-        found = MeshPrices(graph, *how).on_mesh(0, len(task.names), mesh)
-        assert found is not None
-        assert found.shape == shape
+        found = on_mesh(MeshPrices(graph, *how), 0, len(task.names), mesh)
+        assert found.option.shape == shape
         kept.append(found.stay_bytes)
     whole, half, quarter = kept
     assert whole > half > quarter
@@ -167,14 +166,17 @@ def test_a_grid_keeps_less_than_data_and_more_than_megatron(task: MeshTask) -> N
 
 def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) -> None:
     of_task = (task.graph_of(16), task.names, task.model.spans, task.cluster)
-    how = (*of_task, 16, "auto", MEMORY_POLICIES[2])
-    prices, mesh, last = MeshPrices(*how), Submesh(0, 1, 2), len(task.names)
-    own, found = prices.on_mesh(3, last, mesh), prices.of_stages(mesh, is_1f1b=True)
-    assert own is not None
-    every = prices.of_stages(mesh)
-    assert (found[:, :, :last] == every[:, :, :last]).all()
-    assert tuple(every[:, 3, last]) == own[:5]
-    assert found[0, 3, last] == own.forward_s + own.backward_s < own.seconds
+    policies = MemoryPolicy(Recompute.STAGE), MemoryPolicy(Recompute.LAYERS)
+    prices = MeshPrices(*of_task, 16, "auto", policies)
+    mesh, last = Submesh(0, 1, 2), len(task.names)
+    found, every = prices.of_stages(mesh, is_1f1b=True), prices.of_stages(mesh)
+    assert (found[..., :last] == every[..., :last]).all()
+    for number, option in enumerate(prices.options(mesh)):
+        own = prices.on_mesh(Stage(3, last, mesh, number))
+        assert (own.option, tuple(every[number, :, 3, last])) == (option, own[:5])
+        again_s = own.forward_s * (option.policy.recompute is Recompute.LAYERS)
+        assert found[number, 0, 3, last] == pytest.approx(own.forward_s + own.backward_s + again_s)
+        assert own.seconds == pytest.approx(2 * own.forward_s + own.backward_s)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +206,8 @@ def test_no_stage_of_one_host_is_on_two(task: MeshTask) -> None:
     (own,) = BASELINES["one-host"](task)
     every = len(task.names)
     prices = own.prices(task.graph_of(16), task.names, task.model.spans, task.cluster, 16)
-    assert prices.on_mesh(0, every, Submesh(0, 1, 4)) is not None
-    assert prices.on_mesh(0, every, Submesh(0, 2, 4)) is None
+    assert np.isfinite(prices.of_stages(Submesh(0, 1, 4))[:, :, 0, every]).all()
+    assert not prices.options(Submesh(0, 2, 4))
 
 
 def test_an_unknown_baseline_is_refused_with_those_there_are(task: MeshTask) -> None:

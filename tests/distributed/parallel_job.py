@@ -80,7 +80,8 @@ def main() -> None:
     given = json.loads(options)
     model = MODELS[given.pop("model", "gpt")](0)
     given.setdefault("measure", False)  # plans are then the same on every machine
-    policies = [MemoryPolicy(*own) for own in given.pop("policies", MEMORY_POLICIES)]
+    named = [MemoryPolicy(penstock.Recompute(word)) for word in given.pop("policies", ())]
+    policies = named or MEMORY_POLICIES
     task_of = MeshTask.of
     inputs = WORDS
     if "parallelism" in given:

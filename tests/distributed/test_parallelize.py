@@ -11,7 +11,6 @@ import torch
 import penstock
 from penstock import Plan
 from penstock.errors import ConfigError, PlanError
-from penstock.planner.mesh_costs import MemoryPolicy
 from penstock.types import Recompute
 from tests.distributed.launch import run
 from tests.distributed.parallel_job import MODELS, cluster_of, train
@@ -82,12 +81,11 @@ def test_a_given_layout_is_the_unsplit_model(
 
 
 @pytest.mark.slow
-def test_stages_in_segments_are_the_unsplit_model(tmp_path: Path) -> None:
-    policy = MemoryPolicy(recomputes=True, segments=True)
-    results = job("1,2", tmp_path, 3, policies=[policy], num_microbatches=5)
+def test_stages_that_recompute_each_layer_are_the_unsplit_model(tmp_path: Path) -> None:
+    results = job("1,2", tmp_path, 3, policies=["layers"], num_microbatches=5)
     plan = Plan.from_json(results[0]["plan"])
     assert [len(mesh[0]) for mesh in plan.placement.meshes] == [2, 1]
-    assert plan.schedule.name == "segmented" and set(plan.recompute) == {Recompute.STAGE}
+    assert set(plan.recompute) == {Recompute.LAYERS}
     check_trained(plan, results)
 
 

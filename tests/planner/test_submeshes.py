@@ -28,40 +28,49 @@ class Price(NamedTuple):
 
 
 def drawn_task(seed: int, hosts: Sequence[Hosts], most_layers: int) -> Task:
-    """Return a task with prices that follow no rule; some stages cannot be, some lack memory."""
+    """Return a task with prices that follow no rule; some stages cannot be, some lack memory, and
+    some have several options.
+    """
     random = np.random.default_rng(seed)
     num_layers = int(random.integers(1, most_layers + 1))
     num_microbatches = int(random.choice((1, 2, 3, 8, 64)))
-    share = random.choice((0.0, 0.5, 1.0, 2.0))  # of memory that a stage needs at most
+    share = random.choice((0.0, 1.0, 2.0, 8.0))  # of memory that a stage needs at most
     known = {}
-    for mesh, (start, end) in product(submeshes(hosts), combinations(range(num_layers + 1), 2)):
-        stay, each = random.integers(0, 1 + int(MEMORY * share), 2).tolist()
-        seconds, handover_s, once_s = map(float, random.integers((1, 0, 0), (30, 9, 40)))
-        found = Price(seconds, stay, each // 2, handover_s, once_s)
-        known[start, end, mesh] = None if random.random() < 0.05 else found
+    num_options = {mesh: int(random.integers(1, 4)) for mesh in submeshes(hosts)}
+    for mesh, (start, end) in product(num_options, combinations(range(num_layers + 1), 2)):
+        own = []
+        for _ in range(num_options[mesh]):
+            stay, each = random.integers(0, 1 + int(MEMORY * share), 2).tolist()
+            seconds, once_s = map(float, random.integers((1, 0), (30, 40)))
+            own.append(Price(seconds, stay, each // 2, 0.0, once_s))
+        handover_s = float(random.integers(0, 9))
+        found = [price._replace(handover_s=handover_s) for price in own]
+        known[start, end, mesh] = [None if random.random() < 0.05 else price for price in found]
     return task_of(num_layers, hosts, lambda *at: known[at], num_microbatches)
 
 
 def task_of(
     num_layers: int,
     hosts: Sequence[Hosts],
-    price: Callable[[int, int, Submesh], Price | None],
+    price: Callable[[int, int, Submesh], Sequence[Price | None]],
     num_microbatches: int,
 ) -> Task:
-    """Return a task with the prices that are given for layers [start, end) on a mesh."""
+    """Return a task with the prices by option that are given for layers [start, end) on a mesh."""
 
     def prices(submesh: Submesh) -> Matrix:
-        found = np.full((5, num_layers, num_layers + 1), inf)
+        num_options = len(price(0, 1, submesh))
+        found = np.full((num_options, 5, num_layers, num_layers + 1), inf)
         for start, end in combinations(range(num_layers + 1), 2):
-            own = price(start, end, submesh)
-            found[:, start, end] = inf if own is None else own
+            for option, own in enumerate(price(start, end, submesh)):
+                found[option, :, start, end] = inf if own is None else own
         return found
 
     return Task(num_layers, hosts, cache(prices), num_microbatches)
 
 
 def price_of(task: Task, stage: Stage) -> Price:
-    return Price(*task.prices(stage.submesh)[:, stage.start, stage.end].tolist())
+    table = task.prices(stage.submesh)[stage.option]
+    return Price(*table[:, stage.start, stage.end].tolist())
 
 
 def every_answer(task: Task, meshes: Sequence[Submesh]) -> Iterator[tuple[Stage, ...]]:
@@ -73,7 +82,7 @@ def every_answer(task: Task, meshes: Sequence[Submesh]) -> Iterator[tuple[Stage,
             return
         for mesh, end in product(meshes, range(start + 1, task.num_layers + 1)):
             size = mesh.num_hosts * mesh.num_devices
-            can_be = price_of(task, Stage(start, end, mesh)).seconds < inf
+            can_be = np.isfinite(task.prices(mesh)[:, 0, start, end]).any()
             if size <= left[mesh.kind] and can_be:
                 then = tuple(n - size * (k == mesh.kind) for k, n in enumerate(left))
                 for rest in continued(end, then):
@@ -82,15 +91,24 @@ def every_answer(task: Task, meshes: Sequence[Submesh]) -> Iterator[tuple[Stage,
     yield from continued(0, tuple(own.num_hosts * own.num_devices for own in task.hosts))
 
 
-def excess(task: Task, stages: Sequence[Stage], ahead: int) -> float:
-    """Return the bytes that the fullest stage lacks."""
-    missing = []
+def with_options(task: Task, stages: Sequence[Stage], ahead: int) -> tuple[Stage, ...] | None:
+    """Return stages by their fastest options of those that fit, sums of gradients counted; None if
+    none fits.
+    """
+    found = []
     for n, stage in enumerate(stages):
-        price = price_of(task, stage)
         in_flight = min((len(stages) - n - 1) * ahead + 1, task.num_microbatches)
-        keeps = in_flight * price.microbatch_bytes
-        missing.append(price.stay_bytes + keeps - task.hosts[stage.submesh.kind].memory_bytes)
-    return max(missing)
+        fitting = []
+        for option in range(len(task.prices(stage.submesh))):
+            own = stage._replace(option=option)
+            price = price_of(task, own)
+            needs = price.stay_bytes + in_flight * price.microbatch_bytes
+            if needs <= task.hosts[stage.submesh.kind].memory_bytes:
+                fitting.append((price.seconds + price.once_s / task.num_microbatches, own))
+        if not fitting:
+            return None
+        found.append(min(fitting)[1])
+    return tuple(found)
 
 
 def step_s(task: Task, stages: Sequence[Stage], ahead: int) -> float:
@@ -107,7 +125,7 @@ def step_s(task: Task, stages: Sequence[Stage], ahead: int) -> float:
 def are_host_by_host(task: Task, stages: Sequence[Stage]) -> bool:
     """Tell whether stages can be placed so that each host is full before the next one."""
     used = [0] * len(task.hosts)
-    for *_, (kind, num_hosts, count, *_) in stages:
+    for _, _, (kind, num_hosts, count, *_), _ in stages:
         begun = [kind for kind, own in enumerate(task.hosts) if used[kind] % own.num_devices]
         room = task.hosts[kind].num_devices - used[kind] % task.hosts[kind].num_devices
         if begun not in ([], [kind]) or count > room:
@@ -128,11 +146,10 @@ KINDS = (
 def check(seed: int, eps: float, most: int, ahead: int = 1) -> bool:
     """Compare the search with trying everything; return whether anything fits."""
     task = drawn_task(seed, KINDS[seed % len(KINDS)], 4)
-    best = sorted(
-        step_s(task, stages, ahead)
-        for stages in every_answer(task, submeshes(task.hosts))
-        if are_host_by_host(task, stages) and excess(task, stages, ahead) <= 0
-    )[:most]
+    every = every_answer(task, submeshes(task.hosts))
+    placed = (stages for stages in every if are_host_by_host(task, stages))
+    fitting = filter(None, (with_options(task, stages, ahead) for stages in placed))
+    best = sorted(step_s(task, stages, ahead) for stages in fitting)[:most]
     try:
         answers = find_stages(task, most=most, eps=eps, ahead=ahead)
     except PlanError:
@@ -192,11 +209,11 @@ def test_a_stage_has_a_part_of_a_host_or_whole_hosts() -> None:
 def gpus(num_layers: int, hosts: Hosts, num_microbatches: int) -> Task:
     """Return a task like training a Transformer: more devices are faster, but not by as much."""
 
-    def price(start: int, end: int, submesh: Submesh) -> Price:
+    def price(start: int, end: int, submesh: Submesh) -> list[Price]:
         size, length = submesh.num_hosts * submesh.num_devices, end - start
         across = 0.002 if submesh.num_hosts > 1 else 0.0005 * (size > 1)
         seconds = length * (4 / size * (1 + 0.02 * size.bit_length()) + across)
-        return Price(seconds, length * 48e9 / size, length * 6e9 / size, 0.01)
+        return [Price(seconds, length * 48e9 / size, length * 6e9 / size, 0.01)]
 
     return task_of(num_layers, [hosts], price, num_microbatches)
 
@@ -219,4 +236,4 @@ def test_an_error_says_what_cannot_be_searched() -> None:
     with pytest.raises(ConfigError, match="give at least 1 of each"):
         find_stages(task._replace(num_microbatches=0))
     with pytest.raises(PlanError, match="no price was given"):
-        find_stages(task_of(4, task.hosts, lambda *at: None, 8))
+        find_stages(task_of(4, task.hosts, lambda *at: [None], 8))

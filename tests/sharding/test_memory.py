@@ -34,7 +34,7 @@ from penstock.sharding.stages import plan_sharding
 from penstock.torch_private import storage_id
 from penstock_recipes.zoo import gpt
 from tests.distributed.call import call
-from tests.mesh_tasks import mesh_task
+from tests.mesh_tasks import mesh_task, on_mesh
 from tests.sharding.cases import gpt_block
 from tests.sharding.fuzz import random_plan
 
@@ -222,8 +222,7 @@ def test_the_price_of_a_mesh_counts_what_a_device_keeps_in_a_step(tmp_path: Path
     given = task.graph_of(M), task.names, task.model.spans, task.cluster, M
     priced = {}
     for name in KEPT:
-        found = MeshPrices(*given, name).on_mesh(0, len(task.names), Submesh(0, 1, 2))
-        assert found is not None
+        found = on_mesh(MeshPrices(*given, name), 0, len(task.names), Submesh(0, 1, 2))
         priced[name] = found.state_bytes
     assert priced["data"] > priced["zero1"] > priced["zero2"] > priced["zero3"]
     for counted in call(kept_in_step, placement, tmp_path):
