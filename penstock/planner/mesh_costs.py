@@ -5,7 +5,7 @@ layers x sub-mesh     options: each logical shape of its devices with each memor
 a shape               one integer program for each kind of layer, composed for all ranges
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,8 +26,10 @@ from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
-from .submeshes import Hosts, Stage, Submesh
+from .submeshes import Hosts, Shapes, Stage, Submesh, every_shape
 
+_TINY_S = 1e-12
+"""Seconds that a layer takes at least, where it is asked what its recompute costs."""
 _LIGHT_BYTE_S = 1e-11
 """Seconds that a byte counts for where stages are to keep less."""
 _FORWARD, _ONCE, _BACKWARD = 3, 4, 5
@@ -136,7 +138,7 @@ class MeshPrices:
     """Bytes of weights, gradients and optimizer state for each byte of a weight."""
     known: dict[object, Any] = field(default_factory=dict)
     """What `Costs` of all shapes share."""
-    shapes: "Shapes" = lambda submesh, hosts: every_shape(submesh)
+    shapes: Shapes = lambda submesh, hosts: every_shape(submesh)
     """The shapes in which meshes are tried."""
 
     def begin(self, submeshes: Iterable[Submesh], executor: Executor) -> None:
@@ -172,24 +174,25 @@ class MeshPrices:
         own, (start, end, submesh, _) = self.on_mesh(stage), stage
         if own.option.policy.share is None:
             return own
+        # 1. Recompute one layer more until the stage fits.
         limit = self._hosts[submesh.kind].memory_bytes - own.state_bytes
-        each = self._of_layers(submesh, own.option)
         kept, graph, again = self._ranges(submesh, own.option).keeps[start, end], 0.0, list[int]()
-        with np.errstate(divide="ignore"):
-            gain = each.freed / each.forward_s
-        for layer in start + np.argsort(-gain[start:end], kind="stable"):
-            if graph + in_flight * kept <= limit:
+        forward_s, freed, graphs = (own[start:end] for own in self._of_layers(submesh, own.option))
+        for n in np.argsort(-freed / np.maximum(forward_s, _TINY_S), kind="stable").tolist():
+            if graph + in_flight * kept <= limit or not freed[n]:
                 break
-            again.append(int(layer))
-            kept, graph = kept - each.freed[layer], max(graph, float(each.graphs[layer]))
-        recompute_s = float(each.forward_s[again].sum())
-        is_all = len(again) == end - start
+            again.append(n)
+            kept, graph = kept - freed[n], max(graph, float(graphs[n]))
+        # 2. Price it so.
+        part, numbers = forward_s[again].sum(), tuple(sorted(start + n for n in again))
+        policy = Recompute.LAYERS if len(again) == end - start else RecomputeLayers(numbers)
+        recompute_s = own.forward_s * float(part / forward_s.sum()) if part else 0.0
         return own._replace(
             seconds=own.forward_s + own.backward_s + recompute_s,
             stay_bytes=own.state_bytes + graph,
             microbatch_bytes=float(kept),
-            recompute=Recompute.LAYERS if is_all else RecomputeLayers(tuple(sorted(again))),
-            graph_bytes=graph,
+            recompute=policy if again else Recompute.NEVER,
+            graph_bytes=graph if again else float(kept),
             recompute_s=recompute_s,
         )
 
@@ -241,10 +244,13 @@ class MeshPrices:
         if policy.recompute is Recompute.STAGE:
             kept, stays, again_s = enters, stays + graph, forward_s
         elif policy.recompute is Recompute.LAYERS:
-            each, shares = self._of_layers(submesh, option), policy.share or 1.0
-            again_s, freed = (_first_of_each(np.add, own, shares) for own in each[:2])
-            graph = _first_of_each(np.maximum, each.graphs, shares)
-            kept, stays = keeps - freed, stays + graph
+            each, share = self._of_layers(submesh, option), policy.share or 1.0
+            part_s, freed = (_first_of_each(np.add, own, share) for own in each[:2])
+            whole_s = _first_of_each(np.add, each.forward_s, 1.0)
+            np.divide(part_s, whole_s, where=whole_s > 0, out=part_s)
+            again_s = np.multiply(forward_s, part_s, where=part_s > 0, out=part_s)
+            graph = _first_of_each(np.maximum, each.graphs, share)
+            kept, stays = np.maximum(keeps - freed, enters), stays + graph
         # 3. The fields in order.
         price = forward_s + backward_s + again_s, stays, kept, forward_s, once_s, backward_s
         self._tables[key] = np.stack((*price, *lasting, updates, graph, again_s))
@@ -391,38 +397,3 @@ def _first_of_each(joined: np.ufunc, amounts: Numbers, share: float) -> Numbers:
         numbers = np.ceil(share * np.arange(1, len(amounts) - start + 1)).astype(int)
         found[start, start + 1 :] = joined.accumulate(amounts[start:])[numbers - 1]
     return found
-
-
-Shapes = Callable[[Submesh, Hosts], Sequence[tuple[int, ...]]]
-"""Returns the lengths of axes along which a mesh's devices are arranged, for each shape that is
-tried, by the hosts of its kind; nothing if no stage is to be on such a mesh.
-"""
-
-
-def every_shape(submesh: Submesh) -> list[tuple[int, ...]]:
-    """Return the given shape of a mesh, or all that there are of one axis or two."""
-    if submesh.shape:
-        return [submesh.shape]
-    count, inside = submesh.size, submesh.num_devices
-    inners = (n for n in range(2, inside + 1) if count % n == inside % n == 0 and n < count)
-    return [(count,), *((count // inner, inner) for inner in inners)]
-
-
-def few_shapes(submesh: Submesh, hosts: Hosts) -> list[tuple[int, ...]]:
-    """Return shapes of fewer meshes, for hosts or clusters of many devices.
-
-    Parts of a host, and numbers of hosts, are powers of two or divide the whole: Alpa takes powers
-    of two and whole hosts (section 5.2).  Of two axes the inner one is a power of two: the shorter
-    one in a host, and the longest two that fit one, or all of it, on several.
-    """
-    number, most = submesh.num_devices, hosts.num_devices
-    if submesh.num_hosts > 1:
-        number, most = submesh.num_hosts, hosts.num_hosts
-    is_taken = number & (number - 1) == 0 or most % number == 0
-    if submesh.shape or submesh.num_devices == 1 or not is_taken:
-        return every_shape(submesh) if is_taken else []
-    size, inside = submesh.size, submesh.num_devices
-    powers = [1 << n for n in range(1, inside.bit_length()) if inside % (1 << n) == 0]
-    if submesh.num_hosts > 1:
-        return [(size // n, n) for n in sorted({*powers, inside})[-2:]]
-    return [(size,), *((size // n, n) for n in powers if n * n <= size)]

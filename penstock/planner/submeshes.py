@@ -100,6 +100,41 @@ def submeshes(hosts: Sequence[Hosts]) -> list[Submesh]:
     return meshes
 
 
+Shapes = Callable[[Submesh, Hosts], Sequence[tuple[int, ...]]]
+"""Returns the lengths of axes along which a mesh's devices are arranged, for each shape that is
+tried, by the hosts of its kind; nothing if no stage is to be on such a mesh.
+"""
+
+
+def every_shape(submesh: Submesh) -> list[tuple[int, ...]]:
+    """Return the given shape of a mesh, or all that there are of one axis or two."""
+    if submesh.shape:
+        return [submesh.shape]
+    count, inside = submesh.size, submesh.num_devices
+    inners = (n for n in range(2, inside + 1) if count % n == inside % n == 0 and n < count)
+    return [(count,), *((count // inner, inner) for inner in inners)]
+
+
+def few_shapes(submesh: Submesh, hosts: Hosts) -> list[tuple[int, ...]]:
+    """Return shapes of fewer meshes, for hosts or clusters of many devices.
+
+    Parts of a host, and numbers of hosts, are powers of two or divide the whole: Alpa takes powers
+    of two and whole hosts (section 5.2).  Of two axes the inner one is a power of two: the shorter
+    one in a host, and the longest two that fit one, or all of it, on several.
+    """
+    number, most = submesh.num_devices, hosts.num_devices
+    if submesh.num_hosts > 1:
+        number, most = submesh.num_hosts, hosts.num_hosts
+    is_taken = number & (number - 1) == 0 or most % number == 0
+    if submesh.shape or submesh.num_devices == 1 or not is_taken:
+        return every_shape(submesh) if is_taken else []
+    size, inside = submesh.size, submesh.num_devices
+    powers = [1 << n for n in range(1, inside.bit_length()) if inside % (1 << n) == 0]
+    if submesh.num_hosts > 1:
+        return [(size // n, n) for n in sorted({*powers, inside})[-2:]]
+    return [(size,), *((size // n, n) for n in powers if n * n <= size)]
+
+
 def find_stages(
     task: Task, *, most: int = 8, eps: float = 0.01, ahead: int = 1, limit_s: float = inf
 ) -> list[Answer]:

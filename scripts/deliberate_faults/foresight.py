@@ -46,8 +46,8 @@ FAULTS = (
     Fault(
         "a climb goes on from a number of micro-batches with which nothing fits",
         "penstock/planner/mesh_plans.py",
-        "            begin = numbers[-1]\n            yield from self._first_tries(begin)\n",
-        "            yield from self._first_tries(numbers[-1])\n",
+        "            begin = numbers[-1]\n            yield self._first_try(begin)\n",
+        "            yield self._first_try(numbers[-1])\n",
         "tests/automatic/test_scaling.py",
         "begins_where_something_fits",
     ),
@@ -61,7 +61,7 @@ FAULTS = (
     ),
     Fault(
         "all sizes of meshes are looked at on a host of many devices",
-        "penstock/planner/mesh_costs.py",
+        "penstock/planner/submeshes.py",
         "is_taken = number & (number - 1) == 0 or most % number == 0",
         "is_taken = True",
         "tests/automatic/test_scaling.py",
@@ -206,7 +206,7 @@ FAULTS = (
     Fault(
         "sums of gradients on meshes cost nothing once a step",
         "penstock/planner/mesh_candidates.py",
-        "reduce_s=tuple(segment.once_s for segment in segments)",
+        "reduce_s=tuple(own.once_s for own in self.stages)",
         "reduce_s=0",
         "tests/planner/test_parallelism.py",
         "sums_of_gradients",
@@ -336,8 +336,8 @@ FAULTS = (
     Fault(
         "a search leaves out what may be faster: backwards in two parts count as whole ones",
         "penstock/planner/mesh_candidates.py",
-        "is_whole = not work[n].halves",
-        "is_whole = True",
+        "is_whole = own.forward_s, not work[n].halves",
+        "is_whole = own.forward_s, True",
         "tests/automatic/test_bounds.py",
     ),
     Fault(
@@ -431,8 +431,8 @@ FAULTS = (
     Fault(
         "memory is limited as if a stage kept all micro-batches",
         "penstock/planner/plan_sharding.py",
-        "        num_kept = [stage.most_kept for stage in work]\n",
-        "        num_kept = [number for own in work]\n",
+        "1 if policy in whole else stage.most_kept for",
+        "1 if policy in whole else number for",
         "tests/automatic/test_bounds.py",
         "divided_within",
     ),
