@@ -62,6 +62,10 @@ class Embedding(nn.Module):
         return embedded_BTD
 
 
+def _loss(logits_BTV: Tensor, words_BT: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BTV.flatten(0, 1), words_BT.flatten())
+
+
 @dataclass(frozen=True)
 class Row:
     """The rate that Megatron-LM reached for a model on a number of devices."""
@@ -103,7 +107,9 @@ class Row:
             head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, NUM_WORDS, bias=False))
             model = nn.Sequential(Embedding(width), *blocks, head).bfloat16()
             words = torch.zeros(layout.microbatch_size * (layout.data or 1), LENGTH).long()
-        profile = penstock.profile(model, words, measure=False, compile=True)
+        profile = penstock.profile(
+            model, words, loss=_loss, targets=words, measure=False, compile=True
+        )
         cluster = part_of(Cluster.load("dgx-a100"), self.number("gpus"))
         return step_s(profile, cluster, layout)
 

@@ -176,24 +176,25 @@ class MeshPrices:
             return own
         # 1. Recompute one layer more until the stage fits.
         limit = self._hosts[submesh.kind].memory_bytes - own.state_bytes
-        kept, graph, again = self._ranges(submesh, own.option).keeps[start, end], 0.0, list[int]()
-        forward_s, freed, graphs = (own[start:end] for own in self._of_layers(submesh, own.option))
-        for n in np.argsort(-freed / np.maximum(forward_s, _TINY_S), kind="stable").tolist():
+        ranges, again = self._ranges(submesh, own.option), list[int]()
+        kept, graph = ranges.keeps[start, end], 0.0
+        again_s, freed, graphs = (x[start:end] for x in self._of_layers(submesh, own.option))
+        for n in np.argsort(-freed / np.maximum(again_s, _TINY_S), kind="stable").tolist():
             if graph + in_flight * kept <= limit or not freed[n]:
                 break
             again.append(n)
             kept, graph = kept - freed[n], max(graph, float(graphs[n]))
         # 2. Price it so.
-        part, numbers = forward_s[again].sum(), tuple(sorted(start + n for n in again))
+        part, numbers = again_s[again].sum(), tuple(sorted(start + n for n in again))
         policy = Recompute.LAYERS if len(again) == end - start else RecomputeLayers(numbers)
-        recompute_s = own.forward_s * float(part / forward_s.sum()) if part else 0.0
+        recompute_s = ranges.again_s[start, end] * part / again_s.sum() if part else 0.0
         return own._replace(
-            seconds=own.forward_s + own.backward_s + recompute_s,
+            seconds=own.forward_s + own.backward_s + float(recompute_s),
             stay_bytes=own.state_bytes + graph,
             microbatch_bytes=float(kept),
             recompute=policy if again else Recompute.NEVER,
             graph_bytes=graph if again else float(kept),
-            recompute_s=recompute_s,
+            recompute_s=float(recompute_s),
         )
 
     def of_stages(self, submesh: Submesh, *, is_1f1b: bool = False) -> Numbers:
@@ -235,7 +236,7 @@ class MeshPrices:
             return self._tables[key]
         # 1. The sums of the layers.
         ranges = self._ranges(submesh, option)
-        total_s, forward_s, once_s, *lasting, updates, keeps, enters = ranges
+        total_s, forward_s, once_s, *lasting, updates, keeps, enters, layers_s = ranges
         with np.errstate(invalid="ignore"):  # infinite where there is no range
             backward_s = total_s - forward_s
         # 2. What a micro-batch keeps, and the graph that is built again: of one micro-batch, or of
@@ -246,9 +247,9 @@ class MeshPrices:
         elif policy.recompute is Recompute.LAYERS:
             each, share = self._of_layers(submesh, option), policy.share or 1.0
             part_s, freed = (_first_of_each(np.add, own, share) for own in each[:2])
-            whole_s = _first_of_each(np.add, each.forward_s, 1.0)
+            whole_s = _first_of_each(np.add, each.again_s, 1.0)
             np.divide(part_s, whole_s, where=whole_s > 0, out=part_s)
-            again_s = np.multiply(forward_s, part_s, where=part_s > 0, out=part_s)
+            again_s = np.multiply(layers_s, part_s, where=part_s > 0, out=part_s)
             graph = _first_of_each(np.maximum, each.graphs, share)
             kept, stays = np.maximum(keeps - freed, enters), stays + graph
         # 3. The fields in order.
@@ -262,10 +263,10 @@ class MeshPrices:
 
     def _of_layers(self, submesh: Submesh, option: Option) -> "_OfLayers":
         ranges = self._ranges(submesh, option)
-        forward_s, graphs, enters = (
-            np.diagonal(own, 1) for own in (ranges.forward_s, ranges.keeps, ranges.enters)
+        again_s, graphs, enters = (
+            np.diagonal(own, 1) for own in (ranges.again_s, ranges.keeps, ranges.enters)
         )
-        return _OfLayers(forward_s, (graphs - enters).clip(0), graphs)
+        return _OfLayers(again_s, (graphs - enters).clip(0), graphs)
 
     @cached_property
     def _tables(self) -> dict[object, Numbers]:
@@ -381,11 +382,11 @@ class MeshPrices:
 
 
 class _OfLayers(NamedTuple):
-    """Of each layer: seconds of a forward, bytes that its recompute frees, and its graph's bytes
-    with what enters it.
+    """Of each layer: seconds to recompute it, bytes that this frees, and its graph's bytes with
+    what enters it.
     """
 
-    forward_s: Numbers
+    again_s: Numbers
     freed: Numbers
     graphs: Numbers
 

@@ -45,8 +45,8 @@ class Ranges(NamedTuple):
     """Costs of layers [first, end) as a stage: arrays by [first, end].
 
     Seconds of a micro-batch, of its forward, and of collectives that run once a step.  Bytes of a
-    device: weights, gradients and optimizer state; what the optimizer reads and writes once a
-    step; a micro-batch's activations, and what of it enters from earlier layers.
+    device: weights, gradients and optimizer state; what the optimizer moves once a step; what a
+    micro-batch keeps and what of it enters.  `again_s` is a forward without the code at the end.
     """
 
     seconds: Any
@@ -58,10 +58,11 @@ class Ranges(NamedTuple):
     updates: Any
     keeps: Any
     enters: Any
+    again_s: Any
 
 
 _NUM_SUMS = 8
-"""Entries of `Ranges` that are sums over layers: all but the last."""
+"""Entries of `Ranges` that are sums over layers: the first ones."""
 
 
 class _Plans(NamedTuple):
@@ -218,11 +219,11 @@ class Search:
             fastest = total[:, :, 0].argmin(axis=0)[None, :, None]
             best = dict(zip(after, numpy.take_along_axis(total, fastest, axis=0)[0], strict=True))
             sums[:, : place + 1, place + 1] = best[end][1:, : place + 1]
-        seconds, forward_s, *rest = sums
-        both = self._costs.issued(map(self._issued, self._layers), seconds, forward_s)
-        every = [*both, *rest, self._entering()]
-        every = [numpy.delete(own[:-1], -2, 1) for own in every] if self._has_end else every
-        return self._ranges.setdefault(byte_s, Ranges(*every))
+        both = self._costs.issued(map(self._issued, self._layers), *sums[:2])
+        every, again_s = [*both, *sums[2:], self._entering()], both[1]
+        if self._has_end:
+            every, again_s = [numpy.delete(own[:-1], -2, 1) for own in every], again_s[:-1, :-1]
+        return self._ranges.setdefault(byte_s, Ranges(*every, again_s=again_s))
 
     def _entering(self) -> Numbers:
         """Return the bytes of a micro-batch that enter every range, [first, end].
@@ -261,16 +262,15 @@ class Search:
         key = self._kind(place), before, after, byte_s
         if key not in self._sizes:
             plan, cost = self._one(place, before, after, byte_s)
-            layer = self._layers[place]
-            one, calls, name = self._one_in_flight, self._calls(layer), self._names[layer]
-            keeps = one.activation_bytes(self._graph, calls, plan)
-            stays = one.resident_bytes(self._graph, calls, name, plan)
-            keeps = keeps if plan.calls else whole_bytes(self._graph, calls)
-            once_s = one.sums_s(self._graph, calls, name, plan)
+            layer, graph, one = self._layers[place], self._graph, self._one_in_flight
+            calls = self._calls(layer)
+            of_layer = graph, calls, self._names[layer], plan
+            keeps = one.activation_bytes(graph, calls, plan)
+            keeps = keeps if plan.calls else whole_bytes(graph, calls)
+            stays, once_s = one.resident_bytes(*of_layer), one.sums_s(*of_layer)
             without_s = cost.seconds - once_s / one.num_microbatches
             forward_s, seconds = one.forward_s(calls, plan, without_s), max(0.0, without_s)
-            updates = one.update_bytes(self._graph, calls, name, plan)
-            sums = seconds, forward_s, once_s, *stays, updates, keeps
+            sums = seconds, forward_s, once_s, *stays, one.update_bytes(*of_layer), keeps
             self._sizes[key] = numpy.array((cost.total, *sums))[:, None]
         return self._sizes[key]
 
