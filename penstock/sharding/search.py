@@ -223,7 +223,7 @@ class Search:
         every, again_s = [*both, *sums[2:], self._entering()], both[1]
         if self._has_end:
             every, again_s = [numpy.delete(own[:-1], -2, 1) for own in every], again_s[:-1, :-1]
-        return self._ranges.setdefault(byte_s, Ranges(*every, again_s=again_s))
+        return self._ranges.setdefault(byte_s, Ranges(*(*every, again_s)))
 
     def _entering(self) -> Numbers:
         """Return the bytes of a micro-batch that enter every range, [first, end].
