@@ -47,6 +47,9 @@ _SHOWN = 80
 class PenstockError(Exception):
     """Base of every error that Penstock raises on purpose."""
 
+    is_agreed = False
+    """True if every process raises it, before anything runs, so that all may go on."""
+
 
 class ConfigError(PenstockError, ValueError):
     """An argument cannot work; the message says which, with its value, and what to change."""
@@ -69,9 +72,9 @@ class BatchError(ConfigError):
 
 
 class UncountedError(BatchError):
-    """Nothing in a batch counts for the loss.  Every process raises it alike, before anything
-    runs, so that all may go on with the next batch.
-    """
+    """Nothing in a batch counts for the loss; all may go on with the next batch."""
+
+    is_agreed = True
 
 
 class ScheduleError(PenstockError, ValueError):

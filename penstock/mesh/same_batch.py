@@ -6,6 +6,7 @@ loaders that draw different samples they would train on a mixture, and no error 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from itertools import chain
 from math import isclose
@@ -16,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from penstock.errors import BatchError, MeshError
+from penstock.errors import BatchError, MeshError, PenstockError
 from penstock.model.batch import FlatBatch
 from penstock.model.pytree import PLAIN_TYPES, constants, flatten
 from penstock.types import CheckBatches
@@ -117,6 +118,16 @@ class CallHeader:
         fields: list[Any] = [None if value == _ABSENT else value for value in row]
         fields[:6] = [value if value is None else int(value) for value in fields[:6]]
         return cls(*fields)
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Mark an error about what all processes have told each other: all of them raise it."""
+    try:
+        yield
+    except PenstockError as error:
+        error.is_agreed = True
+        raise
 
 
 def check_same_call(headers: Sequence[CallHeader]) -> None:

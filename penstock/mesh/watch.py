@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
-from penstock.errors import PeerError, UncountedError, WaitTimeout
+from penstock.errors import PeerError, PenstockError, WaitTimeout
 from penstock.torch_private import default_store
 
 from .threads import THREAD_PREFIX, note_failure
@@ -126,10 +126,9 @@ class Watch:
         """Tell all processes of any error raised inside, except one that all raise alike."""
         try:
             yield
-        except UncountedError:
-            raise
         except BaseException as error:
-            self.report(error)
+            if not (isinstance(error, PenstockError) and error.is_agreed):
+                self.report(error)
             raise
 
     # -- waiting ----------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from penstock.mesh.same_batch import (
     NOTHING_SAID,
     BatchCheck,
     CallHeader,
+    Texts,
+    agreed,
     check_same,
     check_same_backward,
     check_same_call,
@@ -164,20 +166,10 @@ class Splitter:
             loss_scale=call.loss_scale,
             counted=counted if counted >= 0 else None,
         )
-        headers = [header]
-        if not self._alone:
-            rows = self._world.exchange(kind, self.number, header.pack())
-            headers = list(map(CallHeader.unpack, rows))
-            check_same_call(headers)
+        headers, counts = [header], [num_inputs or 0]
+        if not self._alone or header.num_targets not in (None, num_inputs):
+            headers, counts = self._compared(kind, header, texts)
         self.agreed_s = time.perf_counter()
-        if self._alone and header.num_targets in (None, num_inputs):
-            counts = [num_inputs or 0]
-        else:
-            counts = num_samples(headers, self._ranks, self.readers)
-        if not self._alone:
-            replicas = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
-            digests = [(header.inputs_digest, header.targets_digest) for header in headers]
-            check_same(self._world, replicas, digests, texts)
 
         # 3. Cut what this replica has, and weigh it among all replicas.
         reduction = _agreed_reduction(call, headers)
@@ -198,6 +190,23 @@ class Splitter:
             _BY_STRENGTH[max(header.trace for header in headers)],
             reduction,
         )
+
+    @agreed()
+    def _compared(
+        self, kind: str, header: CallHeader, texts: Texts
+    ) -> tuple[list[CallHeader], list[int]]:
+        """Return the headers of all processes, and the number of samples of each replica.
+
+        MeshError if processes make different calls, BatchError if they were given other batches.
+        """
+        rows = self._world.exchange(kind, self.number, header.pack())
+        headers = list(map(CallHeader.unpack, rows))
+        check_same_call(headers)
+        counts = num_samples(headers, self._ranks, self.readers)
+        replicas = [sorted({*chain.from_iterable(stages)}) for stages in self._ranks]
+        digests = [(header.inputs_digest, header.targets_digest) for header in headers]
+        check_same(self._world, replicas, digests, texts)
+        return headers, counts
 
     def begin_backward(self, number: int, gradients: Sequence[Tensor | None] | None) -> None:
         """Begin the backward of call `number` on all; None: no outputs here.  Else MeshError."""

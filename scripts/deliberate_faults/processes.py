@@ -118,11 +118,12 @@ FAULTS = (
         "sees_once and replicas",
     ),
     Fault(
-        "a batch of which nothing counts ends the mesh",
-        "penstock/mesh/watch.py",
-        "        except UncountedError:\n            raise\n",
-        "",
-        "tests/distributed/test_uncounted.py",
+        "a batch that all processes refuse ends the mesh",
+        "penstock/mesh/same_batch.py",
+        "error.is_agreed = True",
+        "pass",
+        "tests/distributed/test_same_batch.py",
+        "mesh_lives_on",
     ),
     Fault(
         "a process does not look whether its launcher lives",

@@ -45,7 +45,7 @@ def said_by(run: Callable[..., Any], *arguments: Any) -> str:
     return ""
 
 
-def of_a_pipeline(mesh: Mesh) -> dict[str, str]:
+def of_a_pipeline(mesh: Mesh) -> dict[str, Any]:
     """Give rank 1 other batches than rank 0, one after the other, in one pipeline."""
     pipe = piped(mesh, check_batches=CheckBatches.ALWAYS)
     is_other = mesh.rank == 1
@@ -66,6 +66,7 @@ def of_a_pipeline(mesh: Mesh) -> dict[str, str]:
         "none on the last stage": step(words=None if is_other else WORDS),
         "outputs": said_by(pipe.eval_step, shuffled),
         "the same again": step(),
+        "what ends the mesh": mesh.world.waits.background.watch.knows_failure,
     }
 
 
@@ -81,7 +82,7 @@ def test_a_rank_that_is_given_other_values_is_named_and_the_mesh_lives_on(tmp_pa
     assert first["another number"].startswith(f"{told}targets (tensor 1 of 2): rank 0: 2.0; ")
     assert first["outputs"].startswith(f"{told}inputs")
     fine = ("the same", "none on the last stage", "the same again")
-    assert [first[name] for name in fine] == ["", "", ""]
+    assert [first[name] for name in fine] == ["", "", ""] and not first["what ends the mesh"]
 
 
 def of_shards(mesh: Mesh) -> dict[str, Any]:
