@@ -24,11 +24,11 @@ import numpy as np
 from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.make_plan import choose_on_meshes
-from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
+from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.stage_program import Matrix
-from penstock.planner.submeshes import Hosts, Submesh
+from penstock.planner.submeshes import MEMORY_POLICIES, Hosts, MemoryPolicy, Submesh
 from penstock.schedules import gpipe
 from penstock.types import Recompute
 

@@ -14,8 +14,8 @@ from benchmarks.alpa_paper.baselines import BASELINES, step_s
 from benchmarks.alpa_paper.subjects import ALPAS, GPT, Subject, subjects
 from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
-from penstock.planner.mesh_costs import MemoryPolicy
 from penstock.planner.mesh_task import MeshTask
+from penstock.planner.submeshes import MemoryPolicy
 from penstock.types import Recompute
 
 from .gpt_of_2021 import STATE_OF_ALPA, STATE_OF_MEGATRON, XLA_MEMORY, AsItRan

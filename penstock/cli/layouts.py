@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ONLY_HERE = (
     *("tensor", "data", "pipeline", "virtual", "expert", "context", "microbatch_size"),
-    *("sequence", "zero", "partition", "batch_size"),
+    *("sequence", "zero", "partition", "recompute_num_layers", "batch_size"),
 )
 """Options that only a layout has."""
 _ONLY_OF_UNITS: Mapping[str, str] = {
@@ -44,6 +44,8 @@ def layout_options(command: _F) -> _F:
     """Add the options of a layout on a cluster."""
     counts = {
         "batch-size": "Samples of a step.  [default: the target's, or as --num-microbatches says]",
+        "recompute-num-layers": "Layers of each stage that --recompute layers repeats, the first "
+        "ones.  [default: all]",
         "microbatch-size": "Samples of a micro-batch in each row.  [default: 1]",
         "context": "Devices with slices of the positions of a row.  [default: 1]",
         "expert": "Devices along data among which experts are divided.  [default: 1]",

@@ -139,7 +139,8 @@ class LayoutFigures:
             both_s, work_forward_s = (float(table[stage.start, end]) for table in work_s[kind])
             forward_s = max(0.0, part.forward_s - work_forward_s)
             back_s = max(0.0, part.backward_s - (both_s - work_forward_s))
-            each_s = self._number * (forward_s + back_s) + again[n] * forward_s
+            part_again = part.recompute_s / part.forward_s if part.forward_s else 0.0
+            each_s = self._number * (forward_s + back_s) + again[n] * part_again * forward_s
             seconds[devices] += each_s + part.once_s
         return max(seconds.values())
 

@@ -26,42 +26,21 @@ from penstock.sharding.search import Part, Ranges, Search
 from penstock.trace.progress import saying
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
-from .submeshes import Hosts, Shapes, Stage, Submesh, every_shape
+from .submeshes import (
+    MEMORY_POLICIES,
+    Hosts,
+    MemoryPolicy,
+    Option,
+    Shapes,
+    Stage,
+    Submesh,
+    every_shape,
+)
 
 _TINY_S = 1e-12
 """Seconds that a layer takes at least, where it is asked what its recompute costs."""
-_LIGHT_BYTE_S = 1e-11
-"""Seconds that a byte counts for where stages are to keep less."""
 _FORWARD, _ONCE, _BACKWARD = 3, 4, 5
 """Where tables of stages have the seconds of a forward, of a step, and of a backward."""
-
-
-class MemoryPolicy(NamedTuple):
-    """What a stage recomputes, and the price of a resident byte in seconds.
-
-    With a `share` a search counts so much of the layers as recomputed one by one; in the end the
-    fewest are that fit.  None: all are.
-    """
-
-    recompute: Recompute = Recompute.NEVER
-    byte_s: float = 0.0
-    share: float | None = None
-
-
-MEMORY_POLICIES = (
-    MemoryPolicy(),
-    MemoryPolicy(byte_s=_LIGHT_BYTE_S),
-    MemoryPolicy(Recompute.STAGE),
-    MemoryPolicy(Recompute.STAGE, _LIGHT_BYTE_S),
-    *(MemoryPolicy(Recompute.LAYERS, share=share) for share in (0.25, 0.5, 0.75, 1.0)),
-)
-
-
-class Option(NamedTuple):
-    """How a stage is on its mesh: the lengths of the axes of its shards, and a memory policy."""
-
-    shape: tuple[int, ...]
-    policy: MemoryPolicy
 
 
 class OnMesh(NamedTuple):
@@ -244,13 +223,20 @@ class MeshPrices:
         graph, kept, stays, again_s = keeps, keeps, sum(lasting), np.zeros_like(keeps)
         if policy.recompute is Recompute.STAGE:
             kept, stays, again_s = enters, stays + graph, forward_s
-        elif policy.recompute is Recompute.LAYERS:
+        elif policy.recompute is not Recompute.NEVER:
             each, share = self._of_layers(submesh, option), policy.share or 1.0
-            part_s, freed = (_first_of_each(np.add, own, share) for own in each[:2])
+            every: Sequence[int | str] = range(len(each.again_s))
+            named = every
+            if isinstance(policy.recompute, RecomputeLayers):
+                named = policy.recompute.layers
+            is_named = np.isin(every, named)
+            part_s, freed, graph = (
+                _first_of_each(joined, np.where(is_named, own, 0.0), share)
+                for joined, own in zip((np.add, np.add, np.maximum), each, strict=True)
+            )
             whole_s = _first_of_each(np.add, each.again_s, 1.0)
             np.divide(part_s, whole_s, where=whole_s > 0, out=part_s)
             again_s = np.multiply(layers_s, part_s, where=part_s > 0, out=part_s)
-            graph = _first_of_each(np.maximum, each.graphs, share)
             kept, stays = np.maximum(keeps - freed, enters), stays + graph
         # 3. The fields in order.
         price = forward_s + backward_s + again_s, stays, kept, forward_s, once_s, backward_s

@@ -33,11 +33,11 @@ from penstock.trace.units import bytes_text, count_text
 
 from .bounds import even_step_s
 from .mesh_candidates import OnMeshes
-from .mesh_costs import MemoryPolicy, hosts_of
+from .mesh_costs import hosts_of
 from .mesh_task import MeshTask, Try
 from .parallelism import Parallelism, near_divisors
 from .shared_cores import num_cores
-from .submeshes import Answer, Stage, Submesh, Task, find_stages, no_room, submeshes
+from .submeshes import Answer, MemoryPolicy, Stage, Submesh, Task, find_stages, no_room, submeshes
 
 _MOST_ANSWERS = 8
 """Answers of one search that are compared."""
@@ -244,7 +244,8 @@ def on_layout(
     ends = parallelism.stages(profile.layers)
     stages = tuple(Stage(*own, meshes[place]) for own, place in zip(ends, places, strict=True))
     # 2. Price each stage on its mesh, and simulate the schedule.
-    prices = task.prices_of(number, parallelism.sharding(rows), (parallelism.policy,))
+    policy = parallelism.policy(profile.layers)
+    prices = task.prices_of(number, parallelism.sharding(rows), (policy,))
     answer = Answer(stages, 0.0, tuple(own.submesh.devices for own in stages))
     own = OnMeshes(task, answer, parallelism.family, prices, given=str(parallelism))
     return own.simulated()

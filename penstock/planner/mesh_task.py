@@ -18,9 +18,9 @@ from penstock.sharding.routed import with_end
 from penstock.sharding.search import Search
 
 from .arguments import Model
-from .mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
+from .mesh_costs import MeshPrices
 from .pricing import Pricing, weights_together
-from .submeshes import few_shapes
+from .submeshes import MEMORY_POLICIES, MemoryPolicy, few_shapes
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")

@@ -12,9 +12,9 @@ from penstock.errors import ConfigError, check_count
 from penstock.schedules import interleaved_1f1b, one_f_one_b
 from penstock.schedules.family import Family
 from penstock.schedules.names import family_of
-from penstock.types import Recompute, word_of
+from penstock.types import Recompute, RecomputeLayers, word_of
 
-from .mesh_costs import MemoryPolicy
+from .submeshes import MemoryPolicy
 
 _MOST_ZERO = 3
 _GROUP = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([A-Za-z])\*(\d+)")
@@ -44,6 +44,8 @@ class Parallelism:
         zero: 0; 1 divides the optimizer along `data`, 2 and 3 also weights (Rajbhandari et al.
             2020).
         recompute: "never", "stage" or "layers", as `Pipeline` takes it.
+        recompute_num_layers: of each stage's repeated layers the first so many are recomputed, by
+            "layers" (Megatron-LM's `--recompute-method block`); None: all.
         schedule: a family or its name; None: 1F1B, interleaved where `virtual` is more than 1.
         partition: the layers of each of the p v stages: their numbers, or Megatron's layout, as
             "Et*3|(tt|)*2L"; None: equal shares of the layer that the model repeats.
@@ -63,13 +65,14 @@ class Parallelism:
     sequence: bool = False
     zero: int = 0
     recompute: Recompute | str = Recompute.NEVER
+    recompute_num_layers: int | None = None
     schedule: Family | str | None = None
     partition: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "virtual", "expert", "context", "microbatch_size"):
             check_count(name, getattr(self, name))
-        for name in ("data", "num_microbatches"):
+        for name in ("data", "num_microbatches", "recompute_num_layers"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         if type(self.zero) is not int or not 0 <= self.zero <= _MOST_ZERO:
@@ -110,6 +113,13 @@ class Parallelism:
                 f"virtual={self.virtual} with pipeline=1: the stages of one mesh do not "
                 "interleave; give a larger pipeline, or virtual=1"
             )
+        if self.recompute_num_layers is not None and self.recompute is not Recompute.LAYERS:
+            assert isinstance(self.recompute, Recompute)
+            raise ConfigError(
+                f"recompute_num_layers={self.recompute_num_layers} with "
+                f"recompute={self.recompute.value!r}: layers are recomputed one by one; give "
+                'recompute="layers"'
+            )
 
     def __str__(self) -> str:
         words = (
@@ -131,11 +141,15 @@ class Parallelism:
             return family_of(self.schedule, self.num_microbatches or 1)
         return interleaved_1f1b(self.virtual) if self.virtual > 1 else one_f_one_b
 
-    @property
-    def policy(self) -> MemoryPolicy:
-        """The memory policy of its recompute."""
+    def policy(self, layers: Sequence[LayerFacts]) -> MemoryPolicy:
+        """Return the memory policy of all stages of a model's layers."""
         assert isinstance(self.recompute, Recompute)
-        return MemoryPolicy(self.recompute)
+        if self.recompute_num_layers is None:
+            return MemoryPolicy(self.recompute)
+        repeated, again = repeated_layers(layers), list[int]()
+        for start, end in self.stages(layers):
+            again += [n for n in repeated if start <= n < end][: self.recompute_num_layers]
+        return MemoryPolicy(RecomputeLayers(tuple(again)))
 
     def rows(self, cluster: Cluster) -> int:
         """Return d, the rows of devices of a mesh.

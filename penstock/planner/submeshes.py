@@ -21,12 +21,15 @@ import numpy as np
 
 from penstock.errors import ConfigError, PlanError
 from penstock.trace.units import bytes_text
+from penstock.types import Recompute, RecomputePolicy
 
 from .stage_program import Block, Matrix, Stages
 from .stage_search import Part, Search
 
 MOST_STAGES = 64
 """The most stages of an answer."""
+_LIGHT_BYTE_S = 1e-11
+"""Seconds that a byte counts for where stages are to keep less."""
 
 
 class Hosts(NamedTuple):
@@ -52,6 +55,34 @@ class Submesh(NamedTuple):
     @property
     def size(self) -> int:
         return len(self.devices) or self.num_hosts * self.num_devices
+
+
+class MemoryPolicy(NamedTuple):
+    """What a stage recomputes, and the price of a resident byte in seconds.
+
+    With a `share` a search counts so much of the layers as recomputed one by one; in the end the
+    fewest are that fit.  None: all are.
+    """
+
+    recompute: RecomputePolicy = Recompute.NEVER
+    byte_s: float = 0.0
+    share: float | None = None
+
+
+MEMORY_POLICIES = (
+    MemoryPolicy(),
+    MemoryPolicy(byte_s=_LIGHT_BYTE_S),
+    MemoryPolicy(Recompute.STAGE),
+    MemoryPolicy(Recompute.STAGE, _LIGHT_BYTE_S),
+    *(MemoryPolicy(Recompute.LAYERS, share=share) for share in (0.25, 0.5, 0.75, 1.0)),
+)
+
+
+class Option(NamedTuple):
+    """How a stage is on its mesh: the lengths of the axes of its shards, and a memory policy."""
+
+    shape: tuple[int, ...]
+    policy: MemoryPolicy
 
 
 class Stage(NamedTuple):

@@ -9,10 +9,10 @@ from penstock import Cluster
 from penstock.planner import mesh_candidates
 from penstock.planner.make_plan import choose_on_meshes
 from penstock.planner.mesh_candidates import OnMeshes
-from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
 from penstock.planner.mesh_plans import find_on_meshes
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan_sharding import sharding_of
+from penstock.planner.submeshes import MEMORY_POLICIES, MemoryPolicy
 from penstock.schedules import eager_1f1b, gpipe, one_f_one_b, zb_h1
 from penstock_recipes.zoo import gpt
 from tests.few_devices import cluster

@@ -13,11 +13,11 @@ import penstock
 from benchmarks.alpa_paper.baselines import BASELINES
 from penstock.errors import PlanError
 from penstock.planner.make_plan import choose_on_meshes
-from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices
+from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.mesh_plans import find_on_meshes
 from penstock.planner.mesh_task import SHARDINGS, MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.submeshes import Submesh
+from penstock.planner.submeshes import MemoryPolicy, Submesh
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s
 from penstock.sharding.search import Search

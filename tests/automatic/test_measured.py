@@ -16,11 +16,11 @@ from penstock.automatic.target import Target
 from penstock.errors import ConfigError
 from penstock.planner.candidates import Constraints
 from penstock.planner.make_plan import plan_profile
-from penstock.planner.mesh_costs import MEMORY_POLICIES, MeshPrices
+from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.plan_sharding import sharding_of
-from penstock.planner.submeshes import Submesh
+from penstock.planner.submeshes import MEMORY_POLICIES, Submesh
 from penstock.sharding.costs import Costs
 from penstock.sharding.program import whole_s as layer_s
 from penstock.types import Transport

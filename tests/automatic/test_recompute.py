@@ -12,13 +12,13 @@ import penstock
 from benchmarks.alpa_paper.subjects import RESNET, subjects
 from penstock.errors import PlanError
 from penstock.planner.make_plan import Choice, choose_on_meshes
-from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
+from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.mesh_plans import find_on_meshes
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.plan_page import layers_figure
 from penstock.planner.plan_sharding import sharding_of
-from penstock.planner.submeshes import Submesh
+from penstock.planner.submeshes import MEMORY_POLICIES, MemoryPolicy, Submesh
 from penstock.schedules import Sizes
 from penstock.schedules.memory import peak_bytes
 from penstock.schedules.passes import add_recompute

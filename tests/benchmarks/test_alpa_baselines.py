@@ -22,10 +22,10 @@ from penstock.costs.layer_facts import LayerFacts
 from penstock.errors import ConfigError, PlanError
 from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
-from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy, MeshPrices
+from penstock.planner.mesh_costs import MeshPrices
 from penstock.planner.mesh_task import MeshTask
 from penstock.planner.plan import Plan
-from penstock.planner.submeshes import Stage, Submesh
+from penstock.planner.submeshes import MEMORY_POLICIES, MemoryPolicy, Stage, Submesh
 from penstock.runtime.microbatches import first_microbatch
 from penstock.runtime.planning import facts_of
 from penstock.types import Recompute

@@ -44,12 +44,13 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_layout_by_options_is_that_of_the_library(capsys: Captured) -> None:
-    more = ("--recompute", "layers", "--zero", "1", "--partition", "2,2,2,2", "--json")
+    again = ("--recompute", "layers", "--recompute-num-layers", "1")
+    more = (*again, "--zero", "1", "--partition", "2,2,2,2", "--json")
     assert run((*SIMULATE, *_LAYOUT, *more)) == 0
     told = json.loads(capsys.readouterr().out)
     layout = penstock.Parallelism(
         pipeline=2, virtual=2, data=2, microbatch_size=2, recompute="layers", zero=1,
-        partition=(2, 2, 2, 2),
+        recompute_num_layers=1, partition=(2, 2, 2, 2),
     )  # fmt: skip
     namespace: dict[str, object] = {}
     exec(_MODEL, namespace)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.planner.mesh_costs import MEMORY_POLICIES, MemoryPolicy
 from penstock.planner.mesh_task import MeshTask
+from penstock.planner.submeshes import MEMORY_POLICIES, MemoryPolicy
 from penstock.runtime.pipeline_module import parts_of
 from tests.few_devices import cluster
 from tests.sharding.test_pipeline import WORDS, loss, made

@@ -51,7 +51,18 @@ def test_a_stage_on_each_host_is_planned_and_is_the_unsplit_model(
 @pytest.mark.parametrize(
     ("words", "sharding", "meshes"),
     [
-        ({"tensor": 2, "data": 1, "pipeline": 2, "virtual": 2}, "megatron", [(2,), (2,)]),
+        (
+            {
+                "tensor": 2,
+                "data": 1,
+                "pipeline": 2,
+                "virtual": 2,
+                "recompute": "layers",
+                "recompute_num_layers": 1,
+            },
+            "megatron",
+            [(2,), (2,)],
+        ),
         pytest.param(
             {"tensor": 2, "data": 2, "sequence": True, "zero": 1, "microbatch_size": 2},
             "grid+sequence+zero1",

@@ -8,9 +8,9 @@ from torch import nn
 
 import penstock
 from penstock.costs.records import Part as Of
-from penstock.planner.mesh_costs import MemoryPolicy, MeshPrices, OnMesh
+from penstock.planner.mesh_costs import MeshPrices, OnMesh
 from penstock.planner.pricing import Pricing
-from penstock.planner.submeshes import Submesh
+from penstock.planner.submeshes import MemoryPolicy, Submesh
 from penstock.sharding.costs import DIVIDED_AS, Costs
 from penstock.sharding.named import ready_plan
 from penstock.sharding.search import Part, Search

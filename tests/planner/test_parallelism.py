@@ -72,6 +72,27 @@ def test_a_step_on_fast_links_is_its_work_and_the_bubble(
     assert least_s * (1 - 1e-6) <= step_s <= most_s * (1 + 1e-6)
 
 
+def test_the_first_layers_of_each_stage_are_recomputed_and_cost_their_part() -> None:
+    hosts, plans = cluster(4, near=1e18), {}
+    for number in (None, 1, 2, 4):
+        layout = Parallelism(
+            pipeline=2, data=1, microbatch_size=4, num_microbatches=4,
+            recompute="layers", recompute_num_layers=number,
+        )  # fmt: skip
+        plans[number] = penstock.plan(counted(8), hosts, parallelism=layout)
+    never = Parallelism(pipeline=2, data=1, microbatch_size=4, num_microbatches=4)
+    none = penstock.plan(counted(8), hosts, parallelism=never)
+    assert plans[1].recompute == (penstock.Recompute.layers(0, 4),) * 2
+    assert [plans[2].recomputed(stage) for stage in range(2)] == [(0, 1), (4, 5)]
+    seconds = [(plan.predicted_s or ())[0] for plan in (none, plans[1], plans[2], plans[4])]
+    forward_s = (none.predicted_stages or ())[0].forward_s
+    more = [later - before for before, later in pairwise(seconds)]
+    # the first layer of the model does a little more than the others
+    assert more == pytest.approx([forward_s / 4, forward_s / 4, forward_s / 2], rel=0.1)
+    assert sum(more) == pytest.approx(forward_s)
+    assert plans[4].predicted_step_s == plans[None].predicted_step_s
+
+
 def test_a_layout_is_a_plan_on_its_devices() -> None:
     layout = Parallelism(tensor=2, pipeline=2, virtual=2, microbatch_size=2, zero=1)
     plan = penstock.plan(counted(8, 8), cluster(4, 4), 32, parallelism=layout)
@@ -163,6 +184,8 @@ def test_words_are_ready_plans(
         ({"zero": 4}, 8, "zero=4; give 0, 1, 2 or 3"),
         ({"tensor": 0}, 8, "tensor=0"),
         ({"recompute": "some"}, 8, "recompute='some'"),
+        ({"recompute_num_layers": 0, "recompute": "layers"}, 8, "recompute_num_layers=0"),
+        ({"recompute_num_layers": 1}, 8, "recompute_num_layers=1 with recompute='never'"),
     ],
 )
 def test_what_does_not_divide_names_what_is_near(
