@@ -8,7 +8,7 @@ with s stages from layer k on and d devices left of each kind.  One device is a 
 where the placement of stages is decided no devices are counted: d has no axes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -45,8 +45,8 @@ class Block(NamedTuple):
 class Stages:
     """All stages that there may be: at most `num_stages`, or exactly so many if it `is_exact`.
 
-    `block(s)` are the costs of a stage that s - 1 others follow; equal ones are one object.
-    `sizes` has the devices of each kind that a mesh uses, and `devices` those that there are;
+    `block(s)` are the costs of a stage that s - 1 others follow; equal ones are one object.  Each
+    of its numbers is in a block of `options`, which there are if the blocks are many.  `sizes` has the devices of each kind that a mesh uses, and `devices` those that there are;
     `may_be_next[mesh, devices left]` tells where a mesh may come, None anywhere.
     """
 
@@ -57,12 +57,13 @@ class Stages:
     devices: tuple[int, ...] = ()
     is_exact: bool = False
     may_be_next: Matrix | None = None
+    options: Sequence[Block] = ()
 
     @property
-    def blocks(self) -> list[Block]:
-        """Blocks of all stages that there may be, once each."""
-        numbers = range(1, self.num_stages + 1)
-        return [*{id(block): block for block in map(self.block, numbers)}.values()]
+    def blocks(self) -> Sequence[Block]:
+        """Blocks with the costs of all stages that there may be."""
+        every = map(self.block, range(1, self.num_stages + 1))
+        return self.options or [*{id(block): block for block in every}.values()]
 
     def least_before(self, cost: Callable[[Block], Matrix]) -> Matrix:
         """Return a lower bound on the sum of costs of all layers before each cut."""

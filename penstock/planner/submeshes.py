@@ -197,7 +197,7 @@ def find_stages(
             f"and hosts {list(task.hosts)}; give at least 1 of each"
         )
     meshes = _Meshes(task, ahead)
-    stages = meshes.stages(meshes.block)
+    stages = meshes.stages(meshes.block, meshes.options)
     search = Search(stages, task.num_microbatches, most, eps, limit_s)
     search.run()
     if not search.best and limit_s == inf:
@@ -289,7 +289,14 @@ class _Meshes:
             self._at_depth[depth] = Block(0, 0, pace, total), options[0]
         return self._at_depth[depth]
 
-    def stages(self, block: Callable[[int], Block]) -> Stages:
+    @property
+    def options(self) -> list[Block]:
+        """The costs of stages by each option, where it fits the last stage of all."""
+        fits = self.deepest >= 1
+        pairs = zip(np.where(fits, self.pace, inf), np.where(fits, self.total, inf), strict=True)
+        return [Block(0, 0, pace, total) for pace, total in pairs]
+
+    def stages(self, block: Callable[[int], Block], options: Sequence[Block] = ()) -> Stages:
         """Return the stages that there may be, at some costs."""
         sizes = np.zeros((len(self.meshes), len(self.hosts)), dtype=int)
         for size, mesh in zip(sizes, self.meshes, strict=True):
@@ -301,6 +308,7 @@ class _Meshes:
             sizes=sizes,
             devices=self.devices,
             may_be_next=self._host_by_host(),
+            options=options,
         )
 
     def _host_by_host(self) -> Matrix:
