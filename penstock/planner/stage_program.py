@@ -45,8 +45,9 @@ class Block(NamedTuple):
 class Stages:
     """All stages that there may be: at most `num_stages`, or exactly so many if it `is_exact`.
 
-    `block(s)` are the costs of a stage that s - 1 others follow; equal ones are one object.  Each
-    of its numbers is in a block of `options`, which there are if the blocks are many.  `sizes` has the devices of each kind that a mesh uses, and `devices` those that there are;
+    `block(s)` are the costs of a stage that s - 1 others follow; equal ones are one object.  Where
+    these are many, `options` are few blocks that have each of their numbers.  `sizes` has the
+    devices of each kind that a mesh uses, and `devices` those that there are;
     `may_be_next[mesh, devices left]` tells where a mesh may come, None anywhere.
     """
 
