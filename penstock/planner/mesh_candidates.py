@@ -17,7 +17,7 @@ from penstock.simulator.memory import StageWeights, memory_of
 from penstock.simulator.simulate import simulate, step_s
 from penstock.trace.timeline import Timeline
 from penstock.trace.units import count_text
-from penstock.types import Recompute, RecomputeLayers, Transport
+from penstock.types import Recompute, Transport
 
 from .bounds import Load, least_step_s
 from .mesh_costs import MeshPrices, OnMesh, hosts_of
@@ -159,10 +159,17 @@ class OnMeshes:
     # -- how it is told from others -------------------------------------------------------------
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """How each stage is: its layers, mesh, shape, price of a byte and recompute."""
+        pairs = zip(self.answer.stages, self.stages, strict=True)
+        options = ((stage, own.option, own.recompute) for stage, own in pairs)
+        return tuple((*x[:3], y.shape, y.policy.byte_s, again) for x, y, again in options)
+
+    @property
     def decisions(self) -> dict[str, object]:
         """What was decided, by name."""
         return {
-            "stages": self.answer.stages,
+            "stages": [stage[:3] for stage in self.answer.stages],
             "replicas": 1,
             "micro-batches": self.prices.num_microbatches,
             "schedule": self.family.name,
@@ -177,11 +184,15 @@ class OnMeshes:
 
     @property
     def recompute_text(self) -> str:
-        """What stages recompute in words, and how many do so if they differ."""
-        words = Counter(map(_policy_text, self.stages))
-        if len(words) == 1:
-            return next(iter(words))
-        return ", ".join(f"{text} on {number}" for text, number in words.items())
+        """What stages recompute in words: whole stages, and layers of each."""
+        plan, words = self.plan, list[str]()
+        if whole := plan.recompute.count(Recompute.STAGE):
+            words.append(f"{whole} of {count_text(plan.num_stages, 'stage')}")
+        numbers = [len(plan.dropped_layers(stage)) for stage in range(plan.num_stages)]
+        if any(numbers):
+            words.append(f"{'+'.join(map(str, numbers))} layers")
+        priced = ", bytes priced" * any(own.option.policy.byte_s for own in self.stages)
+        return (f"recompute {' and '.join(words)}" if words else "no recompute") + priced
 
     @property
     def peak_bytes(self) -> int:
@@ -249,27 +260,14 @@ class OnMeshes:
         """Yield what was predicted of each stage."""
         per_stage = self.answer.stages, self.stages, self.in_flight
         for stage, own, number in zip(*per_stage, strict=True):
-            again = own.kept.inputs and own.graph_bytes  # of what is built again
-            sizes = own.state_bytes, number * own.microbatch_bytes + again
-            sent = self.prices.entering_bytes(stage.end)
+            again_bytes = 0.0 if own.recompute is Recompute.NEVER else own.graph_bytes
+            kept_bytes = number * own.microbatch_bytes + again_bytes
+            sizes = own.state_bytes, kept_bytes, self.prices.entering_bytes(stage.end)
             times = own.forward_s, own.backward_s, own.handover_s
-            yield PredictedStage(*times, *map(round, (*sizes, sent)))
+            yield PredictedStage(*times, *map(round, sizes))
 
 
 _NO_KINDS = kinds_of((), ())
-
-
-def _policy_text(own: OnMesh) -> str:
-    match own.recompute:
-        case RecomputeLayers(layers):
-            text = f"recompute {count_text(len(layers), 'layer')}"
-        case Recompute.LAYERS:
-            text = "recompute each layer"
-        case Recompute.STAGE:
-            text = "recompute"
-        case _:
-            text = "no recompute"
-    return text + ", bytes priced" * (own.option.policy.byte_s > 0)
 
 
 @lru_cache(maxsize=64)

@@ -90,7 +90,7 @@ def test_a_plan_says_which_stages_recompute_what() -> None:
     sharding = sharding_of(plan, task_on(1, 2).graph_of(M), task_on(1, 2).names)
     assert all({*own.leaving.values()} <= {(S(0),)} for own in sharding.layers[:3])
     assert any("limited by stage 0" in line for line in plan.why)
-    assert "recompute each layer" in str(choice.candidates[0])
+    assert f"recompute {plan.partition[0]}+{plan.partition[1]} layers" in str(choice.candidates[0])
 
 
 def limited(memory_bytes: int, policies: Sequence[MemoryPolicy]) -> Plan:
