@@ -244,8 +244,16 @@ class MeshPrices:
         return self._tables[key]
 
     def _ranges(self, submesh: Submesh, option: Option) -> Ranges:
-        with saying(f"dividing layers among {' x '.join(map(str, option.shape))} devices"):
-            return self._search(submesh, option.shape).of_ranges(option.policy.byte_s)
+        key = self._where(submesh), option.shape, option.policy.byte_s
+        if key not in self._known_ranges:
+            with saying(f"dividing layers among {' x '.join(map(str, option.shape))} devices"):
+                search = self._search(submesh, option.shape)
+                self._known_ranges[key] = search.of_ranges(option.policy.byte_s)
+        return self._known_ranges[key]
+
+    @cached_property
+    def _known_ranges(self) -> dict[object, Ranges]:
+        return {}
 
     def _of_layers(self, submesh: Submesh, option: Option) -> "_OfLayers":
         ranges = self._ranges(submesh, option)
@@ -379,8 +387,10 @@ class _OfLayers(NamedTuple):
 
 def _first_of_each(joined: np.ufunc, amounts: Numbers, share: float) -> Numbers:
     """Return the joined amounts of the first share of layers [start, end), as [start, end]."""
-    found = np.zeros((len(amounts), len(amounts) + 1))
-    for start in range(len(amounts)):
-        numbers = np.ceil(share * np.arange(1, len(amounts) - start + 1)).astype(int)
-        found[start, start + 1 :] = joined.accumulate(amounts[start:])[numbers - 1]
+    count = len(amounts)
+    starts, ends = np.arange(count)[:, None], np.arange(count + 1)
+    from_each = np.where(starts < ends, np.append(0.0, amounts), 0.0)
+    every = joined.accumulate(from_each, axis=1)
+    last = starts + np.ceil(share * (ends - starts)).astype(int)
+    found: Numbers = np.where(starts < ends, every[starts, last.clip(0)], 0.0)
     return found

@@ -10,7 +10,7 @@ where the placement of stages is decided no devices are counted: d has no axes.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -66,10 +66,18 @@ class Stages:
         every = map(self.block, range(1, self.num_stages + 1))
         return self.options or [*{id(block): block for block in every}.values()]
 
+    @cached_property
+    def _lowest(self) -> Sequence[Block]:
+        """Blocks such that each stage costs no less than in one of them."""
+        if not self.options:
+            return self.blocks
+        pace, total = (np.min(own, axis=0) for own in list(zip(*self.options, strict=True))[2:])
+        return [Block(0, 0, pace, total)]
+
     def least_before(self, cost: Callable[[Block], Matrix]) -> Matrix:
         """Return a lower bound on the sum of costs of all layers before each cut."""
         every = np.full((self.num_cuts + 1, self.num_cuts + 1), inf)
-        for block in self.blocks:
+        for block in self._lowest:
             costs = cost(block).min(axis=0, initial=inf)
             num_ends, num_starts = costs.shape
             at = every[block.end : block.end + num_ends, block.start : block.start + num_starts]
