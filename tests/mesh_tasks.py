@@ -10,7 +10,7 @@ from penstock.model.capture.capture import resolve_layers
 from penstock.planner.arguments import Model
 from penstock.planner.clustering import cluster_layers
 from penstock.planner.make_plan import choose_on_meshes
-from penstock.planner.mesh_costs import MeshPrices, OnMesh, hosts_of
+from penstock.planner.mesh_costs import MeshPrices, OnMesh
 from penstock.planner.mesh_task import SHARDINGS, MeshTask
 from penstock.planner.plan import Plan
 from penstock.planner.submeshes import Stage, Submesh
@@ -47,14 +47,8 @@ def mesh_task(
 
 
 def on_mesh(prices: MeshPrices, start: int, end: int, submesh: Submesh) -> OnMesh:
-    """Return the option of a stage on a mesh that takes least, sums of gradients counted; of those
-    that fit with one micro-batch, if any does.
-    """
-    numbers, number = range(len(prices.options(submesh))), prices.num_microbatches
-    memory_bytes = hosts_of(prices.cluster)[submesh.kind].memory_bytes
-    every = [prices.on_mesh(Stage(start, end, submesh, option)) for option in numbers]
-    fitting = [x for x in every if x.stay_bytes + x.microbatch_bytes <= memory_bytes]
-    return min(fitting or every, key=lambda own: own.seconds + own.once_s / number)
+    """Return the fastest option of a stage on a mesh with one micro-batch in flight."""
+    return prices.fastest(Stage(start, end, submesh), 1)
 
 
 def plan_meshes(*arguments: Any, **options: Any) -> Plan:

@@ -52,7 +52,7 @@ class OnMeshes:
     @cached_property
     def stages(self) -> list[OnMesh]:
         """The price of each stage; what goes on to hosts of another kind takes the way there."""
-        found = [*map(self.prices.fitted, self.answer.stages, self.in_flight)]
+        found = [*map(self.prices.fastest, self.answer.stages, self.in_flight)]
         for n, (before, after) in enumerate(pairwise(self.answer.stages)):
             own, onto = before.submesh, after.submesh
             if onto.kind != own.kind or onto.devices:
@@ -159,17 +159,10 @@ class OnMeshes:
     # -- how it is told from others -------------------------------------------------------------
 
     @property
-    def layout(self) -> tuple[object, ...]:
-        """How each stage is: its layers, mesh, shape, price of a byte and recompute."""
-        pairs = zip(self.answer.stages, self.stages, strict=True)
-        options = ((stage, own.option, own.recompute) for stage, own in pairs)
-        return tuple((*x[:3], y.shape, y.policy.byte_s, again) for x, y, again in options)
-
-    @property
     def decisions(self) -> dict[str, object]:
         """What was decided, by name."""
         return {
-            "stages": [stage[:3] for stage in self.answer.stages],
+            "stages": self.answer.stages,
             "replicas": 1,
             "micro-batches": self.prices.num_microbatches,
             "schedule": self.family.name,

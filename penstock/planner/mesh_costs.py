@@ -135,29 +135,38 @@ class MeshPrices:
             self._options[submesh] = [Option(*own) for own in product(shapes, self.policies)]
         return self._options[submesh]
 
-    def on_mesh(self, stage: Stage) -> OnMesh:
-        """Return the price of a stage that may be."""
-        start, end, submesh, number = stage
-        option = self.options(submesh)[number]
+    def on_mesh(self, stage: Stage, option: Option) -> OnMesh:
+        """Return the price of a stage that may be, by an option."""
+        start, end, submesh = stage
         every = self._table(submesh, option)[:, start, end].tolist()
         seconds, stay_bytes, keeps, forward_s, once_s, *rest = every
         price = seconds, stay_bytes, keeps, self.handover_s(end, submesh, submesh.kind), once_s
         return OnMesh(*price, option, option.policy.recompute, forward_s, *rest)
 
-    def fitted(self, stage: Stage, in_flight: int) -> OnMesh:
-        """Return the price of a stage that keeps so many micro-batches; where its policy counts a
-        share of the layers, with the fewest that have to be recomputed, if these are enough.
-
-        Those come first that free most bytes per second.
+    def fastest(self, stage: Stage, in_flight: int) -> OnMesh:
+        """Return the price of a stage by the option that takes least, sums of gradients counted,
+        of those that fit with so many micro-batches in flight; of all, if none fits.
         """
-        own, (start, end, submesh, _) = self.on_mesh(stage), stage
-        if own.option.policy.share is None:
+        memory_bytes = self._hosts[stage.submesh.kind].memory_bytes
+        every = [self._fitted(stage, option, in_flight) for option in self.options(stage.submesh)]
+        needs = (own.stay_bytes + in_flight * own.microbatch_bytes for own in every)
+        fitting = [own for own, need in zip(every, needs, strict=True) if need <= memory_bytes]
+        number = self.num_microbatches
+        return min(fitting or every, key=lambda own: own.seconds + own.once_s / number)
+
+    def _fitted(self, stage: Stage, option: Option, in_flight: int) -> OnMesh:
+        """Return the price of a stage by an option that keeps so many micro-batches; where its
+        policy counts a share of the layers, with the fewest that have to be recomputed, if these
+        are enough: first those that free most bytes per second.
+        """
+        own, (start, end, submesh) = self.on_mesh(stage, option), stage
+        if option.policy.share is None:
             return own
         # 1. Recompute one layer more until the stage fits.
         limit = self._hosts[submesh.kind].memory_bytes - own.state_bytes
-        ranges, again = self._ranges(submesh, own.option), list[int]()
+        ranges, again = self._ranges(submesh, option), list[int]()
         kept, graph = ranges.keeps[start, end], 0.0
-        again_s, freed, graphs = (x[start:end] for x in self._of_layers(submesh, own.option))
+        again_s, freed, graphs = (x[start:end] for x in self._of_layers(submesh, option))
         for n in np.argsort(-freed / np.maximum(again_s, _TINY_S), kind="stable").tolist():
             if graph + in_flight * kept <= limit or not freed[n]:
                 break

@@ -195,9 +195,7 @@ class _Search:
         the others with the bound alone, where they are near.
         """
         pairs = product(answers, self.task.families)
-        every = (make(answer=answer, family=family) for answer, family in pairs)
-        # shares of layers may end as the same layers
-        made = {(own.family, own.answer.devices, own.layout): own for own in every}.values()
+        made = [make(answer=answer, family=family) for answer, family in pairs]
         bounds = sorted(((own.least_s(), own) for own in made), key=itemgetter(0))
         for least_s, own in bounds:  # the fastest shorten the rest
             if least_s >= self.best_s:

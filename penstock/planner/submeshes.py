@@ -86,12 +86,11 @@ class Option(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Layers [start, end) on a mesh, by one of the options that there are to be there."""
+    """Layers [start, end) on a mesh."""
 
     start: int
     end: int
     submesh: Submesh
-    option: int = 0
 
 
 class Task(NamedTuple):
@@ -269,24 +268,20 @@ class _Meshes:
         self.deepest = np.where(room < 0, 0, np.floor((many - 1) / ahead) + 1)
         depths = np.unique(self.deepest[np.isfinite(self.charge)])
         # between two of these depths, stages have the same options
-        self.depths, self._at_depth = depths[depths < inf], dict[int, tuple[Block, Matrix]]()
+        self.depths, self._at_depth = depths[depths < inf], dict[int, Block]()
         # 3. The devices of each kind: how many there are, and how many a mesh uses.
         self.devices = tuple(host.num_hosts * host.num_devices for host in task.hosts)
         self.num_stages = min(task.num_layers, sum(self.devices), MOST_STAGES)
 
     def block(self, left: int) -> Block:
         """Return the costs of a stage that is the first of so many."""
-        return self._of_first(left)[0]
-
-    def _of_first(self, left: int) -> tuple[Block, Matrix]:
-        """Return these costs, and the option that each stage takes."""
         depth = int(np.searchsorted(self.depths, left))
         if depth not in self._at_depth:
             fits = self.deepest >= left
             options = np.where(fits, self.charge, inf).argmin(axis=0)[None]
             each = (np.where(fits, own, inf) for own in (self.pace, self.total))
             pace, total = (np.take_along_axis(own, options, axis=0)[0] for own in each)
-            self._at_depth[depth] = Block(0, 0, pace, total), options[0]
+            self._at_depth[depth] = Block(0, 0, pace, total)
         return self._at_depth[depth]
 
     @property
@@ -343,11 +338,9 @@ class _Meshes:
     def answer(self, parts: Sequence[Part], seconds: float) -> Answer:
         """Return the stages of an answer on their devices: the next unused ones of their kind."""
         firsts, stages, devices = [*accumulate(self.devices, initial=0)], [], []
-        for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
-            mesh, (_, options) = self.meshes[part.mesh], self._of_first(left)
-            start, end = int(self.cuts[part.start]), int(self.cuts[part.end])
-            option = int(options[part.mesh, part.end, part.start])
-            stages.append(Stage(start, end, mesh, option))
+        for part in parts:
+            mesh = self.meshes[part.mesh]
+            stages.append(Stage(int(self.cuts[part.start]), int(self.cuts[part.end]), mesh))
             first = firsts[mesh.kind]
             firsts[mesh.kind] += mesh.size
             devices.append(tuple(range(first, firsts[mesh.kind])))

@@ -172,7 +172,7 @@ def test_a_last_stage_is_searched_without_a_recompute_in_1f1b(task: MeshTask) ->
     found, every = prices.of_stages(mesh, is_1f1b=True), prices.of_stages(mesh)
     assert (found[..., :last] == every[..., :last]).all()
     for number, option in enumerate(prices.options(mesh)):
-        own = prices.on_mesh(Stage(3, last, mesh, number))
+        own = prices.on_mesh(Stage(3, last, mesh), option)
         assert (own.option, tuple(every[number, :, 3, last])) == (option, own[:5])
         again_s = own.forward_s * (option.policy.recompute is Recompute.LAYERS)
         assert found[number, 0, 3, last] == pytest.approx(own.forward_s + own.backward_s + again_s)

@@ -68,8 +68,8 @@ def task_of(
     return Task(num_layers, hosts, cache(prices), num_microbatches)
 
 
-def price_of(task: Task, stage: Stage) -> Price:
-    table = task.prices(stage.submesh)[stage.option]
+def price_of(task: Task, stage: Stage, option: int) -> Price:
+    table = task.prices(stage.submesh)[option]
     return Price(*table[:, stage.start, stage.end].tolist())
 
 
@@ -91,33 +91,32 @@ def every_answer(task: Task, meshes: Sequence[Submesh]) -> Iterator[tuple[Stage,
     yield from continued(0, tuple(own.num_hosts * own.num_devices for own in task.hosts))
 
 
-def with_options(task: Task, stages: Sequence[Stage], ahead: int) -> tuple[Stage, ...] | None:
-    """Return stages by their fastest options of those that fit, sums of gradients counted; None if
-    none fits.
+def prices_of(task: Task, stages: Sequence[Stage], ahead: int) -> list[Price]:
+    """Return the prices of stages by their fastest options of those that fit, sums of gradients
+    counted; nothing if none fits.
     """
     found = []
     for n, stage in enumerate(stages):
         in_flight = min((len(stages) - n - 1) * ahead + 1, task.num_microbatches)
         fitting = []
         for option in range(len(task.prices(stage.submesh))):
-            own = stage._replace(option=option)
-            price = price_of(task, own)
+            price = price_of(task, stage, option)
             needs = price.stay_bytes + in_flight * price.microbatch_bytes
             if needs <= task.hosts[stage.submesh.kind].memory_bytes:
-                fitting.append((price.seconds + price.once_s / task.num_microbatches, own))
+                fitting.append((price.seconds + price.once_s / task.num_microbatches, option))
         if not fitting:
-            return None
-        found.append(min(fitting)[1])
-    return tuple(found)
+            return []
+        found.append(price_of(task, stage, min(fitting)[1]))
+    return found
 
 
 def step_s(task: Task, stages: Sequence[Stage], ahead: int) -> float:
     """Return the seconds of a step by the formula."""
     total = slowest = 0.0
-    for stage in stages:
-        price = price_of(task, stage)
-        over = price.handover_s if stage is not stages[-1] else 0.0
-        total += price.seconds + over + (price.once_s if stage is stages[0] else 0.0)
+    prices = prices_of(task, stages, ahead)
+    for price in prices:
+        over = price.handover_s if price is not prices[-1] else 0.0
+        total += price.seconds + over + (price.once_s if price is prices[0] else 0.0)
         slowest = max(slowest, price.seconds, (price.seconds + over) / ahead)
     return total + (task.num_microbatches - 1) * slowest
 
@@ -125,7 +124,7 @@ def step_s(task: Task, stages: Sequence[Stage], ahead: int) -> float:
 def are_host_by_host(task: Task, stages: Sequence[Stage]) -> bool:
     """Tell whether stages can be placed so that each host is full before the next one."""
     used = [0] * len(task.hosts)
-    for _, _, (kind, num_hosts, count, *_), _ in stages:
+    for *_, (kind, num_hosts, count, *_) in stages:
         begun = [kind for kind, own in enumerate(task.hosts) if used[kind] % own.num_devices]
         room = task.hosts[kind].num_devices - used[kind] % task.hosts[kind].num_devices
         if begun not in ([], [kind]) or count > room:
@@ -148,7 +147,7 @@ def check(seed: int, eps: float, most: int, ahead: int = 1) -> bool:
     task = drawn_task(seed, KINDS[seed % len(KINDS)], 4)
     every = every_answer(task, submeshes(task.hosts))
     placed = (stages for stages in every if are_host_by_host(task, stages))
-    fitting = filter(None, (with_options(task, stages, ahead) for stages in placed))
+    fitting = (stages for stages in placed if prices_of(task, stages, ahead))
     best = sorted(step_s(task, stages, ahead) for stages in fitting)[:most]
     try:
         answers = find_stages(task, most=most, eps=eps, ahead=ahead)
