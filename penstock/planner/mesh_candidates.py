@@ -20,13 +20,13 @@ from penstock.trace.units import count_text
 from penstock.types import Recompute, Transport
 
 from .bounds import Load, least_step_s
-from .mesh_costs import MeshPrices, OnMesh, hosts_of
+from .mesh_costs import MeshPrices, OnMesh
 from .mesh_task import MeshTask
 from .placement import Placement
 from .plan import BalancedBy, Plan
 from .stage_rows import PredictedStage
 from .stage_work import Kinds, StageWork, kinds_of, program_of, work_of
-from .submeshes import Answer
+from .submeshes import Answer, hosts_of
 
 _FEW_STAGES = 4
 """Up to which each is described."""

@@ -35,6 +35,7 @@ from .submeshes import (
     Stage,
     Submesh,
     every_shape,
+    hosts_of,
 )
 
 _TINY_S = 1e-12
@@ -80,18 +81,6 @@ class OnMesh(NamedTuple):
         if self.recompute is Recompute.NEVER:
             return Kept(graph, 0, 0)
         return Kept(graph + (self.recompute is not Recompute.STAGE) * inputs, inputs, 0)
-
-
-def hosts_of(cluster: Cluster) -> list[Hosts]:
-    """Return the kinds of hosts of a cluster, as the search knows them."""
-    return [
-        Hosts(
-            host.count,
-            len(host.devices),
-            min(cluster.devices[kind].memory_bytes for kind in host.devices),
-        )
-        for host in cluster.hosts
-    ]
 
 
 @dataclass(frozen=True)
@@ -147,17 +136,15 @@ class MeshPrices:
         """Return the price of a stage by the option that takes least, sums of gradients counted,
         of those that fit with so many micro-batches in flight; of all, if none fits.
         """
-        memory_bytes = self._hosts[stage.submesh.kind].memory_bytes
+        memory_bytes, number = self._hosts[stage.submesh.kind].memory_bytes, self.num_microbatches
         every = [self._fitted(stage, option, in_flight) for option in self.options(stage.submesh)]
         needs = (own.stay_bytes + in_flight * own.microbatch_bytes for own in every)
         fitting = [own for own, need in zip(every, needs, strict=True) if need <= memory_bytes]
-        number = self.num_microbatches
         return min(fitting or every, key=lambda own: own.seconds + own.once_s / number)
 
     def _fitted(self, stage: Stage, option: Option, in_flight: int) -> OnMesh:
-        """Return the price of a stage by an option that keeps so many micro-batches; where its
-        policy counts a share of the layers, with the fewest that have to be recomputed, if these
-        are enough: first those that free most bytes per second.
+        """Return the price of a stage by an option; where its policy counts a share of layers,
+        with the fewest recomputed that make it fit: first those that free most bytes per second.
         """
         own, (start, end, submesh) = self.on_mesh(stage, option), stage
         if option.policy.share is None:
@@ -253,16 +240,12 @@ class MeshPrices:
         return self._tables[key]
 
     def _ranges(self, submesh: Submesh, option: Option) -> Ranges:
-        key = self._where(submesh), option.shape, option.policy.byte_s
+        (shape, policy), search = option, self._search(submesh, option.shape)
+        key = search, policy.byte_s
         if key not in self._known_ranges:
-            with saying(f"dividing layers among {' x '.join(map(str, option.shape))} devices"):
-                search = self._search(submesh, option.shape)
-                self._known_ranges[key] = search.of_ranges(option.policy.byte_s)
+            with saying(f"dividing layers among {' x '.join(map(str, shape))} devices"):
+                self._known_ranges[key] = search.of_ranges(policy.byte_s)
         return self._known_ranges[key]
-
-    @cached_property
-    def _known_ranges(self) -> dict[object, Ranges]:
-        return {}
 
     def _of_layers(self, submesh: Submesh, option: Option) -> "_OfLayers":
         ranges = self._ranges(submesh, option)
@@ -273,6 +256,10 @@ class MeshPrices:
 
     @cached_property
     def _tables(self) -> dict[object, Numbers]:
+        return {}
+
+    @cached_property
+    def _known_ranges(self) -> dict[tuple[Search, float], Ranges]:
         return {}
 
     def _search(self, submesh: Submesh, shape: tuple[int, ...]) -> Search:

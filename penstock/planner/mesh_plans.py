@@ -33,11 +33,20 @@ from penstock.trace.units import bytes_text, count_text
 
 from .bounds import even_step_s
 from .mesh_candidates import OnMeshes
-from .mesh_costs import hosts_of
 from .mesh_task import MeshTask, Try
 from .parallelism import Parallelism, near_divisors
 from .shared_cores import num_cores
-from .submeshes import Answer, MemoryPolicy, Stage, Submesh, Task, find_stages, no_room, submeshes
+from .submeshes import (
+    Answer,
+    MemoryPolicy,
+    Stage,
+    Submesh,
+    Task,
+    find_stages,
+    hosts_of,
+    no_room,
+    submeshes,
+)
 
 _MOST_ANSWERS = 8
 """Answers of one search that are compared."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.costs.cluster import Cluster
 from penstock.errors import ConfigError, PlanError
 from penstock.trace.units import bytes_text
 from penstock.types import Recompute, RecomputePolicy
@@ -38,6 +39,18 @@ class Hosts(NamedTuple):
     num_hosts: int
     num_devices: int
     memory_bytes: float = inf
+
+
+def hosts_of(cluster: Cluster) -> list[Hosts]:
+    """Return the kinds of hosts of a cluster, as the search knows them."""
+    return [
+        Hosts(
+            host.count,
+            len(host.devices),
+            min(cluster.devices[kind].memory_bytes for kind in host.devices),
+        )
+        for host in cluster.hosts
+    ]
 
 
 class Submesh(NamedTuple):
