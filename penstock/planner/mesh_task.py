@@ -131,13 +131,13 @@ class MeshTask:
     def tries(self) -> list[Try]:
         """Numbers of micro-batches, ready plans and memory policies to try together.
 
-        A price of bytes is tried with the first ready plan only: the others leave little choice.
+        Stages price bytes all or none, as a plan's limit of memory is that of all its stages.  A
+        price of bytes is tried with the first ready plan only: the others leave little choice.
         """
-        first, without_bytes = self.shardings[0], self.without_byte_prices
-        return [
-            (number, own, tuple(self.policies) if own == first else without_bytes)
-            for number, own in product(self.numbers, self.shardings)
-        ]
+        with_bytes = tuple(own for own in self.policies if own.byte_s)
+        groups = dict.fromkeys((self.without_byte_prices, with_bytes or self.without_byte_prices))
+        every = product(self.numbers, self.shardings, groups)
+        return [own for own in every if own[1] == self.shardings[0] or own[2] != with_bytes]
 
     @property
     def without_byte_prices(self) -> tuple[MemoryPolicy, ...]:

@@ -27,7 +27,7 @@ def sharding_of(
     assert plan.sharding is not None, "stages have several ranks"
     meshes = [plan.placement.shard_axes_of(stage) for stage in range(plan.num_stages)]
     number = plan.num_microbatches
-    # micro-batches whose graph a stage keeps at one time: one if it recomputes
+    # micro-batches whose graph a stage keeps at one time: one if it recomputes all
     work = work_of(plan.schedule, plan.num_stages, number)
     whole = Recompute.STAGE, Recompute.LAYERS
     pairs = zip(plan.recompute, work, strict=True)

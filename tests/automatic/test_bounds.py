@@ -52,7 +52,7 @@ def test_layers_are_divided_within_the_memory_that_a_plan_was_made_for(
 
 
 def what(own: OnMeshes) -> tuple[object, ...]:
-    return own.answer.stages, own.family, own.prices.plan
+    return own.answer.stages, own.family, own.prices.plan, own.prices.policies
 
 
 @pytest.mark.parametrize(

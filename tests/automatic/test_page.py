@@ -78,7 +78,7 @@ def test_it_says_what_other_decisions_would_have_cost() -> None:
     told = [line for line in choice.plan.why if line.startswith("with other ")]
     heads = (line.split(":")[0].removeprefix("with other ") for line in told)
     decided = {name for head in heads for name in head.split(", ")}
-    assert decided == {"stages", "schedule", "sharding"}  # stages that need not recompute do not
+    assert decided == {"stages", "schedule", "sharding", "recompute"}
     best = choice.candidates[0]
     (line,) = (line for line in told if "schedule" in line)
     assert f": {best.family.name}, " not in line and best.stages_text in line
