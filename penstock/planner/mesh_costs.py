@@ -152,13 +152,13 @@ class MeshPrices:
         # 1. Recompute one layer more until the stage fits.
         limit = self._hosts[submesh.kind].memory_bytes - own.state_bytes
         ranges, again = self._ranges(submesh, option), list[int]()
-        kept, graph = ranges.keeps[start, end], 0.0
+        kept, enters, graph = ranges.keeps[start, end], ranges.enters[start, end], 0.0
         again_s, freed, graphs = (x[start:end] for x in self._of_layers(submesh, option))
         for n in np.argsort(-freed / np.maximum(again_s, _TINY_S), kind="stable").tolist():
             if graph + in_flight * kept <= limit or not freed[n]:
                 break
             again.append(n)
-            kept, graph = kept - freed[n], max(graph, float(graphs[n]))
+            kept, graph = max(kept - freed[n], enters), max(graph, float(graphs[n]))
         # 2. Price it so.
         part, numbers = again_s[again].sum(), tuple(sorted(start + n for n in again))
         policy = Recompute.LAYERS if len(again) == end - start else RecomputeLayers(numbers)

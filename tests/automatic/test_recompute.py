@@ -116,6 +116,16 @@ def test_each_stage_recomputes_as_few_layers_as_fit() -> None:
     assert limited(32_000_000, MEMORY_POLICIES).recompute == (Recompute.NEVER,) * 4
 
 
+def test_stages_of_a_candidate_price_bytes_all_or_none() -> None:
+    """A plan's limit of memory, by which stages are divided when they run, is that of all."""
+    task = replace(task_on(2, 2), policies=MEMORY_POLICIES)
+    priced = [
+        [own.option.policy.byte_s > 0 for own in found.stages] for found in find_on_meshes(task)[0]
+    ]
+    assert all(len({*own}) == 1 for own in priced)
+    assert {own[0] for own in priced} == {True, False} and max(map(len, priced)) > 1
+
+
 def test_wide_resnet_of_alpas_paper_fits_a_device_with_as_few_microbatches() -> None:
     subject = next(subjects((RESNET,)))
     plan = plan_on_meshes(subject.task("p3.16xlarge"))
