@@ -75,7 +75,7 @@ def read_published(path: Path) -> Published:
 
 @dataclass
 class Found:
-    """What was found of a model: its row and picture, what is surprising, or why it is missing."""
+    """The results of a model: its row and picture, its surprises, or why it is missing."""
 
     subject: Subject
     row: dict[str, Any] | None = None

@@ -3,7 +3,7 @@
     host 0: devices 0 1 2 3 ┐            ┌ host 2: devices 8 9 10 11      a message for each two
     host 1: devices 4 5 6 7 ┴── gloo ────┴ host 3: devices 12 ... 15      hosts
 
-What goes between devices of a host is copied in memory.
+Devices of a host copy in memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 
 class Hosts:
-    """Which process has which device: a row of a mesh is a host."""
+    """The device of each process: a row of a mesh is a host."""
 
     def __init__(self, case: Case) -> None:
         self._first, self._sizes = prod(case.mesh), (case.mesh[-1], case.next_mesh[-1])

@@ -255,7 +255,10 @@ class OnMeshes:
         for stage, own, number in zip(*per_stage, strict=True):
             again_bytes = 0.0 if own.recompute is Recompute.NEVER else own.graph_bytes
             kept_bytes = number * own.microbatch_bytes + again_bytes
-            sizes = own.state_bytes, kept_bytes, self.prices.entering_bytes(stage.end)
+            # what the last stage gives, the loss takes there
+            is_last = stage.end == len(self.prices.names)
+            sent_bytes = 0.0 if is_last else self.prices.entering_bytes(stage.end)
+            sizes = own.state_bytes, kept_bytes, sent_bytes
             times = own.forward_s, own.backward_s, own.handover_s
             yield PredictedStage(*times, *map(round, sizes))
 

@@ -48,9 +48,9 @@ class OnMesh(NamedTuple):
     """A stage on a mesh.
 
     The first five fields are its prices, as those of a `Task`.  Seconds are those of a
-    micro-batch, and bytes those of a device: the optimizer moves `update_bytes` once a step, and
-    `graph_bytes` are the graph that a backward has built again, of the stage or of its largest
-    layer; without recompute those of a micro-batch.  `recompute_s` are a part of `seconds`.
+    micro-batch; `recompute_s` are a part of `seconds`.  Bytes are those of a device.  The
+    optimizer moves `update_bytes` once a step.  A backward builds a graph of `graph_bytes` again:
+    that of the stage or of its largest layer.  Without recompute they are a micro-batch's.
     """
 
     seconds: float

@@ -7,6 +7,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from penstock.trace.units import bytes_text, time_text
+from penstock.types import RecomputeLayers
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -99,7 +100,10 @@ def _each_row(plan: "Plan") -> Iterator[_Row]:
 
 
 def _recomputed(plan: "Plan", stage: int) -> str:
-    return plan.recompute[stage].value + (", offload" if plan.offload[stage] else "")
+    policy = plan.recompute[stage]
+    if isinstance(policy, RecomputeLayers):  # which may name layers of other stages, too
+        policy = RecomputeLayers(plan.recomputed(stage))
+    return policy.value + (", offload" if plan.offload[stage] else "")
 
 
 def _figures(own: PredictedStage) -> Iterator[tuple[float, str]]:

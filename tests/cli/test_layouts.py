@@ -69,6 +69,7 @@ def test_a_layout_is_told_in_lines_and_has_a_page(capsys: Captured) -> None:
     for word in ("of it the optimizer", "samples/s", "MFU", "bubble", "collectives", "fits"):
         assert word in said
     assert "pipeline=2, virtual=2, data=2" in said or "data=2, pipeline=2, virtual=2" in said
+    assert said.rstrip().endswith("-")  # the last stage gives its output to the loss alone
     page = Path("step.html").read_text()
     assert "<h1>model_of_layouts:example on few</h1>" in page and "Where the time goes" in page
 

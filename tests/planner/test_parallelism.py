@@ -84,6 +84,7 @@ def test_the_first_layers_of_each_stage_are_recomputed_and_cost_their_part() -> 
     none = penstock.plan(counted(8), hosts, parallelism=never)
     assert plans[1].recompute == (penstock.Recompute.layers(0, 4),) * 2
     assert [plans[2].recomputed(stage) for stage in range(2)] == [(0, 1), (4, 5)]
+    assert [row[3] for row in plans[2].rows[1:]] == ["layers 0, 1", "layers 4, 5"]
     seconds = [(plan.predicted_s or ())[0] for plan in (none, plans[1], plans[2], plans[4])]
     forward_s = (none.predicted_stages or ())[0].forward_s
     more = [later - before for before, later in pairwise(seconds)]

@@ -51,7 +51,7 @@ class Collective(StrEnum):
 
 
 class _Protocol(NamedTuple):
-    """How NCCL moves the bytes of a form: it waits for flags, or for whole chunks."""
+    """A protocol by which NCCL moves the bytes of a form: it waits for flags, or whole chunks."""
 
     base_s: float
     nvlink_s: float
@@ -251,7 +251,7 @@ def _summing(cluster: Cluster, groups: Sequence[_Group]) -> Sequence[tuple[float
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """What all groups of `size` devices send at once."""
+    """The bytes that all groups of `size` devices send at once."""
 
     hops: frozenset[_Hop]
     s_per_byte: float
