@@ -201,7 +201,9 @@ def test_layers_are_known_by_name_and_number_and_the_plan_says_which() -> None:
     )
     plan = pipe.plan
     assert [plan.recomputed(stage) for stage in range(2)] == [(0, 2), (3,)]
-    assert "layers 0, 2, 3" in str(plan) and "recompute=layers(0, 2, 3)" in repr(pipe)
+    assert "recompute=layers(0, 2, 3)" in str(plan) and "recompute=layers(0, 2, 3)" in repr(pipe)
+    rows = [line.split() for line in str(plan).splitlines()[-2:]]
+    assert [" ".join(row[4:]) for row in rows] == ["2 40 layers 0, 2 0 cpu ?", "layers 3 1 cpu ?"]
     assert penstock.Plan.from_json(plan.to_json()) == plan
     assert [str(x) for x in pipe.schedule_for().programs[1]][1] == "1f0"
     free = penstock.Pipeline(
