@@ -40,7 +40,7 @@ class Block(nn.Module):
             each.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for each in self.inputs(self.norm1(x_BTD)).chunk(3, -1)
         )
-        scores_BHTS = q_BHTC @ k_BHTC.transpose(2, 3) * q_BHTC.shape[-1] ** -0.5
+        scores_BHTS = q_BHTC * q_BHTC.shape[-1] ** -0.5 @ k_BHTC.transpose(2, 3)
         heads_BHTC = F.dropout(F.softmax(scores_BHTS, -1), _DROPOUT) @ v_BHTC
         attended_BTD = self.out(heads_BHTC.transpose(1, 2).flatten(2))
         x_BTD = x_BTD + F.dropout(attended_BTD, _DROPOUT)
@@ -63,7 +63,7 @@ class Embedding(nn.Module):
 
 
 def _loss(logits_BTV: Tensor, words_BT: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BTV.flatten(0, 1), words_BT.flatten())
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), words_BT.flatten())
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,7 @@ class Row:
             head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, NUM_WORDS, bias=False))
             model = nn.Sequential(Embedding(width), *blocks, head).bfloat16()
             words = torch.zeros(layout.microbatch_size * (layout.data or 1), LENGTH).long()
-        profile = penstock.profile(
-            model, words, loss=_loss, targets=words, measure=False, compile=True
-        )
+        profile = penstock.profile(model, words, loss=_loss, targets=words, measure=False)
         cluster = part_of(Cluster.load("dgx-a100"), self.number("gpus"))
         return step_s(profile, cluster, layout)
 

@@ -4,6 +4,11 @@
 
 Products may be bound by either; all other classes are bound by their bytes, and views take no
 time.  The efficiency of a class is the device's figure, or the one of `USUAL`.
+
+A unit of a GPU reads the operands of a tile while it multiplies, and writes the tile when it is
+done:
+
+    matrix product     max(FLOPs / ..., bytes read / copy) + bytes written / copy
 """
 
 from collections.abc import Iterable
@@ -44,6 +49,8 @@ FlashAttention-2 on an H100 takes as long (arXiv 2407.08608, figures 5 and 6, he
 512 to 16,384 positions): with one efficiency all these figures are met within 14 %.  Its backward
 also sums up gradients of queries and makes them narrow.
 """
+_BYTES_OF_RESULTS = {"float64": 8, "float32": 4}
+"""Bytes of a number in the result of a product, by dtype; others have 2."""
 
 
 def operator_seconds(operator: Operator, device: Device) -> float:
@@ -51,13 +58,13 @@ def operator_seconds(operator: Operator, device: Device) -> float:
     if operator.name == VIEW:
         return 0.0
     share, copy = _efficiency(operator, device), device.bytes_per_s
-    num_bytes = float(operator.num_bytes)
+    num_bytes, written = float(operator.num_bytes), _written_last(operator, device)
     if operator.name == "elementwise":
         num_bytes *= device.elementwise_fusion
     if operator.name in PRODUCTS:
         fill = _keys_share(operator, device) * _fill(operator, device)
         reached = _peak(operator, device) * share * fill
-        work_s = max(operator.flops / reached, num_bytes / copy)
+        work_s = max(operator.flops / reached, (num_bytes - written) / copy) + written / copy
     else:
         work_s = num_bytes / (copy * share)
     one_s = max(work_s, device.floor_s) + device.gap_s
@@ -92,6 +99,18 @@ def _peak(operator: Operator, device: Device) -> float:
             f"products of that dtype; it has {', '.join(sorted(device.flops_per_s))}. Add that "
             "peak, or run the model in one of these"
         ) from None
+
+
+def _written_last(operator: Operator, device: Device) -> int:
+    """Return the bytes of a matrix product that are written after its work; 0 if none are known.
+
+    A core writes results while it computes others.
+    """
+    if operator.name != "gemm" or not operator.dims or device.tile == (1, 1):
+        return 0
+    rows, columns, _ = operator.dims
+    result = operator.batch * rows * columns * _BYTES_OF_RESULTS.get(operator.dtype, 2)
+    return min(result, operator.num_bytes)
 
 
 def _keys_share(operator: Operator, device: Device) -> float:

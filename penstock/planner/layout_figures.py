@@ -321,8 +321,8 @@ def _work_s(candidate: OnMeshes, devices: tuple[int, ...]) -> _Work:
         forward_s = both_s = 0.0
         for call, own in zip(calls, planned, strict=True):
             forward = tuple(x for x in call.operators if x.part is Part.FORWARD)
-            both_s += costs.call_s(call, own)
-            forward_s += costs.call_s(replace(call, operators=forward), own)
+            both_s += costs.call_s(graph, call, own)
+            forward_s += costs.call_s(graph, replace(call, operators=forward), own)
         each.append((both_s, forward_s))
         layers.append(num_operators(calls))
     sums = np.cumsum(each, axis=0)

@@ -20,6 +20,7 @@ from penstock.costs.counting.graph import Call, Graph, TensorSpec
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
 
+from .divided import divided
 from .layouts import I, Layout, Move, Numbers, R, S, State, moves_between, shrunk
 from .plan import BUCKET_BYTES, LayerSharding, PlannedCall
 from .rules import ALIKE
@@ -106,19 +107,19 @@ class Costs:
         cluster = one.times(hosts) if hosts > 1 else one
         return cls(tuple(mesh), cluster, num_microbatches, num_in_flight)
 
-    def call_s(self, call: Call, planned: PlannedCall) -> float:
-        """Return the seconds of a call, forward and backward."""
-        return sum(self._parts_s(call, planned))
+    def call_s(self, graph: Graph, call: Call, planned: PlannedCall) -> float:
+        """Return the seconds of a call of a graph, forward and backward."""
+        return sum(self._parts_s(graph, call, planned))
 
-    def _parts_s(self, call: Call, planned: PlannedCall) -> tuple[float, float]:
-        cuts = [own for own in zip(self.mesh, planned.choices, strict=True) if own[1].cut]
-        parts, skew = prod(n for n, _ in cuts), prod(2 - 1 / n for n, x in cuts if x.is_skewed)
+    def _parts_s(self, graph: Graph, call: Call, planned: PlannedCall) -> tuple[float, float]:
+        cuts = tuple(own for own in zip(self.mesh, planned.choices, strict=True) if own[1].cut)
         # an identity is far quicker to hash than operators; the entry keeps them, and so it
-        key = self.cluster.places[self._place(0)].kind, id(call.operators), parts, skew
+        key = self.cluster.places[self._place(0)].kind, id(call.operators), cuts
         if key not in self.known:
-            both = [0.0, 0.0]
+            both, skew = [0.0, 0.0], prod(2 - 1 / n for n, choice in cuts if choice.is_skewed)
             for operator in call.operators:
-                seconds = self._operator_s(operator, parts) * skew
+                part = divided(operator, call, planned, self.mesh, graph.tensors)
+                seconds = self._operator_s(part) * skew
                 both[operator.part is not Part.FORWARD] += seconds
             self.known[key] = *both, call.operators
         forward_s, rest_s, _ = self.known[key]
@@ -161,14 +162,16 @@ class Costs:
         """Return measured over roofline seconds of a layer; code after the last has its own."""
         return self.factors[min(layer, len(self.factors) - 1)] if self.factors else 1.0
 
-    def forward_s(self, calls: Sequence[Call], plan: LayerSharding, seconds: float) -> float:
+    def forward_s(
+        self, graph: Graph, calls: Sequence[Call], plan: LayerSharding, seconds: float
+    ) -> float:
         """Return the part of a layer's seconds that its recompute repeats: its forward.
 
         The seconds are without those of `sums_s`.  Conversions count by the share of the bytes
         they send forward.
         """
         planned = plan.calls or (PlannedCall("", (ALIKE,) * len(self.mesh)),) * len(calls)
-        parts_s = [self._parts_s(*pair) for pair in zip(calls, planned, strict=True)]
+        parts_s = [self._parts_s(graph, *pair) for pair in zip(calls, planned, strict=True)]
         forward_s, rest_s = map(sum, zip(*parts_s, strict=True)) if parts_s else (0.0, 0.0)
         sent = plan.forward_bytes + plan.backward_bytes
         share = plan.forward_bytes / sent if sent else 0.0
@@ -312,18 +315,10 @@ class Costs:
         cuts = (n for n, choice in zip(self.mesh, planned.choices, strict=True) if choice.cut)
         return call.inner_bytes / prod(cuts)
 
-    def _operator_s(self, operator: Operator, parts: int) -> float:
+    def _operator_s(self, operator: Operator) -> float:
         device = self.cluster.device_of(self._place(0))
         dtype = operator.dtype if operator.dtype in device.flops_per_s else "float32"
-        is_attention = operator.name == "attention"  # keys are whole
-        share = replace(
-            operator,
-            flops=operator.flops // parts,
-            num_bytes=operator.num_bytes // parts,
-            batch=max(1, operator.batch // parts) if is_attention else operator.batch,
-            dtype=dtype,
-        )
-        return operator_seconds(share, device)
+        return operator_seconds(replace(operator, dtype=dtype), device)
 
     def _move_s(self, axis: int, move: Move, num_bytes: float) -> float:
         if move is Move.NONE:

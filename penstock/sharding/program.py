@@ -113,7 +113,10 @@ class _Choices:
         self.shared_s = sum(costs.once_s(spec, (I,) * len(self._mesh)) for spec in shared)
         """Seconds of collectives of weights that other layers use too: they are whole in calls."""
         self.seconds: list[Numbers] = [
-            *(numpy.array([costs.call_s(s.call, x) for x in s.options]) for s in self.sites),
+            *(
+                numpy.array([costs.call_s(graph, site.call, x) for x in site.options])
+                for site in self.sites
+            ),
             *(
                 numpy.array([costs.once_s(graph.tensors[n], rest) for rest in states])
                 for n, states in zip(self.weights, self.states, strict=True)
@@ -309,7 +312,7 @@ def whole_s(graph: Graph, layer: int, costs: Costs) -> float:
     alike, whole = (ALIKE,) * len(costs.mesh), (I,) * len(costs.mesh)
     calls = [call for call in graph.of_layer(layer) if not call.is_between]
     weights_s = sum(costs.once_s(spec, whole) for spec in weights_of(graph, calls))
-    return sum(costs.call_s(call, PlannedCall("", alike)) for call in calls) + weights_s
+    return sum(costs.call_s(graph, call, PlannedCall("", alike)) for call in calls) + weights_s
 
 
 def priced(

@@ -269,7 +269,7 @@ class Search:
             keeps = keeps if plan.calls else whole_bytes(graph, calls)
             stays, once_s = one.resident_bytes(*of_layer), one.sums_s(*of_layer)
             without_s = cost.seconds - once_s / one.num_microbatches
-            forward_s, seconds = one.forward_s(calls, plan, without_s), max(0.0, without_s)
+            forward_s, seconds = one.forward_s(graph, calls, plan, without_s), max(0.0, without_s)
             sums = seconds, forward_s, once_s, *stays, one.update_bytes(*of_layer), keeps
             self._sizes[key] = numpy.array((cost.total, *sums))[:, None]
         return self._sizes[key]

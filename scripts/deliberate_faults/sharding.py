@@ -27,7 +27,7 @@ FAULTS = (
     Fault(
         "all slices of queries cost alike, under a causal mask",
         "penstock/sharding/costs.py",
-        "prod(2 - 1 / n for n, x in cuts if x.is_skewed)",
+        "prod(2 - 1 / n for n, choice in cuts if choice.is_skewed)",
         "1.0",
         "tests/sharding/test_program.py",
         "later_queries",

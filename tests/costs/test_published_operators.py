@@ -5,11 +5,9 @@ No preset is fitted to steps of models; these figures are of one operator each.
 
 import pytest
 
-from penstock.costs.cluster import Cluster
 from penstock.costs.cluster.files import device_preset
 from penstock.costs.records import Operator, Part
 from penstock.costs.roofline import operator_seconds
-from penstock.sharding.costs import Costs
 
 NEAR = 0.15
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -67,13 +65,6 @@ def test_attention_of_every_length_is_near_the_charts(
 ) -> None:
     found = [tflops(attention(*how, length), "h100") for length in LENGTHS]
     assert found == pytest.approx(published, rel=NEAR)
-
-
-def test_devices_that_divide_attention_see_as_many_keys_each() -> None:
-    operator = attention(Part.FORWARD, True, 128, 512)
-    costs = Costs((8,), Cluster.load("dgx-h100"))
-    whole_s, part_s = (costs._operator_s(operator, parts) for parts in (1, 8))
-    assert part_s == pytest.approx(whole_s / 8, rel=0.1)
 
 
 @pytest.mark.parametrize(("name", "dtype", "published"), PRODUCTS)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.costs.cluster import Device
+from penstock.costs.cluster.files import device_preset
 from penstock.costs.records import MOVES, PRODUCTS, Operator, Part
 from penstock.costs.roofline import USUAL, operator_seconds, operators_seconds
 from penstock.errors import ConfigError
@@ -104,3 +105,42 @@ def test_parts_are_added_up_each_alone() -> None:
 
 def test_each_class_has_a_usual_efficiency() -> None:
     assert USUAL.keys() == {*PRODUCTS, *MOVES}
+
+
+A100_40GB = device_preset("a100-40gb")
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "depth", "columns", "tflops"),
+    [
+        # float16 on an A100 of 40 GB: Anthony et al. 2024, arXiv 2401.14489; numbers in
+        # github.com/EleutherAI/cookbook, sizing/results at 27dff48
+        (64, 2048, 128, 2048, 91.6),  # scores: bytes are written last
+        (64, 2048, 192, 2048, 113.7),
+        (64, 2048, 256, 2048, 127.6),
+        (64, 2048, 2048, 128, 134.8),  # values: bytes are read meanwhile
+        (1, 8192, 8192, 6144, 228.5),
+        (1, 8192, 2048, 8192, 216.6),
+        (1, 8192, 8192, 8192, 254.0),
+        (1, 27648, 4096, 384, 242.6),
+    ],
+)
+def test_products_take_as_long_as_others_measured(
+    batch: int, rows: int, depth: int, columns: int, tflops: float
+) -> None:
+    numbers = rows * depth + depth * columns + rows * columns
+    product = op(
+        flops=2 * batch * rows * depth * columns,
+        num_bytes=2 * batch * numbers,
+        dims=(rows, columns, depth),
+        batch=batch,
+        dtype="float16",
+    )
+    predicted = product.flops / operator_seconds(product, A100_40GB) / 1e12
+    assert predicted == pytest.approx(tflops, rel=0.13)
+
+
+def test_a_core_writes_results_while_it_computes() -> None:
+    product = op(flops=1000, num_bytes=200, dims=(4, 5, 25))
+    assert seconds(product) == 2
+    assert seconds(product, tile=(8, 8)) > 2 + 4 * 5 * 4 / 100

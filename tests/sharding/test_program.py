@@ -274,7 +274,7 @@ def test_later_queries_of_a_causal_mask_have_more_to_do(causal: bool) -> None:
     options = choices(Seen.of(graph, call), 4)
     by_cut = {x.gives[0].dim: x for x in options if isinstance(x.gives[0], S)}
     sequences, queries = (
-        costs.call_s(call, PlannedCall(call.function, (by_cut[dim],))) for dim in (0, 2)
+        costs.call_s(graph, call, PlannedCall(call.function, (by_cut[dim],))) for dim in (0, 2)
     )
     assert queries / sequences == pytest.approx(2 - 1 / 4 if causal else 1.0)
 

@@ -166,7 +166,9 @@ def file_values(found: Iterable[Compared]) -> dict[str, float]:
 def _of_kernel(name: str, operator: Operator, preset: Device, took: Spread) -> Compared:
     key = f"{operator.name}.{operator.dtype}"
     at_peak = replace(preset, efficiency={key: 1.0}, floor_s=0.0, gap_s=0.0)
-    share = operator_seconds(operator, at_peak) / max(took.middle - preset.gap_s, 1e-9)
+    work_s = operator_seconds(replace(operator, num_bytes=0), at_peak)
+    beside_s = operator_seconds(operator, at_peak) - work_s + preset.gap_s
+    share = work_s / max(took.middle - beside_s, 1e-9)
     figure = Figure(name, "FLOP/s", took.per(operator.flops))
     predicted = operator.flops / operator_seconds(operator, preset)
     return Compared(figure, predicted, f"efficiency.{key}", share)
