@@ -23,7 +23,6 @@ from penstock.sharding.layouts import FEW_BYTES, I, Numbers
 from penstock.sharding.named import ready_plan
 from penstock.sharding.routed import with_end
 from penstock.sharding.search import Part, Ranges, Search
-from penstock.trace.progress import saying
 from penstock.types import Recompute, RecomputeLayers, RecomputePolicy
 
 from .submeshes import (
@@ -240,12 +239,7 @@ class MeshPrices:
         return self._tables[key]
 
     def _ranges(self, submesh: Submesh, option: Option) -> Ranges:
-        (shape, policy), search = option, self._search(submesh, option.shape)
-        key = search, policy.byte_s
-        if key not in self._known_ranges:
-            with saying(f"dividing layers among {' x '.join(map(str, shape))} devices"):
-                self._known_ranges[key] = search.of_ranges(policy.byte_s)
-        return self._known_ranges[key]
+        return self._search(submesh, option.shape).of_ranges(option.policy.byte_s)
 
     def _of_layers(self, submesh: Submesh, option: Option) -> "_OfLayers":
         ranges = self._ranges(submesh, option)
@@ -256,10 +250,6 @@ class MeshPrices:
 
     @cached_property
     def _tables(self) -> dict[object, Numbers]:
-        return {}
-
-    @cached_property
-    def _known_ranges(self) -> dict[tuple[Search, float], Ranges]:
         return {}
 
     def _search(self, submesh: Submesh, shape: tuple[int, ...]) -> Search:

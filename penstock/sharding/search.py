@@ -20,6 +20,7 @@ import numpy
 
 from penstock.costs.counting.graph import Call, Graph
 from penstock.errors import PlanError
+from penstock.trace.progress import saying
 from penstock.trace.units import bytes_text
 
 from .costs import Costs
@@ -29,9 +30,6 @@ from .plan import LayerSharding
 from .program import LayerProgram, Task, priced, whole_s
 from .routed import between, for_loss, num_operators, routed_calls, whole_bytes, why_whole
 from .rules import fits
-
-Mesh = Sequence[int]
-"""The lengths of a mesh's axes."""
 
 
 class Cost(NamedTuple):
@@ -80,10 +78,10 @@ class Part(NamedTuple):
     """Numbers of its layers."""
     pins: Mapping[int, Layout] = {}
     """Pinned layouts of weights, by number."""
-    before: Mesh | None = None
-    """The mesh of the previous stage, if there is one."""
-    after: Mesh | None = None
-    """The mesh of the next stage, if there is one."""
+    before: Sequence[int] | None = None
+    """The lengths of the axes of the previous stage's mesh, if there is one."""
+    after: Sequence[int] | None = None
+    """The same of the next stage's mesh."""
     to_loss: bool = False
     """True if a loss, whose calls are unknown, takes the last layer's output in any slices."""
     has_end: bool = False
@@ -202,8 +200,12 @@ class Search:
 
     def of_ranges(self, byte_s: float = 0.0) -> "Ranges":
         """Return the costs of ranges of layers as stages, and of the code after the last."""
-        if byte_s in self._ranges:
-            return self._ranges[byte_s]
+        if byte_s not in self._ranges:
+            with saying(f"dividing layers among {' x '.join(map(str, self._costs.mesh))} devices"):
+                self._ranges[byte_s] = self._found(byte_s)
+        return self._ranges[byte_s]
+
+    def _found(self, byte_s: float) -> "Ranges":
         count = len(self._layers)
         sums = numpy.full((_NUM_SUMS, count, count + 1), numpy.inf)
         never = numpy.full((1 + _NUM_SUMS, count), numpy.inf)  # [as of `_sized`, first layer]
@@ -223,7 +225,7 @@ class Search:
         every, again_s = [*both, *sums[2:], self._entering()], both[1]
         if self._has_end:
             every, again_s = [numpy.delete(own[:-1], -2, 1) for own in every], again_s[:-1, :-1]
-        return self._ranges.setdefault(byte_s, Ranges(*(*every, again_s)))
+        return Ranges(*(*every, again_s))
 
     def _entering(self) -> Numbers:
         """Return the bytes of a micro-batch that enter every range, [first, end].
@@ -328,11 +330,10 @@ class Search:
             return self._whole
         return min(self._layouts(border), key=lambda layout: layout.count(I))
 
-    def _end(self, border: int, other: Mesh | None) -> Layout:
+    def _end(self, border: int, other: Sequence[int] | None) -> Layout:
         """Return the layout of values between the stage and one of another mesh beside it."""
         mesh = self._costs.mesh
-        shapes = [self._graph.tensors[n].shape for n in self._crossing[border]]
-        lengths = {shape[0] if shape else 0 for shape in shapes}
+        lengths = {(*self._graph.tensors[n].shape, 0)[0] for n in self._crossing[border]}
         if mesh == other:
             return self._thinnest(border)
         if other is None or len(lengths) != 1 or S(0) not in self._ready.borders:
@@ -373,14 +374,13 @@ class Search:
         return prod(self._costs.mesh) > 1 and not self._why_whole(self._layers[place])
 
     def _program(self, place: int, before: Layout, after: Layout) -> LayerProgram:
-        key = self._kind(place), before, after
-        if key not in self._programs:
+        if (key := (self._kind(place), before, after)) not in self._programs:
             # the layouts of the tensors that cross the layer's borders
             entering = self._crossing[place] if before != self._whole else []
             leaving = self._crossing[place + 1] if after != self._whole else []
             borders = {**dict.fromkeys(entering, before), **dict.fromkeys(leaving, after)}
-            layer = self._layers[place]
-            self._programs[key] = LayerProgram(self._graph, layer, self._task, borders)
+            inside = self._graph, self._layers[place], self._task
+            self._programs[key] = LayerProgram(*inside, borders)
         return self._programs[key]
 
     def _between(self, maker: int, user: int) -> list[int]:
