@@ -61,8 +61,9 @@ class Mesh(Shared):
     `placement` maps stages to ranks; `num_stages` counts ranks if each runs several stages.
     `world` has all processes, `stages` those of this replica and shard.  `replicas` has those with
     the same stages and other samples, `shards` those that share these stages.  `shard_axes` are
-    the axes along which the shards are arranged.  With all stages in threads of one process, each
-    has that process alone, and `processes` is None.
+    the axes along which the shards are arranged, and `sum_axes` the same with other process groups
+    for sums of gradients, which run beside all else.  With all stages in threads of one process,
+    each has that process alone, and `processes` is None.
     """
 
     placement: Placement
@@ -73,6 +74,7 @@ class Mesh(Shared):
     replicas: Control = _ALONE
     shards: Control = _ALONE
     shard_axes: tuple[Collectives, ...] = (Collectives(),)
+    sum_axes: tuple[Collectives, ...] = (Collectives(),)
     processes: Processes | None = None
 
     @classmethod

@@ -1,15 +1,18 @@
-"""Sum gradients and BatchNorm moments over the replicas of a pipeline.
+"""Sum gradients over replicas and shards, and BatchNorm moments over replicas.
 
 last backward of a stage   begin an all-reduce of each bucket (one dtype, one device) once its last
-                           gradient is there, in one order on all replicas
+                           gradient is there, in one order on all processes that sum it
 end of that backward       begin the rest, and tell which buckets changed after their sum began
-end of the step            wait; sum changed buckets again; then sum partial gradients over shards
+end of the step            wait; sum changed buckets again; then sum along further axes
+
+Gradients are summed over replicas first, then along each axis of shards along which they are
+parts of a sum: along the first of these beside the backward, and along others at the step's end.
 
     backward   ── layer 9 ── layer 8 ── layer 7 ── layer 6 ──
     sums                  └─ bucket 0 ──►    └─ bucket 1 ──►
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -118,7 +121,7 @@ class Replicas:
         self.partial: Sequence[tuple[Collectives, Sequence[Tensor]]] = ()
         self.pools_statistics = pools_statistics
         self._buckets: list[_Bucket] = []
-        self._in_backward: _InBackward | None = None
+        self._in_backward: list[_InBackward] = []
         self._before: dict[Tensor, Tensor] = {}
         self.hooks = SummedHooks(())
         """The hooks that get the sums of the current step."""
@@ -139,32 +142,51 @@ class Replicas:
             parameter.grad = None
 
     def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Sum gradients over replicas from now on; ConfigError for a dtype torch cannot sum."""
+        """Sum gradients as the backward makes them; ConfigError for a dtype torch cannot sum."""
+        self._in_backward += [
+            _InBackward(_buckets(group, summed)) for group, summed in self._first_sums(parameters)
+        ]
+
+    def _first_sums(
+        self, parameters: Sequence[Tensor]
+    ) -> Iterator[tuple[Collectives, Sequence[Tensor]]]:
+        """Yield the parameters that are summed over replicas, or else along an axis of shards."""
         if self._group.size > 1:
-            self._in_backward = _InBackward(_buckets(self._group, parameters))
+            yield self._group, parameters
+            return
+        left = set(parameters)
+        for axis, weights in self.partial:
+            if first := [weight for weight in weights if weight in left]:
+                yield axis, first
+                left.difference_update(first)
 
     def end_backward(self) -> None:
         """Begin the sums that the backward has not begun; ConfigError if a gradient is sparse."""
-        if self._in_backward is not None:
-            ended, self._in_backward = self._in_backward, None
-            self._buckets += ended.end()
+        ended, self._in_backward = self._in_backward, []
+        for sums in ended:
+            self._buckets += sums.end()
 
     def give_up(self) -> None:
         """Leave no hook behind after a step that failed."""
-        if self._in_backward is not None:
-            self._in_backward.leave()
-        self._in_backward, self._buckets = None, []
+        for sums in self._in_backward:
+            sums.leave()
+        self._in_backward, self._buckets = [], []
 
     def finish(self) -> None:
         """Wait for the sums, put them into `.grad`, and free the buckets."""
         buckets, self._buckets = self._buckets, []
-        _finish(self._group, buckets, "for the gradients of the other replicas")
+        begun: dict[Collectives, list[_Bucket]] = {self._group: []}
+        for bucket in buckets:
+            begun.setdefault(bucket.group, []).append(bucket)
+        _finish(self._group, begun.pop(self._group), "for the gradients of the other replicas")
         for axis, weights in self.partial:
-            buckets = _buckets(axis, weights)
-            for bucket in buckets:
+            of_axis = begun.pop(axis, [])
+            summed = {weight for bucket in of_axis for weight in bucket.parameters}
+            for bucket in _buckets(axis, [own for own in weights if own not in summed]):
                 bucket.begin()
                 bucket.tell()
-            _finish(axis, buckets, "for the gradients of the other shards")
+                of_axis.append(bucket)
+            _finish(axis, of_axis, "for the gradients of the other shards")
         self.hooks.run_found()
 
     def add_earlier(self) -> None:

@@ -480,8 +480,8 @@ FAULTS = (
     Fault(
         "shards keep parts of gradients that are summed once a step",
         "penstock/runtime/replicas.py",
-        "for axis, weights in self.partial:",
-        "for axis, weights in ():",
+        "for axis, weights in self.partial:\n            of_axis",
+        "for axis, weights in ():\n            of_axis",
         "tests/sharding/test_pipeline.py",
         "every_ready",
     ),

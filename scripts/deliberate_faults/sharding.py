@@ -33,6 +33,14 @@ FAULTS = (
         "later_queries",
     ),
     Fault(
+        "shards sum their gradients after the last backward",
+        "penstock/runtime/replicas.py",
+        "if first := [weight for weight in weights if weight in left]:",
+        "if first := [weight for weight in () if weight in left]:",
+        "tests/distributed/test_gradient_hooks.py",
+        "shards_begin_their_sums",
+    ),
+    Fault(
         "a slice along two axes begins where that of the last axis does",
         "penstock/runtime/shards/sizes.py",
         "            for axis, state in zip(self.axes, layout, strict=True)\n"

@@ -222,8 +222,13 @@ class AddsLate(nn.Module):
         return self.last(x)
 
 
-def sums_of_changed_gradients(mesh: penstock.Mesh | None) -> tuple[dict[str, Tensor], list[int]]:
-    """Train in buckets of one weight; count those whose sums began within the backward."""
+MODELS: dict[str, Callable[[], nn.Module]] = {"adds late": AddsLate, "plain": model}
+
+
+def sums_in_backward(
+    mesh: penstock.Mesh | None, name: str, sharding: Any = None
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Train in buckets of one weight; count those whose sums began within each backward."""
     begun, leave = list[int](), replicas._InBackward.leave
 
     def counted(self: replicas._InBackward) -> None:
@@ -231,20 +236,36 @@ def sums_of_changed_gradients(mesh: penstock.Mesh | None) -> tuple[dict[str, Ten
         leave(self)
 
     torch.manual_seed(0)
-    own = AddsLate()
+    own = MODELS[name]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(at_rest, "BUCKET_BYTES", 1)
         patch.setattr(replicas._InBackward, "leave", counted)
-        num_microbatches = 4 if mesh is None else 2
+        in_replicas = mesh is not None and mesh.num_replicas > 1
         pipe = penstock.Pipeline(
-            [own], 1, mesh=mesh, num_microbatches=num_microbatches, loss=nn.functional.mse_loss
+            [own],
+            1,
+            mesh=mesh,
+            num_microbatches=2 if in_replicas else 4,
+            loss=nn.functional.mse_loss,
+            sharding=None if mesh is None else sharding,
+            example_inputs=X[:2],
         )
-        pipe.train_step(*((X, Y) if mesh is None else batch(mesh)))
-    return values(own), begun
+        pipe.train_step(*(batch(mesh) if mesh is not None and in_replicas else (X, Y)))
+    found = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
+    return {**found, **parts_of(pipe).shards.whole(found)}, begun
 
 
 def test_gradients_that_change_after_their_sum_began_are_summed_again(tmp_path: Any) -> None:
-    expected, _ = sums_of_changed_gradients(None)
-    for found, begun in call(sums_of_changed_gradients, (1, 2), tmp_path):
+    expected, _ = sums_in_backward(None, "adds late")
+    for found, begun in call(sums_in_backward, (1, 2), tmp_path, name="adds late"):
         assert begun[0] == 6, "all sums begin within the backward, so some gradients change later"
+        torch.testing.assert_close(found, expected)
+
+
+def test_shards_begin_their_sums_within_the_last_backward(tmp_path: Any) -> None:
+    """Along the axis of samples, of which each device has a part."""
+    expected, _ = sums_in_backward(None, "plain")
+    placement = Placement.of(range(1), num_shards=(2, 2))
+    for found, begun in call(sums_in_backward, placement, tmp_path, name="plain", sharding="grid"):
+        assert begun[0] == 4, "those of all weights"
         torch.testing.assert_close(found, expected)

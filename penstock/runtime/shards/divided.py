@@ -219,7 +219,7 @@ class Shards:
     """
 
     def __init__(self, sharding: Sharding | None, mesh: "Mesh") -> None:
-        self.sharding, self._axes = sharding, mesh.shard_axes
+        self.sharding, self._axes, self._sum_axes = sharding, mesh.shard_axes, mesh.sum_axes
         self._everyone, self._replicas = mesh.shards.tensors, mesh.replicas.tensors
         self._keeps = sharding is not None and sharding.keeps
         self.layers: dict[int, DividedLayer] = {}
@@ -239,11 +239,11 @@ class Shards:
     @property
     def partial(self) -> list[tuple["Collectives", list[Tensor]]]:
         """The weights whose gradients are summed along each axis, in one order on all devices."""
-        return [
-            (axis, weights)
-            for n, axis in enumerate(self._axes)
-            if (weights := [w for layer in self.layers.values() for w in layer.partial[n]])
-        ]
+        of_axes = (
+            [*dict.fromkeys(w for layer in self.layers.values() for w in layer.partial[n])]
+            for n in range(len(self._sum_axes))
+        )
+        return [own for own in zip(self._sum_axes, of_axes, strict=True) if own[1]]
 
     @property
     def is_shared(self) -> bool:
