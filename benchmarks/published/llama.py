@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NUM_WORDS = 32_004
+NUM_WORDS = 32_256
+"""32,004, padded to a multiple of 128 for each of four devices, as Megatron-LM does."""
 
 
 class Block(nn.Module):

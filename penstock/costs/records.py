@@ -46,6 +46,10 @@ class Operator:
     dtype: str = "float32"
     count: int = 1
     """Number of these operators."""
+    alignment: int = 8
+    """The largest power of two, at most 8, that divides the lengths of a matrix product's rows in
+    memory, in numbers.
+    """
 
 
 def flops_of(operators: Iterable[Operator]) -> tuple[int, str]:

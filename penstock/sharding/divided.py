@@ -6,7 +6,8 @@
                                             backward  dw     N      K         B T
 
 A cut along a dimension of the product's result divides its rows, columns or batch.  Any other cut
-divides its depth: each device then has a summand of the whole result.
+divides its depth: each device then has a summand of the whole result.  A part counts as aligned as
+the whole.
 """
 
 from collections.abc import Iterator, Sequence

@@ -148,6 +148,22 @@ FAULTS = (
         "sliced_tensors",
     ),
     Fault(
+        "products of an odd number of words are as quick as others",
+        "penstock/costs/roofline.py",
+        "_OF_ALIGNMENT.get(operator.alignment, 1.0)",
+        "1.0",
+        "tests/costs/test_roofline.py",
+        "as_others_measured",
+    ),
+    Fault(
+        "products count as aligned if one matrix is",
+        "penstock/costs/counting/classify.py",
+        "gcd(8, *map(max, rows))",
+        "gcd(8, min(map(max, rows)))",
+        "tests/costs/counting/test_count.py",
+        "is_aligned",
+    ),
+    Fault(
         "a GPU writes the results of products while it computes them",
         "penstock/costs/roofline.py",
         "return min(result, operator.num_bytes)",

@@ -1,6 +1,7 @@
 """An operator takes as long as its products or its bytes, whichever is slower."""
 
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import pytest
@@ -123,6 +124,10 @@ A100_40GB = device_preset("a100-40gb")
         (1, 8192, 2048, 8192, 216.6),
         (1, 8192, 8192, 8192, 254.0),
         (1, 27648, 4096, 384, 242.6),
+        (1, 8192, 14336, 51144, 227.9),
+        (1, 8192, 14336, 51137, 76.1),  # rows of odd lengths, in memory
+        (1, 8192, 14273, 51200, 72.0),
+        (1, 8192, 14336, 51138, 136.9),  # and of even ones
     ],
 )
 def test_products_take_as_long_as_others_measured(
@@ -135,9 +140,10 @@ def test_products_take_as_long_as_others_measured(
         dims=(rows, columns, depth),
         batch=batch,
         dtype="float16",
+        alignment=gcd(8, depth, columns),
     )
     predicted = product.flops / operator_seconds(product, A100_40GB) / 1e12
-    assert predicted == pytest.approx(tflops, rel=0.13)
+    assert predicted == pytest.approx(tflops, rel=0.2 if product.alignment < 8 else 0.13)
 
 
 def test_a_core_writes_results_while_it_computes() -> None:

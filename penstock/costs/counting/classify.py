@@ -1,7 +1,8 @@
 """Describe an operator that torch has run: its class, FLOPs, bytes and sizes."""
 
 from collections.abc import Callable, Iterable, Iterator
-from math import prod
+from dataclasses import replace
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def described(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Operator,
     product = _product(func, name, args, kwargs, result)
     if product is not None:
         kind, flops, dims, batch = product
-        return (_operator(kind, flops, num_bytes, dims, batch, dtype),)
+        operator = _operator(kind, flops, num_bytes, dims, batch, dtype)
+        return (replace(operator, alignment=_alignment(tensors)) if kind == "gemm" else operator,)
     usual = "reduce" if torch.Tag.reduction in func.tags else "elementwise"
     kind = next((kind for kind, words in _WORDS if any(word in name for word in words)), usual)
     if kind == "embedding":
@@ -164,6 +166,12 @@ def _product(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> _Prod
         return None
     kind = "attention" if "attention" in name else "gemm"
     return kind, formula(*args, **kwargs, out_val=result), (), 1
+
+
+def _alignment(matrices: Iterable[Tensor]) -> int:
+    """Return the largest power of two, at most 8, that divides the strides of rows."""
+    rows = (t.stride()[-2:] for t in matrices if t.dim() > 1 and min(t.shape[-2:]) > 1)
+    return gcd(8, *map(max, rows))
 
 
 def _of_two(first: int) -> Callable[[Any, Any], _Product]:

@@ -94,6 +94,14 @@ def test_a_linear_layer_has_one_product_in_each_part() -> None:
     assert bias.num_bytes == (4 * 16 + 16) * 4
 
 
+@pytest.mark.parametrize(("rows", "columns", "alignment"), [(5, 16, 8), (8, 33, 1), (8, 36, 4)])
+def test_a_product_is_aligned_as_rows_are_in_memory(
+    rows: int, columns: int, alignment: int
+) -> None:
+    kind = count_one(nn.Linear(8, columns), rows, 8)
+    assert {x.alignment for x in kind.operators if x.name == "gemm"} == {alignment}
+
+
 def test_what_wants_no_gradient_costs_none() -> None:
     layers = as_layers(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
     first, _, last = (
