@@ -73,6 +73,10 @@ def parallelize(  # noqa: PLR0913 - the front door: each a keyword with a defaul
     rank 0 plans, and the others wait without a deadline.  A process is idle if more devices would
     not make a step faster.  All processes give a step the same batch.
 
+    The search is a quick one, so that a job begins soon: meshes whose sizes are powers of two or
+    divide a host, and numbers of micro-batches around the best.  `penstock.plan` looks at more;
+    `Pipeline(plan=)` takes what it finds.
+
     Args:
         model: as `Pipeline` takes it.
         example_inputs: a batch; only shapes and dtypes count.
@@ -175,7 +179,7 @@ def plan_for(  # noqa: PLR0913 - as `parallelize`
     if parallelism is not None:
         plan = on_layout(parallelism, costs, cluster, batch_size).plan
     else:
-        options: dict[str, Any] = {"constraints": constraints, "sharding": sharding}
+        options: dict[str, Any] = {"constraints": constraints, "sharding": sharding, "quick": True}
         plan = plan_profile(costs, cluster, batch_size, num_layers=num_layers, **options).plan
     return replace(plan, placement=plan.placement.among(count)) if count > 1 else plan
 

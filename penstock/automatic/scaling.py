@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.planner.candidates import Constraints
 from penstock.planner.make_plan import Choice, mesh_task, plan_profile
 from penstock.planner.mesh_candidates import OnMeshes
+from penstock.planner.mesh_task import FIRST_NUMBER
 from penstock.trace.page import Page, Section, Table
 from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, rounded
 from penstock.trace.page.page import Figure
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 _PROFILED_SIZES = (1, 16)
 """Samples of the micro-batches that are profiled."""
-_FIRST_NUMBER = 16
-"""Micro-batches with which the search for the first count begins."""
 _HOUR_S = 3600.0
 _STEPS = 1000
 """Steps whose device-hours are given, unless samples are."""
@@ -192,7 +191,7 @@ def scale_profile(
     one device for each stage and replica are candidates only where operators are not divided.
     """
     task = mesh_task(profile, [*clusters.values()][-1], asked, sharding)
-    number = _FIRST_NUMBER
+    number = FIRST_NUMBER
     for count, cluster in clusters.items():
         say(f"planning for {count_text(count, 'device')}")
         like = task and task.quick(number)

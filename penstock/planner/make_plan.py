@@ -121,11 +121,13 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
     num_layers: int | None = None,
     num_best: int = 5,
     like: MeshTask | None = None,
+    quick: bool = False,
 ) -> Choice:
     """Choose the plan whose step is predicted to be fastest; see `penstock.plan`.
 
-    `like` is the task of the same model and options on a cluster of more or fewer such hosts, to
-    share its graphs and programs; only stages on meshes are candidates then.
+    A `quick` search looks at fewer meshes and numbers of micro-batches.  `like` is the task of the
+    same model and options on a cluster of more or fewer such hosts, to share its graphs and
+    programs; only stages on meshes are candidates then.
     """
     is_list = isinstance(profile, list | tuple) and profile
     profiles: list[Profile] = [*cast(Sequence[Profile], profile if is_list else [profile])]
@@ -146,6 +148,7 @@ def plan_profile(  # noqa: PLR0913 - as `penstock.plan`
         )
     limit_s = on_devices.best[0].step_s / SAME if on_devices is not None else inf
     if task is not None:
+        task = task.quick() if quick else task
         try:
             return _choice(cluster, on_devices, replace(task, limit_s=limit_s))
         except PlanError:

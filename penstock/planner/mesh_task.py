@@ -27,6 +27,8 @@ SHARDINGS = ("auto", "zero1", "zero2", "expert")
 """Ready plans that are tried: weights that are gathered once a step are in none but theirs."""
 Try = tuple[int, str, tuple[MemoryPolicy, ...]]
 """A number of micro-batches, a ready plan, and the memory policies of which each stage has one."""
+FIRST_NUMBER = 16
+"""Micro-batches with which a quick search begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class MeshTask:
             state=_state_of(profile),
         )
 
-    def quick(self, first_number: int) -> "MeshTask":
+    def quick(self, first_number: int = FIRST_NUMBER) -> "MeshTask":
         """Return the task of a search on few meshes, which climbs numbers of micro-batches."""
         return replace(
             self, prices=partial(MeshPrices, shapes=few_shapes), first_number=first_number
