@@ -136,15 +136,16 @@ def stepped(mesh: Mesh | None, sharding: Any = None, num_samples: int = 4) -> di
     the bytes that were sent, and those that the plan counts.
     """
     moved, sent = Counter[str](), list[float]()
+    axes = () if mesh is None else (*mesh.shard_axes, *mesh.sum_axes)
 
     def counted(name: str) -> None:
         own = getattr(Collectives, name)
 
         def begin(axis: Collectives, given: Any, *others: Any) -> Any:
-            if axis.size > 1 and mesh is not None and axis in mesh.shard_axes:
+            if axis.size > 1 and axis in axes:
                 parts = [given] if isinstance(given, Tensor) else given
                 num_bytes = sum(p.nbytes for p in parts if p.dtype is torch.float64)
-                moved[f"{mesh.shard_axes.index(axis)}, {name}"] += num_bytes
+                moved[f"{axes.index(axis) % (len(axes) // 2)}, {name}"] += num_bytes
             return own(axis, given, *others)
 
         setattr(Collectives, name, begin)
