@@ -150,7 +150,7 @@ def test_stages_on_sub_meshes_are_planned_and_saved(capsys: Captured) -> None:
 def test_the_fastest_of_both_kinds_of_plans_is_chosen(capsys: Captured) -> None:
     few_devices(2, torch_type="cuda").save("here.toml")
     steps_s = {}
-    for sharding in ("auto", "none", "zero1"):
+    for sharding in ("auto", "none", "zero2"):  # it averages weights: no zero1
         command = ("plan", "gpt.toml", "--cluster", "here.toml", "--sharding", sharding)
         assert run((*command, "--num-microbatches", "2", "--json")) == 0
         steps_s[sharding] = Plan.from_json(capsys.readouterr().out).predicted_step_s or 0.0
