@@ -163,14 +163,15 @@ def join_mesh(world: Control, placement: Placement, place: torch.device) -> Mesh
         along_axis = partial(_along, world=world, device=place)
         shards = along_axis(placement.groups(SHARD), host_waits=False)
         axes: tuple[Collectives, ...] = (shards.tensors,)
-        sums: tuple[Collectives, ...] = (along_axis(placement.groups(SHARD)).tensors,)
+        sums: tuple[Collectives, ...] = (Collectives(),)
         for stage in (placement.ranks.index(mesh) for mesh in placement.meshes):
             lines = placement.shard_lines(stage)
+            along: tuple[Collectives, ...] = (shards.tensors,)
             if len(lines) > 1:  # all processes make all groups
                 along = tuple(along_axis(line, host_waits=False).tensors for line in lines)
-                beside = tuple(along_axis(line).tensors for line in lines)
-                is_here = world.rank in chain(*placement.ranks[stage])
-                axes, sums = (along, beside) if is_here else (axes, sums)
+            beside = tuple(along_axis(line).tensors for line in lines)
+            if world.rank in chain(*placement.ranks[stage]):
+                axes, sums = along, beside
         mesh = Mesh(
             placement,
             background.timeout_s,

@@ -10,7 +10,7 @@ divides its depth: each device then has a summand of the whole result.  A part c
 the whole.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -40,8 +40,7 @@ def divided(
     # 1. Divide the product's sizes, by where each cut is in its result.
     rows, columns, depth = operator.dims
     sizes = _Sizes(rows, columns, depth, operator.batch)
-    layouts = _results(operator, call, planned, tensors)
-    num_dims, layout = next(layouts, (0, ()))
+    num_dims, layout = _result(operator, call, planned, tensors)
     for axis in cuts:
         state = layout[axis] if num_dims else S(0)
         sizes = sizes.cut(state, num_dims, mesh[axis])
@@ -72,10 +71,10 @@ class _Sizes(NamedTuple):
         return self._replace(batch=-(-self.batch // number))
 
 
-def _results(
+def _result(
     operator: Operator, call: Call, planned: PlannedCall, tensors: Sequence[TensorSpec]
-) -> Iterator[tuple[int, Layout]]:
-    """Yield the tensors that a product may compute: their dimensions and layouts.
+) -> tuple[int, Layout]:
+    """Return the dimensions and the layout of what a product computes; (0, ()) if none is found.
 
     In a backward that is the gradient of an argument with as many numbers.
     """
@@ -89,7 +88,8 @@ def _results(
     for number, layout in pairs:
         shape = tensors[number].shape
         if is_attention or prod(shape) == size:
-            yield len(shape), layout
+            return len(shape), layout
+    return 0, ()
 
 
 def _numbers(product: Operator) -> int:
