@@ -379,8 +379,8 @@ FAULTS = (
         "penstock/model/copies.py",
         "distance // tensor.element_size(), tensor.shape",
         "0, tensor.shape",
-        "tests/laws/test_equality.py",
-        "odd_addresses or in_place",
+        "tests/model/test_copies.py",
+        "cache_line",
     ),
     Fault(
         "workers forget the caller's autocast",
