@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import chain
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from penstock.costs.cluster import Cluster
@@ -17,7 +18,7 @@ from penstock.costs.records import flops_of
 from penstock.errors import ConfigError, PlanError
 from penstock.planner.candidates import Constraints
 from penstock.planner.make_plan import Choice, mesh_task, plan_profile
-from penstock.planner.mesh_candidates import OnMeshes
+from penstock.planner.mesh_candidates import OnMeshes, sizes_of
 from penstock.planner.mesh_task import FIRST_NUMBER
 from penstock.trace.page import Page, Section, Table
 from penstock.trace.page.charts import COLOURS, Trace, axis_of, layout_of, rounded
@@ -187,14 +188,15 @@ def scale_profile(
     """Yield the choice for each cluster of equal hosts.
 
     All searches share graphs, and programs by micro-batches, sharding and shape.  They are quick:
-    each begins with the number of micro-batches that was best for the one before, and plans of
-    one device for each stage and replica are candidates only where operators are not divided.
+    each begins with the number of micro-batches and the sizes of meshes that were best for the one
+    before, the largest of which grows with the devices.  Plans of one device for each stage and
+    replica are candidates only where operators are not divided.
     """
     task = mesh_task(profile, [*clusters.values()][-1], asked, sharding)
-    number = FIRST_NUMBER
+    number, fewest, share = FIRST_NUMBER, 1, 1.0
     for count, cluster in clusters.items():
         say(f"planning for {count_text(count, 'device')}")
-        like = task and task.quick(number)
+        like = task and task.quick(number, (fewest, ceil(share * count)))
         try:
             choice = plan_profile(
                 profile,
@@ -208,7 +210,9 @@ def scale_profile(
             yield AtCount(count, None, str(error))
             continue
         best = choice.candidates[0]
-        number = best.plan.num_microbatches if isinstance(best, OnMeshes) else number
+        if isinstance(best, OnMeshes):
+            fewest, most = sizes_of([best])
+            number, share = best.plan.num_microbatches, most / count
         yield AtCount(count, choice)
 
 

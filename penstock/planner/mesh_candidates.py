@@ -3,7 +3,7 @@ given for it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
@@ -281,3 +281,9 @@ def most_kept(family: Family, num_stages: int, num_microbatches: int) -> tuple[i
     few = min(num_microbatches, _FEW * num_stages)
     kept = (own.most_kept for own in _work(family, num_stages, num_microbatches))
     return tuple(num_microbatches if own == few else own for own in kept)
+
+
+def sizes_of(candidates: Iterable[OnMeshes]) -> tuple[int, int]:
+    """Return the fewest and the most devices that a mesh of these candidates has."""
+    sizes = [stage.submesh.size for own in candidates for stage in own.answer.stages]
+    return min(sizes), max(sizes)

@@ -32,7 +32,7 @@ from penstock.trace.progress import say, saying
 from penstock.trace.units import bytes_text, count_text
 
 from .bounds import even_step_s
-from .mesh_candidates import OnMeshes
+from .mesh_candidates import OnMeshes, sizes_of
 from .mesh_task import MeshTask, Try
 from .parallelism import Parallelism, near_divisors
 from .shared_cores import num_cores
@@ -48,8 +48,8 @@ from .submeshes import (
     submeshes,
 )
 
-_MOST_ANSWERS = 8
-"""Answers of one search that are compared."""
+_MOST_ANSWERS, _FEW_ANSWERS = 8, 3
+"""Answers of one search that are compared, and of a quick one."""
 _SEARCH_GAP = 0.001
 """Relative optimality gap of a search."""
 _NEAR = 1.05
@@ -129,8 +129,12 @@ class _Search:
             yield own
         best = min(self.candidates, key=attrgetter("step_s"), default=None)
         number = self.task.numbers[-1] if best is None else best.prices.num_microbatches
-        if best is not None or self.best_s == inf:
-            yield from (own for own in every if own[0] == number and own not in tried)
+        if best is None and self.best_s < inf:
+            return
+        for own in (x for x in every if x[0] == number and x not in tried):
+            if self.best_s == inf and self.task.shardings[0] == "auto" != own[1]:
+                return  # "auto" includes the others, and has a price of bytes besides
+            yield own
 
     def _climbing(self, first: int) -> Iterator[Try]:
         """Yield the first tries of numbers of micro-batches, up and then down from a first one.
@@ -165,7 +169,8 @@ class _Search:
         task = self.task
         if self._even_s(number) >= self.best_s:
             return
-        prices = task.prices_of(number, sharding, policies)
+        is_first = (number, sharding, policies) == self._first_try(number)
+        prices = task.prices_of(number, sharding, policies, self._sizes(near=is_first))
         of_stages = cache(partial(prices.of_stages, is_1f1b=tuple(task.families) != (gpipe,)))
         sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)
         try:
@@ -176,6 +181,17 @@ class _Search:
             self.missing = str(error)
             return
         self._compare(answers, partial(OnMeshes, task, prices=prices))
+
+    def _sizes(self, *, near: bool) -> tuple[int, int] | None:
+        """Return the fewest and most devices of meshes that a quick search looks at: as the best
+        candidates have to twice as many, which need less memory each; and half as many where all
+        that are `near` may be best.
+        """
+        best = [own for own in self.candidates if own.step_s <= _NEAR * self.best_s]
+        if self.task.first_number is None or not best:
+            return self.task.first_sizes
+        fewest, most = sizes_of(best)
+        return fewest // 2 if near else fewest, 2 * most
 
     def _even_s(self, number: int) -> float:
         """Return a step's seconds that all devices share evenly, no messages; 0 if they differ."""
@@ -189,9 +205,16 @@ class _Search:
         return even_step_s(total_s, 0.0, len(places), number)
 
     def _answers(self, sized: Task) -> list[Answer]:
-        """Return the best answers for 1F1B, and if they fit for eager 1F1B and GPipe."""
-        find = partial(find_stages, sized, most=_MOST_ANSWERS, eps=_SEARCH_GAP)
+        """Return the best answers for 1F1B, and if they fit for eager 1F1B and GPipe.
+
+        A quick search takes few of the first kind: other schedules run these where they fit.
+        """
+        is_quick = self.task.first_number is not None
+        most = _FEW_ANSWERS if is_quick else _MOST_ANSWERS
+        find = partial(find_stages, sized, most=most, eps=_SEARCH_GAP)
         answers = find(ahead=1, limit_s=_NEAR * self.best_s)
+        if is_quick:
+            return answers
         # with a limit it is no error that none keeps more micro-batches
         limit_s = min(_NEAR * self.best_s, sys.float_info.max)
         for ahead in {2, sized.num_microbatches} - {1}:

@@ -20,7 +20,7 @@ from penstock.sharding.search import Search
 from .arguments import Model
 from .mesh_costs import MeshPrices
 from .pricing import Pricing, weights_together
-from .submeshes import MEMORY_POLICIES, MemoryPolicy, few_shapes
+from .submeshes import MEMORY_POLICIES, MemoryPolicy, few_shapes, shapes_within
 
 FAMILIES = (one_f_one_b, eager_1f1b, gpipe)
 SHARDINGS = ("auto", "zero1", "zero2", "expert")
@@ -58,6 +58,8 @@ class MeshTask:
     """Seconds that a step must be below; inf: any."""
     first_number: int | None = None
     """Where a quick search begins to climb numbers of micro-batches; None: it tries all."""
+    first_sizes: tuple[int, int] | None = None
+    """The fewest and most devices of meshes with which a quick search begins; None: any."""
     searches: dict[object, dict[object, Search]] = field(default_factory=dict)
     known: dict[object, Any] = field(default_factory=dict)
 
@@ -105,20 +107,34 @@ class MeshTask:
             state=_state_of(profile),
         )
 
-    def quick(self, first_number: int = FIRST_NUMBER) -> "MeshTask":
+    def quick(
+        self, first_number: int = FIRST_NUMBER, first_sizes: tuple[int, int] | None = None
+    ) -> "MeshTask":
         """Return the task of a search on few meshes, which climbs numbers of micro-batches."""
         return replace(
-            self, prices=partial(MeshPrices, shapes=few_shapes), first_number=first_number
+            self,
+            prices=partial(MeshPrices, shapes=few_shapes),
+            first_number=first_number,
+            first_sizes=first_sizes,
         )
 
     def prices_of(
-        self, number: int, sharding: str, policies: Sequence[MemoryPolicy]
+        self,
+        number: int,
+        sharding: str,
+        policies: Sequence[MemoryPolicy],
+        sizes: tuple[int, int] | None = None,
     ) -> MeshPrices:
-        """Return the prices of stages for so many micro-batches, by a ready plan and policies."""
+        """Return the prices of stages for so many micro-batches, by a ready plan and policies, on
+        meshes of any size, or with the fewest to the most devices that `sizes` has.
+        """
         factors = self.factors_of(number)
         shared = self.searches.setdefault((number, sharding, factors), {})
         how = self.cluster, number, sharding, policies, shared, factors, self.state, self.known
-        return self.prices(self.graph_of(number), self.names, self.model.spans, *how)
+        found = self.prices(self.graph_of(number), self.names, self.model.spans, *how)
+        if sizes is None:
+            return found
+        return replace(found, shapes=partial(shapes_within, sizes, found.shapes))
 
     @property
     def numbers(self) -> list[int]:
@@ -135,11 +151,19 @@ class MeshTask:
 
         Stages price bytes all or none, as a plan's limit of memory is that of all its stages.  A
         price of bytes is tried with the first ready plan only: the others leave little choice.
+        Without weights of experts, "expert" allows no more than "auto".
         """
         with_bytes = tuple(own for own in self.policies if own.byte_s)
         groups = dict.fromkeys((self.without_byte_prices, with_bytes or self.without_byte_prices))
-        every = product(self.numbers, self.shardings, groups)
+        names = [x for x in self.shardings if x != "expert" or "auto" not in self.shardings]
+        every = product(self.numbers, self.shardings if self._has_experts else names, groups)
         return [own for own in every if own[1] == self.shardings[0] or own[2] != with_bytes]
+
+    @property
+    def _has_experts(self) -> bool:
+        """Tell whether a weight has a dimension beside the two of a product, such as experts."""
+        tensors = self.graph_of(self.numbers[-1]).tensors
+        return any(spec.name and len(spec.shape) > 2 for spec in tensors)
 
     @property
     def without_byte_prices(self) -> tuple[MemoryPolicy, ...]:

@@ -178,6 +178,14 @@ def few_shapes(submesh: Submesh, hosts: Hosts) -> list[tuple[int, ...]]:
     return [(size,), *((size // n, n) for n in powers if n * n <= size)]
 
 
+def shapes_within(
+    sizes: tuple[int, int], shapes: Shapes, submesh: Submesh, hosts: Hosts
+) -> Sequence[tuple[int, ...]]:
+    """Return the shapes of a mesh that has the fewest to the most devices of these sizes."""
+    fewest, most = sizes
+    return shapes(submesh, hosts) if fewest <= submesh.size <= most else ()
+
+
 def find_stages(
     task: Task, *, most: int = 8, eps: float = 0.01, ahead: int = 1, limit_s: float = inf
 ) -> list[Answer]:

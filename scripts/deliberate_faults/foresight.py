@@ -5,11 +5,35 @@ from .fault import Fault
 FAULTS = (
     Fault(
         "layers that share a weight are counted as layers alone",
-        "penstock/costs/counting/repeats.py",
+        "penstock/costs/counting/shortened.py",
         "is_alone = all(holders[thing] == 1 for thing in found.owned)",
         "is_alone = True",
         "tests/costs/counting/test_repeats.py",
         "counted_each",
+    ),
+    Fault(
+        "layers of a captured model that read their own numbers are counted as equal ones",
+        "penstock/costs/counting/layer_calls.py",
+        "            fields[name] = OwnNumber()\n",
+        "            pass\n",
+        "tests/costs/counting/test_repeats.py",
+        "ReadsNumbers",
+    ),
+    Fault(
+        "layers of a captured model are left out whatever they are given",
+        "penstock/costs/counting/shortened.py",
+        "!= facts or not given.issuperset(trained):",
+        "!= facts:",
+        "tests/costs/counting/test_repeats.py",
+        "TrainsTheScale",
+    ),
+    Fault(
+        "what a model returns from layers that are left out is what one of them gives",
+        "penstock/costs/counting/repeats.py",
+        "    return any(number in made for number in users)\n",
+        "    return False\n",
+        "tests/costs/counting/test_repeats.py",
+        "ReturnsAll or TakesAll",
     ),
     Fault(
         "saved bytes behind layers that are left out stay where they were",

@@ -145,8 +145,9 @@ def test_stages_that_fit_1f1b_alone_are_an_answer() -> None:
     prices = np.full((1, 5, 2, 3), inf)
     for layer in range(2):
         prices[0, :, layer, layer + 1] = 1.0, 0.0, 1.0, 0.0, 0.0
-    sized, task = Task(2, [Hosts(1, 2, 2.0)], lambda mesh: prices, 4), SimpleNamespace(limit_s=inf)
-    (answer,) = _Search(cast(MeshTask, task))._answers(sized)
+    sized = Task(2, [Hosts(1, 2, 2.0)], lambda mesh: prices, 4)
+    task = cast(MeshTask, SimpleNamespace(limit_s=inf, first_number=None))
+    (answer,) = _Search(task)._answers(sized)
     assert [(own.start, own.end) for own in answer.stages] == [(0, 1), (1, 2)]
 
 

@@ -35,7 +35,8 @@ from .layer_calls import facts_of_inputs, kind_of
 from .meta import inputs_on_meta, on_meta
 from .opaque_calls import as_functions, reader_of
 from .recorder import NeedsValues, Recorder
-from .repeats import Repeat, counted_short, whole_graph, whole_size
+from .repeats import Repeat, whole_graph, whole_size
+from .shortened import counted_short
 
 Left = Callable[[nn.Module, list[Tensor]], int]
 """Counts the bytes that the input part of a layer's backward leaves, from its results."""
@@ -185,7 +186,7 @@ class _Count:
             return function()
         self._recorder.begin(step.index)
         self._recorder.enter(flatten((function.args, function.keywords))[0])
-        self._entering.append(facts_of_inputs((function.args, function.keywords)))
+        self._entering.append(facts_of_inputs(step, function))
         result = function()
         self._recorder.begin(step.index, is_between=True)
         if self._left_of is not None:

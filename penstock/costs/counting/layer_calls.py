@@ -1,7 +1,10 @@
 """Compare layers by classes and settings, and by all facts that decide how they run."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -76,18 +79,40 @@ _PLAIN = {
 """Classes whose objects are equal if they compare equal, and never change."""
 
 
+class OwnNumber:
+    """Stands for a layer's own number among equal ones; a layer that reads it may not be equal.
+
+    It can be handed on, and compared to None by `is`.
+    """
+
+    def _read(self, *_: Any) -> Any:
+        raise ValueError("a layer reads its own number")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _read
+    __floordiv__ = __truediv__ = __rtruediv__ = __index__ = __int__ = __float__ = _read
+    __str__ = __repr__ = __format__ = _read
+
+
 class Facts:
     """All that decides how a module runs without values; equal modules have an equal `kind`.
 
-    `is_shown` is False if there is more: hooks, or attributes that are no plain values.
+    Attributes that are named in `numbers` do not count.  `is_shown` is False if there is more:
+    hooks, or attributes that are no plain values.
     """
 
-    def __init__(self, module: nn.Module, own: Collection[int]) -> None:
-        self._own = own
+    def __init__(
+        self,
+        module: nn.Module | None,
+        own: Collection[int],
+        numbers: Collection[str] = (),
+        seen: set[int] | None = None,
+    ) -> None:
+        self._own, self._numbers = own, numbers
         self.is_shown = True
         self.owned: list[Hashable] = []
         """Ids of its modules, containers and memory of tensors, with repetitions."""
-        self._seen: set[int] = set()
+        self._seen = set[int]() if seen is None else seen
         self.kind = self._of(module)
 
     def _of(self, value: Any) -> Hashable:
@@ -102,11 +127,24 @@ class Facts:
             return kind, tuple(map(self._of, value))
         module = getattr(value, "__module__", None) or ""
         is_function = isinstance(value, FunctionType | BuiltinFunctionType)
-        self.is_shown &= is_function and module.partition(".")[0] == torch.__name__
+        is_known = is_function and module.partition(".")[0] == torch.__name__
+        self.is_shown &= is_known or self._holds_settings(value)
         return kind, id(value)
 
+    def _holds_settings(self, value: Any) -> bool:
+        """Tell whether an object has plain values alone, as a model's configuration; layers may
+        share it.
+        """
+        if callable(value) or id(value) in self._seen:
+            return not callable(value)
+        self._seen.add(id(value))
+        settings = Facts(None, (), seen=self._seen)
+        for field in fields_of(value).values():
+            settings._of(field)
+        return settings.is_shown and not any(isinstance(x, tuple) for x in settings.owned)
+
     def _of_holder(self, value: Any) -> Hashable:
-        self.owned.append(id(value))
+        self.owned.append(("module", id(value)) if isinstance(value, nn.Module) else id(value))
         if id(value) in self._seen:
             return None
         self._seen.add(id(value))
@@ -119,6 +157,7 @@ class Facts:
         if isinstance(value, nn.Module):
             fields = fields_of(value)
             self.is_shown &= not any(fields.get(name) for name in UNCOUNTED)
+            fields = {name: x for name, x in fields.items() if name not in self._numbers}
         return type(value), tuple((self._of(key), self._of(x)) for key, x in fields.items())
 
     def _of_tensor(self, tensor: Tensor) -> Hashable:
@@ -135,12 +174,54 @@ class Facts:
         )
 
 
+def own_numbers(steps: Sequence[Step]) -> frozenset[str]:
+    """Return the names of attributes by which layers of a list know their own places in it."""
+    found: dict[str, bool] = {}
+    for step in steps:
+        places = {int(part) for part in step.name.split(".") if part.isdigit()}
+        fields = (vars(part).items() for part in step.module.modules() if places)
+        for name, value in chain.from_iterable(fields):
+            if type(value) is int:
+                found[name] = found.get(name, True) and value in places
+    return frozenset(name for name, is_always in found.items() if is_always)
+
+
+@contextmanager
+def without_numbers(modules: Iterable[nn.Module], names: Collection[str]) -> Iterator[None]:
+    """Refuse that modules read their own places in a list, from attributes of these names."""
+    parts = [part for module in modules for part in module.modules()] if names else []
+    lent = [(vars(part), name) for part in parts for name in names if name in vars(part)]
+    before = [fields[name] for fields, name in lent]
+    try:
+        for fields, name in lent:
+            fields[name] = OwnNumber()
+        yield
+    finally:
+        for (fields, name), value in zip(lent, before, strict=True):
+            fields[name] = value
+
+
 _CONTAINERS = {list, dict, set, OrderedDict}
 """Classes of containers that may change, so that layers must not share one."""
 
 
-def facts_of_inputs(inputs: Any) -> Hashable:
-    """Return facts that decide how a layer runs on its inputs; None if there may be others."""
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """A tensor with values, which equals itself alone."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.tensor is self.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+def facts_of_inputs(step: Step, function: Any) -> Hashable:
+    """Return facts that decide how a layer runs on its inputs, which are arguments of a partial
+    function; None if there may be others.
+    """
     storages: dict[int, int] = {}
 
     def facts(value: Any) -> Hashable:
@@ -151,11 +232,14 @@ def facts_of_inputs(inputs: Any) -> Hashable:
             parts = [*map(facts, value.items() if kind is dict else value)]
             return None if None in parts else (kind, *parts)
         memory = memory_facts(value, storages) if kind is Tensor else None
+        if memory is None and kind is Tensor and not value.requires_grad:
+            return _Same(value)
         if memory is None:
             return None
         return (*memory, value.requires_grad, value.grad_fn and value.grad_fn.name())
 
-    return facts(inputs)
+    inputs = tuple(value for value in function.args if value is not step.module)
+    return facts((inputs, function.keywords))
 
 
 def memory_facts(tensor: Tensor, storages: dict[int, int]) -> tuple[Hashable, ...] | None:

@@ -1,36 +1,18 @@
-"""Find runs of equal layers in a chain, and shorten them: a few layers of each run are counted.
-
-    embed ── block ── block ── block ── block ── block ── block ── head      the layers
-    embed ── block ── block ── block ─────────────────── block ── head      the shortened ones
-             first    alike    alike                     last
-
-The two in the middle have equal layers on both sides, as those that are left out have.  They must
-turn out equal, or all layers are counted.  Then the others are put back as copies:
+"""Layers that were left out of a count, put back as copies of one that was counted.
 
 layer       a    b    last           calls, tensors and values of b are those of a, moved by
 tensors     ┌──┐ ┌──┐ ┌──┐           one period; a layer left out has b's, moved by 1, 2, ...
                period                periods, and all that comes later moves by them all
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple
 
 from penstock.costs.records import AtSize, Value
-from penstock.model import stage_plan
-from penstock.model.layer_list import ListOfModules
-from penstock.model.layers import Layers
-from penstock.model.stage_plan import Step
 
 from .graph import Call, Graph, Ref, TensorSpec
-from .layer_calls import Facts
-
-_COUNTED = 4
-"""Layers of a run that are counted: the first, two in the middle, and the last."""
-T = TypeVar("T")
 
 
 class Repeat(NamedTuple):
@@ -42,83 +24,6 @@ class Repeat(NamedTuple):
     """Prefixes of the names of their parameters, one for each layer."""
 
 
-def counted_short(
-    layers: Layers,
-    count: Callable[[Layers, Sequence[Repeat]], T | None],
-    own: Collection[int] = (),
-    *,
-    compile: bool = False,
-) -> T:
-    """Return what `count` finds for layers shortened by repeats, or else for all layers.
-
-    Args:
-        layers: the model.
-        count: returns None if layers that are left out are not shown to equal those counted.  What
-            it raises for shortened layers is not raised: all layers are counted.
-        own: ids of tensors that count in another way than those of the same shape.
-        compile: kernels may reach over several layers, so that all are counted.
-    """
-    short, repeats = (layers, ()) if compile else shortened(layers, own)
-    if repeats:
-        with suppress(Exception):
-            found = count(short, repeats)
-            if found is not None:
-                return found
-    found = count(layers, ())
-    assert found is not None, "without repeats there is nothing to show"
-    return found
-
-
-def shortened(layers: Layers, own: Collection[int] = ()) -> tuple[Layers, tuple[Repeat, ...]]:
-    """Return the layers without most of each run of equal ones, and what was left out."""
-    if not isinstance(layers, ListOfModules):
-        return layers, ()
-    steps, repeats, gone = layers.steps, list[Repeat](), dict[int, int]()
-    for run in _runs(steps, own):
-        if len(run) > _COUNTED:
-            left_out = run[_COUNTED - 1 : -1]
-            repeats.append(Repeat(left_out[0] - 1 - len(gone), _paths(steps, left_out)))
-            gone.update(dict.fromkeys(left_out, run[_COUNTED - 2]))
-    kept = [step.index for step in steps if step.index not in gone]
-    place = {-1: -1} | {index: n for n, index in enumerate(kept)}
-    place |= {index: place[before] for index, before in gone.items()}
-
-    def moved(values: Sequence[stage_plan.Value]) -> tuple[stage_plan.Value, ...]:
-        return tuple((place[layer], number) for layer, number in values)
-
-    short = tuple(
-        replace(s, index=n, inputs=moved(s.inputs), outputs=moved(s.outputs))
-        for n, s in enumerate(steps[index] for index in kept)
-    )
-    return replace(layers, steps=short, together=()), tuple(repeats)
-
-
-def _paths(steps: Sequence[Step], numbers: Sequence[int]) -> tuple[str, ...]:
-    return tuple(steps[n].path for n in numbers)
-
-
-def _runs(steps: Sequence[Step], own: Collection[int]) -> list[list[int]]:
-    """Return runs of layers that are equal, and share nothing with other layers.
-
-    Each takes what the one before gives, and only the next one takes what it gives.
-    """
-    facts = [Facts(step.module, own) for step in steps]
-    holders = Counter(thing for of_layer in facts for thing in of_layer.owned)
-    readers = Counter(value for step in steps for value in step.inputs)
-    kinds: list[Hashable] = []
-    for step, found in zip(steps, facts, strict=True):
-        is_alone = all(holders[thing] == 1 for thing in found.owned)
-        before = steps[step.index - 1].outputs if step.index else ()
-        is_link = step.inputs == before and all(readers[v] == 1 for v in (*before, *step.outputs))
-        may = found.is_shown and is_alone and is_link
-        kinds.append((found.kind, len(step.outputs)) if may else step.index)
-    groups = groupby(range(len(steps)), key=kinds.__getitem__)
-    return [list(group) for _, group in groups]
-
-
-# -- layers that were left out, put back ----------------------------------------------------------
-
-
 class _Segment(NamedTuple):
     """The calls and tensors of a layer, each from the first number on."""
 
@@ -127,11 +32,18 @@ class _Segment(NamedTuple):
     first_tensor: int
     tensors: Sequence[TensorSpec]
 
-    def normal(self, path: str) -> Hashable:
-        """Return what is equal for a layer with the same calls, one period later."""
-        moved = _Moved(-self.first_tensor, -self.first_call)
+    def normal(self, path: str, before: "_Segment") -> Hashable:
+        """Return what is equal for a layer with the same calls, one period later.
+
+        What was made earlier than by the layer `before` has to be the same for both.
+        """
+        moved = _Moved(-self.first_tensor, -self.first_call, before.first)
         calls = tuple(replace(moved.call(call), layer=0) for call in self.calls)
         return calls, tuple(moved.spec(spec, (path, "")) for spec in self.tensors)
+
+    @property
+    def first(self) -> tuple[int, int]:
+        return self.first_tensor, self.first_call
 
 
 class _Moved(NamedTuple):
@@ -182,12 +94,25 @@ def whole_graph(
         names: prefixes of the names of the shortened layers' parameters.
     """
     for repeat in reversed(repeats):
-        own, before = (_segment(graph, starts, n) for n in (repeat.layer, repeat.layer - 1))
-        path, path_before = (f"{names[n]}." for n in (repeat.layer, repeat.layer - 1))
-        if own is None or before is None or own.normal(path) != before.normal(path_before):
+        numbers = [repeat.layer - n for n in range(3)]
+        segments = [*filter(None, (_segment(graph, starts, n) for n in numbers))]
+        if len(segments) < len(numbers):
             return None
-        graph = _with_copies(graph, own, repeat, path)
+        (own, before, first), (path, path_before, _) = segments, [f"{names[n]}." for n in numbers]
+        if _is_taken_later(graph, own, repeat.layer):
+            return None
+        if own.normal(path, before) != before.normal(path_before, first):
+            return None
+        graph = _with_copies(graph, own, before, repeat, path)
     return graph
+
+
+def _is_taken_later(graph: Graph, own: _Segment, layer: int) -> bool:
+    """Tell whether others than the next layer itself take what a layer makes, or the caller."""
+    made = range(own.first_tensor, own.first_tensor + len(own.tensors))
+    others = (x for x in graph.calls if x.layer > layer + 1 or (x.layer > layer and x.is_between))
+    users = chain(graph.outputs, *(call.takes for call in others))
+    return any(number in made for number in users)
 
 
 def _segment(graph: Graph, starts: Mapping[int, int], layer: int) -> _Segment | None:
@@ -199,14 +124,16 @@ def _segment(graph: Graph, starts: Mapping[int, int], layer: int) -> _Segment | 
     return _Segment(numbers[0], graph.of_layer(layer), first, graph.tensors[first:end])
 
 
-def _with_copies(graph: Graph, own: _Segment, repeat: Repeat, path: str) -> Graph:
+def _with_copies(
+    graph: Graph, own: _Segment, before: _Segment, repeat: Repeat, path: str
+) -> Graph:
     count, period = len(repeat.paths), (len(own.tensors), len(own.calls))
     end_tensor, end_call = own.first_tensor + period[0], own.first_call + period[1]
     tensors, calls = list(graph.tensors[:end_tensor]), list(graph.calls[:end_call])
     entering = {n: of for n, of in graph.entering.items() if n <= repeat.layer}
-    # 1. The copies.  They take what the layer before gives, so all of their numbers move.
+    # 1. The copies.  They take what the layer before gives, so these numbers move.
     for n, new in enumerate(repeat.paths, 1):
-        moved = _Moved(n * period[0], n * period[1])
+        moved = _Moved(n * period[0], n * period[1], before.first)
         tensors += [moved.spec(spec, (path, f"{new}.")) for spec in own.tensors]
         calls += [moved.call(call, n) for call in own.calls]
         if repeat.layer in graph.entering:
@@ -241,13 +168,18 @@ def _size_with_copies(size: AtSize, layer: int, count: int) -> AtSize | None:
         return None
     if made != before or made.storages != last.storages:
         return None
+    # What was made earlier, each of these layers takes, or neither of the later two.
+    run = {layer - 1, layer, layer + 1}
+    earlier = (set(value.consumers) for value in size.values if value.producer < layer - 1)
+    if any(users & {layer, layer + 1} and not run <= users for users in earlier):
+        return None
     values, period = _with_made(size.values, layer, count, made), len(made.storages)
 
     def later(places: Sequence[int]) -> tuple[int, ...]:
         return tuple(place + count * period * (place >= made.first) for place in places)
 
-    kept = size.saved[layer]
-    copies = (tuple(p + n * period for p in kept) for n in range(1, count + 1))
+    kept, since = size.saved[layer], made.first - period
+    copies = (tuple(p + n * period * (p >= since) for p in kept) for n in range(1, count + 1))
     return replace(
         size,
         kind_of=(*size.kind_of[:layer], *[size.kind_of[layer]] * count, *size.kind_of[layer:]),
@@ -282,7 +214,10 @@ def _with_made(
         return replace(value, producer=producer, storage=moved.get(value.storage, storage))
 
     def used(value: Value) -> Value:
-        return replace(value, consumers=tuple(n + count * (n > layer) for n in value.consumers))
+        users = [n + count * (n > layer) for n in value.consumers]
+        if value.producer < layer - 1 and layer in users:
+            users += range(layer + 1, layer + count + 1)
+        return replace(value, consumers=tuple(sorted(users)))
 
     before = (*map(used, values[: made.first]), *values[made.first : end])
     return (*before, *copies, *(later(used(value)) for value in values[end:]))
@@ -322,7 +257,7 @@ class _Made:
             for s in (value.storage for value in own)
         )
         facts = tuple((v.num_bytes, v.has_gradient, v.consumers == (layer + 1,)) for v in own)
-        saved = tuple(place - first for place in size.saved[layer])
+        saved = tuple(n - first if n >= places[0] else n for n in size.saved[layer])
         num_storages = 1 + max(value.storage for value in size.values[: first + len(own)])
         return cls(
             first, num_storages, num_storages - old, storages, (facts, saved, size.kind_of[layer])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Layer, Profile
-from penstock.costs.counting import repeats
+from penstock.costs.counting import shortened as shortening
 from penstock.costs.counting.graph import Graph
 from penstock.runtime.profiling import profile
 from penstock_recipes.zoo import gpt, residual_network
@@ -52,7 +52,7 @@ def both(layers: Any, inputs: Any, **options: Any) -> tuple[list[tuple[Profile, 
         own = profile(layers, inputs, measure=False, **options)
         return own, own.operators.graph_of(own.sizes[0].microbatch_size), len(ran)
 
-    left_out, shortened = 0, repeats.shortened
+    left_out, shortened = 0, shortening.shortened
     with pytest.MonkeyPatch.context() as patch:
 
         def noted(*arguments: Any) -> Any:
@@ -61,9 +61,9 @@ def both(layers: Any, inputs: Any, **options: Any) -> tuple[list[tuple[Profile, 
             left_out = sum(len(repeat.paths) for repeat in short[1])
             return short
 
-        patch.setattr(repeats, "shortened", noted)
+        patch.setattr(shortening, "shortened", noted)
         short = found()
-        patch.setattr(repeats, "shortened", lambda layers, own=(): (layers, ()))
+        patch.setattr(shortening, "shortened", lambda layers, own=(): (layers, ()))
         return [short, found()], left_out
 
 
@@ -254,3 +254,132 @@ def models() -> dict[str, tuple[Any, Any]]:
 def test_models_cost_what_all_their_layers_do(name: str) -> None:
     model, inputs = models().get(name) or ZOO_MEMBERS[name]()
     check_equal(model, inputs)
+
+
+class Settings:
+    """What all blocks of a model share, as a configuration."""
+
+    def __init__(self) -> None:
+        self.scale, self.later = 2.0, [6]
+
+
+class Numbered(Block):
+    """x (2, 4, 4), scale (4,) or a number for each block -> as x."""
+
+    def __init__(self, number: int, settings: Settings) -> None:
+        super().__init__()
+        self.number, self.settings = number, settings
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if scale is not None:
+            x = x * scale
+        return super().forward(x) * self.settings.scale
+
+
+class Reads(Numbered):
+    """A block that does more from a number on."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = super().forward(x, scale)
+        return x.exp() if self.number in self.settings.later else x
+
+
+class Model(nn.Module):
+    """A model that calls its blocks in a loop: x (2, 4, 4) -> (2, 4, 4)."""
+
+    kind: type[Numbered] = Numbered
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, settings = nn.Linear(WIDTH, WIDTH), nn.Linear(4, 4), Settings()
+        self.blocks = nn.ModuleList(self.kind(n, settings) for n in range(NUM))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class ReadsNumbers(Model):
+    kind = Reads
+
+
+class SharesAScale(Model):
+    """What a call between blocks makes goes to each block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, x = torch.arange(WIDTH), self.first(x)
+        for block in self.blocks:
+            x = block(x, scale)
+        return self.last(x)
+
+
+class TrainsTheScale(Model):
+    """Each block adds to the gradient of what all take."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = scale = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale)
+        return self.last(x)
+
+
+class HasScales(Model):
+    """Each block has another input of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = [torch.ones(WIDTH if n < NUM // 2 else 1) for n in range(NUM)]
+        x = self.first(x)
+        for block, scale in zip(self.blocks, scales, strict=True):
+            x = block(x, scale)
+        return self.last(x)
+
+
+class AddsBetween(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+class ReturnsAll(Model):
+    def forward(self, x: Tensor) -> Any:
+        every = [self.first(x)]
+        for block in self.blocks:
+            every.append(block(every[-1]))
+        return self.last(every[-1]), every
+
+
+class TakesAllAtTheEnd(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        every = [self.first(x)]
+        for block in self.blocks:
+            every.append(block(every[-1]))
+        return self.last(torch.stack(every).sum(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_short"),
+    [
+        pytest.param(kind, is_short, id=kind.__name__)
+        for kind, is_short in (
+            (Model, True),
+            (SharesAScale, True),
+            (ReadsNumbers, False),
+            (TrainsTheScale, False),
+            (HasScales, False),
+            (AddsBetween, False),
+            (ReturnsAll, False),
+            (TakesAllAtTheEnd, False),
+        )
+    ],
+)
+def test_blocks_of_a_captured_model_are_counted_a_few_times_where_all_are_alike(
+    kind: type[Model], is_short: bool
+) -> None:
+    model, inputs = kind(), torch.empty(2, WIDTH, WIDTH)
+    left_out, fewer_ran = check_equal(model, inputs)
+    assert (left_out, fewer_ran) == (NUM - 4, is_short)
+    assert [vars(block)["number"] for block in model.blocks] == [*range(NUM)]
