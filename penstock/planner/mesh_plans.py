@@ -129,12 +129,8 @@ class _Search:
             yield own
         best = min(self.candidates, key=attrgetter("step_s"), default=None)
         number = self.task.numbers[-1] if best is None else best.prices.num_microbatches
-        if best is None and self.best_s < inf:
-            return
-        for own in (x for x in every if x[0] == number and x not in tried):
-            if self.best_s == inf and self.task.shardings[0] == "auto" != own[1]:
-                return  # "auto" includes the others, and has a price of bytes besides
-            yield own
+        if best is not None or self.best_s == inf:
+            yield from (own for own in every if own[0] == number and own not in tried)
 
     def _climbing(self, first: int) -> Iterator[Try]:
         """Yield the first tries of numbers of micro-batches, up and then down from a first one.
