@@ -19,12 +19,12 @@ class Measuring:
     """Counts calibrations, each of which finds another speed."""
 
     def __init__(self) -> None:
-        self.count, self.had_core = 0, 1.0
+        self.count, self.had_core, self.high = 0, 1.0, 2.0
 
     def __call__(self, budget_s: float) -> Calibration:
         self.count += 1
         found = cluster(2, torch_type="cpu", bytes_per_s=float(self.count))
-        copy = Figure("copy", "B/s", Spread(1.0, 0.5, 2.0))
+        copy = Figure("copy", "B/s", Spread(1.0, 0.5, self.high))
         return Calibration(cluster=found, figures=(copy,), had_core=self.had_core)
 
 
@@ -49,11 +49,16 @@ def begin_another_process() -> None:
     remembered._MEASURED.clear()
 
 
-def test_figures_measured_beside_other_programs_are_not_kept(measuring: Measuring) -> None:
-    measuring.had_core = 0.5
+@pytest.mark.parametrize(
+    ("name", "doubtful", "usual"), [("had_core", 0.5, 1.0), ("high", 3.0, 2.0)]
+)
+def test_figures_measured_beside_other_programs_are_not_kept(
+    name: str, doubtful: float, usual: float, measuring: Measuring
+) -> None:
+    setattr(measuring, name, doubtful)
     assert speed() == speed() == 1
     begin_another_process()
-    measuring.had_core = 1.0
+    setattr(measuring, name, usual)
     assert speed() == 2
     begin_another_process()
     assert (speed(), measuring.count) == (2, 2)

@@ -52,8 +52,10 @@ _TRIED = 192
 """Rows of that product."""
 _QUIET = 0.95
 """Share of the time that a process has a core on an idle machine, at least."""
-_UNSTEADY = 2.0
-"""Ratio of the quartiles of a figure from which its repeats disagree."""
+_UNSTEADY, _USELESS = 2.0, 5.0
+"""Ratio of the quartiles of a figure from which its repeats disagree, and from which it may be
+several times off, so that later jobs measure again.
+"""
 _NAMED = 3
 """Disagreeing figures that a warning names, the worst first."""
 
@@ -73,6 +75,11 @@ class Calibration:
     def was_busy(self) -> bool:
         """Whether other programs took this process's core."""
         return self.had_core <= _QUIET
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether later jobs may plan by the figures."""
+        return not self.was_busy and all(f.spread.ratio < _USELESS for f in self.figures)
 
     @property
     def warning(self) -> str:

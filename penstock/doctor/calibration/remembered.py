@@ -26,7 +26,7 @@ from .figures import comment_of
 
 QUICK_S = 4.0
 """Seconds of a calibration before a job starts, about, without the start of two processes."""
-_FORMAT = 1
+_FORMAT = 2
 """Version of the files; a change makes all of them obsolete."""
 _MEASURED: dict[str, Cluster] = {}
 """Calibrations of this process by their facts, for folders that cannot be written."""
@@ -36,7 +36,8 @@ def remembered(num_processes: int = 1, *, renew: bool = False) -> Cluster:
     """Return this machine as a cluster: what was kept of it, or else measured now and kept.
 
     A file that cannot be read is ignored with a warning, and one that cannot be written as well.
-    Figures that were measured beside other programs serve this process only, and say so.
+    Figures that were measured beside other programs, or whose repeats are far apart, serve this
+    process only, and say so.
 
     Args:
         num_processes: the processes of the job that asks.
@@ -47,9 +48,9 @@ def remembered(num_processes: int = 1, *, renew: bool = False) -> Cluster:
     if cluster is None:
         say(f"measuring this machine for about 10 s; {path_of(facts)} will keep the figures")
         found = calibrate(QUICK_S)
-        if found.was_busy:
+        if not found.is_worth_keeping:
             say(f"the figures are not kept: {found.warning}")
-        cluster = found.cluster if found.was_busy else keep(found, num_processes)
+        cluster = keep(found, num_processes) if found.is_worth_keeping else found.cluster
     _MEASURED[facts] = cluster
     return cluster
 
