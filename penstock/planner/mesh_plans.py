@@ -10,8 +10,6 @@ A given layout is priced and simulated in the same way (`on_layout`).
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain, product, repeat
@@ -35,7 +33,7 @@ from .bounds import even_step_s
 from .mesh_candidates import OnMeshes, sizes_of
 from .mesh_task import MeshTask, Try
 from .parallelism import Parallelism, near_divisors
-from .shared_cores import num_cores
+from .solvers import Solvers
 from .submeshes import (
     Answer,
     MemoryPolicy,
@@ -69,18 +67,9 @@ def find_on_meshes(task: MeshTask) -> tuple[list[OnMeshes], str]:
     interrupted (Ctrl-C) after it had some.  A PlanError says what is missing if nothing fits.
     """
     _check_state(task)
-    search, ended = _Search(task), ""
-    most = len(task.tries)
-    try:
-        for done, own in enumerate(search.tries(), 1):
-            words = f"{count_text(own[0], 'micro-batch')}, {own[1]}"
-            with saying(f"searching for stages: {words} ({done} of {most})"):
-                search.look(*own)
-    except KeyboardInterrupt:
-        if not search.candidates:
-            raise
-        ended = f"{CUT_SHORT} in part {done} of {most}"
-        say(ended)
+    with Solvers() as solvers:
+        search = _Search(task, solvers)
+        ended = search.run()
     if not search.candidates:
         raise PlanError(search.missing)
     return sorted(search.candidates, key=attrgetter("step_s", "is_bound")), ended
@@ -106,10 +95,27 @@ def _check_state(task: MeshTask) -> None:
 class _Search:
     """The candidates so far, and `missing`, which says why the last search found none."""
 
-    def __init__(self, task: MeshTask) -> None:
-        self.task = task
+    def __init__(self, task: MeshTask, solvers: Solvers | None = None) -> None:
+        self.task, self._solvers = task, solvers
         self.candidates: list[OnMeshes] = []
         self.missing = "the activation memory of the schedules does not fit"
+
+    def run(self) -> str:
+        """Try all; return a line that says so if that was interrupted after some candidates."""
+        most = len(self.task.tries)
+        for done, own in enumerate(self.tries(), 1):
+            words = f"{count_text(own[0], 'micro-batch')}, {own[1]}"
+            try:
+                with saying(f"searching for stages: {words} ({done} of {most})"):
+                    self.look(*own)
+            except KeyboardInterrupt:
+                if not self.candidates:
+                    raise
+                if self._solvers is not None:
+                    self._solvers.shutdown(cancel_futures=True)
+                say(ended := f"{CUT_SHORT} in part {done} of {most}")
+                return ended
+        return ""
 
     @property
     def best_s(self) -> float:
@@ -170,9 +176,9 @@ class _Search:
         of_stages = cache(partial(prices.of_stages, is_1f1b=tuple(task.families) != (gpipe,)))
         sized = Task(len(task.names), hosts_of(task.cluster), of_stages, number)
         try:
-            with _executor() as executor:
-                prices.begin(submeshes(sized.hosts), executor)
-                answers = self._answers(sized)
+            if self._solvers is not None:
+                prices.begin(submeshes(sized.hosts), self._solvers)
+            answers = self._answers(sized)
         except PlanError as error:
             self.missing = str(error)
             return
@@ -231,17 +237,6 @@ class _Search:
                     self.candidates.append(replace(own, step_s=least_s))
             elif own.fits() and (simulated := own.simulated()).step_s < self.task.limit_s:
                 self.candidates.append(simulated)
-
-
-@contextmanager
-def _executor() -> Iterator[Executor]:
-    """Yield an executor whose work ends with the block, if this fails unfinished."""
-    with ThreadPoolExecutor(num_cores()) as executor:
-        try:
-            yield executor
-        except BaseException:
-            executor.shutdown(cancel_futures=True)
-            raise
 
 
 _ATTENTION = "scaled_dot_product_attention"

@@ -44,6 +44,14 @@ FAULTS = (
         "cost_what",
     ),
     Fault(
+        "processes that solve programs outlive a search that fails",
+        "penstock/planner/solvers.py",
+        "            process.kill()\n            process.wait()\n",
+        "            pass\n",
+        "tests/planner/test_solvers.py",
+        "left_behind",
+    ),
+    Fault(
         "plans for several numbers of devices share no programs",
         "penstock/planner/make_plan.py",
         "task = like and replace(like, cluster=_room(cluster, asked))",
