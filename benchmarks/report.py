@@ -177,12 +177,16 @@ def publish(
 ) -> None:
     """Print a report, and write it and its plot where the options say; in a README with several
     tables, between the marks of a `part`.
+
+    A README keeps its table where a run measured nothing, or ran in its smallest setting.
     """
     print(report)
     if options.json is not None:
         options.json.write_text(report.to_json() + "\n")
         _save_plot(draw, options.json.with_suffix(".png"))
-    if options.update_readme:
+    if options.update_readme and (options.smallest or not report.rows):
+        progress("README.md keeps its table: this run has no figures for it")
+    elif options.update_readme:
         _save_plot(draw, folder / PLOT)
         readme = folder / "README.md"
         what = f"measured {part}".strip()
