@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from time import process_time
+from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 from penstock.errors import PlanError
@@ -163,11 +163,11 @@ def timed(
     """Return a function that adds its seconds to a part."""
 
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        begin_s = process_time()
+        begin_s = perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
-            seconds[part] += process_time() - begin_s
+            seconds[part] += perf_counter() - begin_s
 
     return call
 

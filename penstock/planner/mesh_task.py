@@ -162,7 +162,7 @@ class MeshTask:
     @property
     def _has_experts(self) -> bool:
         """Tell whether a weight has a dimension beside the two of a product, such as experts."""
-        tensors = self.graph_of(self.numbers[-1]).tensors
+        tensors = self.graph_of(self.numbers[0]).tensors
         return any(spec.name and len(spec.shape) > 2 for spec in tensors)
 
     @property

@@ -43,6 +43,7 @@ class _Segment(NamedTuple):
 
     @property
     def first(self) -> tuple[int, int]:
+        """The numbers of its first tensor and of its first call."""
         return self.first_tensor, self.first_call
 
 
