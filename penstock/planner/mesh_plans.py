@@ -46,8 +46,8 @@ from .submeshes import (
     submeshes,
 )
 
-_MOST_ANSWERS, _FEW_ANSWERS = 8, 3
-"""Answers of one search that are compared, and of a quick one."""
+_MOST_ANSWERS = 8
+"""Answers of one search that are compared."""
 _SEARCH_GAP = 0.001
 """Relative optimality gap of a search."""
 _NEAR = 1.05
@@ -209,13 +209,11 @@ class _Search:
     def _answers(self, sized: Task) -> list[Answer]:
         """Return the best answers for 1F1B, and if they fit for eager 1F1B and GPipe.
 
-        A quick search takes few of the first kind: other schedules run these where they fit.
+        A quick search takes those for 1F1B alone: other schedules run these where they fit.
         """
-        is_quick = self.task.first_number is not None
-        most = _FEW_ANSWERS if is_quick else _MOST_ANSWERS
-        find = partial(find_stages, sized, most=most, eps=_SEARCH_GAP)
+        find = partial(find_stages, sized, most=_MOST_ANSWERS, eps=_SEARCH_GAP)
         answers = find(ahead=1, limit_s=_NEAR * self.best_s)
-        if is_quick:
+        if self.task.first_number is not None:
             return answers
         # with a limit it is no error that none keeps more micro-batches
         limit_s = min(_NEAR * self.best_s, sys.float_info.max)

@@ -35,7 +35,7 @@ class _Segment(NamedTuple):
     def normal(self, path: str, before: "_Segment") -> Hashable:
         """Return what is equal for a layer with the same calls, one period later.
 
-        What was made earlier than by the layer `before` has to be the same for both.
+        Both have to take the same values from the layers before `before`.
         """
         moved = _Moved(-self.first_tensor, -self.first_call, before.first)
         calls = tuple(replace(moved.call(call), layer=0) for call in self.calls)
@@ -169,7 +169,7 @@ def _size_with_copies(size: AtSize, layer: int, count: int) -> AtSize | None:
         return None
     if made != before or made.storages != last.storages:
         return None
-    # What was made earlier, each of these layers takes, or neither of the later two.
+    # A value of earlier layers goes to each of these three, or to neither of the later two.
     run = {layer - 1, layer, layer + 1}
     earlier = (set(value.consumers) for value in size.values if value.producer < layer - 1)
     if any(users & {layer, layer + 1} and not run <= users for users in earlier):

@@ -73,12 +73,12 @@ class Calibration:
 
     @property
     def was_busy(self) -> bool:
-        """Whether other programs took this process's core."""
+        """True if other programs took this process's core."""
         return self.had_core <= _QUIET
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether later jobs may plan by the figures."""
+        """True if later jobs may plan by the figures."""
         return not self.was_busy and all(f.spread.ratio < _USELESS for f in self.figures)
 
     @property
