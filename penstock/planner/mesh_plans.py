@@ -102,19 +102,19 @@ class _Search:
 
     def run(self) -> str:
         """Try all; return a line that says so if that was interrupted after some candidates."""
-        most = len(self.task.tries)
-        for done, own in enumerate(self.tries(), 1):
-            words = f"{count_text(own[0], 'micro-batch')}, {own[1]}"
-            try:
+        done, most = 0, len(self.task.tries)
+        try:
+            for done, own in enumerate(self.tries(), 1):
+                words = f"{count_text(own[0], 'micro-batch')}, {own[1]}"
                 with saying(f"searching for stages: {words} ({done} of {most})"):
                     self.look(*own)
-            except KeyboardInterrupt:
-                if not self.candidates:
-                    raise
-                if self._solvers is not None:
-                    self._solvers.shutdown(cancel_futures=True)
-                say(ended := f"{CUT_SHORT} in part {done} of {most}")
-                return ended
+        except KeyboardInterrupt:
+            if not self.candidates:
+                raise
+            if self._solvers is not None:
+                self._solvers.shutdown(cancel_futures=True)
+            say(ended := f"{CUT_SHORT} in part {done} of {most}")
+            return ended
         return ""
 
     @property

@@ -133,10 +133,12 @@ class Facts:
 
     def _holds_settings(self, value: Any) -> bool:
         """Tell whether an object has plain values alone, as a model's configuration; layers may
-        share it.
+        share it.  An object without attributes may keep state, such as an iterator.
         """
-        if callable(value) or id(value) in self._seen:
-            return not callable(value)
+        if callable(value) or not hasattr(value, "__dict__"):
+            return False
+        if id(value) in self._seen:
+            return True
         self._seen.add(id(value))
         settings = Facts(None, (), seen=self._seen)
         for field in fields_of(value).values():

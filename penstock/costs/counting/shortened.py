@@ -62,12 +62,14 @@ def shortened(layers: Layers, own: Collection[int] = ()) -> tuple[Layers, tuple[
     # 1. Find what to leave out, and the place of each layer among those that are left.
     steps, repeats, gone = layers.steps, list[Repeat](), dict[int, int]()
     is_list = isinstance(layers, ListOfModules)
-    numbers = () if is_list else own_numbers(steps)
+    numbers = frozenset[str]() if is_list else own_numbers(steps)
     for run in _runs(steps, own, numbers, is_list=is_list):
         if len(run) > _COUNTED:
             left_out = run[_COUNTED - 1 : -1]
             repeats.append(Repeat(left_out[0] - 1 - len(gone), _paths(steps, left_out)))
             gone.update(dict.fromkeys(left_out, run[_COUNTED - 2]))
+    if not gone:
+        return layers, ()
     kept = [step.index for step in steps if step.index not in gone]
     place = {-1: -1} | {index: n for n, index in enumerate(kept)}
     place |= {index: place[before] for index, before in gone.items()}
@@ -89,7 +91,7 @@ def shortened(layers: Layers, own: Collection[int] = ()) -> tuple[Layers, tuple[
             whole=layers,
             gone=frozenset(gone),
             among=place,
-            numbers=frozenset(numbers) if gone else frozenset(),
+            numbers=numbers,
         ), tuple(repeats)
     return replace(layers, steps=short, together=()), tuple(repeats)
 

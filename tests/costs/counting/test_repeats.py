@@ -1,6 +1,7 @@
 """Equal layers of a chain are counted a few times, and the costs are those of counting all."""
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any, ClassVar
 
 import pytest
@@ -102,6 +103,12 @@ def one_list(layers: Any) -> None:
         layer.more = layers[0].more
 
 
+def one_iterator(layers: Any) -> None:
+    shared = count()
+    for layer in layers:
+        layer.numbers = shared
+
+
 def frozen(layers: Any) -> None:
     layers[4].linear.weight.requires_grad_(False)
 
@@ -139,6 +146,7 @@ UNLIKE: tuple[tuple[Change, int], ...] = (
     (changed("activation", lambda x: x), 0),
     (changed("more", [2]), 0),
     (one_list, 0),
+    (one_iterator, 0),
     (lower, 0),
     (frozen, 0),
     (counted_up, 0),
